@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +14,8 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
 from ._capabilities import Entry
+from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
 from ._object_streams import ObjectReader, noting, parts_of
-from ._secrets import without_secrets
 from ._storage import Buffer, SizedBuffers, inside, whole
 
 T = TypeVar("T")
@@ -33,12 +31,8 @@ _IN_FLIGHT_BYTES = 4 * _PART_BYTES
 _uploads = threading.BoundedSemaphore(2)
 """How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` on the way."""
 
-_NO_RANGES = re.compile("non-partial response when range requested|Range request not supported")
 _READ_TRIES = 5
 _FIRST_PAUSE = 0.1  # seconds, doubled after each try
-
-_REFUSALS = re.compile("(PermissionDenied|Unauthenticated|NotSupported|InvalidPath|FileNotFound)Error")
-"""Errors that say that nothing was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +63,15 @@ class ObjectStorage:
         """Return a folder in this one."""
         return replace(self, url=f"{self.url}/{name}", root=self._path(name))
 
+    @property
+    def latency(self) -> float | None:
+        """How long the last small request to this store took, in seconds; None if there was none in this process."""
+        return _latencies.get(self._place)
+
+    @property
+    def _place(self) -> str:
+        return "/".join(self.url.split("/")[:3])
+
     # Reading
 
     def content(self, name: str, most: int | None = None) -> bytes | None:
@@ -89,6 +92,7 @@ class ObjectStorage:
         """Return a file's bytes and its tag; None for both if there is no such file."""
 
         def whole_file() -> tuple[bytes | None, Tag | None]:
+            begun = time.monotonic()
             # From the first byte on, so that the answer tells the whole length, even if it was cut on the way.
             found = self._get("read", name, {"offset": 0})
             if found is None:
@@ -100,6 +104,8 @@ class ObjectStorage:
             data = bytes(found.bytes())
             if len(data) != size:
                 raise _TooShort(len(data), size)
+            if size <= _REMEMBERED_BYTES:
+                _latencies[self._place] = time.monotonic() - begun
             # Google Cloud Storage replaces by the version, the others by the ETag.
             return data, {kind: tag for kind in ("e_tag", "version") if (tag := found.meta[kind]) is not None}
 
@@ -137,7 +143,7 @@ class ObjectStorage:
                 return None
             except obstore.exceptions.BaseError as error:
                 # An empty file has no range at all; a server that knows none sends all, which is right for all.
-                if not isinstance(span, dict) or ("416" not in str(error) and not _NO_RANGES.search(str(error))):
+                if not isinstance(span, dict) or ("416" not in str(error) and not NO_RANGES.search(str(error))):
                     raise
                 return obstore.get(self.store, self._path(name))
 
@@ -265,7 +271,7 @@ class ObjectStorage:
 
     def mark(self, name: str, data: bytes) -> bool:
         """Create a small file, and return whether the store honours conditions; see `Conditional`."""
-        store = "/".join(self.url.split("/")[:3])
+        store = self._place
         try:
             self._put(name, data, "create")
         except OutcomeUnknown:  # an earlier call has left one, which names another process, or no answer came
@@ -284,14 +290,14 @@ class ObjectStorage:
     def _put(self, name: str, data: bytes, mode: Any) -> None:
         import obstore
 
-        _check_process(self.url)
+        check_process(self.url)
         try:
             # Without repeats: the second of two conditional requests would be refused because of the first.
             store = self.store if mode == "overwrite" else self.once
             obstore.put(store, self._path(name), data, mode=mode, use_multipart=False)
         except Exception as error:
             failure = self._failure("replace", name, error)
-            raise (failure if _REFUSALS.fullmatch(type(error).__name__) else OutcomeUnknown(str(failure))) from None
+            raise (failure if REFUSALS.fullmatch(type(error).__name__) else OutcomeUnknown(str(failure))) from None
 
     def move(self, old: str, new: str) -> None:
         """Rename a file: it is copied by the store, and the old one removed."""
@@ -351,7 +357,7 @@ class ObjectStorage:
 
     @contextmanager
     def _storage_errors(self, doing: str, name: str, raised: Sequence[BaseException] = ()) -> Iterator[None]:
-        _check_process(self.url)
+        check_process(self.url)
         try:
             yield
         except (CheckpointingException, _TooShort):
@@ -362,18 +368,7 @@ class ObjectStorage:
             raise self._failure(doing, name, error) from None
 
     def _failure(self, doing: str, name: str, error: Exception) -> StorageError:
-        """Return the error for a request that failed, with the store's own words but for secrets."""
-        # Not as the cause: its text holds what was sent, and stores repeat signatures in what they answer.
-        said = str(error).partition("\n\nDebug source")[0]
-        found = f"{type(error).__name__}: {without_secrets(said, self.secrets)}"
-        fix = None
-        if "ExpiredToken" in said or "expired" in said.lower():
-            fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
-        elif "allow_http" in said or "URL scheme is not allowed" in said:
-            fix = 'Plain http has to be allowed: AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}.'
-        elif _NO_RANGES.search(said):
-            fix = "The server doesn't honour Range requests; copy the checkpoint, or serve it by another one."
-        return StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found, fix=fix))
+        return request_failure(f"cannot {doing} {self.where(name)!r}", error, self.secrets)
 
 
 _REMEMBERED_BYTES = 64 * 1024
@@ -384,16 +379,8 @@ _tags: dict[str, tuple[bytes, Tag | None]] = {}
 _honours: dict[str, bool] = {}
 """Whether stores honour conditions, as far as this process has tried, by their host or bucket."""
 
-_first_process: list[int] = []  # that made a request, of this one and those that it was forked from
-
-
-def _check_process(url: str) -> None:
-    # A forked child has none of the threads on which obstore waits: its requests would wait for ever.
-    if not _first_process:
-        _first_process.append(os.getpid())
-    if _first_process[0] != os.getpid():
-        fix = "Start processes by 'spawn' or 'forkserver', or let no process use an object store before it is forked."
-        raise StorageError(error_text(f"{url!r} can't be reached: this process was forked from one that did", fix=fix))
+_latencies: dict[str, float] = {}
+"""How long the last small request took, in seconds, by host or bucket."""
 
 
 class _TooShort(Exception):
