@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import FsspecStorage, _object_store, object_storage, storage_at
+from shardtree.storage import FsspecStorage, _object_errors, _object_store, object_storage, storage_at
 from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at, s3
 from tests.s3.server import Server
 
@@ -77,7 +77,7 @@ def test_the_law_of_secrets_catches_what_a_store_repeats(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_object_store, "without_secrets", lambda text, settings=None: text)
+    monkeypatch.setattr(_object_errors, "without_secrets", lambda text, settings=None: text)
     with pytest.raises(AssertionError):
         check_shows_nothing(server, caplog, capfd, ("GetObject",))
 
