@@ -12,9 +12,9 @@ import torch
 
 from ..errors import MetadataError, ShapeError, TreeError, error_text, plural
 from ..geometry import box_column, check_flat_range, flat_boxes, refuse
-from ..lazy import LazyTensor
+from ..lazy import LazyTensor, stored
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
-from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key, padding_like
+from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
 from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes
 
 # Flat ranges to boxes, and back.
@@ -240,9 +240,13 @@ def _flat_form(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Store
 
 def _placed_like(loaded: Any, box: Any) -> Any:
     """Return a merged box where another was loaded to, which nothing tells one that stores nothing: it is padding."""
-    if not isinstance(box, torch.Tensor) or (isinstance(loaded, torch.Tensor) and loaded.device == box.device):
+    if not isinstance(box, torch.Tensor):
         return box
-    return padding_like(loaded, box.shape, box[0].item())
+    if isinstance(loaded, torch.Tensor):
+        return box.to(loaded.device)
+    # The number is in the name: a conversion is recognised by it. As an integer, since torch has no `item` of some.
+    name = f"padding of {as_integers(box)[:1].tolist()}"
+    return stored(lambda at, shape: box[at[0] : at[0] + shape[0]].clone(), box.shape, box.dtype, name=name)
 
 
 def _flattened(tensor: Any) -> Any:
