@@ -162,6 +162,7 @@ class PendingSave:
         options: how it is written.
         layout: all ranks' shards, None if the ranks didn't exchange them.
         memo: what the strategies of one save keep on their rank until the commit.
+        shared: what follows from `layout` alone, kept for all ranks that one process plays, as a conversion does.
         replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
         overwrite: whether the caller lets a checkpoint be replaced.
     """
@@ -175,6 +176,7 @@ class PendingSave:
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
     replaced: Replaced | None = None
     overwrite: bool = True
+    shared: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True, eq=False)

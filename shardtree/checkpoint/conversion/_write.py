@@ -141,7 +141,8 @@ def write_batches(
     """
     count, durable = len(plan.batches), destination.options.durable
     columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
-    request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns, watched)
+    shared: dict[str, Any] = {}  # what a format computes of all batches' layout, once and not for each
+    request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns, shared, watched)
     first: list[_Prepared] = []
     results: dict[int, Any] = {}
 
@@ -243,12 +244,14 @@ def _request(
     batches: Sequence[Batch],
     common: Any,
     columns: ShardColumns,
+    shared: dict[str, Any],
     watched: Watched,
     rank: int,
 ) -> tuple[AsyncRequest[Any], RecordingStorage]:
     """Return the request that writes a batch, and the storage that records its files."""
     noted = recording(destination.storage, announcer(journal, rank))
-    pending = PendingSave(noted, save_id, Turn(rank, len(batches)), None, destination.options, columns)
+    turn = Turn(rank, len(batches))
+    pending = PendingSave(noted, save_id, turn, None, destination.options, columns, shared=shared)
     writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
     try:
         request = save_request(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -178,16 +178,23 @@ def _prepare(
         raise UnsupportedValue(
             error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
-    columns = _layout(pending)
-    files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
+    if BACKEND not in pending.shared:
+        pending.shared[BACKEND] = _model(_layout(pending), max_file_bytes)
+    files, file_of = pending.shared[BACKEND]
     pending.memo[BACKEND] = files
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, files, tensors),
+        async_fn=partial(_write, pending, files, file_of, tensors),
         commit=partial(_check_lengths, pending, files),
         abandon=partial(abandon, pending, files),
     )
+
+
+def _model(columns: ShardColumns, max_file_bytes: int) -> tuple[Sequence[ModelFile], Mapping[str, int]]:
+    """Return the files of a model, and the number of each tensor's file."""
+    files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
+    return files, {key: number for number, file in enumerate(files) for key in file.bytes_before}
 
 
 def _layout(pending: PendingSave) -> ShardColumns:
@@ -200,13 +207,14 @@ def _layout(pending: PendingSave) -> ShardColumns:
     return pending.layout
 
 
-def _write(pending: PendingSave, files: Sequence[ModelFile], shards: Sequence[ShardedTensor]) -> None:
+def _write(
+    pending: PendingSave, files: Sequence[ModelFile], file_of: Mapping[str, int], shards: Sequence[ShardedTensor]
+) -> None:
     if pending.world.rank == 0:
         check_free(pending, files)
     # Made again: an abandoned request, whose folder was removed, may be run once more.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     # Sorted by place, so that each file is written from front to back.
-    file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
     own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
     for number, file in enumerate(files):

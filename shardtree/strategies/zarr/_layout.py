@@ -77,17 +77,19 @@ def array_layouts(written: ShardColumns, rank: int | None = None) -> Iterator[Ar
         IntegrityError: a file would have gaps, or two keys would have one name.
         UnsupportedValue: a dtype can't be stored.
     """
-    order = np.argsort(written.key, kind="stable")
-    ends = np.searchsorted(written.key[order], np.arange(len(written.keys) + 1)).tolist()
+    numbers = np.unique(written.key if rank is None else written.key[written.rank == rank])
+    # All rows of these tensors, tensor by tensor: a rank's share of the work doesn't grow with the others' tensors.
+    rows = np.flatnonzero(np.isin(written.key, numbers))
+    order = rows[np.argsort(written.key[rows], kind="stable")]
+    begins = np.searchsorted(written.key[order], numbers).tolist()
     names: dict[str, str] = {}
-    for number, (begin, end) in enumerate(pairwise(ends)):
-        if begin < end and (rank is None or (written.rank[order[begin:end]] == rank).any()):
-            key = written.keys[number]
-            other = names.setdefault(array_name(key), key)
-            if other != key:
-                what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
-                raise IntegrityError(error_text(what, fix="Rename one."))
-            yield _array_layout(written, number, order[begin:end])
+    for number, (begin, end) in zip(numbers.tolist(), pairwise([*begins, len(order)]), strict=True):
+        key = written.keys[number]
+        other = names.setdefault(array_name(key), key)
+        if other != key:
+            what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
+            raise IntegrityError(error_text(what, fix="Rename one."))
+        yield _array_layout(written, number, order[begin:end])
 
 
 def _array_layout(written: ShardColumns, number: int, rows: Column) -> ArrayLayout:

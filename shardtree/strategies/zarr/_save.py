@@ -198,8 +198,11 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
     if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks exchange what they hold."
         raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
-    # The same sharing out as in `save`, computed again: every rank has to know who writes which file.
-    columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
+    if _MEMO not in pending.shared:
+        # The same sharing out as in `save`, computed again: every rank has to know who writes which file.
+        rows = np.flatnonzero(level_writes(pending.layout, pending.world.size))
+        pending.shared[_MEMO] = select_rows(pending.layout, rows)
+    columns = pending.shared[_MEMO]
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
         found = f"{len(tensors)} shards to write where {mine.size} are expected"
