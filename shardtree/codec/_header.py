@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..errors import CorruptCheckpoint, MetadataError, error_text
@@ -211,9 +212,31 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
         >>> decode_header(encode_header(entries), 128 + 24) == (entries, 128)
         True
     """
+    entries, data_start, _ = decode_header_and_metadata(data, file_length)
+    return entries, data_start
+
+
+def decode_header_and_metadata(
+    data: bytes | bytearray | memoryview, file_length: int
+) -> tuple[tuple[Entry, ...], int, dict[str, str]]:
+    """Return what `decode_header` does, and the metadata of the file: strings beside its tensors.
+
+    Args:
+        data: the file's beginning, at least its header.
+        file_length: of the whole file, in bytes.
+
+    Raises:
+        CorruptCheckpoint: as `decode_header`.
+
+    Examples:
+        >>> decode_header_and_metadata(encode_header([], {"format": "pt"}), 64)
+        ((), 64, {'format': 'pt'})
+    """
     fields, data_start = _parse_header(data, file_length)
-    entries = [_entry(name, spec) for name, spec in fields.items() if name != _METADATA]
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    metadata: dict[str, str] = fields.pop(_METADATA, {})
+    lengths: dict[tuple[str, tuple[int, ...]], int] = {}  # models repeat few shapes in many layers
+    entries = [_entry(name, spec, lengths) for name, spec in fields.items()]
+    entries.sort(key=itemgetter(3, 4))
     # No gaps and no overlaps: bytes that no entry names could hide data, and shared ones make a small file large.
     end = 0
     for entry in entries:
@@ -223,25 +246,7 @@ def decode_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
     if data_start + end != file_length:
         what = "safetensors header: the entries don't end where the file does"
         raise CorruptCheckpoint(error_text(what, found=f"{file_length} bytes", expected=data_start + end))
-    return tuple(entries), data_start
-
-
-def decode_header_metadata(data: bytes | bytearray | memoryview, file_length: int) -> dict[str, str]:
-    """Return the metadata of a safetensors file: strings beside its tensors.
-
-    Args:
-        data: the file's beginning, at least its header.
-        file_length: of the whole file, in bytes.
-
-    Raises:
-        CorruptCheckpoint: the header isn't valid.
-
-    Examples:
-        >>> decode_header_metadata(encode_header([], {"format": "pt"}), 64)
-        {'format': 'pt'}
-    """
-    metadata: dict[str, str] = _parse_header(data, file_length)[0].get(_METADATA, {})
-    return metadata
+    return tuple(entries), data_start, metadata
 
 
 def _parse_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[dict[str, Any], int]:
@@ -258,17 +263,29 @@ def _parse_header(data: bytes | bytearray | memoryview, file_length: int) -> tup
     return fields, data_start
 
 
-def _entry(name: str, spec: Any) -> Entry:
-    """Return the entry that a member of the JSON object describes."""
+def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]) -> Entry:
+    """Return the entry that a member of the JSON object describes.
+
+    Args:
+        name: of the member.
+        spec: its value.
+        lengths: in bytes of tensors of a tag and shape, as far as they are known; others are added.
+    """
     try:
         name.encode("utf-8")
         tag, shape, (start, stop) = spec["dtype"], spec["shape"], spec["data_offsets"]
         if len(spec) != 3 or type(tag) is not str or type(shape) is not list:
             raise ValueError("not a dtype, a shape and two data_offsets, and nothing else")
-        if not all(type(number) is int and 0 <= number <= MAX_INT for number in (start, stop, *shape)):
+        # Before anything is looked up: 1.0 and True are equal to 1.
+        are_numbers = {*map(type, shape), type(start), type(stop)} == {int}
+        if not are_numbers or min(start, stop, *shape) < 0 or max(start, stop, *shape) > MAX_INT:
             raise ValueError("a number that can't be a length")
-        if stop - start != byte_length(tag, shape):
+        sizes = tuple(shape)
+        length = lengths.get((tag, sizes))
+        if length is None:
+            length = lengths[tag, sizes] = byte_length(tag, sizes)
+        if stop - start != length:
             raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
     except (TypeError, ValueError, KeyError) as error:
         raise CorruptCheckpoint(error_text(f"safetensors header: entry {_shown(name)}: {error}")) from None
-    return Entry(name, tag, tuple(shape), start, stop)
+    return Entry(name, tag, sizes, start, stop)

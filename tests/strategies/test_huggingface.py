@@ -6,9 +6,12 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from itertools import count
+from threading import Barrier
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -32,6 +35,7 @@ from shardtree.errors import (
 from shardtree.layouts import TensorKind
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
+from shardtree.strategies.huggingface._contents import read_headers
 from shardtree.strategies.huggingface._layout import model_files, shard_pieces
 from shardtree.testing import (
     GlobalState,
@@ -695,3 +699,24 @@ def test_the_table_has_all_that_a_format_needs():
         StrategyAction.RESOLVE,
     }
     assert can == set(StrategyAction) - missing
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteModel(MemoryStorage):
+    """A storage where reads are requests, none of which is answered before all have come."""
+
+    all_there: Barrier = field(default_factory=lambda: Barrier(5))
+
+    def read_range(self, name, begin, end):
+        self.all_there.wait(timeout=20)
+        data = self.read(name)
+        return memoryview(data)[begin:end], len(data)
+
+
+def test_headers_of_a_remote_model_are_in_flight_together():
+    storage = RemoteModel()
+    names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
+    for name in names:
+        storage.write(name, [memoryview(safetensors.torch.save({name: torch.zeros(2, 3)}))], durable=False)
+    found = read_headers(storage, names)
+    assert [file.name for file in found] == names == [file.entries[0].name for file in found]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from ...codec import Entry, decode_header, decode_header_metadata, dtype_from_tag, header_length
+from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_length
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
-from ...storage import Reader, Storage, StoredFile, opened
+from ...storage import Ranged, Reader, Storage, StoredFile, in_threads, opened
 from .._values import Checkpoint
 from ..index import Index, build_index
 from ._listing import BACKEND, Listing, read_listing
@@ -19,6 +20,7 @@ from ._listing import BACKEND, Listing, read_listing
 # Reading the header of a safetensors file of any writer
 
 _FIRST_BYTES = 64 * 1024  # enough for most headers: one read in place of two
+_MOST_REQUESTS = 256
 _POINTER = b"version https://git-lfs"
 
 
@@ -58,11 +60,21 @@ def read_header(storage: Storage, name: str) -> WeightFile:
         try:
             end = 8 + header_length(first, length)
             data = first + _bytes(reader, len(first), end) if end > len(first) else first
-            entries, data_start = decode_header(data, length)
-            return WeightFile(name, length, data_start, entries, decode_header_metadata(data, length))
+            entries, data_start, texts = decode_header_and_metadata(data, length)
+            return WeightFile(name, length, data_start, entries, texts)
         except CorruptCheckpoint as error:
             what = f"open: {where!r} is not a sound safetensors file"
             raise CorruptCheckpoint(error_text(what, found=_found(first, error), fix=_fix(first))) from error
+
+
+def read_headers(storage: Storage, names: Sequence[str]) -> list[WeightFile]:
+    """Return the headers of several files, read side by side: where each is a request, all of them at once.
+
+    Raises:
+        CorruptCheckpoint: as `read_header`.
+    """
+    threads = min(len(names), _MOST_REQUESTS) if isinstance(storage, Ranged) else None
+    return in_threads(partial(read_header, storage), names, threads)
 
 
 def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
@@ -111,7 +123,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """
     if BACKEND not in checkpoint.memo:
         listing = read_listing(checkpoint)
-        files = [read_header(checkpoint.storage, name) for name in listing.files]
+        files = read_headers(checkpoint.storage, listing.files)
         checkpoint.memo[BACKEND] = contents(listing, files)
     found: Contents = checkpoint.memo[BACKEND]
     return found
@@ -178,10 +190,12 @@ def _refusal(entry: Entry) -> str:
 def _columns(entries: Sequence[Entry]) -> ShardColumns:
     shapes = [entry.shape for entry in entries]
     shape = box_column(shapes, fill=1)
+    # A model repeats few kinds in many layers; each is one object.
+    known = {kind: TensorKind(dtype_from_tag(kind[0]), kind[1], 0) for kind in {entry[1:3] for entry in entries}}
     whole, zero = np.full(len(entries), -1, dtype=np.int64), np.zeros(len(entries), dtype=np.int64)
     return ShardColumns(
         keys=tuple(entry.name for entry in entries),
-        kinds=tuple(TensorKind(dtype_from_tag(entry.tag), entry.shape, 0) for entry in entries),
+        kinds=tuple(known[entry[1:3]] for entry in entries),
         key=np.arange(len(entries)),
         offset=np.zeros_like(shape),
         shape=shape,
