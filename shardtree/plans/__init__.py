@@ -1,5 +1,6 @@
 """Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
 
+from ._cells import Cells
 from ._convertible import convertible
 from ._exchange import ExchangePlan, grouped, plan_exchange, read_rounds
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
@@ -27,6 +28,7 @@ from .moving import SourceTree, TargetTree, agreed_common, complete, reshard, ta
 from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 
 __all__ = [
+    "Cells",
     "ExchangePlan",
     "Explanation",
     "FailedCheck",

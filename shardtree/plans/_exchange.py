@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from ..geometry import Column, begins
 from ..layouts import ShardColumns
-from ._save import find_holders, held_places, holder_sets
+from ._cells import MOST_CELLS, Cells, wanted_cells
+from ._save import find_holders, holder_sets
 from ._text import size_text, table_lines
 
 # Shards that several ranks want are read once and passed on, in rounds of bounded size.
@@ -22,6 +23,8 @@ ROUND_BYTES = 64 * 1024 * 1024
 STRIPE_BYTES = 1024 * 1024
 """Shards are cut between readers at multiples of this: whole requests, and few hashed blocks that two ranks read."""
 
+_MOST_PASSES = 16
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ExchangePlan:
@@ -29,25 +32,29 @@ class ExchangePlan:
 
     Attributes:
         ranks: how many there are.
+        cells: the parts of shards that are wanted whole; bytes are counted in a cell, row-major.
         reader: who reads, int64 (reads,).
-        row: the shard of the reader that it reads a part of, a row of all ranks' columns, int64 (reads,).
-        read_start: first byte of the shard's data that is read, int64 (reads,).
+        cell: of which it reads some, int64 (reads,).
+        row: its own shard that has the cell, a row of all ranks' columns, int64 (reads,).
+        read_start: first byte of the cell that is read, int64 (reads,).
         read_stop: one past the last, int64 (reads,).
-        source: the row that is passed on, int64 (transfers,).
-        target: the row that gets it, int64 (transfers,).
-        sender: the rank of the source, int64 (transfers,).
+        read: what is passed on: the number of a read, int64 (transfers,).
+        target: the shard that gets it, a row of the columns, int64 (transfers,).
+        sender: the rank of the reader, int64 (transfers,).
         receiver: the rank of the target, int64 (transfers,).
-        start: first byte of the shard's data that is passed on, int64 (transfers,).
+        start: first byte of the cell that is passed on, int64 (transfers,).
         stop: one past the last, int64 (transfers,).
         round: when, ascending, int64 (transfers,).
     """
 
     ranks: int
+    cells: Cells
     reader: Column
+    cell: Column
     row: Column
     read_start: Column
     read_stop: Column
-    source: Column
+    read: Column
     target: Column
     sender: Column
     receiver: Column
@@ -93,20 +100,23 @@ def plan_exchange(
     *,
     round_bytes: int = ROUND_BYTES,
     stripe_bytes: int = STRIPE_BYTES,
+    most_cells: int = MOST_CELLS,
     is_cut: bool = True,
 ) -> ExchangePlan:
-    """Return the plan by which ranks that want the same shards read them once between them.
+    """Return the plan by which ranks that want the same elements read them once between them.
 
-    The shards that a set of ranks wants are laid end to end and cut into one stretch a rank, so that each rank reads as
-    much as the others, whatever it reads alone or with other sets. Cuts lie between shards or at whole stripes: a rank
-    is at most a stripe away from its part.
+    Boxes that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
+    end and cut into one stretch a rank, so that each rank reads as much as the others, whatever it reads alone or with
+    other sets. Cuts lie between cells or at whole stripes: a rank is at most a stripe away from its part.
 
     Args:
         columns: the shards that all ranks want.
         ranks: how many ranks there are.
         round_bytes: the most that is passed on in one round.
-        stripe_bytes: shards are cut at multiples of so many bytes.
-        is_cut: whether they are; if not, each is read whole by one rank.
+        stripe_bytes: cells are cut at multiples of so many bytes.
+        most_cells: that the boxes of a tensor are cut into, on average; if they would be more, these stay whole, and
+            what they share is read more than once.
+        is_cut: whether boxes and cells are cut; if not, equal shards are read whole by one rank, others by each.
 
     Examples:
         >>> import torch, shardtree as st
@@ -119,28 +129,27 @@ def plan_exchange(
         >>> plan.bytes_sent.tolist(), plan.bytes_received.tolist()
         ([2048, 2048], [2048, 2048])
     """
-    place, places = held_places(columns)
-    size = np.zeros(places, dtype=np.int64)
-    size[place] = columns.elements * columns.item_size[columns.key]
-    item = np.ones(places, dtype=np.int64)
-    item[place] = columns.item_size[columns.key]
+    cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
+    item = columns.item_size[cells.key]
+    size = cells.elements * item
     stripe = -(-stripe_bytes // item) * item if is_cut else np.maximum(size, 1)
-    which, reader, read_start, read_stop = _stripes(columns.rank, ranks, place, size, stripe)
-    by_place = np.argsort(place, kind="stable")
-    first, count = np.searchsorted(place[by_place], np.arange(places)), np.bincount(place, minlength=places)
-    # Each stretch meets all rows of its place; of the reader's, which may be several, the first is read into.
-    stretch = np.repeat(np.arange(which.size), count[which])
-    number = np.arange(stretch.size) - np.repeat(np.cumsum(count[which]) - count[which], count[which])
-    target = by_place[first[which[stretch]] + number]
-    own = np.flatnonzero(columns.rank[target] == reader[stretch])
-    row = target[own[begins(stretch[own])]]
-    others = np.flatnonzero(target != row[stretch])
-    stretch, target = stretch[others], target[others]
-    of, start, stop, turn = _in_rounds(read_start[stretch], read_stop[stretch], round_bytes)
-    source, target = row[stretch][of], target[of]
-    sender, receiver = columns.rank[source], columns.rank[target]
-    reads = (reader, row, read_start, read_stop)
-    return ExchangePlan(ranks, *reads, source, target, sender, receiver, start, stop, turn)
+    rank = columns.rank[cells.row]
+    cell, reader, read_start, read_stop = _stripes(rank, ranks, cells.cell, size, stripe)
+    by_cell = np.argsort(cells.cell, kind="stable")
+    count = np.bincount(cells.cell, minlength=size.size)
+    first = np.cumsum(count) - count
+    # Each read meets all rows that want its cell; of the reader's, which may be several, it goes to the first.
+    read = np.repeat(np.arange(cell.size), count[cell])
+    number = np.arange(read.size) - np.repeat(np.cumsum(count[cell]) - count[cell], count[cell])
+    target = cells.row[by_cell[first[cell[read]] + number]]
+    own = np.flatnonzero(columns.rank[target] == reader[read])
+    row = target[own[begins(read[own])]]
+    others = np.flatnonzero(target != row[read])
+    read, target = read[others], target[others]
+    of, start, stop, turn = _in_rounds(read_start[read], read_stop[read], round_bytes)
+    read, target = read[of], target[of]
+    reads = (reader, cell, row, read_start, read_stop)
+    return ExchangePlan(ranks, cells, *reads, read, target, reader[read], columns.rank[target], start, stop, turn)
 
 
 def _in_rounds(start: Column, stop: Column, round_bytes: int) -> tuple[Column, Column, Column, Column]:
@@ -170,9 +179,15 @@ def _stripes(
     only, lone = held.rank[held.first[alone]], held.place[alone]
     load = _by_rank(ranks, only, size[lone])
     found = [(lone, only, np.zeros_like(lone), size[lone])]
-    for places, holders in holder_sets(held):
+    sets = [*holder_sets(held)]
+    planned = _level_shares(load, [(holders, int(size[places].sum())) for places, holders in sets])
+    for (_, holders), part in zip(sets, planned, strict=True):
+        load += _by_rank(ranks, holders, part)
+    for (places, holders), part in zip(sets, planned, strict=True):
         end = np.cumsum(size[places])
         begin = end - size[places]
+        # Levelled once more, since the sets before this one got whole stripes, a little more or less than planned.
+        load -= _by_rank(ranks, holders, part)
         # The exact cuts, each moved to the nearest end of a shard or of a stripe in it.
         exact = np.cumsum(_level_parts(load[holders], int(end[-1])))[:-1]
         at = np.minimum(np.searchsorted(end, exact, side="right"), places.size - 1)
@@ -187,6 +202,28 @@ def _stripes(
     which, reader, start, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.lexsort((start, which))
     return which[order], reader[order], start[order], stop[order]
+
+
+def _level_shares(load: Column, sets: Sequence[tuple[Column, int]]) -> list[Column]:
+    """Return how much each rank of several sets reads of what its set wants, so that ranks are level.
+
+    Args:
+        load: what each rank reads besides.
+        sets: the ranks of each, and how much it wants.
+    """
+    total = load.copy()
+    shares = [np.zeros_like(ranks) for ranks, _ in sets]
+    # What one set reads leaves other sets' ranks more or less, so all are levelled again, until little moves.
+    for _ in range(_MOST_PASSES):
+        moved = 0
+        for number, (ranks, wanted) in enumerate(sets):
+            others = total[ranks] - shares[number]
+            share = _level_parts(others, wanted)
+            moved = max(moved, int(np.abs(share - shares[number]).max()))
+            total[ranks], shares[number] = others + share, share
+        if moved * 100 <= int(total.max(initial=0)):
+            break
+    return shares
 
 
 def _level_parts(load: Column, total: int) -> Column:

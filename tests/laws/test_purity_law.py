@@ -538,6 +538,7 @@ VALUES: dict[str, Any] = {
     "layouts.ShardColumns": COLUMNS,
     "objects.ObjectArray": ARRAY,
     "objects.HeldArrays": HELD["rng"],
+    "plans.Cells": EXCHANGE.cells,
     "plans.ExchangePlan": EXCHANGE,
     "plans.ReshardPlan": RESHARD,
     "plans.TargetTree": plans.take_target(TREE),

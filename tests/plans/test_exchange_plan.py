@@ -42,10 +42,9 @@ def passes_everything_on(plan_of: Callable[..., ExchangePlan], case: Case, round
         assert columns.rank[row] == reader
         read[int(columns.key[row])][start:stop] += 1
         got[row][start:stop] += 1
-    has = [count.copy() for count in got]
-    for source, target, start, stop in zip(plan.source, plan.target, plan.start, plan.stop, strict=True):
-        assert has[source][start:stop].all()
-        assert columns.key[source] == columns.key[target]
+    for number, target, start, stop in zip(plan.read, plan.target, plan.start, plan.stop, strict=True):
+        assert plan.read_start[number] <= start < stop <= plan.read_stop[number]
+        assert columns.key[plan.row[number]] == columns.key[target]
         got[target][start:stop] += 1
     assert all((count == 1).all() for count in [*got, *read.values()])
     assert plan.round.tolist() == sorted(plan.round.tolist())

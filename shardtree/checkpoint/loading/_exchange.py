@@ -14,7 +14,7 @@ from ...codec import bit_view
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns
 from ...mapping import ShardedTensor
-from ...plans import ExchangePlan, plan_exchange
+from ...plans import Cells, ExchangePlan, plan_exchange
 from ...storage import LocalStorage, MemoryStorage, Storage
 from ...strategies import (
     Checkpoint,
@@ -28,6 +28,7 @@ from ...strategies import (
 )
 from ...world import World
 from .._dispatch import Choice, sharded_backend, strategy_of
+from ._targets import new_memory
 
 
 def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
@@ -61,7 +62,9 @@ def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategie
 def parts_to_read(
     plan: ExchangePlan, columns: ShardColumns, rank: int, shards: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
-    """Return what a rank reads itself: its shards, or flat ranges of them, in the shards' own memory.
+    """Return what a rank reads itself, in the order of the plan's reads; in its shards' memory where it is consecutive.
+
+    What isn't, such as some columns of a matrix, gets new memory.
 
     Args:
         plan: who reads what.
@@ -71,21 +74,55 @@ def parts_to_read(
     """
     first = int(np.searchsorted(columns.rank, rank))
     mine = np.flatnonzero(plan.reader == rank)
-    rows = zip(plan.row[mine].tolist(), plan.read_start[mine].tolist(), plan.read_stop[mine].tolist(), strict=True)
-    item_size = columns.item_size[columns.key]
-    return [
-        _flat_part(shards[row - first], start // int(item_size[row]), stop // int(item_size[row]))
-        for row, start, stop in rows
-    ]
+    row, cell = plan.row[mine], plan.cell[mine]
+    item_size = columns.item_size[columns.key[row]]
+    start, stop = plan.read_start[mine] // item_size, plan.read_stop[mine] // item_size
+    reads = zip((row - first).tolist(), cell.tolist(), start.tolist(), stop.tolist(), strict=True)
+    return [_part(shards[own], plan.cells, number, slice(low, high)) for own, number, low, high in reads]
 
 
-def _flat_part(shard: ShardedTensor, start: int, stop: int) -> ShardedTensor:
+def _part(shard: ShardedTensor, cells: Cells, number: int, flat: slice) -> ShardedTensor:
+    """Return the elements of a cell in a flat range of it, as a shard."""
+    if _is_whole(shard, cells, number):
+        return _flat_part(shard, flat)
+    offset, shape = _box_of(shard, cells, number)
+    prepended = shard.prepend_axis_num
+    cell = replace(shard, data=None, local_shape=shape[prepended:], global_offset=offset, axis_fragmentations=None)
+    if not isinstance(shard.data, torch.Tensor):
+        return _flat_part(cell, flat)
+    data = shard.data[_inside(shard, offset, shape)]
+    if data.is_contiguous():
+        return _flat_part(replace(cell, data=data), flat)
+    part = _flat_part(cell, flat)
+    return replace(part, data=new_memory(part.key, part.data_shape, part.dtype))
+
+
+def _is_whole(shard: ShardedTensor, cells: Cells, number: int) -> bool:
+    """Return whether a cell that a shard wants is all of it."""
+    if shard.flattened_range is not None or not shard.global_shape:
+        return True
+    return _box_of(shard, cells, number) == (shard.global_offset, (1,) * shard.prepend_axis_num + shard.local_shape)
+
+
+def _box_of(shard: ShardedTensor, cells: Cells, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and shape of a cell, with the axes of a shard."""
+    first = cells.shape.shape[1] - len(shard.global_shape)
+    return tuple(cells.offset[number, first:].tolist()), tuple(cells.shape[number, first:].tolist())
+
+
+def _inside(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    begin = [at - low for at, low in zip(offset, shard.global_offset, strict=True)]
+    slices = [slice(at, at + size) for at, size in zip(begin, shape, strict=True)]
+    return tuple(slices[shard.prepend_axis_num :])
+
+
+def _flat_part(shard: ShardedTensor, flat: slice) -> ShardedTensor:
     """Return so many elements of a shard's data, as a shard that shares its memory."""
-    if (start, stop) == (0, prod(shard.data_shape)):
+    if (flat.start, flat.stop) == (0, prod(shard.data_shape)):
         return shard
-    data = shard.data.view(-1)[start:stop] if isinstance(shard.data, torch.Tensor) else None
+    data = shard.data.view(-1)[flat] if isinstance(shard.data, torch.Tensor) else None
     base = 0 if shard.flattened_range is None else shard.flattened_range.start
-    return replace(shard, data=data, flattened_range=slice(base + start, base + stop))
+    return replace(shard, data=data, flattened_range=slice(base + flat.start, base + flat.stop))
 
 
 def shares(
@@ -113,26 +150,71 @@ def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], li
     return own, [shard for shard in shards if not shard.allow_shape_mismatch]
 
 
-def pass_on(world: World, plan: ExchangePlan, columns: ShardColumns, memories: Sequence[torch.Tensor]) -> None:
-    """Fill the memories that this rank didn't read with what other ranks read; collective.
+def pass_on(
+    world: World,
+    plan: ExchangePlan,
+    columns: ShardColumns,
+    shards: Sequence[ShardedTensor],
+    read: Sequence[ShardedTensor],
+) -> None:
+    """Fill what this rank didn't read of its shards with what other ranks read; collective.
 
     Args:
         world: the ranks that take part.
         plan: who read what.
-        columns: all ranks' shards, each rank's rows together and in the order of its memories.
-        memories: this rank's tensors, contiguous and on the CPU.
+        columns: all ranks' shards, each rank's rows together and in the order of its shards.
+        shards: this rank's, with contiguous memory on the CPU.
+        read: what this rank read, as `parts_to_read` returned it.
     """
-    # Bytes, not elements: any dtype can be sent, also those that NumPy lacks.
     first = int(np.searchsorted(columns.rank, world.rank))
-    views = [bit_view(memory).numpy() for memory in memories]
-    for number in range(plan.rounds):
-        outgoing: list[list[tuple[int, int, Any]]] = [[] for _ in range(world.size)]
-        for row in np.flatnonzero((plan.round == number) & (plan.sender == world.rank)).tolist():
-            start, stop = int(plan.start[row]), int(plan.stop[row])
-            part = views[int(plan.source[row]) - first][start:stop]
-            outgoing[int(plan.receiver[row])].append((int(plan.target[row]), start, part))
-        for target, start, part in (item for incoming in world.all_to_all(outgoing) for item in incoming):
-            views[target - first][start : start + part.size] = part
+    # Bytes, not elements: any dtype can be sent, also those that NumPy lacks.
+    sources = dict(zip(np.flatnonzero(plan.reader == world.rank).tolist(), map(_bytes_of, read), strict=True))
+
+    def fill(target: int, number: int, start: int, part: Any) -> None:
+        _fill(_region(shards[target - first], plan.cells, number), start, part)
+
+    for number, part in sources.items():
+        # What was read into the shard's own memory is there already.
+        if not np.may_share_memory(part, _bytes_of(shards[int(plan.row[number]) - first])):
+            fill(int(plan.row[number]), int(plan.cell[number]), int(plan.read_start[number]), part)
+    for turn in range(plan.rounds):
+        outgoing: list[list[tuple[int, int, int, Any]]] = [[] for _ in range(world.size)]
+        for row in np.flatnonzero((plan.round == turn) & (plan.sender == world.rank)).tolist():
+            start, stop, number = int(plan.start[row]), int(plan.stop[row]), int(plan.read[row])
+            base = int(plan.read_start[number])
+            part = sources[number][start - base : stop - base]
+            outgoing[int(plan.receiver[row])].append((int(plan.target[row]), int(plan.cell[number]), start, part))
+        for message in (each for incoming in world.all_to_all(outgoing) for each in incoming):
+            fill(*message)
+
+
+def _bytes_of(shard: ShardedTensor) -> Any:
+    return bit_view(shard.data).numpy()
+
+
+def _region(shard: ShardedTensor, cells: Cells, number: int) -> Any:
+    """Return the bytes of a cell in a shard's memory, as a NumPy array with an axis more than the cell."""
+    memory = _bytes_of(shard)
+    if _is_whole(shard, cells, number):
+        return memory
+    return memory.reshape(*shard.local_shape, shard.dtype.itemsize)[_inside(shard, *_box_of(shard, cells, number))]
+
+
+def _fill(region: Any, start: int, part: Any) -> None:
+    """Put bytes where they belong in a region, counted from its first byte in row-major order."""
+    if region.flags.c_contiguous:
+        region.reshape(-1)[start : start + part.size] = part
+        return
+    row = region[0].size
+    while part.size:
+        at, begin = divmod(start, row)
+        # The rest of a row, or a part of one, or as many whole ones as there are.
+        size = min(row - begin, part.size) if begin or part.size < row else part.size // row * row
+        if size < row or begin:
+            _fill(region[at], begin, part[:size])
+        else:
+            region[at : at + size // row] = part[:size].reshape(-1, *region.shape[1:])
+        start, part = start + size, part[size:]
 
 
 def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> FormatTraits:

@@ -1,0 +1,212 @@
+"""Ranks that want overlapping boxes: each element is read by one of them, and all get what they asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.checkpoint.loading import _read
+from shardtree.layouts import ShardColumns, join_columns, shard_columns
+from shardtree.plans import Cells, ExchangePlan, _cells, plan_exchange
+from shardtree.storage import MemoryStorage
+from shardtree.testing import first_difference, random_bits
+from tests.trees.samples import assert_caught
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+Case = tuple[tuple[int, ...], list[list[Box]]]
+
+
+@some.composite
+def cases(draw: some.DrawFn) -> Case:
+    """A tensor's shape, and the boxes (offset, shape) that each of some ranks wants."""
+    shape = tuple(draw(some.lists(some.integers(1, 7), min_size=1, max_size=3)))
+
+    def box(_: Any) -> Box:
+        spans = [sorted(draw(some.tuples(some.integers(0, size), some.integers(0, size)))) for size in shape]
+        return tuple(low for low, _ in spans), tuple(high - low for low, high in spans)
+
+    ranks = draw(some.integers(1, 8))
+    return shape, [[box(None) for _ in range(draw(some.integers(0, 2)))] for _ in range(ranks)]
+
+
+def shards_of(shape: tuple[int, ...], boxes: Sequence[Box], dtype: torch.dtype) -> list[st.ShardedTensor]:
+    return [
+        st.ShardedTensor("w", torch.zeros(size, dtype=dtype), dtype, size, shape, offset, None)
+        for offset, size in boxes
+    ]
+
+
+def columns_of(case: Case) -> ShardColumns:
+    shape, wanted = case
+    parts = [shard_columns(shards_of(shape, boxes, torch.int16), rank) for rank, boxes in enumerate(wanted)]
+    return join_columns(parts)
+
+
+def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+
+
+def wanted_elements(case: Case) -> np.ndarray:
+    """Return which elements any rank wants, bool, with the tensor's shape."""
+    shape, wanted = case
+    found = np.zeros(shape, dtype=bool)
+    for offset, size in (box for boxes in wanted for box in boxes):
+        found[slices(offset, size)] = True
+    return found
+
+
+def check_cells(cells_of: Callable[..., Cells], case: Case) -> None:
+    """Raise unless cells tile what is wanted, and those of a shard tile it."""
+    shape, _ = case
+    columns = columns_of(case)
+    cells = cells_of(columns, most=10**6)
+    times = np.zeros(shape, dtype=int)
+    inside = [
+        tuple(slice(*span) for span in zip(o, o + s, strict=True))
+        for o, s in zip(cells.offset, cells.shape, strict=True)
+    ]
+    for place in inside:
+        times[place] += 1
+    assert (times == wanted_elements(case)).all()
+    for row in range(len(columns)):
+        own = np.zeros(shape, dtype=int)
+        for number in cells.cell[cells.row == row]:
+            own[inside[number]] += 1
+        expected = np.zeros(shape, dtype=int)
+        expected[slices(columns.offset[row].tolist(), columns.shape[row].tolist())] = 1
+        assert (own == expected).all()
+
+
+@given(cases())
+def test_cells_tile_what_is_wanted_and_those_of_a_shard_tile_it(case: Case) -> None:
+    check_cells(_cells.wanted_cells, case)
+
+
+def test_the_law_of_cells_catches_shards_that_stay_whole() -> None:
+    def whole(columns: ShardColumns, *, most: int) -> Cells:
+        return _cells.wanted_cells(columns, is_cut=False)
+
+    assert_caught(check_cells, whole, cases())
+
+
+def check_load(load: Callable[..., Any], case: Case, stripe_bytes: int) -> None:
+    """Raise unless every rank gets its boxes, and each wanted element is read once."""
+    shape, wanted = case
+    full = random_bits(shape, torch.int16, 5)
+    folder = MemoryStorage()
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", full)}, folder)
+
+    def on_rank(world: st.World) -> int:
+        reports: list[st.storage.ReadReport] = []
+        options = st.LoadOptions(exchange="always", report=reports.append)
+        target = dict(enumerate(shards_of(shape, wanted[world.rank], torch.int16)))
+        loaded = load(target, folder, world=world, validate_access_integrity=False, options=options)
+        for number, shard in target.items():
+            slices = tuple(
+                slice(at, at + size) for at, size in zip(shard.global_offset, shard.local_shape, strict=True)
+            )
+            assert first_difference(loaded[number], full[slices]) is None
+        return reports[0].bytes_read
+
+    def striped(columns: ShardColumns, ranks: int, **options: Any) -> ExchangePlan:
+        return plan_exchange(columns, ranks, round_bytes=37, stripe_bytes=stripe_bytes, most_cells=10**6, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_read, "plan_exchange", striped)
+        assert sum(st.simulate(len(wanted), on_rank)) == 2 * wanted_elements(case).sum()
+
+
+@settings(max_examples=40)
+@given(cases(), some.integers(1, 30))
+def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all(case: Case, stripe_bytes: int) -> None:
+    check_load(st.load, case, stripe_bytes)
+
+
+def test_the_law_of_loads_catches_ranks_that_each_read_their_own() -> None:
+    def alone(*arguments: Any, options: st.LoadOptions, **keywords: Any) -> Any:
+        return st.load(*arguments, options=st.LoadOptions(exchange="never", report=options.report), **keywords)
+
+    assert_caught(check_load, alone, cases(), some.integers(1, 30))
+
+
+def test_the_law_of_loads_catches_a_wrong_element() -> None:
+    def wrong(*arguments: Any, world: st.World, **keywords: Any) -> Any:
+        loaded = st.load(*arguments, world=world, **keywords)
+        return {number: data + (world.rank == 1) for number, data in loaded.items()}
+
+    assert_caught(check_load, wrong, cases(), some.integers(1, 30))
+
+
+def rows(*spans: tuple[int, int], width: int = 1) -> ShardColumns:
+    """Return the columns of ranks that each want so many rows of a matrix."""
+    shards = [
+        st.ShardedTensor("w", None, torch.uint8, (stop - start, width), (20, width), (start, 0), None)
+        for start, stop in spans
+    ]
+    return join_columns([shard_columns([shard], rank) for rank, shard in enumerate(shards)])
+
+
+def check_level(plan_of: Callable[..., ExchangePlan], case: Case) -> None:
+    """Raise if a rank reads over a twentieth more than some rank must, however the reads are shared out."""
+    shape, wanted = case
+    scale = 1000
+    large = [[(tuple(scale * at for at in o), tuple(scale * at for at in s)) for o, s in boxes] for boxes in wanted]
+    described = [
+        [
+            st.ShardedTensor("w", None, torch.uint8, size, tuple(scale * n for n in shape), at, None)
+            for at, size in boxes
+        ]
+        for boxes in large
+    ]
+    columns = join_columns([shard_columns(shards, rank) for rank, shards in enumerate(described)])
+    plan = plan_of(columns, len(wanted), stripe_bytes=1, most_cells=10**6)
+    by = np.zeros(shape, dtype=int)
+    for rank, boxes in enumerate(wanted):
+        mine = wanted_elements((shape, [boxes]))
+        by |= mine.astype(int) << rank
+    sets, count = np.unique(by[by > 0], return_counts=True)
+    # What only ranks of a group want has to be read by these: the busiest of them reads the mean at least.
+    groups = range(1, 2 ** len(wanted))
+    least = max((count[(sets & ~group) == 0].sum() / group.bit_count() for group in groups), default=0)
+    assert plan.bytes_read.max() <= 1.05 * least * scale ** len(shape) + len(wanted)
+
+
+@given(cases())
+def test_no_rank_reads_more_than_level_sharing_leaves_it(case: Case) -> None:
+    check_level(plan_exchange, case)
+
+
+def test_the_law_of_level_reads_catches_ranks_that_each_read_their_own() -> None:
+    def alone(columns: ShardColumns, ranks: int, *, stripe_bytes: int, most_cells: int) -> ExchangePlan:
+        return plan_exchange(columns, ranks, stripe_bytes=10**12, most_cells=0)
+
+    assert_caught(check_level, alone, cases())
+
+
+def test_three_ranks_read_rows_that_overlap_level() -> None:
+    plan = plan_exchange(rows((0, 10), (5, 15), (0, 20), width=2**20), 3)
+    assert plan.bytes_read.sum() == 20 * 2**20
+    assert plan.bytes_read.max() <= 1.05 * plan.bytes_read.mean()
+    assert plan.bytes_received.tolist() == (np.array([10, 10, 20]) * 2**20 - plan.bytes_read).tolist()
+
+
+def test_half_the_ranks_want_all_and_half_a_part_each() -> None:
+    spans = [(0, 20)] * 4 + [(5 * rank, 5 * rank + 5) for rank in range(4)]
+    plan = plan_exchange(rows(*spans, width=2**22), 8)
+    assert plan.bytes_read.sum() == 20 * 2**22
+    assert plan.bytes_read.max() <= 1.05 * plan.bytes_read.mean()
+
+
+def test_boxes_of_too_many_cells_stay_whole() -> None:
+    spans = [(rank, rank + 10) for rank in range(10)]
+    few, many = (plan_exchange(rows(*spans), 10, most_cells=most) for most in (16, 9))
+    assert (few.bytes_read.sum(), many.bytes_read.sum()) == (19, 100)
+    assert few.cells.key.size == 19
+    assert (many.cells.key.size, many.read.size) == (10, 0)
