@@ -1,5 +1,5 @@
 """Formats that consist of torch.save's files, one for each rank: where each tensor's bytes are, and what follows."""
 
 from ._contents import Contents, Piece, Tensors, contents_of, state_key
-from ._files import ArchiveFile, filled, read_archives, same_elements
+from ._files import ArchiveFile, filled, read_archives
 from ._rows import rows_from_contents

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, box_column, volumes
 from ...layouts import ShardColumns, TensorKind
 from ...storage import StoredFile, Stretches
 from .._masters import Comparison
 from ..index import Index, build_index
+from ._copies import Copy, same_by_checksum
 from ._files import ArchiveFile
 
 _STATE = "optimizer.state"
@@ -64,6 +66,7 @@ class Contents:
         numbers: tensors without axes that files hold as Python numbers.
         compared: by the key of a state, what shows that its bytes are the parameter's.
         refused: why a tensor can't be loaded, by its key, though it is there.
+        copies: of a tensor, by its key, that are compared when it is read.
         objects: sharded objects by unique key, their tensors not filled.
         common: the common state, its tensors not filled.
     """
@@ -75,6 +78,7 @@ class Contents:
     numbers: Mapping[str, torch.Tensor]
     compared: Mapping[str, Comparison]
     refused: Mapping[str, str]
+    copies: Mapping[str, Sequence[Copy]]
     objects: Mapping[str, Any]
     common: Any
     stretches: dict[int, Stretches] = field(default_factory=dict)
@@ -103,6 +107,7 @@ class Tensors:
         numbers: likewise.
         compared: likewise.
         refused: likewise.
+        copies: likewise.
     """
 
     kinds: dict[str, TensorKind] = field(default_factory=dict)
@@ -111,6 +116,7 @@ class Tensors:
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
     compared: dict[str, Comparison] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
 
     def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
         """Add a tensor that is shown, with the pieces that are stored of it."""
@@ -126,6 +132,11 @@ class Tensors:
         """Add a tensor that is its master, rounded to a dtype."""
         self.derived[key] = master
         self.add(key, dtype, shape)
+
+    def add_copy(self, key: str, one: StoredTensor, other: StoredTensor | None, reason: str) -> None:
+        """Add a copy of a part that another file should have; the reason says that they differ."""
+        if not same_by_checksum(one, other):
+            self.copies.setdefault(key, []).append(Copy(one, other, reason))
 
 
 def contents_of(
@@ -169,6 +180,7 @@ def contents_of(
         numbers=numbers,
         compared=tensors.compared,
         refused=refused,
+        copies=tensors.copies,
         objects=objects or {},
         common=common,
     )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import Buffer, Reader, in_threads
+from ...storage import in_threads
 from ...trees import map_shards
 from .._values import Checkpoint
-
-_STEP_BYTES = 1024 * 1024
 
 Classes = Mapping[tuple[str, str], Any]
 """What names in pickles are: (module, qualified name) -> a constructor or a value."""
@@ -71,34 +69,3 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
             return filled_tensor(reader.mapped, leaf, f"load: {checkpoint.storage.where(leaf.file)!r}")
 
     return map_shards(fill, value)
-
-
-def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two stored tensors are copies of each other, bit for bit.
-
-    By the CRC32s of their records where these are theirs alone; only otherwise are elements read.
-    """
-    kinds = [(tensor.dtype, tensor.shape, tensor.stride) for tensor in (one, other)]
-    if kinds[0] != kinds[1]:
-        return False
-    places = [
-        (tensor.record.crc32, tensor.record.nbytes, tensor.begin - tensor.record.begin) for tensor in (one, other)
-    ]
-    if places[0] == places[1] and places[0][0]:
-        return True
-    nbytes = one.dtype.itemsize
-    for length in one.shape:
-        nbytes *= length
-    # A record that the tensor fills: another CRC32 means other elements.
-    if all(crc32 and size == nbytes for crc32, size, _ in places):
-        return False
-    if not one.is_row_major:
-        return bool((filled(checkpoint, one) == filled(checkpoint, other)).all())
-    with checkpoint.storage.open(one.file) as first, checkpoint.storage.open(other.file) as second:
-        steps = zip(_steps(first, one.begin, nbytes), _steps(second, other.begin, nbytes), strict=True)
-        return all(mine == theirs for mine, theirs in steps)
-
-
-def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
-    read: Callable[[int, int], Buffer] = reader.mapped
-    return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))

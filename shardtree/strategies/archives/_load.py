@@ -20,6 +20,7 @@ from .._metadata import check_lengths
 from .._values import Checkpoint
 from ..index import chunks_of, explain_from_index, file_at, find_texts, kind_at, plan_shards, texts
 from ._contents import Contents
+from ._copies import refused_among
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -34,7 +35,7 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
     check_fit(
         find_unexpected({shard.key for shard in shards}, texts(contents.shown.key_text, contents.shown.key_start))
     )
-    _check_loadable(contents, shards)
+    _check_loadable(checkpoint, contents, shards)
     computed = [shard for shard in shards if shard.key in contents.derived or shard.key in contents.numbers]
     if computed:  # the plan is only made for what it checks: shapes and dtypes
         plan_shards(contents.shown, computed, shard_columns(computed))
@@ -56,8 +57,9 @@ def _uncompared(contents: Contents, shards: Sequence[ShardedTensor]) -> tuple[st
     return tuple(sorted({shard.key for shard in shards} & contents.compared.keys()))
 
 
-def _check_loadable(contents: Contents, shards: Sequence[ShardedTensor]) -> None:
-    wrong = [f"{key!r}: {contents.refused[key]}" for key in sorted({s.key for s in shards} & contents.refused.keys())]
+def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> None:
+    refused = refused_among(checkpoint, contents, {shard.key for shard in shards}, reads=True)
+    wrong = [f"{key!r}: {reason}" for key, reason in sorted(refused.items())]
     if wrong:
         fix = "Leave them out of the target; LoadOptions(verify=None) reads the first rank's where copies differ."
         raise UnsupportedValue(error_text("load: tensors that can't be told", offenders=wrong, fix=fix))
@@ -149,7 +151,8 @@ def explain(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sharded
     What a comparison of masters with weights reads isn't counted.
     """
     # The index of what is shown has the masters' places in derived tensors' rows: their cost is planned anew below.
-    found = explain_from_index(contents.shown, shards, lambda plan: ReadCost(), cast=cast, refused=contents.refused)
+    refused = refused_among(checkpoint, contents, {shard.key for shard in shards}, reads=False)
+    found = explain_from_index(contents.shown, shards, lambda plan: ReadCost(), cast=cast, refused=refused)
     wrong = {getattr(problem, "key", None) for problem in found.problems}
 
     def cost() -> ReadCost:

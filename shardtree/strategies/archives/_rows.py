@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 from ...codec.archives import Record
@@ -10,13 +11,14 @@ from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
 from ...storage import ReadReport, in_threads, read_crc32
-from .._actions import Explain, LoadCommon, LoadMetadata, LoadObjects, LoadSharded, VerifyFiles
+from .._actions import Explain, LoadCommon, LoadMetadata, LoadObjects, LoadSharded, Resolution, Resolve, VerifyFiles
 from .._checks import check_objects_known
 from .._findings import Damage, Finding, uncovered
 from .._values import Checkpoint
 from ..index import IndexMetadata, file_contents, regions_between
 from ..torch import HEADERS
 from ._contents import Contents
+from ._copies import differing_among, resolution
 from ._files import ArchiveFile, filled
 from ._load import compare_all, explain, load_sharded
 
@@ -24,7 +26,7 @@ ReadContents = Callable[[Checkpoint], Contents]
 """Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
 
 
-RowFunctions = tuple[LoadCommon, LoadSharded, LoadObjects, LoadMetadata, Explain, VerifyFiles]
+RowFunctions = tuple[LoadCommon, LoadSharded, LoadObjects, LoadMetadata, Explain, VerifyFiles, Resolve]
 """Functions of a format's rows, in this order."""
 
 
@@ -34,12 +36,7 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
     Args:
         read_contents: called once for an open checkpoint.
     """
-
-    def contents(checkpoint: Checkpoint) -> Contents:
-        if "contents" not in checkpoint.memo:
-            checkpoint.memo["contents"] = read_contents(checkpoint)
-        found: Contents = checkpoint.memo["contents"]
-        return found
+    contents = partial(_contents, read_contents)
 
     def load_common(checkpoint: Checkpoint) -> Any:
         """Return the stored common tree."""
@@ -71,7 +68,18 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
             return (Damage("", str(error)),)
         return tuple(_verified(checkpoint, found))
 
-    return load_common, load, load_objects, load_metadata, explain_load, verify
+    def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
+        """Return how ranks compare copies together, if some of the tensors have any that only reading tells apart."""
+        return resolution(checkpoint, contents(checkpoint), keys)
+
+    return load_common, load, load_objects, load_metadata, explain_load, verify, resolve
+
+
+def _contents(read_contents: ReadContents, checkpoint: Checkpoint) -> Contents:
+    if "contents" not in checkpoint.memo:
+        checkpoint.memo["contents"] = read_contents(checkpoint)
+    found: Contents = checkpoint.memo["contents"]
+    return found
 
 
 def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
@@ -97,7 +105,8 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
         yield from uncovered(file.name, HEADERS, file.length, covered)
     if not any(problems):  # damaged masters differ from their weights in any case
         yield from (Damage("", str(error)) for error in compare_all(checkpoint, contents))
-    yield from (Damage("", reason, keys=(key,)) for key, reason in contents.refused.items())
+    refused = differing_among(checkpoint, contents, contents.copies) | dict(contents.refused)
+    yield from (Damage("", reason, keys=(key,)) for key, reason in refused.items())
 
 
 def _damage(contents: Contents, number: int, record: Record, what: str) -> Damage:

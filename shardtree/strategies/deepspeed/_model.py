@@ -12,7 +12,7 @@ from ...codec.pickles import Constructor, Stub, inert
 from ...errors import CorruptCheckpoint, error_text
 from ...trees import map_shards
 from .._values import Checkpoint
-from ..archives import ArchiveFile, Piece, Tensors, same_elements, state_key
+from ..archives import ArchiveFile, Piece, Tensors, state_key
 from ._flat import Parameter, Vector, split_pieces
 
 # What pickles of DeepSpeed name, beside tensors and plain data. None of it is imported.
@@ -153,12 +153,11 @@ def _compare_replicas(
         tensors.refused[name] = f"{checkpoint.storage.where(stored.file)!r} has elements that aren't in row-major order"
     for file in files[1:]:
         other = file.value.get("module", {}).get(name) if isinstance(file.value, dict) else None
-        if checkpoint.options.verify is None or not prod(stored.shape):
+        if not prod(stored.shape):
             return
-        if not isinstance(other, StoredTensor) or not same_elements(checkpoint, stored, other):
-            pair = (checkpoint.storage.where(one) for one in (stored.file, file.name))
-            tensors.refused[name] = "{!r} and {!r} have different copies of it".format(*pair)
-            return
+        pair = (checkpoint.storage.where(one) for one in (stored.file, file.name))
+        differ = "{!r} and {!r} have different copies of it".format(*pair)
+        tensors.add_copy(name, stored, other if isinstance(other, StoredTensor) else None, differ)
 
 
 def _add_frozen(

@@ -169,4 +169,4 @@ def _steps(
         yield from ((parameter, own if step is None else step) for parameter in parameters)
 
 
-load_common, load_sharded, load_objects, load_metadata, explain, verify = rows_from_contents(read_contents)
+load_common, load_sharded, load_objects, load_metadata, explain, verify, resolve = rows_from_contents(read_contents)

@@ -17,7 +17,6 @@ from ..archives import (
     contents_of,
     read_archives,
     rows_from_contents,
-    same_elements,
     state_key,
 )
 from ._listing import rank_files
@@ -52,7 +51,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     for key, ranks in {**model, **states}.items():
         tensor = ranks[0][1]
         tensors.add(key, _local(tensor).dtype, tensor.shape)
-        reason = _place(checkpoint, key, ranks, tensors.pieces, files)
+        reason = _place(checkpoint, key, ranks, tensors, files)
         if reason:
             tensors.refused[key] = reason
     extra = [file.value for _, file in of_kind.get("extra_state", [])]
@@ -90,7 +89,7 @@ def _local(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
 
 
 def _place(
-    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], pieces: list[Piece], files: Sequence[ArchiveFile]
+    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> str:
     """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
     boxes: dict[Box, Held] = {}
@@ -104,12 +103,12 @@ def _place(
         except ValueError as error:
             return f"{where!r} has {error}"
         held = boxes.setdefault(box, (number, tensor))
-        if checkpoint.options.verify is None or held[0] == number or 0 in box[1]:
+        if held[0] == number or 0 in box[1]:
             continue
-        if not same_elements(checkpoint, _local(held[1]), _local(tensor)):
-            return f"{where!r} and {checkpoint.storage.where(files[held[0]].name)!r} have different copies of it"
+        differ = f"{where!r} and {checkpoint.storage.where(files[held[0]].name)!r} have different copies of it"
+        tensors.add_copy(key, _local(held[1]), _local(tensor), differ)
     stored = [(box, held) for box, held in boxes.items() if 0 not in box[1]]
-    pieces += [Piece(key, number, _local(tensor).begin, *box) for box, (number, tensor) in stored]
+    tensors.pieces.extend(Piece(key, number, _local(tensor).begin, *box) for box, (number, tensor) in stored)
     return ""
 
 
@@ -209,4 +208,4 @@ def _objects(extra: Sequence[Any]) -> dict[str, Any]:
     return {ShardedObject("rng", None, (count,), (rank,)).unique_key: state for rank, state in enumerate(states)}
 
 
-load_common, load_sharded, load_objects, load_metadata, explain, verify = rows_from_contents(read_contents)
+load_common, load_sharded, load_objects, load_metadata, explain, verify, resolve = rows_from_contents(read_contents)

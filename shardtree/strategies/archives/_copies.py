@@ -1,0 +1,133 @@
+"""Copies that several ranks' files have of a tensor: equal by their checksums, or compared when the tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...codec.archives import StoredTensor
+from ...storage import Buffer, Reader
+from .._actions import Resolution
+from .._values import Checkpoint
+from ._files import filled
+
+if TYPE_CHECKING:
+    from ._contents import Contents
+
+_STEP_BYTES = 1024 * 1024
+_MEMO = "copies"
+
+
+class Copy(NamedTuple):
+    """Two stored tensors that should be copies of each other, and aren't known to be.
+
+    Attributes:
+        one: the tensor that is loaded.
+        other: another file's; None where it has none.
+        reason: what to say if they differ.
+    """
+
+    one: StoredTensor
+    other: StoredTensor | None
+    reason: str
+
+
+def same_by_checksum(one: StoredTensor, other: StoredTensor | None) -> bool | None:
+    """Return whether two stored tensors are copies of each other, bit for bit; None where only reading tells.
+
+    By the CRC32s of their records, where these are theirs alone.
+    """
+    if other is None:
+        return False
+    kinds = [(tensor.dtype, tensor.shape, tensor.stride) for tensor in (one, other)]
+    if kinds[0] != kinds[1]:
+        return False
+    places = [
+        (tensor.record.crc32, tensor.record.nbytes, tensor.begin - tensor.record.begin) for tensor in (one, other)
+    ]
+    if places[0] == places[1] and places[0][0]:
+        return True
+    # A record that the tensor fills: another CRC32 means other elements.
+    return False if all(crc32 and size == _nbytes(one) for crc32, size, _ in places) else None
+
+
+def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two stored tensors of one kind have the same elements, bit for bit, by reading them."""
+    if not one.is_row_major:
+        return bool((filled(checkpoint, one) == filled(checkpoint, other)).all())
+    nbytes = _nbytes(one)
+    with checkpoint.storage.open(one.file) as first, checkpoint.storage.open(other.file) as second:
+        steps = zip(_steps(first, one.begin, nbytes), _steps(second, other.begin, nbytes), strict=True)
+        return all(mine == theirs for mine, theirs in steps)
+
+
+def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
+    read: Callable[[int, int], Buffer] = reader.mapped
+    return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
+
+
+def _nbytes(tensor: StoredTensor) -> int:
+    return tensor.dtype.itemsize * prod(tensor.shape)
+
+
+def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
+    same = same_by_checksum(copy.one, copy.other)
+    return not same if same is not None or copy.other is None else not same_elements(checkpoint, copy.one, copy.other)
+
+
+def differing_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str]) -> dict[str, str]:
+    """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
+    known: dict[str, str] = checkpoint.memo.setdefault(_MEMO, {})
+    found = dict.fromkeys(key for key in keys if key in contents.copies)
+    for key in found.keys() - known.keys():
+        known[key] = next((copy.reason for copy in contents.copies[key] if _differs(checkpoint, copy)), "")
+    return {key: known[key] for key in found if known[key]}
+
+
+def refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:
+    """Return why some of these tensors can't be loaded.
+
+    Args:
+        checkpoint: where they are; with ``verify=None`` copies aren't compared.
+        contents: of it.
+        keys: of the tensors that are meant.
+        reads: whether copies are compared whose checksums don't say whether they are equal.
+    """
+    wanted = dict.fromkeys(keys)
+    refused = {key: contents.refused[key] for key in wanted if key in contents.refused}
+    if checkpoint.options.verify is None:
+        return refused
+    if reads:
+        return differing_among(checkpoint, contents, wanted) | refused
+    copies = ((key, copy) for key in wanted for copy in contents.copies.get(key, ()))
+    unlike = [(key, copy.reason) for key, copy in copies if same_by_checksum(copy.one, copy.other) is False]
+    return dict(reversed(unlike)) | refused  # the first of a tensor's copies that differs is named
+
+
+def resolution(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> Resolution | None:
+    """Return how ranks compare all copies together, each a share by bytes; None if one rank does that as it reads."""
+    if checkpoint.world.size == 1 or checkpoint.options.verify is None or keys.isdisjoint(contents.copies):
+        return None
+    copies = [(key, copy) for key, each in sorted(contents.copies.items()) for copy in each]
+    keep = partial(_kept, [(key, copy.reason) for key, copy in copies])
+    return Resolution(partial(_differing, checkpoint, [copy for _, copy in copies]), keep)
+
+
+def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
+    """Return the numbers of those copies of a share that differ."""
+    total = sum(_nbytes(copy.one) for copy in copies)
+    found, before = [], 0
+    for number, copy in enumerate(copies):
+        # By where its middle lies.
+        mine = (2 * before + _nbytes(copy.one)) * shares // (2 * total or 1)
+        if min(mine, shares - 1) == share and _differs(checkpoint, copy):
+            found.append(number)
+        before += _nbytes(copy.one)
+    return found
+
+
+def _kept(reasons: Sequence[tuple[str, str]], found: Sequence[Sequence[int]]) -> Mapping[str, Mapping[str, str]]:
+    differing = sorted((number for numbers in found for number in numbers), reverse=True)
+    return {_MEMO: dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)}
