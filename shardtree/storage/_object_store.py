@@ -27,7 +27,7 @@ _MIB = 1024 * 1024
 _PART_BYTES = 8 * _MIB
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _UNKNOWN_BYTES = 2**38  # a file that doesn't say how long it will be may have a quarter of a TB
-_IN_FLIGHT_BYTES = 4 * _PART_BYTES
+_IN_FLIGHT_BYTES = 5 * _PART_BYTES
 _uploads = threading.BoundedSemaphore(2)
 """How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` on the way."""
 
