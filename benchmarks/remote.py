@@ -253,7 +253,7 @@ def _raw_put(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _small_requests() -> None:
-    """Make a save's requests without tensors, one after the other: the note, the index, the commit, a look, a removal."""
+    """Make a save's requests without tensors, in turn: the note, the index, the commit, a look, a removal."""
     import obstore
 
     store = object_storage(URL).store  # type: ignore[attr-defined]
