@@ -37,6 +37,7 @@ from ._folders import (
     is_same_place,
     new_folder,
     storage_at,
+    takes_files_whole,
     takes_late_requests,
 )
 from ._fsspec import FsspecStorage, fsspec_storage

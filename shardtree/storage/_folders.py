@@ -159,6 +159,16 @@ def takes_late_requests(storage: Storage) -> bool:
     return isinstance(_unwrapped(storage)[0], Conditional | FsspecStorage)
 
 
+def takes_files_whole(storage: Storage) -> bool:
+    """Return whether a storage takes a file from one writer only, whole and in order: nothing writes into a file there.
+
+    Examples:
+        >>> takes_files_whole(LocalStorage("/runs"))
+        False
+    """
+    return isinstance(_unwrapped(storage)[0], Conditional | FsspecStorage)
+
+
 def _unwrapped(storage: Any) -> tuple[Any, str]:
     """Return the storage that has the files, and the folder's name in it."""
     folder = ""

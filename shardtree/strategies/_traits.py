@@ -28,6 +28,8 @@ class FormatTraits:
             shards on devices are loaded into the host's memory first.
         is_guess: whether RECOGNIZE accepts any file of its kind, whatever its purpose; formats with an index of their
             own are tried first.
+        shares_files: whether several ranks write to one file, each its own bytes. Where a storage takes files whole,
+            all of a tensor has to come from one rank then.
         has_manifest: whether Megatron-Core may have written its `integrity.json` beside such a checkpoint.
 
     Examples:
@@ -41,6 +43,7 @@ class FormatTraits:
     fills_devices: bool = False
     is_guess: bool = False
     has_manifest: bool = False
+    shares_files: bool = False
 
 
 Stamp = tuple[tuple[str, int, float], ...]

@@ -125,14 +125,16 @@ def sizes(server: Server) -> dict[str, int]:
     return {name: len(one.data) for name, one in server.store.objects.items() if "/there/" in name}
 
 
-@pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("zarr", 3)], ids=str)
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("huggingface", 1), ("torch_dist", 1), ("zarr", 3)], ids=str)
 def test_two_ranks_put_each_object_of_a_bucket_once(server: Server, backend: tuple[str, int]) -> None:
     saved(at())
     server.reset()
     reports = run(2, at(), at("there"), backend, transform=doubled)
     assert reports[0] == reports[1] and reports[0].verified_nbytes == NBYTES
     data = {name: size for name, size in sizes(server).items() if not name.endswith("metadata.json")}
-    assert {name: put(server)[name] for name in data} == data
+    ends = {name.rpartition("/")[2] for name in data}
+    sent = [count for name, count in put(server).items() if name.rpartition("/")[2] in ends]
+    assert sorted(sent) == sorted(data.values())  # those of Hugging Face get their names at the commit
     assert sum(data.values()) >= NBYTES
     assert not server.store.uploads and not any(".convert" in name for name in server.store.objects)
     alone = MemoryStorage()

@@ -497,3 +497,28 @@ def test_requests_are_few(server: Server) -> None:
     server.reset()
     assert series.latest().number == 4
     assert len(server.log) <= 7, server.actions()
+
+
+def test_several_ranks_save_a_model_where_none_shares_a_file(server: Server) -> None:
+    def save(world: st.World) -> None:
+        own = st.ShardedTensor.from_rank_offsets(f"w{world.rank}", torch.full((4,), float(world.rank)))
+        both = st.ShardedTensor.from_rank_offsets("both", torch.ones(3), replica_id=world.rank)
+        none = st.ShardedTensor.from_rank_offsets("none", torch.zeros(0), replica_id=world.rank)
+        st.save(
+            [own, both, none],
+            at(),
+            sharded_strategy=("huggingface", 1),
+            common_strategy=("huggingface", 1),
+            world=world,
+        )
+
+    st.simulate(3, save)
+    found = st.load_plain_tensors(at())
+    assert {key: tensor.tolist() for key, tensor in found.items()} == {
+        "w0": [0.0] * 4,
+        "w1": [1.0] * 4,
+        "w2": [2.0] * 4,
+        "both": [1.0] * 3,
+        "none": [],
+    }
+    assert sum(name.endswith(".safetensors") for name in server.store.objects) == 3

@@ -13,7 +13,7 @@ from ..._deferred import notebook_html
 from ...errors import AlreadyACheckpoint, IntegrityError, StorageError, WorldError, error_text, plural, shorten
 from ...mapping import ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, in_larger_requests, listed, storage_at, takes_late_requests
+from ...storage import Directory, in_larger_requests, listed, storage_at, takes_files_whole, takes_late_requests
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,
@@ -24,6 +24,7 @@ from ...strategies import (
     owned,
     remove_unless_committed,
     table_of,
+    traits_of,
 )
 from ...trees import HOLE
 from ...world import World, agree, on_rank_zero, one_process, share
@@ -177,6 +178,8 @@ def convert(
             prune=prune,
             layout=layout,
             most_bytes=max_bytes_in_flight,
+            # Of one batch: no other may add to a file there. It streams, whatever its size.
+            cuts=not (takes_files_whole(target.storage) and traits_of(*target.backends[0], strategies).shares_files),
         )
         pickles = save_options.allow_pickle
         digest = conversion_digest(opened.checkpoint, target.backends, plan.batches, nonce=nonce, allow_pickle=pickles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,7 +153,12 @@ class Batch:
 
 
 def batches_of(
-    tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject], layout: Cutting, most_bytes: int
+    tensors: Sequence[ShardedTensor],
+    objects: Sequence[ShardedObject],
+    layout: Cutting,
+    most_bytes: int,
+    *,
+    cuts: bool = True,
 ) -> list[Batch]:
     """Return the batches, in the order in which they are written; at least one.
 
@@ -161,6 +167,7 @@ def batches_of(
         objects: come first, so that a format that can't hold them fails before anything is written.
         layout: how whole tensors are cut; those that it doesn't name are cut if they are larger than a batch.
         most_bytes: in a batch, unless a piece that `layout` asks for is larger.
+        cuts: whether a tensor that is larger than a batch is cut; else it is a batch of its own.
 
     Raises:
         KeyMismatch: `layout` has a pattern that fits no key.
@@ -168,7 +175,8 @@ def batches_of(
     """
     counts_of = _counts_function(layout, tensors)
     batches = [Batch((), tuple(objects[start : start + _OBJECTS])) for start in range(0, len(objects), _OBJECTS)]
-    pieces = (piece for shard in tensors for piece in _pieces(shard, counts_of(shard), most_bytes))
+    most_piece = most_bytes if cuts else sys.maxsize
+    pieces = (piece for shard in tensors for piece in _pieces(shard, counts_of(shard), most_piece))
     batches += [Batch(tuple(group)) for group in grouped(pieces, _nbytes, most_bytes)]
     return batches or [Batch()]
 
@@ -278,6 +286,7 @@ def plan_conversion(
     prune: bool,
     layout: Cutting,
     most_bytes: int,
+    cuts: bool = True,
 ) -> Plan:
     """Return the plan of a conversion; of the source only metadata and the common state are read.
 
@@ -303,7 +312,7 @@ def plan_conversion(
     if COMMON not in leave_out:
         stored = load_common(opened.checkpoint, None, opened.strategies)
         common = stored if transform_common is None else transform_common(stored)
-    batches = batches_of(output.tensors, output.objects, layout, most_bytes)
+    batches = batches_of(output.tensors, output.objects, layout, most_bytes, cuts=cuts)
     listed = (*left_out, *pruned, *([COMMON] if COMMON in leave_out else []))
     listed_unused = tuple(sorted(unused.items()))
     unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))

@@ -22,6 +22,7 @@ ROWS: StoredRows = {
         cuts_chunks="always",
         fills_devices=True,
         is_guess=True,
+        shares_files=True,
     ),
 }
 

@@ -44,13 +44,16 @@ class ModelFile:
     bytes_before: Mapping[str, int]
 
 
-def model_files(kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER_BYTES) -> tuple[ModelFile, ...]:
+def model_files(
+    kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER_BYTES, writers: Mapping[str, int] | None = None
+) -> tuple[ModelFile, ...]:
     """Return the files of a model; a single one without tensors if it has none.
 
     Args:
         kinds: of the tensors, by name, in the order in which files take them.
         max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
         header_bytes: the most that a header may take.
+        writers: who writes each tensor; a file has tensors of one writer then. None where several write to a file.
 
     Raises:
         UnsupportedValue: safetensors files can't hold a dtype, or a name.
@@ -64,7 +67,7 @@ def model_files(kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER
         2
     """
     _check_storable(kinds)
-    return tuple(_file(names, kinds) for names in _groups(kinds, max_file_bytes, header_bytes))
+    return tuple(_file(names, kinds) for names in _groups(kinds, max_file_bytes, header_bytes, writers or {}))
 
 
 def tensor_bytes(kind: TensorKind) -> int:
@@ -82,12 +85,13 @@ def _check_storable(kinds: Kinds) -> None:
         raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
 
 
-def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int) -> Iterator[list[str]]:
+def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mapping[str, int]) -> Iterator[list[str]]:
     group, size, header = list[str](), 0, 0
     for name, kind in kinds.items():
         # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
         needed, more = tensor_bytes(kind), 6 * len(name) + 24 * len(kind.global_shape) + 200
-        if group and (size + needed > max_file_bytes or header + more > header_bytes):
+        is_full = size + needed > max_file_bytes or header + more > header_bytes
+        if group and (is_full or writers.get(name) != writers.get(group[0])):
             yield group
             group, size, header = [], 0, 0
         group.append(name)

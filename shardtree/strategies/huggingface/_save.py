@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
+
+import numpy as np
 
 from ...errors import (
     AlreadyACheckpoint,
@@ -23,7 +26,8 @@ from ...errors import (
 )
 from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Buffer
+from ...plans import level_writes
+from ...storage import Buffer, takes_files_whole
 from ...trees import HOLE, leaves_with_paths
 from .._actions import SaveSharded
 from .._metadata import replace_metadata
@@ -179,22 +183,52 @@ def _prepare(
             error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
     if BACKEND not in pending.shared:
-        pending.shared[BACKEND] = _model(_layout(pending), max_file_bytes)
-    files, file_of = pending.shared[BACKEND]
-    pending.memo[BACKEND] = files
+        is_whole = takes_files_whole(pending.storage) and pending.world.size > 1
+        pending.shared[BACKEND] = _model(_layout(pending), max_file_bytes, pending.world.size if is_whole else None)
+    model: _Model = pending.shared[BACKEND]
+    files = pending.memo[BACKEND] = model.files
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, files, file_of, tensors),
+        async_fn=partial(_write, pending, model, tensors),
         commit=partial(_check_lengths, pending, files),
         abandon=partial(abandon, pending, files),
     )
 
 
-def _model(columns: ShardColumns, max_file_bytes: int) -> tuple[Sequence[ModelFile], Mapping[str, int]]:
-    """Return the files of a model, and the number of each tensor's file."""
-    files = model_files(dict(zip(columns.keys, columns.kinds, strict=True)), max_file_bytes=max_file_bytes)
-    return files, {key: number for number, file in enumerate(files) for key in file.bytes_before}
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model's files, the number of each tensor's file, and the rank that writes each file's header."""
+
+    files: tuple[ModelFile, ...]
+    file_of: Mapping[str, int]
+    head_writer: tuple[int, ...]
+
+
+def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None) -> _Model:
+    """Return a model's files.
+
+    Args:
+        columns: all ranks' shards.
+        max_file_bytes: the most bytes of tensors in a file.
+        ranks: how many there are where each file has to be of one of them; None where they may share files.
+    """
+    kinds, writers = dict(zip(columns.keys, columns.kinds, strict=True)), None
+    if ranks is not None:
+        writers = _writers(columns, ranks)
+        kinds = {key: kinds[key] for key in sorted(kinds, key=writers.__getitem__)}
+    files = model_files(kinds, max_file_bytes=max_file_bytes, writers=writers)
+    file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
+    heads = tuple(max((writers[key] for key in file.bytes_before), default=0) if writers else 0 for file in files)
+    return _Model(files, file_of, heads)
+
+
+def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
+    """Return the first rank that writes to each tensor, as a save shares it out; 0 for those without elements."""
+    rows = np.flatnonzero(level_writes(columns, ranks))
+    # Backwards, so that the first counts. A tensor of several ranks can't be written: the storage's error says why.
+    known = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
+    return {key: known.get(number, 0) for number, key in enumerate(columns.keys)}
 
 
 def _layout(pending: PendingSave) -> ShardColumns:
@@ -207,19 +241,20 @@ def _layout(pending: PendingSave) -> ShardColumns:
     return pending.layout
 
 
-def _write(
-    pending: PendingSave, files: Sequence[ModelFile], file_of: Mapping[str, int], shards: Sequence[ShardedTensor]
-) -> None:
-    if pending.world.rank == 0:
+def _write(pending: PendingSave, model: _Model, shards: Sequence[ShardedTensor]) -> None:
+    files, rank = model.files, pending.world.rank
+    if rank == 0:
         check_free(pending, files)
     # Made again: an abandoned request, whose folder was removed, may be run once more.
     pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
     # Sorted by place, so that each file is written from front to back.
+    file_of = model.file_of
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
     own = {number: list(group) for number, group in groupby(rows, lambda shard: file_of[shard.key])}
     for number, file in enumerate(files):
-        if pending.world.rank == 0 or number in own:
-            parts = _with_progress(_parts(pending, file, own.get(number, [])), pending)
+        has_head = model.head_writer[number] == rank
+        if has_head or number in own:
+            parts = _with_progress(_parts(file, own.get(number, []), has_head=has_head), pending)
             name = draft_name(pending.save_id, number, len(files))
             pending.storage.write_parts(name, file.length, parts, durable=pending.options.durable)
 
@@ -230,8 +265,8 @@ def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
     return file.bytes_before[shard.key], shard.global_offset, start
 
 
-def _parts(pending: PendingSave, file: ModelFile, shards: Sequence[ShardedTensor]) -> Iterator[tuple[int, Buffer]]:
-    if pending.world.rank == 0:
+def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) -> Iterator[tuple[int, Buffer]]:
+    if has_head:
         yield 0, memoryview(file.header)
     for shard in shards:
         yield from shard_pieces(shard, file.bytes_before[shard.key])
