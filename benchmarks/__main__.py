@@ -15,6 +15,7 @@ BENCHMARKS = (
     "thousands",
     "small",
     "memory",
+    "convert",
     "zero3",
     "dp_reshardable",
     "async_save",

@@ -1,0 +1,225 @@
+"""Conversions, by one process and by two, and of a model of 1.37 TB: ``python -m benchmarks.convert``.
+
+First float32 becomes bfloat16, from files in the page cache to files. Then Hugging Face becomes torch_dist, into a sink
+that hashes what it is given and drops it, beside the same bytes read by hand into the same sink. Then the same with
+DeepSeek-V3, whose files are sparse: opening, planning, and a part of the stream.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import xxhash
+
+import shardtree as st
+from shardtree.checkpoint.conversion._identity import conversion_digest
+from shardtree.checkpoint.conversion._plan import Plan, plan_conversion
+from shardtree.storage import MemoryStorage
+from shardtree.world import run_processes
+
+from ._bars import Bar, Settings, print_bars, run
+from ._deepseek import SMALL, Config, make_folder, nbytes_of, shapes_of
+from ._peak import Action, peak
+
+MIB = 1024 * 1024
+BATCH = 256 * MIB  # as by default
+WINDOW = 16 * MIB  # of the plain copy
+TO = ("torch_dist", 1)
+MOST_MIB = 2048.0
+FAST = {"verify": False, "save_options": st.SaveOptions(durable=False)}
+
+
+def bars(settings: Settings) -> list[Bar]:
+    """Return the bars of processes, of the sink, and of the large model."""
+    size, part, rounds = (4 * MIB, 256 * 1024, 1) if settings.quick else (2**30, 4 * 2**30, 3)
+    with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-convert-") as where:
+        folder = Path(where)
+        found = [_two_processes(folder, size, rounds), _beside_a_copy(folder, size, rounds)]
+        found += _large_model(folder, SMALL if settings.quick else Config(), part, rounds)
+    print_bars("Conversions", found, settings.console)
+    return found
+
+
+def _compared(
+    operation: str, beside: str, ours: Callable[[], float], other: Callable[[], float], rounds: int, most: float
+) -> Bar:
+    """Return the bar of two jobs that return their seconds, in alternating rounds after one that warms them up."""
+    ours(), other()
+    pairs = [(ours(), other()) for _ in range(rounds)]
+    seconds = [median(column) for column in zip(*pairs, strict=True)]
+    return Bar(operation, beside, seconds[0], seconds[1], median(one / two for one, two in pairs), most)
+
+
+# Processes.
+
+
+def _save(folder: Path, size: int, dtype: torch.dtype, **options: Any) -> None:
+    rows = max(1, size // 16 // (1024 * dtype.itemsize))
+    shards = [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.randn(rows, 1024).to(dtype)) for n in range(16)]
+    st.save(shards, folder, options=st.SaveOptions(durable=False), **options)
+
+
+def _two_processes(folder: Path, size: int, rounds: int) -> Bar:
+    source = folder / "float32"
+    _save(source, size, torch.float32)
+    by = [partial(_seconds_of_processes, processes, source, folder / "halves", size) for processes in (2, 1)]
+    found = _compared(f"float32 to bfloat16, {size / 1e9:.2g} GB, 2 processes", "1 process", *by, rounds, 1 / 1.7)
+    shutil.rmtree(source)
+    return found
+
+
+def _seconds_of_processes(processes: int, source: Path, destination: Path, size: int) -> float:
+    seconds = max(run_processes(processes, partial(_halved, source, destination, size)))
+    shutil.rmtree(destination)
+    return seconds
+
+
+def _halved(source: Path, destination: Path, size: int, world: st.World) -> float:
+    torch.set_num_threads(1)  # as torchrun sets it
+    half = st.bind(st.cast, torch.bfloat16)
+    st.open_checkpoint(source)  # imports what it needs
+    world.barrier()
+    begin = time.perf_counter()
+    most = max(1, size // 64)
+    st.convert(source, destination, backend=TO, transform=half, max_bytes_in_flight=most, world=world, **FAST)
+    world.barrier()
+    return time.perf_counter() - begin
+
+
+# A sink, and a plain copy into it.
+
+
+class Enough(Exception):
+    """So much was streamed that the rest would take as long for each byte."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sink(MemoryStorage):
+    """A folder in memory that hashes the bytes of tensors and drops them.
+
+    Attributes:
+        lengths: of the files that were dropped.
+    """
+
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def write(self, name: str, buffers: Iterable[Any], *, durable: bool) -> int:
+        """Hash a file and keep its length; small files are kept."""
+        if not name.endswith(".distcp"):
+            return super().write(name, buffers, durable=durable)
+        hasher, self.lengths[name] = xxhash.xxh3_64(), 0
+        for buffer in buffers:
+            hasher.update(buffer)
+            self.lengths[name] += buffer.nbytes
+        return self.lengths[name]
+
+    def length(self, name: str) -> int | None:
+        """Return the length of a file, dropped or kept."""
+        return self.lengths[name] if name in self.lengths else super().length(name)
+
+
+def _beside_a_copy(folder: Path, size: int, rounds: int) -> Bar:
+    source = folder / "bfloat16"
+    _save(source, size, torch.bfloat16, sharded_strategy=("huggingface", 1), common_strategy=("huggingface", 1))
+    jobs = (partial(_stream, source, size), partial(_copy, source, size))
+    found = _compared(f"huggingface to torch_dist, {size / 1e9:.2g} GB", "a copy by hand", *jobs, rounds, 1 / 0.9)
+    shutil.rmtree(source)
+    return found
+
+
+def _stream(source: Path, most: int) -> float:
+    """Return the seconds that the first bytes of a conversion took, without planning it."""
+    begin, done = 0.0, 0
+
+    def count(nbytes: int) -> None:
+        nonlocal begin, done
+        begin = begin or time.perf_counter()  # the first MiB of so many isn't counted
+        done += nbytes
+        if done >= most:
+            raise Enough
+
+    options = {**FAST, "save_options": st.SaveOptions(durable=False, progress=count)}
+    with suppress(Enough):
+        st.convert(source, Sink(), backend=TO, leave_out=["common"], **options)
+    return time.perf_counter() - begin
+
+
+def _copy(source: Path, most: int) -> float:
+    """Return the seconds that reading the same bytes by hand into the same sink takes."""
+    begin = time.perf_counter()
+    Sink().write("copy.distcp", _windows(source, most), durable=False)
+    return time.perf_counter() - begin
+
+
+def _windows(source: Path, most: int) -> Iterator[memoryview]:
+    window = memoryview(bytearray(WINDOW))
+    for path in sorted(source.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while most > 0 and (count := os.preadv(file.fileno(), [window[: min(most, WINDOW)]], file.tell())):
+                file.seek(count, os.SEEK_CUR)
+                most -= count
+                yield window[:count]
+
+
+# A large model.
+
+
+def _large_model(folder: Path, config: Config, part: int, rounds: int) -> list[Bar]:
+    shapes = shapes_of(config)
+    source, tiny = folder / "model", folder / "tiny"
+    make_folder(source, shapes, 163 if config is not SMALL else 3)
+    make_folder(tiny, shapes_of(SMALL), 3)
+    of = f"{len(shapes):,} tensors, {nbytes_of(shapes) / 1e12:.3g} TB"
+    opened, plan, seconds = _planned(source)
+    amount = f"{len(plan.batches):,} batches"
+    memory = peak(partial(_begun, tiny, source, min(part, 2**30)), folder).own / MIB
+    jobs = (partial(_stream, source, part), partial(_copy, source, part))
+    return [
+        Bar(f"{of}: open", "", opened, None, opened, None),
+        Bar(f"{of}: plan, to torch_dist", "", seconds, None, seconds, None, note=amount),
+        Bar(f"{of}: memory of all that", "", memory, None, memory, MOST_MIB, "MiB"),
+        _compared(f"{of}: stream {part / 1e9:.2g} GB of it", "a copy by hand", *jobs, rounds, 1 / 0.9),
+    ]
+
+
+def _planned(source: Path) -> tuple[float, Plan, float]:
+    """Return the seconds of opening, a plan, and the seconds of planning."""
+    begin = time.perf_counter()
+    opened = st.open_checkpoint(source)
+    len(opened.metadata)
+    middle = time.perf_counter()
+    plan = plan_conversion(opened, None, None, leave_out=["common"], prune=False, layout=None, most_bytes=BATCH)
+    conversion_digest(opened.checkpoint, (TO, TO), plan.batches, nonce="", allow_pickle=False)
+    return middle - begin, plan, time.perf_counter() - middle
+
+
+def _begun(tiny: Path, source: Path, part: int, rank: int, ranks: int) -> Action:
+    """Convert a tiny model, and get ready to begin with the large one."""
+    _stream(tiny, 2**40)
+
+    def action() -> int:
+        _stream(source, part)
+        return 0
+
+    return action
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns 0 unless ``--strict`` is given and a bar is missed."""
+    return run(bars, arguments, "benchmarks.convert", __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
