@@ -74,13 +74,18 @@ class ExchangePlan:
 
     @property
     def bytes_sent(self) -> Column:
-        """How many bytes each rank sends, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.sender, self.stop - self.start)
+        """How many bytes each rank sends to others, int64 (ranks,)."""
+        return _by_rank(self.ranks, self.sender, self._moved)
 
     @property
     def bytes_received(self) -> Column:
-        """How many bytes each rank is sent, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.receiver, self.stop - self.start)
+        """How many bytes each rank is sent by others, int64 (ranks,)."""
+        return _by_rank(self.ranks, self.receiver, self._moved)
+
+    @property
+    def _moved(self) -> Column:
+        # Two shards of one rank may want the same: what it passes on to itself is copied, not sent.
+        return np.where(self.sender == self.receiver, 0, self.stop - self.start)
 
     def __repr__(self) -> str:
         columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())

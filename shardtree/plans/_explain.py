@@ -65,12 +65,16 @@ class RankReads:
         shards: how many tensor shards its target has.
         objects: how many sharded objects.
         cost: of those shards that can be loaded; None where the format doesn't know.
+        sent: bytes that it sends to other ranks, which want what it reads.
+        received: bytes that other ranks send to it.
     """
 
     rank: int
     shards: int
     objects: int
     cost: ReadCost | None
+    sent: int = 0
+    received: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,7 @@ class Explanation:
             *_listed((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
             *_listed((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]
-        return "\n".join([*lines, "", *table_lines([_HEADINGS, *_rows(self)])])
+        return "\n".join([*lines, "", *table_lines(_table(self))])
 
     def _failure_text(self, failed: FailedCheck) -> str:
         return f"{rank_text(failed.ranks)}: {failed}" if len(failed.ranks) < len(self.reads) else str(failed)
@@ -217,12 +221,20 @@ def _listed(lines: Iterable[str], noun: str, count: int | None = None) -> list[s
     return [heading, *(f"  {line}" for line in shorten(listed))] if listed else []
 
 
-def _rows(explanation: Explanation) -> list[Sequence[str]]:
-    rows = [_row(str(one.rank), one.shards, one.objects, one.cost) for one in explanation.reads]
+def _table(explanation: Explanation) -> list[Sequence[str]]:
+    reads = explanation.reads
+    rows = [_row(str(one.rank), one.shards, one.objects, one.cost) for one in reads]
+    moved = [(one.sent, one.received) for one in reads]
     if len(rows) > 1:
-        shards, objects = (sum(getattr(one, name) for one in explanation.reads) for name in ("shards", "objects"))
+        shards, objects = (sum(getattr(one, name) for one in reads) for name in ("shards", "objects"))
         rows.append(_row("all", shards, objects, explanation.cost))
-    return rows
+        moved.append((sum(one.sent for one in reads), sum(one.received for one in reads)))
+    if not any(map(any, moved)):
+        return [_HEADINGS, *rows]
+    return [
+        (*_HEADINGS, "sent", "received"),
+        *((*row, *map(size_text, pair)) for row, pair in zip(rows, moved, strict=True)),
+    ]
 
 
 def _row(rank: str, shards: int, objects: int, cost: ReadCost | None) -> Sequence[str]:

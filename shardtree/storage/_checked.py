@@ -61,6 +61,8 @@ class ReadReport:
             them.
         uncompared: keys of an optimizer's states that would have been loaded after a comparison of masters with
             weights, had the options not said ``verify=None``.
+        bytes_sent: to other ranks, which wanted what this one read.
+        bytes_received: from other ranks.
     """
 
     bytes_read: int = 0
@@ -69,6 +71,8 @@ class ReadReport:
     files: int = 0
     left_out: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     def __str__(self) -> str:
         """Return how much was read and checked, and what wasn't loaded, in a few lines.
@@ -80,6 +84,8 @@ class ReadReport:
         """
         blocks = f"{plural(self.blocks_checked, 'block')} checked, {self.blocks_unchecked} unchecked"
         lines = [f"{size_text(self.bytes_read)} read from {plural(self.files, 'file')}; {blocks}"]
+        if self.bytes_sent or self.bytes_received:
+            lines.append(f"{size_text(self.bytes_sent)} sent to other ranks, {size_text(self.bytes_received)} received")
         for what, names in self._names():
             if names:
                 lines.append(f"{len(names)} {what}: {', '.join(shorten(names, shown=3))}")

@@ -122,6 +122,8 @@ def check_foretold(
         assert cost.bytes_wanted == report.bytes_read, f"{foretold}: {report.bytes_read} bytes were loaded"
         found = payload(place.counts, folder)
         assert cost.bytes_read == found, f"{foretold}: {found} bytes were read"
+        moved = (report.bytes_sent, report.bytes_received)
+        assert (foretold.sent, foretold.received) == moved, f"{foretold}: {moved} bytes were sent and received"
 
 
 def lengthened(layout: Layout, length: int) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 
 from ...codec import bit_view
 from ...errors import StrategyError, error_text
-from ...layouts import ShardColumns, join_columns
+from ...layouts import ShardColumns
 from ...mapping import ShardedTensor
-from ...plans import Cells, ExchangePlan, plan_exchange
-from ...storage import LocalStorage, MemoryStorage, Storage
+from ...plans import Cells, ExchangePlan
+from ...storage import LocalStorage, MemoryStorage, ReadReport, Storage
 from ...strategies import (
     Checkpoint,
     Exchange,
@@ -125,24 +125,6 @@ def _flat_part(shard: ShardedTensor, flat: slice) -> ShardedTensor:
     return replace(shard, data=data, flattened_range=slice(base + flat.start, base + flat.stop))
 
 
-def shares(
-    ranks: Sequence[Sequence[ShardedTensor]], columns_of: Callable[..., ShardColumns], *, is_cut: bool
-) -> list[list[ShardedTensor]]:
-    """Return what each rank reads of what it wants, without memory.
-
-    Args:
-        ranks: what each wants, by rank.
-        columns_of: returns shards of a rank as columns, in the dtypes that they are stored in.
-        is_cut: whether shards are cut.
-    """
-    # Without memory: a target's own may be a view, of which no flat range can be taken.
-    bare = [[replace(one, data=None) for one in shards] for shards in ranks]
-    own, alike = zip(*map(by_sharing, bare), strict=True)
-    columns = join_columns([columns_of(shards, rank=rank) for rank, shards in enumerate(alike)])
-    plan = plan_exchange(columns, len(ranks), is_cut=is_cut)
-    return [[*mine, *parts_to_read(plan, columns, rank, alike[rank])] for rank, mine in enumerate(own)]
-
-
 def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
     """Return the shards that each rank reads itself, and those that ranks read for each other."""
     # Where a shape mismatch is allowed, elements that aren't stored keep each rank's own values.
@@ -156,8 +138,8 @@ def pass_on(
     columns: ShardColumns,
     shards: Sequence[ShardedTensor],
     read: Sequence[ShardedTensor],
-) -> None:
-    """Fill what this rank didn't read of its shards with what other ranks read; collective.
+) -> ReadReport:
+    """Fill what this rank didn't read of its shards with what other ranks read, and report how much moved; collective.
 
     Args:
         world: the ranks that take part.
@@ -177,6 +159,7 @@ def pass_on(
         # What was read into the shard's own memory is there already.
         if not np.may_share_memory(part, _bytes_of(shards[int(plan.row[number]) - first])):
             fill(int(plan.row[number]), int(plan.cell[number]), int(plan.read_start[number]), part)
+    sent = received = 0
     for turn in range(plan.rounds):
         outgoing: list[list[tuple[int, int, int, Any]]] = [[] for _ in range(world.size)]
         for row in np.flatnonzero((plan.round == turn) & (plan.sender == world.rank)).tolist():
@@ -184,8 +167,17 @@ def pass_on(
             base = int(plan.read_start[number])
             part = sources[number][start - base : stop - base]
             outgoing[int(plan.receiver[row])].append((int(plan.target[row]), int(plan.cell[number]), start, part))
-        for message in (each for incoming in world.all_to_all(outgoing) for each in incoming):
+        sent += _nbytes(outgoing, world.rank)
+        incoming = world.all_to_all(outgoing)
+        received += _nbytes(incoming, world.rank)
+        for message in (each for messages in incoming for each in messages):
             fill(*message)
+    return ReadReport(bytes_sent=sent, bytes_received=received)
+
+
+def _nbytes(messages: Sequence[Sequence[tuple[int, int, int, Any]]], own: int) -> int:
+    """Return how many bytes are in messages to or from other ranks."""
+    return sum(int(part.size) for rank, each in enumerate(messages) if rank != own for *_, part in each)
 
 
 def _bytes_of(shard: ShardedTensor) -> Any:

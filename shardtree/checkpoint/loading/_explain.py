@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -18,7 +18,7 @@ from ...mapping import ShardedTensor
 from ...objects import drop_objects
 from ...plans import Explanation
 from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy, get_default_strategy
+from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy
 from ...world import one_process
 from .._consistency import KnownLayout, check_together, describe
 from .._dispatch import Choice, backend_of, sharded_backend
@@ -37,8 +37,9 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._exchange import cuts_shards, exchanges, shares
-from ._read import by_dtype, columns_of, common_rounds, may_overflow
+from ._exchange import cuts_shards, exchanges
+from ._foretell import PlannedReads, planned_reads, rank_reads
+from ._read import may_overflow
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, check_given, usable_device
 
@@ -116,40 +117,22 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if mode in RAISING else ()])
     kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
-    groups: list[list[Shards]] | None = None
+    planned = PlannedReads()
     with failed.recorded(ranks):
-        groups = _groups(fitting, kinds, exchanged=exchanged, is_cut=partial(cuts_shards, checkpoint, choices))
-    costs = _costs(checkpoint, choices, fits, groups)
-    asked_for = {rank: (len(fit.target.tensors), len(fit.target.objects)) for rank, fit in fits.items()}
+        planned = planned_reads(fitting, kinds, exchanged=exchanged, is_cut=partial(cuts_shards, checkpoint, choices))
+    costs = {rank: (fit.target, fit.prospect.cost) for rank, fit in fits.items()}
     undecided = (
         one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if request.cast else {})
     )
     return Explanation(
         missing=tuple(sorted(stored - asked)),
         problems=(*problems, *failed.checks),
-        reads=tuple(plans.RankReads(rank, *asked_for.get(rank, (0, 0)), costs.get(rank)) for rank in ranks),
+        reads=tuple(rank_reads(checkpoint, choices, len(trees), costs, planned)),
         undecided=tuple(dict.fromkeys(undecided)),
         omitted=() if mode in RAISING else unexpected,
         left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
         uncompared=tuple(sorted({key for fit in fits.values() for key in fit.prospect.uncompared})),
     )
-
-
-def _costs(
-    checkpoint: Checkpoint, choices: Choices, fits: Mapping[int, _RankFit], groups: Sequence[Sequence[Shards]] | None
-) -> dict[int, plans.ReadCost | None]:
-    """Return what each rank reads, group by group where it doesn't read all at once."""
-    costs = {rank: None if fit.prospect.cost is None else fit.prospect.cost() for rank, fit in fits.items()}
-    if groups is None or None in costs.values():
-        return costs
-    choice, _, strategies = choices
-    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
-    explain_shards = get_default_strategy(*row, strategies=strategies)
-    parts = [
-        [explain_shards(checkpoint, shards, True).cost() for shards in group if shards]
-        for group in zip(*groups, strict=True)
-    ]
-    return {rank: sum(own, plans.ReadCost()) for rank, own in zip(fits, parts, strict=True)}
 
 
 def _matched_targets(
@@ -246,29 +229,6 @@ def _fitting(shards: Shards, problems: Sequence[plans.Misfit], kinds: Kinds) -> 
     # Of a tensor with gaps, the part that is stored would still be read.
     wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
-
-
-def _groups(
-    ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool, is_cut: Callable[[], bool]
-) -> list[list[Shards]] | None:
-    """Return what each rank reads at once, group by group; None where each reads all at once, by itself.
-
-    A load reads what it converts in separate rounds.
-    """
-    # The same plans as the load's, made for all ranks at once, so that the bytes foretold are the bytes read.
-    split = [by_dtype(shards, kinds) for shards in ranks]
-    if not exchanged and not any(others for _, others in split):
-        return None
-    groups: list[list[Shards]] = [[alike for alike, _ in split]]
-    described = [columns_of(others, kinds, rank) for rank, (_, others) in enumerate(split)]
-    rounds = [common_rounds(described if exchanged else [one], rank)[0] for rank, one in enumerate(described)]
-    for number in range(max((max(own, default=-1) for own in rounds), default=-1) + 1):
-        pairs = zip(split, rounds, strict=True)
-        groups.append([[s for s, its in zip(others, own, strict=True) if its == number] for (_, others), own in pairs])
-    if not exchanged:
-        return groups
-    divided = is_cut()
-    return [[*shares(group, partial(columns_of, kinds=kinds), is_cut=divided)] for group in groups]
 
 
 def explain(

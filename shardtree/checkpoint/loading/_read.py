@@ -238,8 +238,7 @@ def _read_once(
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
     chosen = agree(world, "load: choose reads", partial(parts_to_read, plan, columns, world.rank, alike))
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
-    pass_on(world, plan, columns, alike, chosen)
-    return report
+    return report + pass_on(world, plan, columns, alike, chosen)
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
