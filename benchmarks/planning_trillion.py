@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from shardtree.checkpoint._consistency import describe, known_layout
+from shardtree.checkpoint._packed import PackedColumns, pack_columns, unpack_columns, without_long_table
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,
@@ -81,16 +82,20 @@ def _layout_bars(name: str, mesh: Mesh, kinds: dict[str, TensorKind], specs: dic
     )
     yield _said(f"{name}, known", "a rank says", pickle.dumps(describe(own, (), rank, known=known)), ranks)
     told = _descriptions(layout, ranks)
-    described = _read(told)
+    described = unpack_columns(told)
     yield from _steps(
         f"{name}, exchanged",
         {
             f"describe one's own {len(own)} shards": partial(shard_columns, own, rank),
-            "read what the ranks say": partial(_read, told),
+            "read what the ranks say": partial(unpack_columns, told),
             "join, check and share out": partial(shared_out, described, ranks),
         },
     )
-    yield _said(f"{name}, exchanged", "a rank says", told[rank], ranks)
+    yield _said(f"{name}, exchanged", "a rank says", pickle.dumps(without_long_table(told[rank], ranks)), ranks)
+    tables = {part.digest: part.table or b"" for part in told}
+    size = sum(map(len, tables.values()))
+    note = f"{len(tables)} in all: {size / 1e6:,.2f} MB"
+    yield Bar(f"{name}, exchanged: a table", "", size / len(tables) / 1e3, None, float("nan"), None, "kB", note)
     yield _said(name, "a rank says in the commit", _commit(layout, written, rank), ranks)
 
 
@@ -109,11 +114,11 @@ def _said(name: str, what: str, packed: bytes, ranks: int) -> Bar:
     return Bar(f"{name}: {what}", "", len(packed) / 1e3, None, float("nan"), None, "kB", told)
 
 
-def _descriptions(layout: ShardColumns, ranks: int) -> list[bytes]:
-    """Return what each rank says of its own shards, as it travels."""
+def _descriptions(layout: ShardColumns, ranks: int) -> list[PackedColumns]:
+    """Return what each rank says of its own shards, with its table of keys, which equal ranks need only once."""
     order = np.argsort(layout.rank, kind="stable")
     rows = np.split(order, np.searchsorted(layout.rank[order], np.arange(1, ranks)))
-    return [pickle.dumps(_own(select_rows(layout, each))) for each in rows]
+    return [pack_columns(_own(select_rows(layout, each)), rank) for rank, each in enumerate(rows)]
 
 
 def _own(columns: ShardColumns) -> ShardColumns:
@@ -123,10 +128,6 @@ def _own(columns: ShardColumns) -> ShardColumns:
     keys, kinds = zip(*named, strict=True)
     arrays = (columns.offset, columns.shape, columns.start, columns.stop, columns.rank, columns.main)
     return ShardColumns(keys, kinds, key, *arrays)
-
-
-def _read(told: Sequence[bytes]) -> list[ShardColumns]:
-    return [pickle.loads(each) for each in told]
 
 
 def _commit(layout: ShardColumns, written: Any, rank: int) -> bytes:
