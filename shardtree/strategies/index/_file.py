@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from operator import ge
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,7 +16,7 @@ from ...storage import BLOCK_BYTES, Buffer, StoredFile
 from .._metadata import read_checked, write_checked
 from .._traits import METADATA_FILE
 from .._values import Checkpoint, Fields, PendingSave
-from ._columns import COLUMNS, OPTIONAL_COLUMNS, Index, item_sizes, text_columns, texts
+from ._columns import COLUMNS, OPTIONAL_COLUMNS, Index, ascend, item_sizes, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -151,9 +149,10 @@ def _texts(index: Index) -> str | None:
         start, text = getattr(index, f"{group}_start"), getattr(index, f"{group}_text")
         if not start.size or start[0] != 0 or start[-1] != text.size or (np.diff(start) < 1).any():
             return f"the texts of {group!r} don't tile their column"
-        names = texts(text, start)
+        if text.max(initial=0) > 127:
+            texts(text, start)  # raises if they aren't text
         # Keys are found by bisection, which needs them sorted and each once.
-        if group in ("key", "object") and any(map(ge, names, islice(names, 1, None))):
+        if group in ("key", "object") and not ascend(text, start):
             return f"the texts of {group!r} aren't sorted, each once"
     # Raises if they aren't text. An unknown dtype is an error of its own tensor alone: the others still load.
     texts(index.dtype_text, index.dtype_start)
