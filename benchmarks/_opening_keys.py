@@ -21,7 +21,7 @@ from shardtree.strategies.index import build_index, encode_index
 from ._bars import Bar, Settings
 from ._turns import Seconds, in_turns, ratio
 
-KEYS, CHUNKS = 100_000, 1_000_000
+KEYS, CHUNKS = 100_000, 2_000_000
 MOST_TIMES, MOST_SECONDS = 1.5, 0.5
 
 HEADER, NAMES = "safetensors: names, shapes, dtypes", "safetensors: names"
@@ -97,9 +97,9 @@ def _header(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 def chunk_bars(settings: Settings, folder: Path) -> list[Bar]:
     """Return the bars of an index of very many chunks, in a few tensors and each in a tensor of its own."""
-    chunks, rounds, tries = (1000, 1, 1) if settings.quick else (CHUNKS, 5, 3)
-    found = []
-    for tensors in (chunks // 100, chunks):
+    most, rounds, tries = (1000, 1, 1) if settings.quick else (CHUNKS, 5, 3)
+    found: list[Bar] = []
+    for tensors, chunks in ((most // 200, most // 2), (most // 2, most // 2), (most, most)):
         place = folder / f"{tensors} tensors"
         sparse_checkpoint(place, tensors, chunks // tensors)
         tree = st.open_checkpoint(place)
@@ -107,9 +107,10 @@ def chunk_bars(settings: Settings, folder: Path) -> list[Bar]:
         _check("tensors", len(list(tree)), tensors)
         actions = {"open": partial(st.open_checkpoint, place), "open, list": partial(_listed, place)}
         seconds = in_turns(actions, rounds=rounds, tries=tries)
-        for name, most in (("open", MOST_SECONDS), ("open, list", None)):
+        what, bars = f"{chunks:,} chunks of {tensors:,} tensors", (("open", MOST_SECONDS), ("open, list", None))
+        for name, bar in bars:
             taken = median(seconds[name])
-            found.append(Bar(f"{chunks:,} chunks of {tensors:,} tensors: {name}", "", taken, None, taken, most))
+            found.append(Bar(f"{what}: {name}", "", taken, None, taken, bar))
     return found
 
 
@@ -133,13 +134,14 @@ def sparse_checkpoint(folder: Path, tensors: int, chunks: int) -> None:
     row = np.arange(count)
     byte = 4096 + row // _FILES * 128
     files = [StoredFile(name, length, hashes) for name in names]
-    data = encode_index(build_index(_row_shards(tensors, chunks), row % _FILES, byte, files=files))
+    data = encode_index(build_index(row_shards(tensors, chunks), row % _FILES, byte, files=files))
     entry = fields["index"] | {"length": len(data), "digest": digest(data)}
     (folder / entry["name"]).write_bytes(data)
     (folder / "metadata.json").write_bytes(encode_metadata(fields | {"index": entry}))
 
 
-def _row_shards(tensors: int, chunks: int) -> ShardColumns:
+def row_shards(tensors: int, chunks: int) -> ShardColumns:
+    """Return matrices of float32 that are cut by rows, each into so many chunks."""
     row = np.arange(tensors * chunks)
     minus = np.full(row.size, -1)
     return ShardColumns(
