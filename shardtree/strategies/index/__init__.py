@@ -19,14 +19,11 @@ from ._columns import (
 from ._damage import bounding_box, file_contents, files_damage, regions_between
 from ._file import (
     ObjectRow,
-    blocks_problem,
     build_index,
     decode_index,
     encode_index,
     index_name,
-    index_problem,
     read_index,
-    shared_bytes_problem,
 )
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
 from ._metadata import DeferredMetadata, IndexMetadata, stored_fingerprints
@@ -51,3 +48,4 @@ from ._save import (
     save_with_index,
     write_file,
 )
+from ._sound import blocks_problem, index_problem, shared_bytes_problem
