@@ -111,7 +111,7 @@ def plan_exchange(
     """Return the plan by which ranks that want the same elements read them once between them.
 
     Boxes that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
-    end and cut into one stretch a rank, so that each rank reads as much as the others, whatever it reads alone or with
+    end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
     other sets. Cuts lie between cells or at whole stripes: a rank is at most a stripe away from its part.
 
     Args:

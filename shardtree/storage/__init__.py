@@ -23,6 +23,7 @@ from ._buffers import (
     is_in_place,
     tensor_buffers,
 )
+from ._byte_ranges import ByteRanges, joined_crc32, read_crc32
 from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there, remove_files
 from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost, ranged_cost
@@ -49,11 +50,11 @@ from ._object_streams import opened
 from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
 from ._storage import Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, is_temporary
-from ._stretches import Stretches, joined_crc32, read_crc32
 from ._threads import Begun, background_threads, collector_paused, in_threads, in_turn, read_ahead, usual_threads
 
 __all__ = [
     "Buffer",
+    "ByteRanges",
     "BytesReader",
     "Directory",
     "Exchanging",
@@ -65,7 +66,6 @@ __all__ = [
     "SizedBuffers",
     "Storage",
     "StoredFile",
-    "Stretches",
     "Verify",
     "object_storage",
 ]

@@ -30,7 +30,7 @@ def digest(data: bytes | Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def digest_of(buffers: Iterable[Buffer]) -> str:
+def digest_of(buffers: Iterable[bytes | Buffer]) -> str:
     """Return the digest of buffers as if they were one; each is used before the next one is made.
 
     Examples:
@@ -130,10 +130,10 @@ def covered(begin: Column, end: Column, edges: Column) -> Column:
 
 
 class BlockHasher:
-    """Hashes the blocks of a file, or of stretches of it, while its bytes are read or written.
+    """Hashes the blocks of a file, or of byte ranges of it, while its bytes are read or written.
 
-    Blocks that were seen whole are in `hashes`, by number. A stretch that begins or ends inside a block leaves that
-    block out, unless the next stretch continues where it ended. A block that was seen twice with different bytes has
+    Blocks that were seen whole are in `hashes`, by number. A range that begins or ends inside a block leaves that
+    block out, unless the next range continues where it ended. A block that was seen twice with different bytes has
     the hash -1, which equals none.
     """
 
@@ -201,7 +201,7 @@ def hash_column(hasher: BlockHasher) -> Hashes:
 
 # Blocks of which only a part is read: to check their hashes they are read again, whole.
 
-_STRETCH_BLOCKS = 4
+_READ_BLOCKS = 4
 
 
 def incomplete_reads(runs: Runs, length: int, blocks: Flags) -> Runs:
@@ -265,24 +265,24 @@ def reread_blocks(reader: Reader, incomplete: Runs, views: Sequence[Buffer], has
     """
     # The parts are copied again although they were read before: a disk may return other bytes the second time, and
     # the bytes that are delivered must be those that were hashed.
-    scratch = memoryview(bytearray(_STRETCH_BLOCKS * BLOCK_BYTES))
-    for first, last in _stretches(np.unique(incomplete.byte // BLOCK_BYTES).tolist()):
+    scratch = memoryview(bytearray(_READ_BLOCKS * BLOCK_BYTES))
+    for first, last in _consecutive(np.unique(incomplete.byte // BLOCK_BYTES).tolist()):
         begin = first * BLOCK_BYTES
-        stretch = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
-        reader.read_into(begin, [stretch])
-        hasher.update(stretch, begin)
-        rows = np.searchsorted(incomplete.byte, [begin, begin + stretch.nbytes])
+        data = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
+        reader.read_into(begin, [data])
+        hasher.update(data, begin)
+        rows = np.searchsorted(incomplete.byte, [begin, begin + data.nbytes])
         columns = (incomplete.byte, incomplete.target, incomplete.target_byte, incomplete.length)
         for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
-            views[target][at : at + length] = stretch[byte - begin : byte - begin + length]
+            views[target][at : at + length] = data[byte - begin : byte - begin + length]
 
 
-def _stretches(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last of up to `_STRETCH_BLOCKS` consecutive numbers, which are then read by one request."""
+def _consecutive(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield first and last of up to `_READ_BLOCKS` consecutive numbers, which are then read by one request."""
     start = 0
     for stop, number in enumerate(numbers, start=1):
         goes_on = stop < len(numbers) and numbers[stop] == number + 1
-        if not goes_on or stop - start == _STRETCH_BLOCKS:
+        if not goes_on or stop - start == _READ_BLOCKS:
             yield numbers[start], number
             start = stop
 

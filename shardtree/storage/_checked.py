@@ -1,4 +1,4 @@
-"""What is read of a checkpoint's files and what of it is checked: their blocks by hashes, or stretches by CRC32s."""
+"""What is read of a checkpoint's files and what of it is checked: their blocks by hashes, or byte ranges by CRC32s."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import CorruptCheckpoint, error_text, plural, shorten
 from ..geometry import Column
 from ..plans import Runs, Strided, size_text
 from ._blocks import BLOCK_BYTES, Flags, Hashes, missing, touched
-from ._stretches import Stretches, unread
+from ._byte_ranges import ByteRanges, unread
 from ._strided import is_contiguous, last_byte
 
 Verify = Literal["whole", "all"] | None
@@ -39,13 +39,13 @@ class StoredFile:
         name: in the checkpoint's storage.
         length: in bytes.
         hashes: of its blocks, uint64 (blocks,); None where the format has none.
-        stretches: of which the format has CRC32s, in place of block hashes; each run and piece lies within one.
+        ranges: whose CRC32s the format has, in place of block hashes; each run and piece lies within one.
     """
 
     name: str
     length: int
     hashes: Hashes | None = None
-    stretches: Stretches | None = None
+    ranges: ByteRanges | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -54,7 +54,7 @@ class ReadReport:
 
     Attributes:
         bytes_read: of tensors and objects.
-        blocks_checked: blocks whose hash was compared, or stretches whose checksum was.
+        blocks_checked: blocks whose hash was compared, or byte ranges whose checksum was.
         blocks_unchecked: those that were read only in part, weren't to be checked, or have no hash.
         files: files opened.
         left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
@@ -108,12 +108,12 @@ class ReadReport:
 # What is checked
 
 
-def stretches_to_check(stretches: Stretches, runs: Runs, *, everything: bool) -> list[int]:
-    """Return those stretches with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
-    enough = stretches.end - stretches.begin <= BLOCK_BYTES
+def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list[int]:
+    """Return those byte ranges with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
+    enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
-        enough = enough | (unread(stretches, runs.byte, runs.byte + runs.length) <= _NEARLY_WHOLE_BYTES)
-    chosen: list[int] = np.flatnonzero((stretches.crc32 != 0) & (everything | enough)).tolist()
+        enough = enough | (unread(ranges, runs.byte, runs.byte + runs.length) <= _NEARLY_WHOLE_BYTES)
+    chosen: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
     return chosen
 
 

@@ -11,26 +11,26 @@ import numpy as np
 from ..geometry import Column
 from ..plans import LoadPlan, ReadCost, Runs, Strided
 from ._blocks import BLOCK_BYTES, incomplete_reads
+from ._byte_ranges import ByteRanges, range_crc32
 from ._checked import (
     StoredFile,
     Verify,
     blocks_to_check,
     in_file_order,
     of_file,
+    ranges_to_check,
     read_modes,
-    stretches_to_check,
     touched_blocks,
 )
 from ._ranged_fetch import planned_requests
 from ._runs import clipped, windows_of
-from ._stretches import Stretches, stretch_crc32
-from ._strided import hashed_stretches, split_pieces, strided_stretches
+from ._strided import hashed_ranges, split_pieces, strided_ranges
 
 
 def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
     """Return what `fetch` would read for a plan.
 
-    A stretch that would be mapped counts as read whole, which is what happens on remote storage.
+    A byte range that would be mapped counts as read whole, which is what happens on remote storage.
 
     Args:
         files: by their number in the plan.
@@ -76,8 +76,8 @@ def _extra_bytes(file: StoredFile, runs: Runs, strided: Strided, verify: Verify)
     )
     if verify is None:
         return extra
-    if file.stretches is not None:
-        return extra + _stretches_read_again(file.stretches, runs, file.length, verify)
+    if file.ranges is not None:
+        return extra + _ranges_read_again(file.ranges, runs, file.length, verify)
     if file.hashes is None:
         return extra
     incomplete = incomplete_reads(
@@ -90,10 +90,10 @@ def _extra_bytes(file: StoredFile, runs: Runs, strided: Strided, verify: Verify)
 def _strided_bytes(pieces: Strided, length: int, whole_blocks: bool | None) -> int:
     """Return how many bytes are read or mapped for strided pieces."""
     if whole_blocks is None:
-        stretches = strided_stretches(pieces)
+        ranges = strided_ranges(pieces)
     else:
-        stretches = hashed_stretches(split_pieces(pieces), length, whole_blocks=whole_blocks)
-    return sum(end - begin for _, begin, end in stretches)
+        ranges = hashed_ranges(split_pieces(pieces), length, whole_blocks=whole_blocks)
+    return sum(end - begin for _, begin, end in ranges)
 
 
 def _chains(begin: Column, end: Column) -> list[tuple[int, int]]:
@@ -103,26 +103,26 @@ def _chains(begin: Column, end: Column) -> list[tuple[int, int]]:
     return list(zip(begin[first].tolist(), end[last].tolist(), strict=True))
 
 
-def _stretches_read_again(stretches: Stretches, runs: Runs, length: int, verify: Verify) -> int:
-    """Return how many bytes are in stretches that are to be checked but aren't read whole."""
+def _ranges_read_again(ranges: ByteRanges, runs: Runs, length: int, verify: Verify) -> int:
+    """Return how many bytes are in ranges that are to be checked but aren't read whole."""
     # The windows of `read_runs`, since each thread's parts begin with its window.
     parts: dict[int, tuple[int, int]] = {}
     for window in windows_of(runs, length):
         part = clipped(runs, window)
-        for low, high in _cut(stretches, _chains(part.byte, part.byte + part.length)):
+        for low, high in _cut(ranges, _chains(part.byte, part.byte + part.length)):
             if high > parts.get(low, (0, 0))[0]:
                 parts[low] = (high, 0)
-    size: Any = stretches.end - stretches.begin
-    chosen = stretches_to_check(stretches, runs, everything=verify == "all")
-    places = ((int(stretches.begin[number]), int(stretches.end[number]), number) for number in chosen)
-    return sum(int(size[number]) for begin, end, number in places if stretch_crc32(parts, begin, end) is None)
+    size: Any = ranges.end - ranges.begin
+    chosen = ranges_to_check(ranges, runs, everything=verify == "all")
+    places = ((int(ranges.begin[number]), int(ranges.end[number]), number) for number in chosen)
+    return sum(int(size[number]) for begin, end, number in places if range_crc32(parts, begin, end) is None)
 
 
-def _cut(stretches: Stretches, chains: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return chains cut where stretches begin."""
+def _cut(ranges: ByteRanges, chains: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return chains cut where ranges begin."""
     pieces = []
     for low, high in chains:
-        first, last = np.searchsorted(stretches.begin, [low, high], side="right").tolist()
-        edges = [low, *(edge for edge in stretches.begin[first:last].tolist() if edge < high), high]
+        first, last = np.searchsorted(ranges.begin, [low, high], side="right").tolist()
+        edges = [low, *(edge for edge in ranges.begin[first:last].tolist() if edge < high), high]
         pieces += list(pairwise(edges))
     return pieces

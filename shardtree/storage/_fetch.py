@@ -16,6 +16,7 @@ from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, block_hash, incomplete_reads, reread_blocks
 from ._buffers import is_staged
+from ._byte_ranges import ByteRanges, RangeHasher, range_crc32, read_crc32
 from ._capabilities import Ranged
 from ._checked import (
     ReadReport,
@@ -25,9 +26,9 @@ from ._checked import (
     damaged,
     in_file_order,
     of_file,
+    ranges_to_check,
     read_modes,
     run_blocks,
-    stretches_to_check,
     touched_blocks,
     wrong_length,
 )
@@ -35,7 +36,6 @@ from ._ranged_fetch import fetch_ranged
 from ._runs import read_runs
 from ._staged_fetch import any_staged, fetch_to_devices, memory_bytes
 from ._storage import Buffer, Reader, Storage
-from ._stretches import Stretches, StretchHasher, read_crc32, stretch_crc32
 from ._strided import copy_hashed, copy_strided
 from ._threads import collector_paused
 
@@ -82,7 +82,7 @@ def fetch_run(
         How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
     """
     # As isinstance(storage, Ranged) finds out, which takes a fifth of a small read's time.
-    if hasattr(storage, "read_range") or file.stretches is not None or is_staged(memory):
+    if hasattr(storage, "read_range") or file.ranges is not None or is_staged(memory):
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
@@ -152,8 +152,8 @@ def _fetch_file(
     verify: Verify,
     progress: Callable[[int], None],
 ) -> ReadReport:
-    if file.stretches is not None:
-        read = partial(_fetch_stretches, storage, file, file.stretches, runs, strided, views=views, memories=memories)
+    if file.ranges is not None:
+        read = partial(_fetch_byte_ranges, storage, file, file.ranges, runs, strided, views=views, memories=memories)
         return read(verify=verify, progress=progress)
     known = file.hashes if verify is not None else None
     hashes: dict[int, int] | None = None if known is None else {}
@@ -177,10 +177,10 @@ def _fetch_file(
     return ReadReport(done, checked, int(blocks.sum()) - checked, 1)
 
 
-def _fetch_stretches(
+def _fetch_byte_ranges(
     storage: Storage,
     file: StoredFile,
-    stretches: Stretches,
+    ranges: ByteRanges,
     runs: Runs,
     strided: Strided,
     *,
@@ -189,9 +189,9 @@ def _fetch_stretches(
     verify: Verify,
     progress: Callable[[int], None],
 ) -> ReadReport:
-    """Read a file that has CRC32s of stretches, and check those of the stretches that are read from."""
+    """Read a file that has CRC32s of byte ranges, and check those of the ranges that are read from."""
     parts: dict[int, tuple[int, int]] | None = None if verify is None else {}
-    hasher = partial(_stretch_hasher, stretches)
+    hasher = partial(_range_hasher, ranges)
     with storage.open(file.name) as reader:
         if reader.length != file.length:
             raise wrong_length(file, reader.length, storage.where(file.name))
@@ -202,24 +202,24 @@ def _fetch_stretches(
             done += copy_strided(reader, strided, memories, progress=progress)
         checked = 0
         if parts is not None:
-            chosen = stretches_to_check(stretches, runs, everything=verify == "all")
-            checked = _check_crc32(reader, storage.where(file.name), stretches, chosen, parts)
-    return ReadReport(done, checked, stretches.begin.size - checked, 1)
+            chosen = ranges_to_check(ranges, runs, everything=verify == "all")
+            checked = _check_crc32(reader, storage.where(file.name), ranges, chosen, parts)
+    return ReadReport(done, checked, ranges.begin.size - checked, 1)
 
 
-def _stretch_hasher(stretches: Stretches, _: int) -> StretchHasher:
-    return StretchHasher(stretches)
+def _range_hasher(ranges: ByteRanges, _: int) -> RangeHasher:
+    return RangeHasher(ranges)
 
 
 def _check_crc32(
-    reader: Reader, path: str, stretches: Stretches, chosen: Sequence[int], parts: dict[int, tuple[int, int]]
+    reader: Reader, path: str, ranges: ByteRanges, chosen: Sequence[int], parts: dict[int, tuple[int, int]]
 ) -> int:
-    """Raise unless the chosen stretches have their CRC32s, and return how many were compared."""
+    """Raise unless the chosen byte ranges have their CRC32s, and return how many were compared."""
     wrong = []
     for number in chosen:
-        begin, end = int(stretches.begin[number]), int(stretches.end[number])
-        found = stretch_crc32(parts, begin, end)
-        if (read_crc32(reader, begin, end) if found is None else found) != stretches.crc32[number]:
+        begin, end = int(ranges.begin[number]), int(ranges.end[number])
+        found = range_crc32(parts, begin, end)
+        if (read_crc32(reader, begin, end) if found is None else found) != ranges.crc32[number]:
             wrong.append(f"bytes {begin} to {end}")
     if wrong:
         raise damaged(path, f"the checksum of {len(wrong)} of its tensors differs", wrong)

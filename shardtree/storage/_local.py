@@ -85,13 +85,13 @@ class LocalReader:
             pending = remaining(pending, count) if len(pending) > 1 or count < pending[0].nbytes else []
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a stretch of the file as writable memory; writing to it doesn't change the file."""
+        """Return a byte range of the file as writable memory; writing to it doesn't change the file."""
         whole = self._whole()
-        stretch = whole[begin:end]
-        if end is not None and stretch.nbytes < end - begin:
+        part = whole[begin:end]
+        if end is not None and part.nbytes < end - begin:
             what = f"{self.path!r} ends at byte {whole.nbytes}"
             raise StorageError(error_text(what, expected=f"bytes {begin} to {end}"))
-        return stretch
+        return part
 
     def _whole(self) -> Buffer:
         if self._mapped is not None:

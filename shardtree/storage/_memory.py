@@ -264,10 +264,10 @@ class BytesReader:
             byte += buffer.nbytes
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a copy of a stretch of the file."""
-        stretch = memoryview(bytearray((self.length if end is None else end) - begin))
-        self.read_into(begin, [stretch])
-        return stretch
+        """Return a copy of a byte range of the file."""
+        part = memoryview(bytearray((self.length if end is None else end) - begin))
+        self.read_into(begin, [part])
+        return part
 
 
 # Replacing a folder in memory as a whole.

@@ -121,7 +121,7 @@ class ObjectStorage:
         if begin >= end:
             return memoryview(b""), self._length_or_raise(name)
 
-        def stretch() -> tuple[Buffer, int]:
+        def part_of_file() -> tuple[Buffer, int]:
             found = self._get("read", name, (begin, end))
             if found is None:
                 raise self._absent("read", name)
@@ -131,7 +131,7 @@ class ObjectStorage:
                 raise _TooShort(data.nbytes, min(end, length) - begin)
             return data, length
 
-        return self._again("read", name, stretch)
+        return self._again("read", name, part_of_file)
 
     def _get(self, doing: str, name: str, span: Any) -> Any:
         import obstore

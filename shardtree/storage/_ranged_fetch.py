@@ -17,6 +17,7 @@ import torch
 from ..codec import crc32
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, Flags, block_hash
+from ._byte_ranges import range_crc32
 from ._checked import (
     ReadReport,
     StoredFile,
@@ -26,14 +27,13 @@ from ._checked import (
     damaged,
     in_file_order,
     of_file,
-    stretches_to_check,
+    ranges_to_check,
     touched_blocks,
     wrong_length,
 )
 from ._object_streams import copy_bytes
 from ._requests import REQUEST_BYTES, Request, Wanted, requests_of
 from ._storage import Buffer
-from ._stretches import stretch_crc32
 from ._strided import copy_piece
 from ._threads import usual_threads
 
@@ -55,13 +55,13 @@ class Checks:
     Attributes:
         file: which file.
         touched: blocks that are checked if they come whole, bool (blocks,); None where there are no hashes.
-        stretches: numbers of those that are checked by their CRC32s.
-        unchecked: how many blocks or stretches aren't looked at in any case.
+        ranges: numbers of the byte ranges that are checked by their CRC32s.
+        unchecked: how many blocks or byte ranges aren't looked at in any case.
     """
 
     file: StoredFile
     touched: Flags | None = None
-    stretches: Sequence[int] = ()
+    ranges: Sequence[int] = ()
     unchecked: int = 0
 
 
@@ -71,7 +71,7 @@ class Sums:
 
     Attributes:
         blocks: hash of each block that came whole, by its number; -1 if it came twice, with different bytes.
-        parts: CRC32s of parts of stretches: first byte → (one past the last byte, CRC32).
+        parts: CRC32s of parts of byte ranges: first byte → (one past the last byte, CRC32).
     """
 
     blocks: dict[int, int] = field(default_factory=dict)
@@ -88,12 +88,12 @@ def checks_of(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) ->
         verify: which blocks are checked.
     """
     none = np.zeros(0, dtype=np.int64)
-    if file.stretches is not None:
+    if file.ranges is not None:
         if verify is None:
-            return Checks(file, unchecked=file.stretches.begin.size), Wanted(none, none, False, file.length)
-        chosen = stretches_to_check(file.stretches, runs, everything=verify == "all")
-        spans = (file.stretches.begin[chosen], file.stretches.end[chosen])
-        return Checks(file, stretches=chosen, unchecked=file.stretches.begin.size - len(chosen)), Wanted(
+            return Checks(file, unchecked=file.ranges.begin.size), Wanted(none, none, False, file.length)
+        chosen = ranges_to_check(file.ranges, runs, everything=verify == "all")
+        spans = (file.ranges.begin[chosen], file.ranges.end[chosen])
+        return Checks(file, ranges=chosen, unchecked=file.ranges.begin.size - len(chosen)), Wanted(
             *spans, False, file.length
         )
     touched = touched_blocks(file, runs, strided)
@@ -194,10 +194,10 @@ def _sums(check: Checks, data: Buffer, request: Request) -> Sums:
         for number in (np.flatnonzero(check.touched[first:last]) + first).tolist():
             at = number * BLOCK_BYTES - begin
             found.blocks[number] = block_hash(data[at : at + BLOCK_BYTES])
-    stretches = check.file.stretches
-    if stretches is not None:
-        lows = np.maximum(stretches.begin[check.stretches], begin)
-        highs = np.minimum(stretches.end[check.stretches], request.own_end)
+    ranges = check.file.ranges
+    if ranges is not None:
+        lows = np.maximum(ranges.begin[check.ranges], begin)
+        highs = np.minimum(ranges.end[check.ranges], request.own_end)
         rows = lows < highs
         for low, high in zip(lows[rows].tolist(), highs[rows].tolist(), strict=True):
             found.parts[low] = (high, crc32(data[low - begin : high - begin]))
@@ -281,19 +281,17 @@ def _merge(sums: Sums, found: Sums) -> None:
 
 
 def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
-    """Return begin and end of the blocks or stretches of a file whose checksum differs."""
-    known, stretches = check.file.hashes, check.file.stretches
+    """Return begin and end of the blocks or byte ranges of a file whose checksum differs."""
+    known, ranges = check.file.hashes, check.file.ranges
     found: list[tuple[int, int]] = []
     if known is not None:
         numbers = (number for number, each in sorted(sums.blocks.items()) if each != int(known[number]))
         found += [(at * BLOCK_BYTES, min(check.file.length, (at + 1) * BLOCK_BYTES)) for at in numbers]
-    if stretches is not None:
-        places = [(number, int(stretches.begin[number]), int(stretches.end[number])) for number in check.stretches]
-        crc32s = (int(stretches.crc32[number]) for number, *_ in places)
+    if ranges is not None:
+        places = [(number, int(ranges.begin[number]), int(ranges.end[number])) for number in check.ranges]
+        crc32s = (int(ranges.crc32[number]) for number, *_ in places)
         found += [
-            place[1:]
-            for place, each in zip(places, crc32s, strict=True)
-            if stretch_crc32(sums.parts, *place[1:]) != each
+            place[1:] for place, each in zip(places, crc32s, strict=True) if range_crc32(sums.parts, *place[1:]) != each
         ]
     return found
 
@@ -310,7 +308,7 @@ def _without(sums: Sums, begin: int, end: int) -> Sums:
 
 def _raise_if_wrong(where: str, check: Checks, sums: Sums) -> None:
     if wrong := _wrong(check, sums):
-        hashes = check.file.stretches is None
+        hashes = check.file.ranges is None
         what = f"the hash of {len(wrong)} of its blocks" if hashes else f"the checksum of {len(wrong)} of its tensors"
         raise damaged(where, f"{what} differs", (f"bytes {begin} to {end}" for begin, end in wrong))
 
@@ -318,7 +316,7 @@ def _raise_if_wrong(where: str, check: Checks, sums: Sums) -> None:
 def _report(done: int, checks: Mapping[int, Checks], sums: Mapping[int, Sums]) -> ReadReport:
     report = ReadReport(done, files=len(checks))
     for number, check in checks.items():
-        checked = len(sums[number].blocks) + len(check.stretches)
+        checked = len(sums[number].blocks) + len(check.ranges)
         touched = 0 if check.touched is None else int(check.touched.sum())
         unchecked = check.unchecked + touched - len(sums[number].blocks)
         report = replace(

@@ -26,8 +26,8 @@ class Wanted:
     """What is fetched of a file in addition to what a plan reads of it, so that it can be checked.
 
     Attributes:
-        begin: first byte of each stretch, int64 (stretches,).
-        end: one past its last byte, int64 (stretches,).
+        begin: first byte of each byte range, int64 (ranges,).
+        end: one past its last byte, int64 (ranges,).
         whole_blocks: whether pieces are fetched with the whole blocks that they touch.
         length: of the file, in bytes.
     """
@@ -40,7 +40,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A stretch of a file that is fetched by one request, and what is copied out of it.
+    """A byte range of a file that is fetched by one request, and what is copied out of it.
 
     Attributes:
         file: number of the file.
@@ -125,8 +125,8 @@ def _groups(begin: Column, end: Column, most_bytes: int) -> Column:
     order = np.argsort(begin, kind="stable")
     low, reached = begin[order], np.maximum.accumulate(end[order])
     breaks = low[1:] > reached[:-1] + _GAP_BYTES
-    stretch = np.append(0, breaks.cumsum())[: low.size]
-    first, last = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
+    cluster = np.append(0, breaks.cumsum())[: low.size]
+    first, last = (np.searchsorted(cluster, cluster, side=side) for side in ("left", "right"))
     # What is little in all comes by one request, wherever it lies.
     is_long = reached[last - 1] - low[first] > most_bytes * 3 // 2
     cell = np.where(is_long, low // most_bytes, -1)

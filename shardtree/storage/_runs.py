@@ -146,7 +146,7 @@ def _read_window(reader: Reader, runs: Runs, views: Sequence[Buffer], hasher: Ha
 
 
 def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[Buffer]]]:
-    """Yield (byte, buffers): stretches of a file that end at multiples of a size, and the buffers to fill with them."""
+    """Yield (byte, buffers): byte ranges of a file that end at multiples of a size, and the buffers to fill."""
     begin, end, buffers = 0, 0, list[Buffer]()
     rows = zip(runs.byte.tolist(), runs.target.tolist(), runs.target_byte.tolist(), runs.length.tolist(), strict=True)
     for byte, target, at, length in rows:

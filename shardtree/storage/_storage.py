@@ -49,7 +49,7 @@ class Reader(Protocol):
         """Fill the buffers, one after the other, from consecutive bytes; raises where the file ends first."""
 
     def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a stretch of the file, by default up to its end, as memory; writing to it doesn't change the file.
+        """Return a byte range of the file, by default up to its end, as memory; writing to it doesn't change the file.
 
         A local file is mapped; of a remote one only these bytes are fetched. Raises where the file ends first.
         """

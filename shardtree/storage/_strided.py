@@ -18,7 +18,7 @@ _PAIR = 16
 """Items of this size are copied as two of half the size: torch has no integer of 16 bytes, and reads complex128 only
 at aligned addresses, while files may have it at any byte."""
 
-_STRETCH_BYTES = 16 * BLOCK_BYTES
+_READ_BYTES = 16 * BLOCK_BYTES
 """How much is read at once if it is hashed; little enough to stay in the processor's cache until it is copied."""
 
 
@@ -28,7 +28,7 @@ def copy_strided(
     """Copy a file's strided pieces out of a mapping, and return how many bytes were copied.
 
     Args:
-        reader: of the file; only the stretches that the pieces lie in are mapped.
+        reader: of the file; only the byte ranges that the pieces lie in are mapped.
         strided: all of that file.
         memories: for each requested shard its bytes, uint8 (bytes,).
         progress: called with the bytes copied since the last call.
@@ -36,7 +36,7 @@ def copy_strided(
     # Mapped, since reads are slower here: for rows of 4 and 8 KiB of which half is wanted, a preadv with a part for
     # each row took about 1.5 times as long, and wide reads into a buffer about twice.
     total = 0
-    for rows, begin, end in strided_stretches(strided):
+    for rows, begin, end in strided_ranges(strided):
         mapped = reader.mapped(begin, end)
         for row in rows.tolist():
             size = copy_piece(mapped, begin, strided, row, memories[int(strided.target[row])])
@@ -67,19 +67,19 @@ def copy_hashed(
     # Private memory, not a mapping: what is copied must be what was hashed, even if another program writes to the file.
     total = 0
     pieces = split_pieces(strided)
-    scratch = memoryview(bytearray(_STRETCH_BYTES + 2 * BLOCK_BYTES))
-    for rows, begin, end in hashed_stretches(pieces, reader.length, whole_blocks=whole_blocks):
-        stretch = scratch[: end - begin]
-        reader.read_into(begin, [stretch])
-        hasher.update(stretch, begin)
+    scratch = memoryview(bytearray(_READ_BYTES + 2 * BLOCK_BYTES))
+    for rows, begin, end in hashed_ranges(pieces, reader.length, whole_blocks=whole_blocks):
+        data = scratch[: end - begin]
+        reader.read_into(begin, [data])
+        hasher.update(data, begin)
         for row in rows.tolist():
-            size = copy_piece(stretch, begin, pieces, row, memories[int(pieces.target[row])])
+            size = copy_piece(data, begin, pieces, row, memories[int(pieces.target[row])])
             total += size
             progress(size)
     return total
 
 
-def strided_stretches(strided: Strided) -> Iterator[tuple[Column, int, int]]:
+def strided_ranges(strided: Strided) -> Iterator[tuple[Column, int, int]]:
     """Yield (rows, begin, end): pieces that overlap in the file, and the bytes that contain them."""
     order = np.argsort(strided.byte, kind="stable")
     begin, end = strided.byte[order], np.maximum.accumulate(last_byte(strided)[order])
@@ -87,11 +87,11 @@ def strided_stretches(strided: Strided) -> Iterator[tuple[Column, int, int]]:
         yield order[rows], int(begin[rows[0]]), int(end[rows[-1]])
 
 
-def hashed_stretches(pieces: Strided, length: int, *, whole_blocks: bool) -> Iterator[tuple[Column, int, int]]:
+def hashed_ranges(pieces: Strided, length: int, *, whole_blocks: bool) -> Iterator[tuple[Column, int, int]]:
     """Yield (rows, begin, end): pieces that are copied from the same bytes, and these bytes.
 
     Args:
-        pieces: each of which spans at most `_STRETCH_BYTES`.
+        pieces: each of which spans at most `_READ_BYTES`.
         length: of the file, in bytes.
         whole_blocks: whether the bytes are extended to whole blocks.
     """
@@ -101,7 +101,7 @@ def hashed_stretches(pieces: Strided, length: int, *, whole_blocks: bool) -> Ite
     end = np.minimum(-(-last_byte(pieces)[order] // unit) * unit, length)
     first, reached = 0, 0
     for number, (low, high) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        if number and (low > reached or max(high, reached) - begin[first] > _STRETCH_BYTES + (unit > 1) * 2 * unit):
+        if number and (low > reached or max(high, reached) - begin[first] > _READ_BYTES + (unit > 1) * 2 * unit):
             yield order[first:number], int(begin[first]), reached
             first, reached = number, 0
         reached = max(high, reached)
@@ -110,8 +110,8 @@ def hashed_stretches(pieces: Strided, length: int, *, whole_blocks: bool) -> Ite
 
 
 def split_pieces(strided: Strided) -> Strided:
-    """Return pieces, cut along their first axes so that each spans at most `_STRETCH_BYTES` of the file."""
-    if not (last_byte(strided) - strided.byte > _STRETCH_BYTES).any():
+    """Return pieces, cut along their first axes so that each spans at most `_READ_BYTES` of the file."""
+    if not (last_byte(strided) - strided.byte > _READ_BYTES).any():
         return strided
     parts = [_split_piece(strided, row) for row in range(strided.file.size)]
     return Strided(*(np.concatenate([getattr(part, name) for part in parts]) for name in Strided.__slots__))
@@ -125,9 +125,9 @@ def _split_piece(strided: Strided, row: int) -> Strided:
             continue
         step = int(piece.stride[0, axis] * piece.item_size[0])
         inner = int((last_byte(piece) - piece.byte)[0]) - (int(piece.shape[0, axis]) - 1) * step
-        most = 1 if inner > _STRETCH_BYTES else (_STRETCH_BYTES - inner) // step + 1
+        most = 1 if inner > _READ_BYTES else (_READ_BYTES - inner) // step + 1
         piece = cut(piece, axis, most)
-        if inner <= _STRETCH_BYTES:
+        if inner <= _READ_BYTES:
             break
     return piece
 
@@ -151,10 +151,10 @@ def is_contiguous(strided: Strided) -> Flags:
 
 
 def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: torch.Tensor) -> int:
-    """Copy one piece out of the stretch that begins at `begin`, and return how many bytes it has.
+    """Copy one piece out of the byte range that begins at `begin`, and return how many bytes it has.
 
     Args:
-        stored: the stretch, writable though it isn't written to: torch minds other memory.
+        stored: the range, writable though it isn't written to: torch minds other memory.
         begin: where it begins in the file, in bytes.
         strided: pieces.
         row: which of them.

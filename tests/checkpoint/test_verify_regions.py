@@ -1,4 +1,4 @@
-"""Which elements a damaged stretch holds, and that many threads find what one finds."""
+"""Which elements a damaged byte range holds, and that many threads find what one finds."""
 
 from __future__ import annotations
 

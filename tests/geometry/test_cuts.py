@@ -31,7 +31,7 @@ def check_cuts(cut: Callable[..., Spans], size: int, cuts: list[tuple[int, int, 
         spans = cut(spans, parts, index % parts, factor)
         indices = chunked(indices, parts, index % parts, factor)
         assert [number for start, stop in spans for number in range(start, stop)] == indices
-        assert all(start < stop for start, stop in spans), "stretches have elements"
+        assert all(start < stop for start, stop in spans), "spans have elements"
         assert all(left[1] != right[0] for left, right in pairwise(spans)), "and are joined"
 
 

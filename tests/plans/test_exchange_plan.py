@@ -83,7 +83,7 @@ def levels_readers(plan_of: Callable[..., ExchangePlan], sizes: list[int], ranks
     columns = replicated(sizes, ranks)
     read = plan_of(columns, ranks, stripe_bytes=stripe_bytes).bytes_read
     part = (sum(sizes) + sum(sizes) // ranks) / ranks
-    # Each end of a rank's stretch is moved by half a stripe at most.
+    # Each end of a rank's range is moved by half a stripe at most.
     assert np.abs(read - part).max() <= stripe_bytes + 1
 
 

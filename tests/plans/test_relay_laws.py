@@ -238,14 +238,14 @@ def test_small_tensors_are_not_cut() -> None:
     assert np.bincount(passed_on.transfers.to_rank[first]).tolist() == [0, 2, 2, 2, 2]
 
 
-def stretch(rank: int, start: int, stop: int, main: bool = True) -> dict[str, ShardedTensor]:
+def elements(rank: int, start: int, stop: int, main: bool = True) -> dict[str, ShardedTensor]:
     shard = ShardedTensor("w", torch.zeros(stop - start), torch.float32, (stop - start,), (12,), (start,), None, rank)
     return {"w": replace(shard, replica_id=0 if main else 1)}
 
 
 def test_of_boxes_that_overlap_what_they_have_in_common_crosses_once() -> None:
-    target = {1: stretch(1, 0, 8), 2: stretch(2, 4, 12, main=False)}
-    plan = plan_reshard({0: stretch(0, 0, 12)}, target)
+    target = {1: elements(1, 0, 8), 2: elements(2, 4, 12, main=False)}
+    plan = plan_reshard({0: elements(0, 0, 12)}, target)
     passed_on = with_relays(plan, shortest_cut=1)
     check_relayed(plan, passed_on)
     assert (plan.leaving([0]), passed_on.leaving([0])) == (64, 48)
@@ -253,8 +253,8 @@ def test_of_boxes_that_overlap_what_they_have_in_common_crosses_once() -> None:
 
 
 def test_a_second_shard_of_a_rank_is_copied_after_all_has_come() -> None:
-    twice = [stretch(1, 0, 12)["w"], stretch(1, 0, 12, main=False)["w"]]
-    plan = plan_reshard({0: stretch(0, 0, 12)}, {1: twice, 2: stretch(2, 0, 12, main=False)})
+    twice = [elements(1, 0, 12)["w"], elements(1, 0, 12, main=False)["w"]]
+    plan = plan_reshard({0: elements(0, 0, 12)}, {1: twice, 2: elements(2, 0, 12, main=False)})
     passed_on = with_relays(plan, shortest_cut=1)
     assert passed_on.transfers.hop.max() == 2 and passed_on.check() == ()
     check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=16))

@@ -75,7 +75,7 @@ def test_bytes_on_their_way_to_a_file_are_passed_on_as_they_are(length: int, cut
 
 
 def knows_what_it_saw_whole(make: Callable[[int], BlockHasher], length: int, spans: list[Span]) -> None:
-    """Show stretches in any order: known hashes are right, and a block that one stretch holds whole is known."""
+    """Show byte ranges in any order: known hashes are right, and a block that one range holds whole is known."""
     data, right = FILE[:length], expected(FILE[:length])
     hasher, whole = make(length), set[int]()
     at, since = None, 0
@@ -91,11 +91,11 @@ def knows_what_it_saw_whole(make: Callable[[int], BlockHasher], length: int, spa
 
 
 @given(LENGTHS, SPANS)
-def test_stretches_give_the_hashes_of_the_blocks_that_they_hold_whole(length: int, spans: list[Span]) -> None:
+def test_byte_ranges_give_the_hashes_of_the_blocks_that_they_hold_whole(length: int, spans: list[Span]) -> None:
     knows_what_it_saw_whole(BlockHasher, length, spans)
 
 
-def test_stretches_catch_a_hasher_that_takes_a_jump_for_a_continuation() -> None:
+def test_byte_ranges_catch_a_hasher_that_takes_a_jump_for_a_continuation() -> None:
     class Jumping(BlockHasher):
         def update(self, buffer: memoryview, byte: int | None = None) -> None:
             super().update(buffer, None)
@@ -103,7 +103,7 @@ def test_stretches_catch_a_hasher_that_takes_a_jump_for_a_continuation() -> None
     assert_caught(knows_what_it_saw_whole, Jumping, LENGTHS, SPANS)
 
 
-def test_a_stretch_that_goes_on_where_the_last_one_ended_completes_its_block() -> None:
+def test_a_byte_range_that_goes_on_where_the_last_one_ended_completes_its_block() -> None:
     hasher = BlockHasher(len(FILE))
     middle = BLOCK_BYTES + 5
     hasher.update(memoryview(FILE)[BLOCK_BYTES:middle], BLOCK_BYTES)
@@ -112,7 +112,7 @@ def test_a_stretch_that_goes_on_where_the_last_one_ended_completes_its_block() -
     assert hasher.hashes == {1: expected(FILE)[1]}
 
 
-def test_a_stretch_from_the_middle_leaves_its_first_block_out() -> None:
+def test_a_byte_range_from_the_middle_leaves_its_first_block_out() -> None:
     hasher = BlockHasher(len(FILE))
     hasher.update(memoryview(FILE)[5:], 5)
     assert hasher.hashes == dict(list(enumerate(expected(FILE)))[1:])

@@ -123,7 +123,7 @@ def test_what_is_delivered_is_what_was_checked(parts: Any, shortest: int, byte: 
 @given(*CASES)
 def test_so_it_is_where_pieces_reach_far(parts: Any, shortest: int, byte: int, honest: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_strided, "_STRETCH_BYTES", 2000)
+        patch.setattr(_strided, "_READ_BYTES", 2000)
         delivers_what_was_checked(parts, shortest, byte, honest, "all", b"the end")
 
 
@@ -155,7 +155,7 @@ def test_two_reads_of_a_block_that_differ_are_an_error() -> None:
 @pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("far", [40, 1000, 2**22])
 def test_pieces_of_every_item_size_are_cut_anywhere(item: int, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_strided, "_STRETCH_BYTES", far)
+    monkeypatch.setattr(_strided, "_READ_BYTES", far)
     dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}[item]
     whole = random_bits((50, 6), dtype, seed=3)
     data = bytes(5) + whole.view(torch.uint8).numpy().tobytes()

@@ -36,7 +36,7 @@ def _small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def spans() -> st.SearchStrategy[Spans]:
-    """Return stretches of the file, in its order; some touch, some overlap, some are of whole blocks."""
+    """Return byte ranges of the file, in its order; some touch, some overlap, some are of whole blocks."""
     near = st.builds(
         lambda block, off: max(0, block * BLOCK_BYTES + off), st.integers(0, 9), st.sampled_from([0, -1, 5])
     )
@@ -51,7 +51,7 @@ def runs_of(chosen: Spans) -> Runs:
 
 
 def whole_blocks(chosen: Spans) -> set[int]:
-    """Return the blocks that one stretch, or several that follow each other, hold whole."""
+    """Return the blocks that one range, or several that follow each other, hold whole."""
     held: set[int] = set()
     for begin, end in chosen:
         held |= set(

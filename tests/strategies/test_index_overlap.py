@@ -1,4 +1,4 @@
-"""Stretches of files overlap where a byte belongs to two of them."""
+"""Byte ranges of files overlap where a byte belongs to two of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = [7, 0, 9]
 
 
 @some.composite
-def stretches(draw):
+def byte_ranges(draw):
     file = draw(some.sampled_from([0, 2]))
     begin = draw(some.integers(0, LENGTHS[file]))
     return file, begin, draw(some.integers(0, LENGTHS[file] - begin))
@@ -27,8 +27,8 @@ def check_counts_bytes(overlapping, rows):
 
 @pytest.mark.slow
 @settings(max_examples=300)
-@given(some.lists(stretches(), max_size=4))
-def test_stretches_overlap_where_a_byte_is_in_two(rows):
+@given(some.lists(byte_ranges(), max_size=4))
+def test_byte_ranges_overlap_where_a_byte_is_in_two(rows):
     check_counts_bytes(overlap, rows)
 
 

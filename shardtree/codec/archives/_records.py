@@ -18,7 +18,7 @@ class Archive:
     """An archive's records by name.
 
     Attributes:
-        read: returns a stretch of the archive.
+        read: returns a byte range of the archive.
         records: name without the archive's folder -> record.
         what: the archive, for messages.
     """

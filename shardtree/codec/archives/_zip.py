@@ -49,7 +49,7 @@ def read_directory(read: Read, length: int, what: str) -> tuple[Record, ...]:
     """Return an archive's records, in the order of their bytes.
 
     Args:
-        read: returns a stretch of the archive.
+        read: returns a byte range of the archive.
         length: of the archive, in bytes.
         what: the archive, for messages.
 

@@ -376,7 +376,7 @@ Handler = Callable[[Machine, int], int]
 
 
 def take(machine: Machine, begin: int, length: int) -> bytes:
-    """Return a stretch of the pickle; raises if the pickle ends before it does."""
+    """Return a byte range of the pickle; raises if the pickle ends before it does."""
     # Every announced length is checked here before memory is allocated: C's unpickler allocates 64 GB for 20 bytes.
     found = machine.data[begin : begin + length]
     if len(found) != length or length < 0:

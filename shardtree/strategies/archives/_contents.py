@@ -13,7 +13,7 @@ from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, box_column, volumes
 from ...layouts import ShardColumns, TensorKind
-from ...storage import StoredFile, Stretches
+from ...storage import ByteRanges, StoredFile
 from .._masters import Comparison
 from ..index import Index, build_index
 from ._copies import Copy, same_by_checksum
@@ -81,19 +81,19 @@ class Contents:
     copies: Mapping[str, Sequence[Copy]]
     objects: Mapping[str, Any]
     common: Any
-    stretches: dict[int, Stretches] = field(default_factory=dict)
+    ranges: dict[int, ByteRanges] = field(default_factory=dict)
 
     def file(self, number: int) -> StoredFile:
         """Return a file with the CRC32s of its records."""
-        if number not in self.stretches:
+        if number not in self.ranges:
             records = self.files[number].records
             begin, nbytes, crc32 = (
                 np.array([getattr(record, name) for record in records], dtype=np.int64)
                 for name in ("begin", "nbytes", "crc32")
             )
-            self.stretches[number] = Stretches(begin, begin + nbytes, crc32)
+            self.ranges[number] = ByteRanges(begin, begin + nbytes, crc32)
         file = self.files[number]
-        return StoredFile(file.name, file.length, stretches=self.stretches[number])
+        return StoredFile(file.name, file.length, ranges=self.ranges[number])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

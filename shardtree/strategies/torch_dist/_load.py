@@ -16,7 +16,7 @@ from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
-from ...storage import MemoryStorage, ReadReport, StoredFile, Stretches, fetch, fetch_cost
+from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
 from .._actions import Resolution
 from .._checks import check_objects_known
 from .._findings import Damage
@@ -92,8 +92,8 @@ def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> R
     # An archive that is shorter than its tensor holds an expanded one (stride 0), and is decoded whole.
     repeats = archives.payload > archives.length
     direct, begin = _selected(plan, ~repeats[run], ~repeats[piece]), archives.start[numbers]
-    stretches = Stretches(begin, begin + archives.payload[numbers], np.ones_like(begin))
-    virtual = replace(archives.virtual, stretches=stretches)
+    ranges = ByteRanges(begin, begin + archives.payload[numbers], np.ones_like(begin))
+    virtual = replace(archives.virtual, ranges=ranges)
     found = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
     decoded = int(archives.length[numbers[repeats[numbers]]].sum())
     files = np.unique(archives.file[numbers]).size
@@ -127,10 +127,10 @@ def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
         # The CRC32 of the zip record, which torch writes and never looks at.
-        stretches = Stretches(begin, begin + archives.payload[inside], payloads.crc32[inside])
+        ranges = ByteRanges(begin, begin + archives.payload[inside], payloads.crc32[inside])
         name = archives.files[file]
         length = checkpoint.storage.length(name)
-        found[file] = StoredFile(name, -1 if length is None else length, stretches=stretches)
+        found[file] = StoredFile(name, -1 if length is None else length, ranges=ranges)
     return found
 
 

@@ -24,7 +24,7 @@ _LEAST, _MOST, _MOST_BYTES = 1_000, 65_536, 2**24
 """Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
 
 _MOST_SHORT = 100_000
-"""After so many stretches that were too short, a file isn't regular, and nothing more is tried."""
+"""After so many byte ranges that were too short, a file isn't regular, and nothing more is tried."""
 
 
 # What was taken

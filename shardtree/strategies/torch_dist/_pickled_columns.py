@@ -1,4 +1,4 @@
-"""Columns of pickled numbers and shapes: many short stretches of a pickle, decoded side by side by NumPy."""
+"""Columns of pickled numbers and shapes: many short byte ranges of a pickle, decoded side by side by NumPy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WIDTH = _widths()
 
 
 def joined(parts: Sequence[bytes]) -> tuple[Bytes, Column, Column]:
-    """Return stretches one after the other, and where each begins and ends, int64 (stretches,)."""
+    """Return byte ranges one after the other, and where each begins and ends, int64 (ranges,)."""
     buffer = np.frombuffer(b"".join((*parts, bytes(_PAST))), dtype=np.uint8)
     end = np.cumsum(np.fromiter(map(len, parts), dtype=np.int64, count=len(parts)))
     return buffer, np.concatenate(([0], end[:-1])) if parts else end, end
@@ -72,7 +72,7 @@ def references_at(buffer: Bytes, at: Column) -> tuple[Column, Column]:
 
 
 def numbers(parts: Sequence[bytes]) -> Column:
-    """Return the whole numbers of some stretches, each one opcode."""
+    """Return the whole numbers of some byte ranges, each one opcode."""
     buffer, start, _ = joined(parts)
     return numbers_at(buffer, start)[0]
 
@@ -176,10 +176,10 @@ def no_shapes() -> Shapes:
 
 
 def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], bool]) -> PickledShapes:
-    """Return the shapes of some stretches: each a reference to a known one, or to torch.Size and a tuple for it.
+    """Return the shapes of some byte ranges: each a reference to a known one, or to torch.Size and a tuple for it.
 
     Args:
-        parts: the stretches.
+        parts: the bytes of each range.
         memoized: whether tuples and what torch.Size returns have numbers in the memo.
         is_size: whether a number of the memo is torch.Size's.
     """

@@ -1,4 +1,4 @@
-"""CRC32s of stretches of a file, checked while the file is read."""
+"""CRC32s of byte ranges of a file, checked while the file is read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretches:
-    """Stretches of a file, ascending, with their CRC32s.
+class ByteRanges:
+    """Byte ranges of a file, ascending, with their CRC32s.
 
     Attributes:
-        begin: first byte of each, int64 (stretches,).
-        end: one past its last byte, int64 (stretches,).
-        crc32: of its bytes, 0 if the format recorded none, int64 (stretches,).
+        begin: first byte of each, int64 (ranges,).
+        end: one past its last byte, int64 (ranges,).
+        crc32: of its bytes, 0 if the format recorded none, int64 (ranges,).
     """
 
     begin: Column
@@ -29,22 +29,22 @@ class Stretches:
     crc32: Column
 
 
-class StretchHasher:
-    """Computes CRC32s of the bytes that are read, in parts each of which lies within one stretch.
+class RangeHasher:
+    """Computes CRC32s of the bytes that are read, in parts each of which lies within one byte range.
 
     Each part is in `hashes`: its first byte → (one past its last byte, its CRC32).
     """
 
     __slots__ = ("_at", "_begin", "_crc32", "_first", "hashes")
 
-    def __init__(self, stretches: Stretches) -> None:
+    def __init__(self, ranges: ByteRanges) -> None:
         self.hashes: dict[int, tuple[int, int]] = {}
-        self._begin = frozenset(stretches.begin.tolist())
+        self._begin = frozenset(ranges.begin.tolist())
         self._first = self._at = -1
         self._crc32 = 0
 
     def update(self, buffer: Buffer, byte: int) -> None:
-        """Hash the file's bytes that begin at `byte`; they lie in one stretch."""
+        """Hash the file's bytes that begin at `byte`; they lie in one range."""
         if byte != self._at or byte in self._begin:
             self._first, self._crc32 = byte, 0
         self._at = byte + buffer.nbytes
@@ -54,20 +54,20 @@ class StretchHasher:
             self.hashes[self._first] = (self._at, self._crc32)
 
 
-def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
-    """Return the CRC32 of a stretch from those of its parts, None if the parts don't tile it.
+def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int | None:
+    """Return the CRC32 of a byte range from those of its parts, None if the parts don't tile it.
 
     Args:
         hashes: first byte of a part → (one past its last byte, its CRC32).
-        begin: first byte of the stretch.
+        begin: first byte of the range.
         end: one past its last byte.
 
     Examples:
         >>> parts = {8: (12, crc32(b"some")), 12: (14, crc32(b"th"))}
-        >>> stretch_crc32(parts, 8, 14) == crc32(b"someth"), stretch_crc32(parts, 8, 15)
+        >>> range_crc32(parts, 8, 14) == crc32(b"someth"), range_crc32(parts, 8, 15)
         (True, None)
     """
-    # CRC32s of adjacent parts can be combined, so that threads that read parts of one stretch needn't read them twice.
+    # CRC32s of adjacent parts can be combined, so that threads that read parts of one range needn't read them twice.
     found, at = 0, begin
     while at < end:
         until, known = hashes.get(at, (0, 0))
@@ -79,7 +79,7 @@ def stretch_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> i
 
 
 def read_crc32(reader: Reader, begin: int, end: int) -> int:
-    """Read a stretch of a file and return its CRC32."""
+    """Read a byte range of a file and return its CRC32."""
     scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
     found = 0
     for byte in range(begin, end, _STEP_BYTES):
@@ -130,19 +130,19 @@ def _times(left: int, right: int) -> int:
     return product
 
 
-def unread(stretches: Stretches, begin: Column, end: Column) -> Column:
-    """Return how many bytes of each stretch lie outside some spans.
+def unread(ranges: ByteRanges, begin: Column, end: Column) -> Column:
+    """Return how many bytes of each byte range lie outside some spans.
 
     Args:
-        stretches: of a file.
+        ranges: of a file.
         begin: first byte of each span, int64 (spans,), ascending; spans may overlap.
         end: one past its last byte, int64 (spans,).
 
     Examples:
         >>> import numpy as np
-        >>> stretches = Stretches(np.array([0, 20]), np.array([10, 30]), np.array([0, 0]))
-        >>> unread(stretches, np.array([2, 4]), np.array([6, 25])).tolist()
+        >>> ranges = ByteRanges(np.array([0, 20]), np.array([10, 30]), np.array([0, 0]))
+        >>> unread(ranges, np.array([2, 4]), np.array([6, 25])).tolist()
         [2, 5]
     """
-    found = covered(begin, end, stretches.end) - covered(begin, end, stretches.begin)
-    return stretches.end - stretches.begin - found
+    found = covered(begin, end, ranges.end) - covered(begin, end, ranges.begin)
+    return ranges.end - ranges.begin - found

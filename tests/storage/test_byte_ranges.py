@@ -1,4 +1,4 @@
-"""Stretches of files with CRC32s of their own: read in any pieces, checked whole, damage named."""
+"""Byte ranges of files with CRC32s of their own: read in any pieces, checked whole, damage named."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 from shardtree.errors import CorruptCheckpoint
 from shardtree.plans import Runs
 from shardtree.plans._load import runs_plan
-from shardtree.storage import MemoryStorage, StoredFile, Stretches, fetch
-from shardtree.storage._stretches import StretchHasher, joined_crc32, stretch_crc32, unread
+from shardtree.storage import ByteRanges, MemoryStorage, StoredFile, fetch
+from shardtree.storage._byte_ranges import RangeHasher, joined_crc32, range_crc32, unread
 
 
 @given(some.binary(max_size=200), some.binary(max_size=200))
@@ -40,14 +40,14 @@ def test_unread_counts_the_bytes_in_no_span(spans, edges):
     expected = [len(set(range(*pair)) - touched) for pair in pairwise(edges)]
     starts = np.array([start for start, _ in spans])
     stops = np.array([start + size for start, size in spans])
-    assert unread(Stretches(begin, end, begin), starts, stops).tolist() == expected
+    assert unread(ByteRanges(begin, end, begin), starts, stops).tolist() == expected
 
 
 @given(some.binary(min_size=1, max_size=60), some.data())
 def test_the_parts_that_went_by_give_the_checksum_or_none(data, draw):
     begin = draw.draw(some.integers(0, 100))
-    stretches = Stretches(np.array([begin]), np.array([begin + len(data)]), np.array([0]))
-    hasher, seen = StretchHasher(stretches), 0
+    ranges = ByteRanges(np.array([begin]), np.array([begin + len(data)]), np.array([0]))
+    hasher, seen = RangeHasher(ranges), 0
     for _ in range(draw.draw(some.integers(1, 6))):
         start = draw.draw(some.integers(0, len(data)))
         stop = draw.draw(some.integers(start, len(data)))
@@ -55,7 +55,7 @@ def test_the_parts_that_went_by_give_the_checksum_or_none(data, draw):
     for start in range(0, len(data), 7):
         hasher.update(memoryview(data)[start : start + 7], begin + start)
         seen += 1
-    found = stretch_crc32(hasher.hashes, begin, begin + len(data))
+    found = range_crc32(hasher.hashes, begin, begin + len(data))
     assert found in (None, zlib.crc32(data))
     if seen == 1:
         assert found is not None
@@ -64,19 +64,19 @@ def test_the_parts_that_went_by_give_the_checksum_or_none(data, draw):
 LENGTH = 3 * 2**20
 DATA = np.random.default_rng(0).integers(0, 256, LENGTH, dtype=np.uint8).tobytes()
 EDGES = [10, 1000, 300_000, 900_001, 2_500_000, LENGTH - 5]
-STRETCHES = SimpleNamespace(begin=EDGES[:-1], end=[edge - 3 for edge in EDGES[1:]])
+RANGES = SimpleNamespace(begin=EDGES[:-1], end=[edge - 3 for edge in EDGES[1:]])
 
 
 def described(**changes):
-    crc32 = [zlib.crc32(DATA[begin:end]) for begin, end in zip(STRETCHES.begin, STRETCHES.end, strict=True)]
+    crc32 = [zlib.crc32(DATA[begin:end]) for begin, end in zip(RANGES.begin, RANGES.end, strict=True)]
     for number, value in changes.get("crc32", {}).items():
         crc32[number] = value
-    return StoredFile("f", LENGTH, stretches=Stretches(*map(np.array, (STRETCHES.begin, STRETCHES.end, crc32))))
+    return StoredFile("f", LENGTH, ranges=ByteRanges(*map(np.array, (RANGES.begin, RANGES.end, crc32))))
 
 
 def read(spans, verify, data=DATA, **changes):
-    """Read spans (stretch, from, to) of the file, each into a memory of its own."""
-    rows = [(STRETCHES.begin[n] + low, STRETCHES.begin[n] + high) for n, low, high in spans]
+    """Read spans (byte range, from, to) of the file, each into a memory of its own."""
+    rows = [(RANGES.begin[n] + low, RANGES.begin[n] + high) for n, low, high in spans]
     order = sorted(range(len(rows)), key=rows.__getitem__)
     memories = [torch.empty(stop - start, dtype=torch.uint8) for start, stop in rows]
     byte, target = np.array([rows[n][0] for n in order]), np.array(order)
@@ -96,7 +96,7 @@ def test_any_pieces_are_read_and_checked(data, verify):
     spans = []
     for _ in range(data.draw(some.integers(1, 5))):
         number = data.draw(some.integers(0, 4))
-        size = STRETCHES.end[number] - STRETCHES.begin[number]
+        size = RANGES.end[number] - RANGES.begin[number]
         low, high = sorted(data.draw(some.tuples(some.integers(0, size), some.integers(0, size))))
         spans.append((number, low, high))
     report = read(spans, verify)
@@ -106,18 +106,18 @@ def test_any_pieces_are_read_and_checked(data, verify):
         assert report.blocks_checked == (5 if verify else 0)
 
 
-WHOLE = [(n, 0, STRETCHES.end[n] - STRETCHES.begin[n]) for n in range(5)]
+WHOLE = [(n, 0, RANGES.end[n] - RANGES.begin[n]) for n in range(5)]
 
 
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_a_wrong_byte_is_found_however_it_is_read(number, pieces):
     damaged = bytearray(DATA)
-    damaged[STRETCHES.end[number] - 1] ^= 1
-    size = STRETCHES.end[number] - STRETCHES.begin[number]
+    damaged[RANGES.end[number] - 1] ^= 1
+    size = RANGES.end[number] - RANGES.begin[number]
     cuts = [size * n // pieces for n in range(pieces + 1)]
     spans = [(number, low, high) for low, high in pairwise(cuts)]
-    with pytest.raises(CorruptCheckpoint, match=f"bytes {STRETCHES.begin[number]} to {STRETCHES.end[number]}"):
+    with pytest.raises(CorruptCheckpoint, match=f"bytes {RANGES.begin[number]} to {RANGES.end[number]}"):
         read(spans, "whole", bytes(damaged))
     assert read(spans, None, bytes(damaged)).blocks_checked == 0
 
@@ -127,7 +127,7 @@ def test_what_is_read_twice_is_checked_once():
     assert read(overlapping, "whole").blocks_checked == 5
 
 
-def test_a_stretch_without_a_checksum_is_not_checked():
+def test_a_byte_range_without_a_checksum_is_not_checked():
     report = read(WHOLE, "all", crc32={3: 0})
     assert (report.blocks_checked, report.blocks_unchecked) == (4, 1)
 
