@@ -49,10 +49,11 @@ from ._object_store import ObjectStorage
 from ._object_streams import opened
 from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
-from ._storage import Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, is_temporary
+from ._storage import AnyBuffer, Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, byte_view, is_temporary
 from ._threads import Begun, background_threads, collector_paused, in_threads, in_turn, read_ahead, usual_threads
 
 __all__ = [
+    "AnyBuffer",
     "Buffer",
     "ByteRanges",
     "BytesReader",

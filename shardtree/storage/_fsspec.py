@@ -11,7 +11,14 @@ from typing import Any
 from ..errors import CheckpointingException, OutcomeUnknown, StorageError, error_text
 from ._local import LocalStorage
 from ._secrets import plain_url, without_secrets
-from ._storage import Buffer, Storage, inside, whole
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    Storage,
+    byte_view,
+    inside,
+    whole,
+)
 
 MARKER = ".shardtree-folder"
 """An empty object that makes a folder where the store has none; no other method shows it."""
@@ -77,13 +84,14 @@ class FsspecStorage:
         """Return the URL of a name."""
         return "/".join(filter(None, (self.url, inside(name, self.url))))
 
-    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+    def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length; it is durable afterwards."""
         length = 0
         with self._storage_errors("write", name):
             file = self.files.open(self._path(name), "wb")
         try:
-            for buffer in buffers:
+            for given in buffers:
+                buffer = byte_view(given, self.where(name))
                 with self._storage_errors("write", name):
                     file.write(buffer)
                 length += buffer.nbytes
@@ -102,7 +110,7 @@ class FsspecStorage:
         with suppress(StorageError):
             self.remove(name)
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
         """Write a file from parts that make up all of it, in order: object stores can't write into a file."""
         buffers = whole(parts, length, self.where(name))
         # Taken first, so that an error about it is raised before anything is uploaded.

@@ -17,7 +17,16 @@ from typing import Self
 
 from ..errors import StorageError, error_text
 from ._local_sibling import LocalSibling, sibling_names
-from ._storage import Buffer, SizedBuffers, adjacent, checked, inside, temporary_name
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    SizedBuffers,
+    adjacent,
+    byte_view,
+    checked,
+    inside,
+    temporary_name,
+)
 from ._sync import parents_of_missing, sync, sync_above
 
 # Reading a local file.
@@ -230,19 +239,19 @@ class LocalStorage:
         """Return the path of a name."""
         return _path(self.root, name)
 
-    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+    def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
         with self._storage_errors("write", name):
             descriptor = _new_file(self.where(name))
             try:
-                length = _write_new(descriptor, buffers)
+                length = _write_new(descriptor, buffers, self.where(name))
                 if durable:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         return length
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
         """Write parts of a file of `length` bytes, of which other processes may write other parts."""
         with self._storage_errors("write", name):
             descriptor = os.open(self.where(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -435,12 +444,12 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
         yield batch
 
 
-def _write_new(descriptor: int, buffers: Iterable[Buffer]) -> int:
+def _write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
     """Write to an empty file, reserving space where its length is known, and return how much was written."""
     reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
     length = 0
     try:
-        for batch in _batches(buffers):
+        for batch in _batches(byte_view(buffer, where) for buffer in buffers):
             length += _write_all(descriptor, batch)
     except BaseException:
         # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.

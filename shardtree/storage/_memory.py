@@ -11,7 +11,14 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text, plural
-from ._storage import Buffer, Sibling, checked, inside
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    Sibling,
+    byte_view,
+    checked,
+    inside,
+)
 
 T = TypeVar("T")
 
@@ -62,15 +69,15 @@ class MemoryStorage:
         """Return the name, marked as being in memory."""
         return f"memory:{_plain(name)}"
 
-    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+    def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
         # Joined before the lock is taken: a save may produce its buffers slowly, and others write meanwhile.
-        plain, data = _plain(name), bytearray().join(buffers)
+        plain, data = _plain(name), bytearray().join(byte_view(buffer, self.where(name)) for buffer in buffers)
         with self.lock:
             self._files[plain] = (data, next(self._ticks))
         return len(data)
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
         """Write parts of a file of `length` bytes, of which other threads may write other parts."""
         plain = _plain(name)
         self._resize(plain, length)

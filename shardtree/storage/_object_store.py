@@ -16,7 +16,14 @@ from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, 
 from ._capabilities import Entry
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
 from ._object_streams import ObjectReader, noting, parts_of
-from ._storage import Buffer, SizedBuffers, inside, whole
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    SizedBuffers,
+    byte_view,
+    inside,
+    whole,
+)
 
 T = TypeVar("T")
 
@@ -214,7 +221,7 @@ class ObjectStorage:
 
     # Writing
 
-    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+    def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length; it is durable, and seen, afterwards.
 
         A large one is uploaded in parts, which are given up if anything fails.
@@ -222,11 +229,16 @@ class ObjectStorage:
         import obstore
 
         part, is_whole = _PART_BYTES * self.request_scale, isinstance(buffers, list | tuple)
-        nbytes = sum(each.nbytes for each in buffers) if is_whole else getattr(buffers, "nbytes", _UNKNOWN_BYTES)
+        views: Iterable[Buffer] = (byte_view(each, self.where(name)) for each in buffers)
+        if is_whole:
+            views = list(views)
+            nbytes = sum(each.nbytes for each in views)
+        else:
+            nbytes = getattr(buffers, "nbytes", _UNKNOWN_BYTES)
         if nbytes > part * _MOST_PARTS:
             part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
         # What lies there whole, such as an index, needs no more memory than it is long.
-        parts = parts_of(buffers, min(part, max(1, nbytes)) if is_whole else part)
+        parts = parts_of(views, min(part, max(1, nbytes)) if is_whole else part)
         first = next(parts, memoryview(b""))
         if first.nbytes < part:
             with self._storage_errors("write", name):
@@ -240,7 +252,7 @@ class ObjectStorage:
             obstore.put(self.store, self._path(name), stream, chunk_size=part, max_concurrency=in_flight)
         return sum(lengths)
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
+    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
         """Write a file from parts that make up all of it, in order: stores can't write into a file."""
         self.write(name, SizedBuffers(length, whole(parts, length, self.where(name))), durable=durable)
 

@@ -8,12 +8,46 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import StorageError, error_text
 
 Buffer = memoryview
 """Contiguous bytes."""
+
+AnyBuffer = bytes | bytearray | memoryview | NDArray[Any]
+"""Contiguous memory of any items; whatever else Python's memoryview takes is taken too."""
+
+
+def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
+    r"""Return the bytes of a buffer, which share its memory.
+
+    Args:
+        buffer: bytes, a bytearray, an array, or anything else that gives its memory to memoryview; contiguous.
+        where: the file that it is written to, for messages.
+
+    Raises:
+        StorageError: it gives none, or not in one piece.
+
+    Examples:
+        >>> bytes(byte_view(np.array([1, 256], dtype=np.int16), "f"))
+        b'\x01\x00\x00\x01'
+    """
+    try:
+        view = memoryview(buffer)
+        if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+            return view
+        # By NumPy: memoryview's own cast refuses complex numbers, records, and shapes with a zero in them.
+        return memoryview(np.frombuffer(view, dtype=np.uint8)) if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError, BufferError) as error:
+        found = f"{type(buffer).__name__} ({error})"
+        expected = "bytes, a bytearray, a memoryview or an array, contiguous"
+        fix = "Of a tensor, pass tensor.contiguous().numpy(); of one buffer, a list of it."
+        what = f"cannot write {where!r}: this isn't a buffer"
+        raise StorageError(error_text(what, found=found, expected=expected, fix=fix)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +100,8 @@ class Storage(Protocol):
         """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium.
 
         Where the length of a large file is known beforehand, the buffers come as `SizedBuffers`. Several threads may
-        write files of different names at the same time.
+        write files of different names at the same time. The library's own storages take any contiguous buffers: bytes,
+        bytearrays, arrays.
         """
 
     def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
@@ -256,7 +291,7 @@ def _is_nameable(name: str) -> bool:
 # Parts of a file that several ranks write together.
 
 
-def checked(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
+def checked(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
     """Yield the parts that aren't empty, and raise for one that reaches beyond the file.
 
     Args:
@@ -271,7 +306,8 @@ def checked(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Ite
         >>> list(checked([(4, memoryview(b""))], 3, "f")), len(list(checked([(1, memoryview(b"ab"))], 3, "f")))
         ([], 1)
     """
-    for byte, buffer in parts:
+    for byte, given in parts:
+        buffer = byte_view(given, where)
         if buffer.nbytes:
             if not 0 <= byte <= length - buffer.nbytes:
                 found, expected = f"bytes {byte} to {byte + buffer.nbytes}", f"a part of bytes 0 to {length}"
@@ -307,7 +343,7 @@ def adjacent(
         yield begin, group
 
 
-def whole(parts: Iterable[tuple[int, Buffer]], length: int, where: str) -> Iterator[Buffer]:
+def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[Buffer]:
     """Yield the buffers of parts that make up a whole file in order, and raise for others.
 
     Raises:

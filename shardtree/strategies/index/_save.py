@@ -17,6 +17,7 @@ from ...geometry import Column
 from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
+    AnyBuffer,
     BlockHasher,
     Buffer,
     Hashes,
@@ -24,6 +25,7 @@ from ...storage import (
     Listing,
     Storage,
     StoredFile,
+    byte_view,
     hash_column,
     hashed,
     tensor_buffers,
@@ -154,29 +156,31 @@ def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
         raise
 
 
-def write_file(pending: PendingSave, name: str, buffers: Iterable[Buffer]) -> StoredFile:
+def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
     """Write a data file with the hashes of its blocks, as the save's options say.
 
     Args:
         pending: the save.
         name: the file's, as `rank_file` makes it.
-        buffers: its bytes in order, as memoryviews; `item_buffers` yields those of an item.
+        buffers: its bytes in order: bytes, bytearrays, memoryviews, arrays, or what else memoryview takes, contiguous;
+            `item_buffers` yields those of an item.
 
     Raises:
-        StorageError: it can't be written.
+        StorageError: it can't be written, or one of them is no buffer.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
         >>> from shardtree.world import one_process
         >>> pending = PendingSave(MemoryStorage(), "save-1", one_process())
-        >>> write_file(pending, rank_file(pending, "raw"), [memoryview(b"abc")]).length
-        3
+        >>> write_file(pending, rank_file(pending, "raw"), [b"abc", np.zeros(2)]).length
+        19
     """
     options, storage = pending.options, pending.storage
     # Made again: an abandoned request, whose folder was removed, may be run once more.
     storage.make_folder(pending.save_id, durable=options.durable)
-    hasher = BlockHasher()
-    length = storage.write(name, hashed(buffers, hasher) if options.checksums else buffers, durable=options.durable)
+    hasher, where = BlockHasher(), storage.where(name)
+    views = (byte_view(buffer, where) for buffer in buffers)
+    length = storage.write(name, hashed(views, hasher) if options.checksums else views, durable=options.durable)
     if options.durable:
         storage.sync_folder(pending.save_id)
     options.progress(length)
