@@ -11,7 +11,7 @@ from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_t
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
 from ..storage import ReadReport, Sibling, Storage, Verify
-from ..world import World, agree, gather, on_rank_zero
+from ..world import World, agree, gather_on_rank_zero, on_rank_zero
 from ._traits import FormatTraits, Stamp
 
 Fields = Mapping[str, Any]
@@ -309,7 +309,7 @@ class AsyncRequest(Generic[T]):
             return result
 
         try:
-            results = gather(self.world, "save: write", write)
+            results = gather_on_rank_zero(self.world, "save: write", write)
             fields = on_rank_zero(self.world, "save: commit", partial(self.commit, results), steps=COMMIT_STEPS)
         except BaseException as error:
             # A rank that lost contact after it wrote doesn't know whether rank 0 commits: its files may be the

@@ -131,6 +131,25 @@ class DistributedWorld(World):
             frames = self._exchange_frames(group, mine)
         return [value if rank == self.rank else _read("all_gather", frame) for rank, frame in enumerate(frames)]
 
+    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+        check_rank(self, "gather", root)
+        # What fits into a head reaches every rank at no cost; of what doesn't, ranks but the root hear the length.
+        data = pack("gather", value)
+        frame = self._frame(pack("gather", (0, data)))
+        if len(frame) > self._head:
+            frame = self._frame(pack("gather", (len(data), pack("gather", brief))))
+        with self._backend_errors("gather") as group:
+            heard = [_read("gather", each) for each in self._exchange_frames(group, frame)]
+            late = {rank: length for rank, (length, _) in enumerate(heard) if length and rank != root}
+            rooms = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in late.items() if self.rank == root}
+            works = [group.recv([room], rank, _VALUE) for rank, room in rooms.items()]
+            if self.rank in late:
+                works = [group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], root, _VALUE)]
+            for work in works:
+                self._wait(work)
+        found = [rooms[rank].numpy().data if rank in rooms else small for rank, (_, small) in enumerate(heard)]
+        return [value if rank == self.rank else unpack("gather", each) for rank, each in enumerate(found)]
+
     def broadcast(self, value: T, root: int = 0) -> T:
         check_rank(self, "broadcast", root)
         frame = self._frame(pack("broadcast", value)) if self.rank == root else self._empty_frame()

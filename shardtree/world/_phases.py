@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ..errors import REMOTE_TWINS, RemoteError, UnsupportedValue, WorldError, attributes_of, error_text
@@ -159,6 +159,33 @@ def share(
     return value, [own if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
 
 
+def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
+    """Return what fn returns on each rank, by rank, on rank 0, and nothing on the others; it runs on every rank.
+
+    Every rank hears of failures, but what the ranks return travels to rank 0 alone; one gather in total.
+
+    Raises:
+        RemoteError: as `gather`.
+
+    Examples:
+        >>> from shardtree.world import gather_on_rank_zero, simulate
+        >>> simulate(2, lambda world: gather_on_rank_zero(world, "count", lambda: 10 + world.rank))
+        [[10, 11], []]
+    """
+    if world.size == 1:
+        return [fn()]
+    try:
+        own = fn()
+        packed = pack(phase, own)
+    except BaseException as error:
+        _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps, root=0)
+        raise
+    outcomes = _gather_outcomes(world, _Outcome(phase, packed=packed), None, steps, root=0)
+    if world.rank != 0:
+        return []
+    return [own if rank == 0 else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
+
+
 def on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
     """Return what fn returns on rank 0, on every rank; it runs there only.
 
@@ -221,10 +248,13 @@ def _failures(world: World, rank: int, failure: _Failure | None) -> list[_Failur
 
 
 def _gather_outcomes(
-    world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str]
+    world: World, outcome: _Outcome, error: BaseException | None, steps: Sequence[str], root: int | None = None
 ) -> list[_Outcome]:
-    """Return every rank's outcome; raises if some rank failed."""
-    outcomes = world.all_gather(outcome)
+    """Return every rank's outcome, with what it returned, on the root alone if there is one; raises if some failed."""
+    if root is None:
+        outcomes = world.all_gather(outcome)
+    else:
+        outcomes = world.gather(outcome, replace(outcome, packed=b""), root)
     _check_phases(dict(enumerate(outcomes)))
     _raise_on_failure(world, outcome.phase, [each.failure for each in outcomes], error, steps)
     return outcomes

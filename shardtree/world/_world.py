@@ -52,6 +52,22 @@ class World(ABC):
             UnsupportedValue: if the value can't be pickled.
         """
 
+    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+        """Return every rank's value, by rank, on rank ``root``; the others may get what is brief in place of values.
+
+        This default gives every rank all values. Worlds should override it if their transport can send them to one.
+
+        Args:
+            value: for the root.
+            brief: for every rank, where the value is long.
+            root: the rank that gets all values, the same on every rank.
+
+        Raises:
+            WorldError, UnsupportedValue: as `all_gather`.
+        """
+        check_rank(self, "gather", root)
+        return self.all_gather(value)
+
     @abstractmethod
     def broadcast(self, value: T, root: int = 0) -> T:
         """Return the value of rank ``root``; what other ranks pass is ignored."""

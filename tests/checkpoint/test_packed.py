@@ -14,10 +14,17 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint import _packed
-from shardtree.checkpoint._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
+from shardtree.checkpoint._packed import (
+    PackedColumns,
+    pack_columns,
+    send_tables,
+    unpack_columns,
+    without_long_table,
+)
 from shardtree.errors import IntegrityError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, mesh_columns, select_rows
 from shardtree.storage import MemoryStorage
+from shardtree.strategies import Exchange
 from shardtree.testing import GlobalState, global_states, rank_tree, state_layouts
 from shardtree.world import simulate
 from tests.trees.samples import assert_caught
@@ -116,11 +123,12 @@ def tree(rank: int, *, wrong: bool = False) -> dict[str, Any]:
     return {key: st.ShardedTensor.from_rank_offsets(key, torch.full((3,), rank), place) for key in ("a", "b")}
 
 
-def test_many_ranks_save_and_load_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_many_ranks_save_and_load_what_few_do(monkeypatch: pytest.MonkeyPatch, exchange: Exchange) -> None:
     monkeypatch.setattr(_packed, "_TOGETHER", 0)
-    folder = MemoryStorage()
+    folder, options = MemoryStorage(), st.LoadOptions(exchange=exchange)
     simulate(2, lambda world: st.save(tree(world.rank), folder, world=world))
-    empty = simulate(2, lambda world: st.load(tree(1 - world.rank), folder, world=world))
+    empty = simulate(2, lambda world: st.load(tree(1 - world.rank), folder, world=world, options=options))
     assert [each["a"].tolist() for each in empty] == [[1, 1, 1], [0, 0, 0]]
 
 

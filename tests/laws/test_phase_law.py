@@ -23,13 +23,13 @@ from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import MemoryStorage, Storage
 from shardtree.testing import Call, WatchedStorage
-from shardtree.world import World, _phases, agree, on_rank_zero, one_process, share, simulate, step
+from shardtree.world import World, _phases, agree, gather_on_rank_zero, on_rank_zero, one_process, share, simulate, step
 from tests.options import load_keywords
 from tests.strategies.buckets import Job, layer_kinds, write
 
 PACKAGE = Path(shardtree.__file__).parent
 RANKS = 3
-NAMES = {"agree", "gather", "on_one_rank", "on_rank_zero", "share"}
+NAMES = {"agree", "gather", "gather_on_rank_zero", "on_one_rank", "on_rank_zero", "share"}
 STEPS = {"step", "run"}
 
 
@@ -159,7 +159,10 @@ SCENARIOS = [
     "fingerprint",
     "fingerprint of files",
 ]
-RUNNERS = {inspect.unwrap(function).__code__ for function in (agree, share, on_rank_zero, _phases._run_and_broadcast)}
+RUNNERS = {
+    inspect.unwrap(function).__code__
+    for function in (agree, share, gather_on_rank_zero, on_rank_zero, _phases._run_and_broadcast)
+}
 ENTER = inspect.unwrap(step.__enter__).__code__
 
 

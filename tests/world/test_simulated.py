@@ -50,6 +50,12 @@ def test_all_gather_law_catches_a_wrong_order() -> None:
 
 
 @given(values_by_rank(), st.data())
+def test_gather_gives_the_root_every_value(values: list[Any], data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, len(values) - 1))
+    assert simulate(len(values), lambda world: world.gather(values[world.rank], None, root))[root] == values
+
+
+@given(values_by_rank(), st.data())
 def test_broadcast_gives_the_roots_value(values: list[Any], data: st.DataObject) -> None:
     root = data.draw(st.integers(0, len(values) - 1))
     results = simulate(len(values), lambda world: world.broadcast(values[world.rank], root))

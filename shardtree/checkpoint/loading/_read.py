@@ -27,6 +27,7 @@ from ...trees import HOLE
 from ...world import agree, gather, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
+from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 from ._checks import Kinds, ObjectsFit, reshaped_values
 from ._exchange import by_sharing, cuts_shards, exchanges, parts_to_read, pass_on, traits_of_load
 from ._targets import CPU, deliver_all, new_memory, with_memories
@@ -200,9 +201,14 @@ def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRep
         world, "load: compare dtypes", split, lambda _: cuts_shards(reading.checkpoint, choices)
     )
     report = _read_once(reading, alike, all(cuts), reading.known)
-    described = gather(world, "load: describe conversions", partial(columns_of, others, reading.kinds, world.rank))
+
+    def describe() -> PackedColumns:
+        return pack_columns(columns_of(others, reading.kinds, world.rank), world.rank)
+
+    brief = partial(without_long_table, ranks=world.size)
+    described = send_tables(world, *share(world, "load: describe conversions", describe, brief))
     # Rounds are planned from all ranks' shards: what one rank reads for several has to be in the same round of each.
-    rounds, count = agree(world, "load: plan conversions", partial(common_rounds, described, world.rank))
+    rounds, count = agree(world, "load: plan conversions", lambda: common_rounds(unpack_columns(described), world.rank))
     for number in range(count):
         part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
         staged = agree(world, "load: make room", partial(as_stored, part, reading.kinds))
@@ -229,12 +235,17 @@ def _read_once(
     """Read this rank's share of what several ranks want, and send it to the others; collective."""
     world = reading.checkpoint.world
     own, alike = by_sharing(shards)
+
+    def describe() -> PackedColumns:
+        return pack_columns(shard_columns(alike, world.rank), world.rank)
+
     # A known layout saves the exchange of columns, but only if no rank has left out or converts any of it.
     if known is not None and all(gather(world, "load: compare reads", lambda: len(alike) == known.order.size)):
         columns, alike = known.columns, [alike[number] for number in known.order.tolist()]
     else:
-        wanted = gather(world, "load: describe reads", partial(shard_columns, alike, world.rank))
-        columns = agree(world, "load: join reads", partial(join_columns, wanted))
+        brief = partial(without_long_table, ranks=world.size)
+        wanted = send_tables(world, *share(world, "load: describe reads", describe, brief))
+        columns = agree(world, "load: join reads", lambda: join_columns(unpack_columns(wanted)))
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
     chosen = agree(world, "load: choose reads", partial(parts_to_read, plan, columns, world.rank, alike))
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))

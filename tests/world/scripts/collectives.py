@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 from shardtree.errors import RemoteError, UnsupportedValue, WorldError
-from shardtree.world import World, agree, current_world, distributed, gather, on_rank_zero
+from shardtree.world import World, agree, current_world, distributed, gather, gather_on_rank_zero, on_rank_zero
 from shardtree.world._distributed import coordination_group
 
 
@@ -33,6 +33,8 @@ def check_collectives(world: World) -> None:
 
 
 def check_unequal_sizes(world: World) -> None:
+    check_gather(world, 0)
+    check_gather(world, 300_000)
     columns = world.all_gather(np.arange(world.rank**3 * 1000))
     for other, column in enumerate(columns):
         np.testing.assert_array_equal(column, np.arange(other**3 * 1000))
@@ -43,6 +45,19 @@ def check_unequal_sizes(world: World) -> None:
         assert world.all_gather(b"x" * (length + world.rank)) == [b"x" * (length + r) for r in range(world.size)]
         received = world.broadcast(b"x" * length if world.rank == 0 else None, 0)
         assert received == b"x" * length
+        check_gather(world, length)
+
+
+def check_gather(world: World, length: int) -> None:
+    values = [b"x" * (length + other) for other in range(world.size)]
+    for root in (0, world.size - 1):
+        gathered = world.gather(values[world.rank], b"brief", root)
+        if world.rank == root or length == 0:
+            assert gathered == values
+        elif length > 64 * 1024:  # more than any head
+            assert [each for other, each in enumerate(gathered) if other not in (root, world.rank)] == [b"brief"] * (
+                world.size - 2
+            )
 
 
 def check_messages(world: World) -> None:
@@ -82,7 +97,9 @@ def check_phases(world: World) -> None:
     assert agree(world, "fine", lambda: world.rank) == world.rank
     assert gather(world, "fine", lambda: world.rank) == list(range(world.size))
     assert on_rank_zero(world, "fine", lambda: world.rank) == 0
-    for phase in (agree, gather):
+    gathered = gather_on_rank_zero(world, "fine", lambda: b"%d" % world.rank * 100_000)
+    assert gathered == [b"%d" % rank * 100_000 for rank in range(world.size if world.rank == 0 else 0)]
+    for phase in (agree, gather, gather_on_rank_zero):
         with pytest.raises(RemoteError) as caught:
             phase(world, "divide", lambda: 1 / (world.rank - 1))
         assert caught.value.failures == {1: "ZeroDivisionError: division by zero"}
