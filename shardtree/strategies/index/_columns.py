@@ -169,7 +169,7 @@ def ascend(text: Bytes, start: Column) -> bool:
     return all(text[low:middle].tobytes() < text[middle:high].tobytes() for low, middle, high in triples)
 
 
-def _words_at(words: NDArray[np.uint64], at: Column, left: Column) -> NDArray[np.uint64]:
+def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint64]:
     """Return the eight bytes at some places as numbers, zeros for those beyond so many that are left."""
     if left.min(initial=8) >= 8:
         return words[at].astype(np.uint64)
