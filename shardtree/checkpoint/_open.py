@@ -333,7 +333,30 @@ def open_together(
     """
     alone = partial(open_alone, directory, world, options, strategies)
     found, fields = share(world, "load: open", alone, attrgetter("fields"), steps=OPEN_STEPS)
-    return with_fields(found, fields[0], strategies)
+    checkpoint = with_fields(found, fields[0], strategies)
+    parse_together(checkpoint, None, strategies)
+    return checkpoint
+
+
+def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> None:
+    """Have rank 0 parse a format's metadata for all ranks; collective, and only for formats that have a row for that.
+
+    Args:
+        checkpoint: as this rank opened it, its fields rank 0's; its memo gets what was parsed.
+        choice: the caller's for the shards: with a function of its own, nothing may need the metadata.
+        strategies: the dispatch table; None for the process's.
+    """
+    # By rank 0's fields alone, so that all ranks take the same way here.
+    backend = sharded_backend(checkpoint.fields)
+    parse = find_strategy(StrategyAction.PARSE, *backend, strategies=strategies)
+    if parse is None or checkpoint.world.size == 1:
+        return
+
+    def parsed() -> Mapping[str, Any]:
+        with unreplaced(checkpoint):
+            return {} if callable(choice) else parse(checkpoint)
+
+    checkpoint.memo.update(on_rank_zero(checkpoint.world, "load: parse the metadata", parsed))
 
 
 def open_alone(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:

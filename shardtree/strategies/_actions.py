@@ -28,6 +28,7 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     LOAD_OBJECTS = "load_objects"
     LOAD_METADATA = "load_metadata"
+    PARSE = "parse"
     RESOLVE = "resolve"
     EXPLAIN = "explain"
     SAVE_COMMON = "save_common"
@@ -152,6 +153,16 @@ class LoadMetadata(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, ShardedTensor | ShardedObject]: ...
 
 
+class Parse(Protocol):
+    """PARSE: return what the other actions would each find out from the format's metadata, for `checkpoint.memo`.
+
+    Where several ranks load together, rank 0 alone calls it, and the others get a copy of the plain data. For formats
+    whose metadata takes long to read or to parse; without, each rank reads it for itself.
+    """
+
+    def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Resolution:
     """How the ranks of a load find out together what a format's metadata doesn't say.
@@ -265,6 +276,7 @@ PROTOCOLS = {
     StrategyAction.LOAD_SHARDED: LoadSharded,
     StrategyAction.LOAD_OBJECTS: LoadObjects,
     StrategyAction.LOAD_METADATA: LoadMetadata,
+    StrategyAction.PARSE: Parse,
     StrategyAction.RESOLVE: Resolve,
     StrategyAction.EXPLAIN: Explain,
     StrategyAction.SAVE_COMMON: SaveCommon,

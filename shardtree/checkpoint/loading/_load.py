@@ -15,7 +15,7 @@ from ...strategies import LoadOptions, Strategies
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._open import open_together, tensors_of
+from .._open import open_together, parse_together, tensors_of
 from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve
 from ._checks import joined
 from ._read import DESTINATION_STEPS, Reading, deliver, destination_of, read_into
@@ -107,8 +107,8 @@ def load(
     ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
-    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1, and one or
-       three more for a format whose metadata doesn't say it all.
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1; another one
+       where rank 0 parses a format's metadata for all, and one or three more where metadata doesn't say it all.
     3. Compare keys, where `strict` asks for it: one or two collectives, in the default mode none.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
     5. Read: only what is asked for. One collective; more where one rank reads for several.
@@ -180,6 +180,7 @@ def load(
         options=options,
     )
     local, messages = ask(ranks, checkpoint_dir, request)
+    parse_together(local.checkpoint, sharded_strategy, strategies)
     resolve(ranks, request, local)
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)

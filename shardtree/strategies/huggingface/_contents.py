@@ -129,6 +129,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     return found
 
 
+def parse(checkpoint: Checkpoint) -> dict[str, Contents]:
+    """Return what one rank reads of a model for all, so that not every rank reads every file's header."""
+    return {BACKEND: read_contents(checkpoint)}
+
+
 def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
     """Return what is in a model's files, given their headers.
 

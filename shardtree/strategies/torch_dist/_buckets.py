@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ._metadata_file import TensorEntry
+from ._metadata_content import TensorEntry
 from ._pickled_columns import Ints
 
 # What `.metadata` lists: buckets of several states, and pieces of the model

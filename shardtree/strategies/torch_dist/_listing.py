@@ -18,7 +18,8 @@ from ...storage import StoredFile, collector_paused
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, index_problem, text_columns
-from ._metadata_file import INDEX_FILE, MetadataFile, Places, TensorEntry, read_metadata_file
+from ._metadata_content import MetadataFile, Places, TensorEntry
+from ._metadata_file import INDEX_FILE, read_metadata_file
 from ._pickled_columns import Ints
 
 # Archives of torch.save in data files, numbered in the order of files and bytes
@@ -221,6 +222,9 @@ class Listing:
     values: Mapping[str, int]
 
 
+_MEMO = "listing"
+
+
 def read_listing(checkpoint: Checkpoint) -> Listing:
     """Return what is in a checkpoint and where, read once.
 
@@ -228,19 +232,24 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
         CorruptCheckpoint: `.metadata` isn't sound.
         UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
     """
-    if "listing" not in checkpoint.memo:
+    if _MEMO not in checkpoint.memo:
         try:
             # Parsed once. It makes an object for each tensor and no garbage, through which the collector would look.
             with collector_paused():
                 contents = read_metadata_file(checkpoint)
-                checkpoint.memo["listing"] = _listing(contents, _hidden(checkpoint))
+                checkpoint.memo[_MEMO] = _listing(contents, _hidden(checkpoint))
         except (ValueError, OverflowError) as error:
             where = checkpoint.storage.where(INDEX_FILE)
             fix = "It was damaged or made by another program; load another checkpoint."
             text = error_text(f"open: {where!r} is not sound", found=str(error)[:300], fix=fix)
             raise CorruptCheckpoint(text) from error
-    listing: Listing = checkpoint.memo["listing"]
+    listing: Listing = checkpoint.memo[_MEMO]
     return listing
+
+
+def parse(checkpoint: Checkpoint) -> dict[str, Listing]:
+    """Return what one rank reads of a checkpoint for all: `.metadata` of a large one takes many seconds to parse."""
+    return {_MEMO: read_listing(checkpoint)}
 
 
 def index_on_files(listing: Listing, index: Index) -> Index:
@@ -288,10 +297,11 @@ def _hidden(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
-    boxes, unknown = _readable(contents.tensors)
-    columns = _columns(contents.tensors, boxes)
+    tensors = {key: contents.tensors[key] for key in sorted(contents.tensors)}
+    boxes, unknown = _readable(tensors)
+    columns = _columns(tensors, boxes)
     names = [key for key, found in boxes.items() for _ in range(len(found.offsets))] + list(contents.values)
-    entries = [contents.tensors[key] for key in boxes]
+    entries = [tensors[key] for key in boxes]
     rows = np.concatenate([*(entry.places for entry in entries), _int64(list(contents.values.values()))])
     axes = np.repeat(_int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
     shapes = _right_aligned([entry.shapes for entry in entries], fill=1)
@@ -311,10 +321,9 @@ def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
 
 
 def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dict[str, str]]:
-    """Return where the chunks of tensors lie, by key, sorted; and why those of others can't be read."""
+    """Return where the chunks of tensors lie, by key, in their order; and why those of others can't be read."""
     boxes, unknown = {}, {}
-    for key in sorted(tensors):
-        entry = tensors[key]
+    for key, entry in tensors.items():
         try:
             if entry.dtype is None:
                 raise ValueError("this torch lacks its dtype")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +14,7 @@ from ...geometry import Column
 from .._manifest import check_listed
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
+from ._metadata_content import MetadataFile, Paths, Places, TensorEntries
 from ._metadata_names import field_of, is_a, kind_of, metadata_classes, read_trusted
 from ._metadata_scan import MetadataScan, Taken
 from ._pickled_columns import Ints, matched, without_repeated
@@ -26,70 +25,8 @@ INDEX_FILE = ".metadata"
 _MOST_AXES = 64  # NumPy's limit
 _DEEPEST = 100
 
-Paths = dict[str, tuple[str | int, ...]]
 _MOST_NUMBERS = 2**27
 """The most numbers in the table of shapes: all get as many axes as the longest, so one crafted shape could fill it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Where archives lie.
-
-    Attributes:
-        file: names of the files, one for each place.
-        byte: where each archive begins in its file, int64 (places,).
-        length: in bytes, int64 (places,).
-        refusals: why an archive can't be read, as text, by its place's number.
-    """
-
-    file: Sequence[str]
-    byte: Column
-    length: Column
-    refusals: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorEntry:
-    """The entry of one tensor in `.metadata`; numbers aren't checked further.
-
-    Attributes:
-        dtype: None if this torch lacks it.
-        shape: global shape.
-        offsets: of its chunks, int64 (chunks, axes).
-        shapes: of its chunks, int64 (chunks, axes).
-        places: numbers of its chunks' places, int64 (chunks,).
-        grid_shape: the shape of the whole tensor, if `shape` is a grid of flattened cells; else None.
-    """
-
-    dtype: torch.dtype | None
-    shape: Ints
-    offsets: Column
-    shapes: Column
-    places: Column
-    grid_shape: Ints | None = None
-
-    @property
-    def boxes(self) -> list[tuple[Ints, Ints]]:
-        """Each chunk's offset and shape."""
-        pairs = zip(self.offsets.tolist(), self.shapes.tolist(), strict=True)
-        return [(tuple(offset), tuple(shape)) for offset, shape in pairs]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MetadataFile:
-    """The content of `.metadata`.
-
-    Attributes:
-        tensors: by key.
-        values: the number of the place of each pickled value, by name.
-        paths: where in the nested state each name was; None if that isn't stored.
-        places: of all archives.
-    """
-
-    tensors: dict[str, TensorEntry]
-    values: dict[str, int]
-    paths: Paths | None
-    places: Places
 
 
 def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
@@ -324,11 +261,9 @@ def _content(
     kept = without_repeated(table[size], axes[size], first)
     edge = np.searchsorted(tensor[kept], np.arange(count.size + 1)).tolist()
     offsets, sizes, place = table[offset[kept]], table[size[kept]], pairs[place[kept]]
-    entries = {}
-    for at, (key, whole) in enumerate(zip(listed.keys, _tuples(table[shape], axes[shape]), strict=True)):
-        width, begin, end = len(whole), edge[at], edge[at + 1]
-        boxes = offsets[begin:end, :width], sizes[begin:end, :width]
-        entries[key] = TensorEntry(listed.kinds[at], whole, *boxes, place[begin:end], _grid_shape(key, flat))
+    grids = {key: true for key in listed.keys if (true := _grid_shape(key, flat)) is not None}
+    wholes = _tuples(table[shape], axes[shape])
+    entries = TensorEntries(number, listed.kinds, wholes, edge, offsets, sizes, place, grids)
     return MetadataFile(entries, _values(listed.values, stored.key, named), paths, places)
 
 

@@ -1,0 +1,105 @@
+"""Metadata that takes long to read is parsed by one rank of a load; the others get copies, and load the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CorruptCheckpoint, RemoteError
+from shardtree.strategies.huggingface import _contents
+from shardtree.strategies.torch_dist import _listing
+from shardtree.world import World, simulate
+
+RANKS = 3
+WHOLE = {"a": torch.arange(12.0).reshape(6, 2), "b": torch.arange(3)}
+FORMATS = {"torch_dist": (_listing, "read_metadata_file"), "dcp": (_listing, "read_metadata_file")}
+FORMATS |= {"huggingface": (_contents, "read_listing")}
+
+
+def saved(folder: Path, backend: str) -> Path:
+    tensors = {key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in WHOLE.items()}
+    st.save(tensors, folder, (backend, 1))
+    return folder
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[int]:
+    """Return a list that gets the rank of each call that reads the format's metadata."""
+    module, name = FORMATS[backend]
+    read, ranks = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda checkpoint: ranks.append(checkpoint.world.rank) or read(checkpoint))
+    return ranks
+
+
+def rows(world: World, folder: Path) -> torch.Tensor:
+    target = st.ShardedTensor.from_rank_offsets("a", torch.zeros(2, 2), (0, world.rank, world.size))
+    return st.load({"a": target}, folder, world=world)["a"]
+
+
+def check_one_parses(load: Callable[[World, Path], object], folder: Path, ranks: list[int]) -> list[object]:
+    found = simulate(RANKS, lambda world: load(world, folder))
+    assert ranks == [0]
+    return found
+
+
+@pytest.mark.parametrize("backend", FORMATS)
+def test_one_rank_of_a_load_parses(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, ranks = saved(tmp_path, backend), counted(monkeypatch, backend)
+    assert torch.equal(torch.cat(check_one_parses(rows, folder, ranks)), WHOLE["a"])
+
+
+@pytest.mark.parametrize("backend", FORMATS)
+def test_one_rank_parses_where_all_load_everything(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ranks = saved(tmp_path, backend), counted(monkeypatch, backend)
+    for found in check_one_parses(lambda world, place: st.load_plain_tensors(place, world=world), folder, ranks):
+        assert all(torch.equal(found[key], data) for key, data in WHOLE.items())
+
+
+def test_the_count_catches_a_format_without_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, ranks = saved(tmp_path, "torch_dist"), counted(monkeypatch, "torch_dist")
+    parse = (st.StrategyAction.PARSE, "torch_dist", 1)
+    table = {row: st.default_strategies[row] for row in st.default_strategies if row != parse}
+    with pytest.raises(AssertionError):
+        check_one_parses(
+            lambda world, place: st.load_plain_tensors(place, world=world, strategies=table), folder, ranks
+        )
+
+
+def test_what_one_rank_finds_wrong_is_every_rank_s_error(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "dcp")
+    (folder / ".metadata").write_bytes(b"no pickle")
+
+    def error(world: World) -> RemoteError:
+        with pytest.raises(
+            RemoteError, match=r"load: parse the metadata: failed on 1 rank\n  rank 0: CorruptCheck"
+        ) as caught:
+            rows(world, folder)
+        return caught.value
+
+    assert all(isinstance(one, CorruptCheckpoint) for one in simulate(RANKS, error))
+
+
+def test_nothing_is_parsed_for_a_function_of_the_caller_s(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "torch_dist")
+    table = dict(st.default_strategies) | {(st.StrategyAction.PARSE, "torch_dist", 1): refuse}
+
+    def load(world: World) -> torch.Tensor:
+        target = st.ShardedTensor.from_rank_offsets("a", torch.zeros(2, 2), (0, world.rank, world.size))
+        return st.load({"a": target}, folder, fill_with_ones, world=world, strategies=table)["a"]
+
+    assert all(torch.equal(found, torch.ones(2, 2)) for found in simulate(RANKS, load))
+
+
+def refuse(_: st.strategies.Checkpoint) -> dict[str, object]:
+    raise AssertionError
+
+
+def fill_with_ones(_: st.strategies.Checkpoint, shards: Sequence[st.ShardedTensor]) -> st.storage.ReadReport:
+    for shard in shards:
+        shard.data.fill_(1)
+    return st.storage.ReadReport()
