@@ -238,9 +238,10 @@ class ObjectStorage:
         if nbytes > part * _MOST_PARTS:
             part = -(-nbytes // _MOST_PARTS // _MIB) * _MIB
         # What lies there whole, such as an index, needs no more memory than it is long.
-        parts = parts_of(views, min(part, max(1, nbytes)) if is_whole else part)
+        stay = nbytes >= part and getattr(buffers, "stay", False)
+        parts = iter(views) if stay else parts_of(views, min(part, max(1, nbytes)) if is_whole else part)
         first = next(parts, memoryview(b""))
-        if first.nbytes < part:
+        if first.nbytes < part and not stay:
             with self._storage_errors("write", name):
                 obstore.put(self.store, self._path(name), first, use_multipart=False)
             return first.nbytes

@@ -57,6 +57,8 @@ class SizedBuffers:
     Attributes:
         nbytes: of all buffers together; a hint only: a storage that gets more or fewer bytes writes those.
         buffers: in order.
+        stay: whether their memory stays as it is until the file is written, so that what is sent later needn't be
+            copied; else their source may use it again as soon as it is asked for more.
 
     Examples:
         >>> sized = SizedBuffers(3, iter([memoryview(b"ab"), memoryview(b"c")]))
@@ -66,6 +68,7 @@ class SizedBuffers:
 
     nbytes: int
     buffers: Iterable[Buffer]
+    stay: bool = False
 
     def __iter__(self) -> Iterator[Buffer]:
         """Return an iterator over the buffers."""

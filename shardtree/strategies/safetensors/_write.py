@@ -134,7 +134,7 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
             try:
-                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed))
+                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed), stay=_stay(part))
                 length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
             except _OtherFailed:
                 # `in_threads` raises the other thread's error, which says what happened.
@@ -146,6 +146,15 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part
 
 class _OtherFailed(Exception):
     """Another file of the same save can't be written."""
+
+
+def _stay(part: Part) -> bool:
+    """Return whether a file's buffers are in tensors' own memory, or in new memory each; a device's are staged."""
+    return all(isinstance(source, bytes) or _is_on_cpu(source) for source in part.entries.sources)
+
+
+def _is_on_cpu(shard: ShardedTensor) -> bool:
+    return isinstance(shard.data, torch.Tensor) and shard.data.is_cpu
 
 
 def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
