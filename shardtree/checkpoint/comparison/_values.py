@@ -16,7 +16,7 @@ from ...codec import row_major_bits
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor
 from ...plans import grouped
-from ...storage import Ranged
+from ...storage import HostMemory, Ranged
 from ...strategies import StrategyAction
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
@@ -237,9 +237,11 @@ class BoxReader:
 
     Attributes:
         opened: the checkpoint.
+        memory: for large boxes: new memory for each would cost about as much as reading it.
     """
 
     opened: OpenCheckpoint
+    memory: HostMemory = field(default_factory=HostMemory)
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
     _read_ahead: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
 
@@ -259,11 +261,11 @@ class BoxReader:
         box = (str(key), offset, shape)
         group = self._group_of.get(box)
         if group is not None:
-            for each, data in zip(group, read_boxes(self.opened, group), strict=True):
+            for each, data in zip(group, read_boxes(self.opened, group, self.memory), strict=True):
                 self._read_ahead[each] = data
                 del self._group_of[each]
         found = self._read_ahead.pop(box, None)
-        return read_boxes(self.opened, [box])[0] if found is None else found
+        return read_boxes(self.opened, [box], self.memory)[0] if found is None else found
 
     def whole(self, key: str) -> LazyTensor:
         """Return a tensor whose elements are read through this."""
@@ -271,17 +273,25 @@ class BoxReader:
         return stored(partial(self.read, key), known.global_shape, known.dtype, name=key)
 
 
-def read_boxes(opened: OpenCheckpoint, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
+_LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less by themselves; more is rare
+
+
+def read_boxes(opened: OpenCheckpoint, boxes: Sequence[TensorBox], memory: HostMemory) -> list[torch.Tensor]:
     """Return the elements of boxes of a checkpoint's tensors, with one plan for all.
 
     Args:
         opened: the checkpoint.
         boxes: key, offset and shape of each; every one has elements and lies inside its tensor.
+        memory: lends what large boxes are read into.
     """
     shards = []
     for key, offset, shape in boxes:
         known: Any = opened.metadata[key]
-        data = new_memory(key, shape, known.dtype)
+        nbytes = prod(shape) * known.dtype.itemsize
+        if _LEAST_LENT <= nbytes <= _MOST_LENT:
+            data = memory.lend(nbytes).view(known.dtype).view(shape)
+        else:
+            data = new_memory(key, shape, known.dtype)
         shards.append(ShardedTensor(key, data, known.dtype, shape, known.global_shape, offset, None))
     checkpoint = opened.checkpoint
     load = strategy_of(StrategyAction.LOAD_SHARDED, None, sharded_backend(checkpoint.fields), opened.strategies)
