@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
 import shardtree as st
 from shardtree.checkpoint._consistency import Description, brief
-from shardtree.checkpoint._packed import pack_columns
+from shardtree.checkpoint._packed import PackedColumns, pack_columns, without_long_table
 from shardtree.layouts import ShardColumns, object_columns, select_rows
 from shardtree.plans import level_writes
 from shardtree.strategies.index import RankFiles
@@ -81,7 +82,8 @@ class OneOfMany(World):
             raise RuntimeError(outcome.failure.text)
         if outcome.phase in self._voices and outcome.phase not in self.kept:
             self.kept[outcome.phase] = list(self._voices[outcome.phase](outcome.packed))
-        others = self.kept.get(outcome.phase, [b""] * (self.size - 1))
+        # Where nothing is said for the others, they say the same: nothing, or that they agree.
+        others = self.kept.get(outcome.phase, [outcome.packed] * (self.size - 1))
         heard = len(outcome.packed) + sum(map(len, others))
         self.laps.append(Lap(outcome.phase, seconds, len(outcome.packed), heard))
         if outcome.phase == self._last:
@@ -117,32 +119,35 @@ class ManyFiles(st.storage.MemoryStorage):
         return self.others[name] if name in self.others else super(ManyFiles, self).length(name)
 
 
+Packed = Sequence[PackedColumns]
+
+
 def voices(case: Case, columns: ShardColumns, storage: ManyFiles) -> Voices:
     """Return what all ranks but the first say in a save to the storage, and in a load."""
-    described = partial(_descriptions, case, columns)
+    packed = cache(lambda: [pack_columns(held, rank) for rank, held in enumerate(by_rank(columns, case.ranks))])
+    described = partial(_descriptions, case, packed)
     return {
         "save: describe shards": partial(described, lambda description: (description, None)),
         "load: describe target": partial(described, lambda description: ({}, description)),
-        "send tables": partial(_tables, columns, case.ranks),
+        "load: describe reads": lambda _: (pack("", without_long_table(part, case.ranks)) for part in packed()[1:]),
+        "send tables": partial(_tables, packed),
         "save: write": partial(_written, case, columns, storage),
     }
 
 
 def _descriptions(
-    case: Case, columns: ShardColumns, message: Callable[[Description | None], Any], packed: bytes
+    case: Case, packed: Callable[[], Packed], message: Callable[[Description | None], Any], own: bytes
 ) -> Iterator[bytes]:
-    mine = next(each for each in unpack("", packed) if isinstance(each, Description))
-    for rank, held in _others(columns, case.ranks):
+    mine = next(each for each in unpack("", own) if isinstance(each, Description))
+    for rank in range(1, case.ranks):
         objects = object_columns([rng_state(rank, case.ranks)], rank)
-        own = replace(mine.columns, rank=rank) if case.known else pack_columns(held, rank)
-        description = brief(Description(own, objects, mine.common, mine.layout), case.ranks)
-        yield pack("", message(description))
+        held = replace(mine.columns, rank=rank) if case.known else packed()[rank]
+        yield pack("", message(brief(Description(held, objects, mine.common, mine.layout), case.ranks)))
 
 
-def _tables(columns: ShardColumns, ranks: int, packed: bytes) -> Iterator[bytes]:
-    parts = (pack_columns(held, rank) for rank, held in enumerate(by_rank(columns, ranks)))
-    said = {next(parts).digest}
-    for part in parts:
+def _tables(packed: Callable[[], Packed], own: bytes) -> Iterator[bytes]:
+    said = {packed()[0].digest}
+    for part in packed()[1:]:
         yield pack("", None if part.digest in said else part.table)
         said.add(part.digest)
 
@@ -150,18 +155,12 @@ def _tables(columns: ShardColumns, ranks: int, packed: bytes) -> Iterator[bytes]
 def _written(case: Case, columns: ShardColumns, storage: ManyFiles, packed: bytes) -> Iterator[bytes]:
     (mine,) = unpack("", packed)
     written = select_rows(columns, np.flatnonzero(level_writes(columns, case.ranks)))
-    for rank, held in _others(written, case.ranks):
+    for rank, held in islice(enumerate(by_rank(written, case.ranks)), 1, None):
         end = HEAD + np.cumsum(held.elements * held.item_size[held.key])
         name, length = mine.files[0].replace("/00000-", f"/{rank:05}-"), int(end.max(initial=HEAD))
         storage.others[name] = length
         begin = end - held.elements * held.item_size[held.key]
         yield pack("", [RankFiles((name,), (length,), (None,), held, np.zeros_like(begin), begin, ())])
-
-
-def _others(columns: ShardColumns, ranks: int) -> Iterator[tuple[int, ShardColumns]]:
-    each = enumerate(by_rank(columns, ranks))
-    next(each)
-    return each
 
 
 def lengths_of(written: Sequence[bytes]) -> dict[str, int]:

@@ -24,6 +24,7 @@ from rich.console import Console
 
 import shardtree as st
 from shardtree.layouts import ShardColumns
+from shardtree.strategies import Exchange
 
 from ._bars import Bar, Settings, finish, parser, print_bars, settings_of
 from ._many import Case, by_rank, layout, tree_of
@@ -41,26 +42,37 @@ PEER, PEER_TENSORS = "DCP's planners", 15_000
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """What one rank takes until something is agreed.
+
+    Attributes:
+        seconds: of the processor.
+        said: bytes.
+        heard: bytes, from all ranks.
+    """
+
+    seconds: float
+    said: int
+    heard: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One case's figures.
 
     Attributes:
-        save: seconds until a save is agreed.
-        load: seconds until a load is; None for DCP.
-        commit: seconds of rank 0's commit, without writing the tensors; None for DCP.
-        said: bytes until a save is agreed.
-        heard: bytes, likewise, from all ranks.
+        stages: until a save is agreed, a load, a load in which ranks read for each other, and rank 0's commit, without
+            writing the tensors; of DCP the first alone.
         shards: that the rank holds.
         memory: bytes that the process had at its peak; None where nobody looked.
     """
 
-    save: float
-    load: float | None
-    commit: float | None
-    said: int
-    heard: int
+    stages: dict[str, Stage]
     shards: int
     memory: int | None = None
+
+
+SAVE, LOAD, TOGETHER, COMMIT = "a save is agreed", "a load is agreed", "and who reads for whom", "rank 0 commits"
 
 
 def measured(case: Case, peer: bool = False, *, quick: bool = False) -> Measured:
@@ -77,7 +89,8 @@ def measured(case: Case, peer: bool = False, *, quick: bool = False) -> Measured
         if quick:
             prepare(case, folder, 0, 1)
         top = 0 if quick else peak(partial(prepare, case, folder), folder).mapped
-        return Measured(memory=top or None, **json.loads((folder / "figures.json").read_text()))
+        stages, shards = json.loads((folder / "figures.json").read_text())
+        return Measured({stage: Stage(*each) for stage, each in stages.items()}, shards, top or None)
 
 
 def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
@@ -87,13 +100,11 @@ def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
     known = columns if case.known else None
     run = partial(_agreed, case, tree, known, kept)
     run(columns)  # once, so that what the others say is there, and all modules
-    saved, load = run(None)
+    saved, loaded, together = run(None)
     agreed = 1 + [lap.phase for lap in saved].index("save: plan")
-    save = saved[:agreed]
-    (commit,) = (lap.seconds for lap in saved if lap.phase == "save: commit")
-    figures = {"save": _seconds(save), "load": _seconds(load), "commit": commit, "shards": len(own)}
-    figures |= {"said": sum(lap.said for lap in save), "heard": sum(lap.heard for lap in save)}
-    (folder / "figures.json").write_text(json.dumps(figures))
+    laps = {SAVE: saved[:agreed], LOAD: loaded, TOGETHER: together[len(loaded) :], COMMIT: saved[agreed:]}
+    stages = {stage: _stage(each) for stage, each in laps.items()}
+    (folder / "figures.json").write_text(json.dumps((stages, len(own))))
 
     def action() -> int:
         before = resident()
@@ -103,30 +114,35 @@ def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
     return action
 
 
+def _stage(laps: Sequence[Lap]) -> tuple[float, int, int]:
+    return sum(lap.seconds for lap in laps), sum(lap.said for lap in laps), sum(lap.heard for lap in laps)
+
+
 def _agreed(
     case: Case, tree: Tree, known: ShardColumns | None, kept: dict[str, list[bytes]], columns: ShardColumns | None
-) -> tuple[list[Lap], list[Lap]]:
-    """Save and load, and return what rank 0 did in each; the columns of all ranks are needed the first time only."""
+) -> tuple[list[Lap], list[Lap], list[Lap]]:
+    """Save and load twice, and return what rank 0 did in each; all ranks' columns are needed the first time only."""
     storage = ManyFiles()
     others = {} if columns is None else voices(case, columns, storage)
     if columns is None:
         storage.others.update(lengths_of(kept["save: write"]))
     world = OneOfMany(case.ranks, others, kept)
     st.save(tree, storage, world=world, layout=known, options=st.SaveOptions(checksums=False))
-    laps = world.laps
-    world = OneOfMany(case.ranks, others, kept, last="load: check")
-    with suppress(Enough):
-        # What is read for several ranks at once is planned after the agreement.
-        st.load(tree, storage, world=world, layout=known, options=st.LoadOptions(exchange="never"))
-    return laps, world.laps
+    loaded = []
+    exchanges: dict[Exchange, str] = {"never": "load: check", "always": "load: choose reads"}
+    for exchange, last in exchanges.items():
+        loading = OneOfMany(case.ranks, others, kept, last=last)
+        with suppress(Enough):
+            st.load(tree, storage, world=loading, layout=known, options=st.LoadOptions(exchange=exchange))
+        loaded.append(loading.laps)
+    return world.laps, loaded[0], loaded[1]
 
 
 def _prepared_peer(case: Case, folder: Path, rank: int, ranks: int) -> Action:
     packed = packed_plans(case)
     tree = dcp_tree(next(by_rank(layout(case), case.ranks)))
-    figures = {"save": dcp_seconds(tree, packed), "load": None, "commit": None, "shards": len(tree)}
-    figures |= {"said": len(packed[0]), "heard": sum(map(len, packed))}
-    (folder / "figures.json").write_text(json.dumps(figures))
+    stages = {SAVE: (dcp_seconds(tree, packed), len(packed[0]), sum(map(len, packed)))}
+    (folder / "figures.json").write_text(json.dumps((stages, len(tree))))
 
     def action() -> int:
         before = resident()
@@ -134,10 +150,6 @@ def _prepared_peer(case: Case, folder: Path, rank: int, ranks: int) -> Action:
         return -before
 
     return action
-
-
-def _seconds(laps: Sequence[Lap]) -> float:
-    return sum(lap.seconds for lap in laps)
 
 
 def bars(settings: Settings) -> list[Bar]:
@@ -152,15 +164,15 @@ def bars(settings: Settings) -> list[Bar]:
 
 
 def _bars(case: Case, got: Measured) -> Iterator[Bar]:
-    name = case.how
-    if got.load is not None and got.commit is not None:
-        yield Bar(f"{name}: a save is agreed", "", got.save, None, got.save, MOST_SECONDS)
-        yield Bar(f"{name}: a load is agreed", "", got.load, None, got.load, MOST_SECONDS)
-        yield Bar(f"{name}: rank 0 commits", "", got.commit, None, got.commit, None)
-    yield Bar(f"{name}: a rank says", "", got.said / 1e3, None, got.said / 1e3, MOST_SAID / 1e3, "kB")
-    each = got.said / got.shards
-    yield Bar(f"{name}: a rank says", "", each, None, each, MOST_A_SHARD, "B", f"for each of {got.shards} shards")
-    yield Bar(f"{name}: a rank hears", "", got.heard / 1e6, None, got.heard / 1e6, None, "MB")
+    name, said = case.how, sum(got.stages[stage].said for stage in (SAVE, LOAD))
+    for stage, each in got.stages.items():
+        seconds = MOST_SECONDS if stage in (SAVE, LOAD) else None
+        yield Bar(f"{name}: {stage}", "", each.seconds, None, each.seconds, seconds)
+        yield Bar(f"{name}: {stage}", "it hears", each.heard / 1e6, None, each.heard / 1e6, None, "MB")
+    # A save and a load together: less than the bar of one.
+    yield Bar(f"{name}: a rank says", "", said / 1e3, None, said / 1e3, MOST_SAID / 1e3, "kB")
+    shards = got.shards
+    yield Bar(f"{name}: a rank says", "", said / shards, None, said / shards, MOST_A_SHARD, "B", f"/ {shards} shards")
     if got.memory is not None:
         memory = got.memory / 1e9
         yield Bar(f"{name}: memory", "", memory, None, memory, MOST_MEMORY / 1e9, "GB", "with torch and messages")
@@ -181,13 +193,14 @@ def growth(console: Console) -> list[Panel]:
             found[PEER, case] = measured(case, peer=True)
     for (name, case), got in found.items():
         memory = (got.memory or 0) / 1e9
-        console.print(f"{case}: {name}: {got.save:.3f} s, {got.heard / 1e6:.3f} MB heard, {memory:.2f} GB")
+        save = got.stages[SAVE]
+        console.print(f"{case}: {name}: {save.seconds:.3f} s, {save.heard / 1e6:.3f} MB heard, {memory:.2f} GB")
     return [
         Panel(title, x, y, _curves(found, cases, attribute, value))
         for x, cases, attribute in (("ranks", by_ranks, "ranks"), ("tensors", by_tensors, "tensors"))
         for title, y, value in (
-            (f"until a save is agreed, by {x}", "s", lambda got: got.save),
-            (f"what a rank hears, by {x}", "MB", lambda got: got.heard / 1e6),
+            (f"until a save is agreed, by {x}", "s", lambda got: got.stages[SAVE].seconds),
+            (f"what a rank hears, by {x}", "MB", lambda got: got.stages[SAVE].heard / 1e6),
         )
     ]
 

@@ -21,7 +21,7 @@ def test_it_prints_a_row_for_every_way_to_agree() -> None:
     found = thousands.bars(Settings(None, True, Console(file=printed, width=200)))
     for how in ("grids exchanged", "layout=", "flat ranges exchanged"):
         own = {bar.operation.removeprefix(f"{how}: ") for bar in found if bar.operation.startswith(how)}
-        assert own == {"a save is agreed", "a load is agreed", "rank 0 commits", "a rank says", "a rank hears"}
+        assert own == {thousands.SAVE, thousands.LOAD, thousands.TOGETHER, thousands.COMMIT, "a rank says"}
     assert all(bar.ours > 0 for bar in found)
     assert "One of 8 ranks" in printed.getvalue()
 
@@ -39,7 +39,8 @@ def test_the_model_is_whole_and_its_shards_are_its_columns(flat: bool) -> None:
 
 def test_dcp_agrees_on_the_same_model() -> None:
     found = thousands.measured(Case(8, 800), peer=True, quick=True)
-    assert found.shards > 0 and found.save > 0 and found.heard > found.said
+    save = found.stages[thousands.SAVE]
+    assert found.shards > 0 and save.seconds > 0 and save.heard > save.said
 
 
 def test_curves_are_drawn_with_their_names() -> None:
