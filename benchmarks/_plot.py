@@ -1,4 +1,4 @@
-"""Curves as an SVG: panels with logarithmic axes, side by side, readable in light and dark."""
+"""Curves as an SVG: panels with logarithmic axes, side by side, in the colours of the documentation's diagrams."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from html import escape
 from math import ceil, floor, log10
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _GAP = 280, 190, 52, 34, 40, 26
-_COLOURS = ("#2563eb", "#059669", "#d97706", "#db2777")
-_STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#475569}.title{font-weight:600;fill:#1e293b}"
-    "@media(prefers-color-scheme:dark){text{fill:#cbd5e1}.title{fill:#f1f5f9}}"
-)
+_COLOURS = ("#007a59", "#0072b2", "#b84700", "#a64d79")
+_STYLE = "text{font:12px system-ui,sans-serif;fill:#757d87}.title{font-weight:600}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,7 @@ def _panel(panel: Panel, colours: dict[str, str]) -> Iterator[str]:
     yield f'<text class="title" x="0" y="-14">{escape(panel.title)}</text>'
     for power in range(low, high + 1):
         y = _HEIGHT * (high - power) / (high - low)
-        yield f'<path d="M0 {y:.1f}H{_WIDTH}" stroke="#94a3b8" stroke-opacity=".35"/>'
+        yield f'<path d="M0 {y:.1f}H{_WIDTH}" stroke="#757d87" stroke-opacity=".35"/>'
         yield f'<text x="-6" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} {escape(panel.y)}</text>'
     for x in xs:
         at = _WIDTH * (log10(x) - left) / (right - left)

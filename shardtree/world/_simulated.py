@@ -160,6 +160,13 @@ class SimulatedWorld(World):
         packed = self._meeting.collect(self.rank, "all_gather", pack("all_gather", value))
         return [value if rank == self.rank else unpack("all_gather", data) for rank, data in enumerate(packed)]
 
+    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+        check_rank(self, "gather", root)
+        mine = pack("gather", value), pack("gather", brief)
+        packed = self._meeting.collect(self.rank, f"gather(root={root})", mine)
+        parts = (whole if self.rank == root else small for whole, small in packed)
+        return [value if rank == self.rank else unpack("gather", data) for rank, data in enumerate(parts)]
+
     def broadcast(self, value: T, root: int = 0) -> T:
         check_rank(self, "broadcast", root)
         mine = pack("broadcast", value) if self.rank == root else b""

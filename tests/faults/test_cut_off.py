@@ -18,7 +18,7 @@ from shardtree.world import World, simulate
 from shardtree.world._world import T
 
 VERSIONS = {"safetensors": 1, "torch_dist": 1, "dcp": 1, "zarr": 3, "huggingface": 1}
-MOMENTS = ["all_gather", "broadcast"]
+MOMENTS = ["gather", "broadcast"]
 ROWS = torch.arange(12.0).reshape(4, 3)
 
 
@@ -32,8 +32,11 @@ class CutOff(World):
         self.inner, self.moment, self.armed = inner, moment, False
 
     def all_gather(self, value: T) -> list[T]:
-        found = self.inner.all_gather(value)
-        if self.armed and self.moment == "all_gather":
+        return self.inner.all_gather(value)
+
+    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+        found = self.inner.gather(value, brief, root)
+        if self.armed and self.moment == "gather":
             raise KeyboardInterrupt
         return found
 

@@ -49,10 +49,23 @@ def test_all_gather_law_catches_a_wrong_order() -> None:
         check_all_gather([1, 2], lambda world: SwappedWorld(world.rank, world._meeting))  # type: ignore[attr-defined]
 
 
+def check_gather(values: Sequence[Any], root: int, wrap: Callable[[World], World] = lambda world: world) -> None:
+    results = simulate(len(values), lambda world: wrap(world).gather(values[world.rank], "brief", root))
+    for rank, found in enumerate(results):
+        assert found == [value if rank in (root, at) else "brief" for at, value in enumerate(values)]
+
+
 @given(values_by_rank(), st.data())
-def test_gather_gives_the_root_every_value(values: list[Any], data: st.DataObject) -> None:
-    root = data.draw(st.integers(0, len(values) - 1))
-    assert simulate(len(values), lambda world: world.gather(values[world.rank], None, root))[root] == values
+def test_gather_gives_one_rank_every_value_and_the_others_what_is_brief(values: list[Any], data: st.DataObject) -> None:
+    check_gather(values, data.draw(st.integers(0, len(values) - 1)))
+
+
+def test_the_gather_law_catches_values_that_every_rank_gets() -> None:
+    class ByAllGather(SimulatedWorld):
+        gather = World.gather
+
+    with pytest.raises(AssertionError):
+        check_gather([1, 2], 0, lambda world: ByAllGather(world.rank, world._meeting))  # type: ignore[attr-defined]
 
 
 @given(values_by_rank(), st.data())
