@@ -322,12 +322,17 @@ STAGED_BYTES = 4 * 1024 * 1024
 """The most that is copied at once of a tensor whose memory can't be written in place."""
 
 
+LAZY_BYTES = 8 * 1024 * 1024
+"""The most that is read at once of a lazy tensor: each read is planned, and opens its file, which takes about as long
+as reading a MiB."""
+
+
 def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     r"""Yield the bytes of a tensor, in row-major order.
 
-    A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator, lazy) are staged
-    in parts of at most `STAGED_BYTES`; on a device with streams, the next part is copied while
-    one is used.
+    A contiguous tensor in the CPU's memory is yielded in place. Others (transposed, on an accelerator) are staged in
+    parts of at most `STAGED_BYTES`, lazy ones read in parts of `LAZY_BYTES`; on a device with streams, the next part
+    is copied while one is used.
 
     Examples:
         >>> b"".join(tensor_buffers(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T))
@@ -346,11 +351,12 @@ def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
 
 
 def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTensor]:
-    """Yield a tensor in parts of at most `STAGED_BYTES`, or single elements, in row-major order."""
-    if tensor.nbytes <= STAGED_BYTES or not tensor.ndim:
+    """Yield a tensor in parts of a limited size, or single elements, in row-major order."""
+    most = LAZY_BYTES if isinstance(tensor, LazyTensor) else STAGED_BYTES
+    if tensor.nbytes <= most or not tensor.ndim:
         yield tensor
         return
-    rows = max(1, STAGED_BYTES * tensor.shape[0] // tensor.nbytes)
+    rows = max(1, most * tensor.shape[0] // tensor.nbytes)
     for start in range(0, tensor.shape[0], rows):
         stop = min(start + rows, tensor.shape[0])
         # A single row may still be too large: without its first axis it is split along the next one.

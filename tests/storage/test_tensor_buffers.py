@@ -136,7 +136,7 @@ def stored(tensor: torch.Tensor) -> LazyTensor:
 
 @pytest.mark.parametrize("limit", [16, 2**20])
 def test_a_lazy_tensor_is_read_part_by_part(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STAGED_BYTES", limit)
+    monkeypatch.setattr(module, "LAZY_BYTES", limit)
     tensor = random_bits((4, 6), torch.int32)
     lazy = stored(tensor)
     assert b"".join(tensor_buffers(lazy)) == bits(tensor)

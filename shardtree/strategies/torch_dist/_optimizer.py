@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
@@ -77,8 +76,10 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
         orders = known_orders(_flat(checkpoint.options.parameter_names))
         matches = []
+        # The same memory for one bucket after the other: its pages take the system longer than the read itself.
+        memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0))
         for _, group in groupby(buckets, key=attrgetter("group")):
-            units = [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype])]
+            units = [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype], memory)]
             matches += decide(units, orders)
         checkpoint.memo[MEMO] = _index(listing, _one_of_each(fill, matches))
     index: Index = checkpoint.memo[MEMO]
@@ -98,28 +99,31 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
     """Return all that a parameter may be, by hashes of the values."""
-    known: dict[Piece, str] = {}
-    for group in grouped(pieces, partial(_nbytes, dtype_from_name(dtype)), _GROUP_BYTES):
-        known.update(zip(group, _hashes_of(fill, group, dtype_from_name(dtype)), strict=True))
+    kind, known = dtype_from_name(dtype), dict[Piece, str]()
+    groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, _GROUP_BYTES)]
+    memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind)
+    for group in groups:
+        known.update(zip(group, _hashes_of(fill, group, memory), strict=True))
     found: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
     for candidate in (*((piece,) for piece in pieces), *halves(pieces)):
         found[tuple(known[piece] for piece in candidate)].append(candidate)
     return found
 
 
-def _nbytes(dtype: torch.dtype, piece: Piece) -> int:
-    return prod(piece.shape) * dtype.itemsize
+def _size(piece: Piece) -> int:
+    return prod(piece.shape)
 
 
-def _hashes_of(fill: Fill, pieces: Sequence[Piece], dtype: torch.dtype) -> list[str]:
-    data = [torch.empty(piece.shape, dtype=dtype) for piece in pieces]
+def _hashes_of(fill: Fill, pieces: Sequence[Piece], memory: torch.Tensor) -> list[str]:
+    sizes = [*map(_size, pieces)]
+    data = memory[: sum(sizes)].split_with_sizes(sizes)
     fill(
         [
-            box_of(piece.key, one, dtype, piece.global_shape, piece.offset, piece.shape)
+            box_of(piece.key, one.view(piece.shape), one.dtype, piece.global_shape, piece.offset, piece.shape)
             for piece, one in zip(pieces, data, strict=True)
         ]
     )
-    return in_threads(lambda one: _hash(one.view(-1), dtype), data)
+    return in_threads(lambda one: _hash(one, one.dtype), data)
 
 
 def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
@@ -137,11 +141,18 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
         yield buffer[: len(part) * dtype.itemsize]
 
 
-def _units(fill: Fill, bucket: Bucket, pieces: Mapping[str, Sequence[Piece]], candidates: Candidates) -> list[Unit]:
-    """Return the parameters of a bucket, and what each may be by its values."""
-    masters, dtype = _state(fill, bucket, MASTER), dtype_from_name(bucket.dtype)
-    sizes = {prod(piece.shape) for piece in pieces[bucket.dtype]}
-    of_two = {2 * prod(found[0].shape) for each in candidates.values() for found in each if len(found) == 2}
+def _units(
+    fill: Fill,
+    bucket: Bucket,
+    pieces: Mapping[str, Sequence[Piece]],
+    candidates: Candidates,
+    memory: torch.Tensor,
+) -> list[Unit]:
+    """Return the parameters of a bucket, and what each may be by its values; its masters are read into the memory."""
+    masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
+    _read(fill, bucket, MASTER, masters)
+    sizes = {_size(piece) for piece in pieces[bucket.dtype]}
+    of_two = {2 * _size(found[0]) for each in candidates.values() for found in each if len(found) == 2}
 
     def matches(begin: int, end: int) -> list[Candidate]:
         values, middle = masters[begin:end], (end - begin) // 2
@@ -153,12 +164,9 @@ def _units(fill: Fill, bucket: Bucket, pieces: Mapping[str, Sequence[Piece]], ca
     return read_bucket(bucket, sizes | of_two, matches)
 
 
-def _state(fill: Fill, bucket: Bucket, state: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-    """Return some elements of a state of a bucket."""
-    length = bucket.edges[-1]
-    data = torch.empty((length if end is None else end) - begin)
-    fill([box_of(f"{bucket.name}.{state}", data, data.dtype, (length,), (begin,), tuple(data.shape))])
-    return data
+def _read(fill: Fill, bucket: Bucket, state: str, data: torch.Tensor, begin: int = 0) -> None:
+    """Fill memory with elements of a state of a bucket, from one of them on."""
+    fill([box_of(f"{bucket.name}.{state}", data, data.dtype, (bucket.edges[-1],), (begin,), tuple(data.shape))])
 
 
 def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
@@ -183,8 +191,10 @@ def _agree(fill: Fill, held: Sequence[Match]) -> bool:
 
 
 def _hashes(fill: Fill, match: Match) -> Iterator[str]:
+    data = torch.empty(match.end - match.begin)
     for state in sorted(match.bucket.states):
-        yield _hash(_state(fill, match.bucket, state, match.begin, match.end), torch.float32)
+        _read(fill, match.bucket, state, data, match.begin)
+        yield _hash(data, data.dtype)
 
 
 # The index: each stored chunk of a bucket is a range of one or two of the model's boxes
