@@ -125,6 +125,7 @@ class Explanation:
         left_out: the paths of plain values and containers that are stored, and that a load leaves out.
         uncompared: keys of an optimizer's states that would be loaded without the comparison of masters with weights
             that their format allows, since the options say ``verify=None``.
+        exchange: why ranks would read for each other or wouldn't, where ``exchange="auto"`` leaves that to the load.
     """
 
     missing: tuple[str, ...]
@@ -134,6 +135,7 @@ class Explanation:
     omitted: tuple[Unexpected, ...] = ()
     left_out: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
+    exchange: str = ""
 
     @property
     def ok(self) -> bool | None:
@@ -202,6 +204,7 @@ class Explanation:
             *_listed((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
             *_listed((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]
+        lines += [self.exchange] if self.exchange else []
         return "\n".join([*lines, "", *table_lines(_table(self))])
 
     def _failure_text(self, failed: FailedCheck) -> str:

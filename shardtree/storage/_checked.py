@@ -63,6 +63,7 @@ class ReadReport:
             weights, had the options not said ``verify=None``.
         bytes_sent: to other ranks, which wanted what this one read.
         bytes_received: from other ranks.
+        exchange: why ranks read for each other or didn't, where ``exchange="auto"`` left that to the load.
     """
 
     bytes_read: int = 0
@@ -73,6 +74,7 @@ class ReadReport:
     uncompared: tuple[str, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
+    exchange: str = ""
 
     def __str__(self) -> str:
         """Return how much was read and checked, and what wasn't loaded, in a few lines.
@@ -86,6 +88,7 @@ class ReadReport:
         lines = [f"{size_text(self.bytes_read)} read from {plural(self.files, 'file')}; {blocks}"]
         if self.bytes_sent or self.bytes_received:
             lines.append(f"{size_text(self.bytes_sent)} sent to other ranks, {size_text(self.bytes_received)} received")
+        lines += [self.exchange] if self.exchange else []
         for what, names in self._names():
             if names:
                 lines.append(f"{len(names)} {what}: {', '.join(shorten(names, shown=3))}")

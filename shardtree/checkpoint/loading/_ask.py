@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -18,8 +18,9 @@ from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout
 from .._dispatch import Choice, sharded_backend
 from .._open import OPEN_STEPS, Fields, Metadata, load_common, open_alone, sharded_metadata, stored_keys, with_fields
+from ._auto import exchange_choice
 from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
-from ._read import DESTINATION_STEPS, Destination, Reading, destination_of
+from ._read import Destination, Reading, destination_by_cost, destination_of
 from ._strict import (
     LOGGING,
     WITH_MISSING,
@@ -41,7 +42,8 @@ CHECK_STEPS = (
     "load: leave out",
     "load: check the target",
     "load: common state",
-    *DESTINATION_STEPS,
+    "load: choose to exchange",
+    "load: make memory",
 )
 
 
@@ -110,14 +112,14 @@ class CheckedLoad:
         target: taken apart, without what isn't stored.
         common: the stored common tree.
         reading: how the target is read.
-        destination: the memory for it.
+        destination: the memory for it, or what makes that once costs have decided how it is read; collective.
         left_out: paths of the stored plain values that can't be returned, since containers around them lack shards.
     """
 
     target: Target
     common: Any
     reading: Reading
-    destination: Destination
+    destination: Destination | Callable[[], Destination]
     left_out: tuple[str, ...]
 
 
@@ -242,10 +244,11 @@ def check(
     checkpoint, (sharded, _, strategies) = local.checkpoint, request.choices
     fetch_checked(checkpoint, "index", "common")
     descriptions = [description for _, description in messages if description is not None]
+    columns: ShardColumns | None = None
     if descriptions:
         # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
         with step("load: check integrity"):
-            check_together("load", descriptions, local.known, tiling=request.validate)
+            columns = check_together("load", descriptions, local.known, tiling=request.validate)
     common_of = cache(partial(stored_common, checkpoint, request.choices))
 
     def fit(target: Target) -> tuple[Kinds, ObjectsFit]:
@@ -268,9 +271,15 @@ def check(
     target, fitted, common, lost = check_rank(step, request.tree, local.target, keys, fit, common_of, unused)
     if local.mode in LOGGING:
         log_left_out(lost)
-    how = (request.donate, request.options.exchange, *fitted, local.known, local.device)
-    reading = Reading(checkpoint, sharded, strategies, *how)
-    return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)
+    with step("load: choose to exchange"):
+        own = None if callable(sharded) else columns
+        exchange = exchange_choice(request.options.exchange, checkpoint.storage, checkpoint.world.size, own)
+    reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
+    if exchange.by_cost is not None:
+        later = partial(destination_by_cost, reading, exchange.by_cost, target.leaves)
+        return CheckedLoad(target, common, reading, later, lost)
+    with step("load: make memory"):
+        return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)
 
 
 def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:

@@ -1,4 +1,4 @@
-"""Ranks that read for each other: whether they do, which part each reads, and how the others get it."""
+"""Ranks that read for each other: which part each reads, and how the others get it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import numpy as np
 import torch
 
 from ...codec import bit_view
-from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns
 from ...mapping import ShardedTensor
 from ...plans import Cells, ExchangePlan
-from ...storage import LocalStorage, MemoryStorage, ReadReport, Storage
+from ...storage import ReadReport
 from ...strategies import (
     Checkpoint,
-    Exchange,
     FormatTraits,
     Strategies,
     StrategyAction,
@@ -29,27 +27,6 @@ from ...strategies import (
 from ...world import World
 from .._dispatch import Choice, sharded_backend, strategy_of
 from ._targets import new_memory
-
-
-def exchanges(exchange: Exchange, storage: Storage, ranks: int) -> bool:
-    """Return whether ranks send each other what they read.
-
-    "auto" means remote storage: from a local file system a second read comes from the page cache, which is faster than
-    a message with its extra copy.
-
-    Raises:
-        StrategyError: no such choice.
-
-    Examples:
-        >>> exchanges("always", MemoryStorage(), 1)
-        False
-    """
-    if exchange not in ("auto", "always", "never"):
-        expected = "'auto', 'always' or 'never'"
-        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
-    if ranks == 1 or exchange == "never":
-        return False
-    return exchange == "always" or not isinstance(storage, (LocalStorage, MemoryStorage))
 
 
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
@@ -84,16 +61,16 @@ def parts_to_read(
 def _part(shard: ShardedTensor, cells: Cells, number: int, flat: slice) -> ShardedTensor:
     """Return the elements of a cell in a flat range of it, as a shard."""
     if _is_whole(shard, cells, number):
-        return _flat_part(shard, flat)
+        return flat_part(shard, flat)
     offset, shape = _box_of(shard, cells, number)
     prepended = shard.prepend_axis_num
     cell = replace(shard, data=None, local_shape=shape[prepended:], global_offset=offset, axis_fragmentations=None)
     if not isinstance(shard.data, torch.Tensor):
-        return _flat_part(cell, flat)
+        return flat_part(cell, flat)
     data = shard.data[_inside(shard, offset, shape)]
     if data.is_contiguous():
-        return _flat_part(replace(cell, data=data), flat)
-    part = _flat_part(cell, flat)
+        return flat_part(replace(cell, data=data), flat)
+    part = flat_part(cell, flat)
     return replace(part, data=new_memory(part.key, part.data_shape, part.dtype))
 
 
@@ -116,7 +93,7 @@ def _inside(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...
     return tuple(slices[shard.prepend_axis_num :])
 
 
-def _flat_part(shard: ShardedTensor, flat: slice) -> ShardedTensor:
+def flat_part(shard: ShardedTensor, flat: slice) -> ShardedTensor:
     """Return so many elements of a shard's data, as a shard that shares its memory."""
     if (flat.start, flat.stop) == (0, prod(shard.data_shape)):
         return shard

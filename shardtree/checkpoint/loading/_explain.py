@@ -24,6 +24,7 @@ from .._consistency import KnownLayout, check_together, describe
 from .._dispatch import Choice, backend_of, sharded_backend
 from .._open import Metadata, open_at, stored_keys, stored_kinds
 from ._ask import Choices, LoadRequest, listing, matched_target, stored_common
+from ._auto import exchange_choice
 from ._checks import (
     CommonOf,
     Keys,
@@ -37,7 +38,6 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._exchange import cuts_shards, exchanges
 from ._foretell import PlannedReads, planned_reads, rank_reads
 from ._read import may_overflow
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
@@ -96,8 +96,8 @@ class _RankFit:
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
     ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
+    exchange_choice(request.options.exchange, checkpoint.storage, len(trees))  # an unknown one is an error at once
     # The load's world isn't there: the checks of every rank run in this process, one after the other.
-    exchanged = exchanges(request.options.exchange, checkpoint.storage, len(trees))
     with failed.recorded(ranks):
         usable_device(request.device)
     choices, metadata = request.choices, listing(checkpoint, request.choices)
@@ -119,7 +119,8 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
     planned = PlannedReads()
     with failed.recorded(ranks):
-        planned = planned_reads(fitting, kinds, exchanged=exchanged, is_cut=partial(cuts_shards, checkpoint, choices))
+        is_described = request.describes and not failed.ranks
+        planned = planned_reads(checkpoint, choices, fitting, kinds, len(trees), is_described=is_described)
     costs = {rank: (fit.target, fit.prospect.cost) for rank, fit in fits.items()}
     undecided = (
         one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if request.cast else {})
@@ -132,6 +133,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         omitted=() if mode in RAISING else unexpected,
         left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
         uncompared=tuple(sorted({key for fit in fits.values() for key in fit.prospect.uncompared})),
+        exchange=planned.why,
     )
 
 

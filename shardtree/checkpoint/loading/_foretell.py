@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from ...layouts import join_columns
+from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import ExchangePlan, RankReads, ReadCost, plan_exchange
 from ...strategies import Checkpoint, StrategyAction, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
 from ._ask import Choices
+from ._auto import ExchangeChoice, by_cost, exchange_choice, recalled
 from ._checks import Kinds
-from ._exchange import by_sharing, parts_to_read
+from ._exchange import by_sharing, cuts_shards, parts_to_read
 from ._read import by_dtype, columns_of, common_rounds
 from ._targets import Target
 
@@ -28,23 +30,45 @@ class PlannedReads:
     Attributes:
         groups: of each, what each rank reads; None where each reads all at once, by itself.
         exchange: of each, what they send to each other; () where they don't.
+        why: what decided whether they do.
     """
 
     groups: Sequence[Sequence[Shards]] | None = None
     exchange: tuple[ExchangePlan, ...] = ()
+    why: str = ""
 
 
 def planned_reads(
-    ranks: Sequence[Shards], kinds: Kinds, *, exchanged: bool, is_cut: Callable[[], bool]
+    checkpoint: Checkpoint,
+    choices: Choices,
+    targets: Sequence[Shards],
+    kinds: Kinds,
+    ranks: int,
+    *,
+    is_described: bool,
 ) -> PlannedReads:
     """Return what each rank reads at once, group by group, and the plans by which they send it to each other.
 
     A load reads what it converts in separate rounds.
+
+    Args:
+        checkpoint: what is loaded.
+        choices: the caller's strategies.
+        targets: what fits of each rank's target that can be taken apart.
+        kinds: what is stored.
+        ranks: how many there are.
+        is_described: whether all say to each other what they want.
     """
+    is_cut = partial(cuts_shards, checkpoint, choices)
+    columns = None
+    if is_described and not callable(choices[0]):
+        columns = join_columns([shard_columns(shards, rank) for rank, shards in enumerate(targets)])
+    exchange = _foretold_exchange(checkpoint, ranks, columns, is_cut)
     # The same plans as the load's, made for all ranks at once, so that the bytes foretold are the bytes read.
-    split = [by_dtype(shards, kinds) for shards in ranks]
+    split = [by_dtype(shards, kinds) for shards in targets]
+    exchanged = exchange.together
     if not exchanged and not any(others for _, others in split):
-        return PlannedReads()
+        return PlannedReads(why=exchange.why)
     groups: list[list[Shards]] = [[alike for alike, _ in split]]
     described = [columns_of(others, kinds, rank) for rank, (_, others) in enumerate(split)]
     rounds = [common_rounds(described if exchanged else [one], rank)[0] for rank, one in enumerate(described)]
@@ -52,10 +76,10 @@ def planned_reads(
         pairs = zip(split, rounds, strict=True)
         groups.append([[s for s, its in zip(others, own, strict=True) if its == number] for (_, others), own in pairs])
     if not exchanged:
-        return PlannedReads(groups)
+        return PlannedReads(groups, why=exchange.why)
     divided = is_cut()
     shared = [_shares(group, kinds, is_cut=divided) for group in groups]
-    return PlannedReads([[*reads] for reads, _ in shared], tuple(plan for _, plan in shared))
+    return PlannedReads([[*reads] for reads, _ in shared], tuple(plan for _, plan in shared), exchange.why)
 
 
 def _shares(ranks: Sequence[Shards], kinds: Kinds, *, is_cut: bool) -> tuple[list[Shards], ExchangePlan]:
@@ -66,6 +90,19 @@ def _shares(ranks: Sequence[Shards], kinds: Kinds, *, is_cut: bool) -> tuple[lis
     columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
     plan = plan_exchange(columns, len(ranks), is_cut=is_cut)
     return [[*mine, *parts_to_read(plan, columns, rank, alike[rank])] for rank, mine in enumerate(own)], plan
+
+
+def _foretold_exchange(
+    checkpoint: Checkpoint, ranks: int, columns: ShardColumns | None, is_cut: Callable[[], bool]
+) -> ExchangeChoice:
+    """Return whether ranks will read for each other, by speeds if an earlier load of this process measured them."""
+    choice = exchange_choice(checkpoint.options.exchange, checkpoint.storage, ranks, columns)
+    if choice.by_cost is None:
+        return choice
+    speeds = recalled(checkpoint.storage, ranks)
+    if speeds is None:
+        return replace(choice, why=f"{choice.why} A load will measure speeds first, and may decide otherwise.")
+    return by_cost(plan_exchange(choice.by_cost, ranks, is_cut=is_cut()), choice.by_cost, speeds)
 
 
 def rank_reads(

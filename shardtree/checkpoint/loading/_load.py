@@ -18,7 +18,7 @@ from .._dispatch import Choice
 from .._open import open_together, parse_together, tensors_of
 from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve
 from ._checks import joined
-from ._read import DESTINATION_STEPS, Reading, deliver, destination_of, read_into
+from ._read import Destination, Reading, deliver, destination_of, read_into
 from ._strict import RETURNING, StrictHandling
 
 _Key = TypeVar("_Key")
@@ -111,7 +111,8 @@ def load(
        where rank 0 parses a format's metadata for all, and one or three more where metadata doesn't say it all.
     3. Compare keys, where `strict` asks for it: one or two collectives, in the default mode none.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
-    5. Read: only what is asked for. One collective; more where one rank reads for several.
+    5. Read: only what is asked for. One collective; more where one rank reads for several, or costs decide whether it
+       does.
     6. Put together: loaded leaves join the common state, factories merge. One collective.
 
     Args:
@@ -186,9 +187,10 @@ def load(
     missing, unexpected = compare_keys(ranks, request, local)
     fits = partial(check, request, local, messages, missing, unexpected)
     checked = agree(ranks, "load: check", fits, steps=CHECK_STEPS)
+    destination = checked.destination() if callable(checked.destination) else checked.destination
     # The first step that changes anything: given tensors are untouched if any rank fails before.
-    objects, read = read_into(checked.reading, checked.destination)
-    finish = partial(_put_together, checked, objects, read, options.report)
+    objects, read = read_into(checked.reading, destination)
+    finish = partial(_put_together, checked, destination, objects, read, options.report)
     tree = agree(ranks, "load: report", finish, steps=_LAST_STEPS)
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
@@ -197,15 +199,19 @@ _LAST_STEPS = ("load: deliver", "load: join")
 
 
 def _put_together(
-    checked: CheckedLoad, objects: Sequence[Any], read: ReadReport, report: Callable[[ReadReport], None] | None
+    checked: CheckedLoad,
+    destination: Destination,
+    objects: Sequence[Any],
+    read: ReadReport,
+    report: Callable[[ReadReport], None] | None,
 ) -> Any:
     with step("load: deliver"):
-        loaded = deliver(checked.reading, checked.destination, objects)
+        loaded = deliver(checked.reading, destination, objects)
     with step("load: join"), refuse_too_deep("load"):
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         tree = checked.target.merge(joined(checked.common, checked.target, loaded))
     if report is not None:
-        report(replace(read, left_out=checked.left_out))
+        report(replace(read, left_out=checked.left_out, exchange=destination.exchange.why))
     return tree
 
 
@@ -229,12 +235,7 @@ def load_plain_tensors(
     checkpoint = open_together(checkpoint_dir, ranks, options or LoadOptions(), strategies)
     target = agree(ranks, "load: metadata", partial(tensors_of, checkpoint, None, strategies))
     reading = Reading(checkpoint, None, strategies)
-    destination = agree(
-        ranks,
-        "load: choose to exchange",
-        partial(destination_of, reading, list(target.values())),
-        steps=DESTINATION_STEPS[:-1],
-    )
+    destination = agree(ranks, "load: make memory", partial(destination_of, reading, list(target.values())))
     objects, _ = read_into(reading, destination)
     loaded = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
     return dict(zip(target, loaded, strict=True))

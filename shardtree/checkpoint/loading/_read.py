@@ -17,7 +17,6 @@ from ...plans.moving import convert
 from ...storage import ReadReport, collector_paused
 from ...strategies import (
     Checkpoint,
-    Exchange,
     Strategies,
     StrategyAction,
     check_unreplaced,
@@ -28,8 +27,9 @@ from ...world import agree, gather, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
+from ._auto import ALONE, ExchangeChoice, by_cost, speeds_of
 from ._checks import Kinds, ObjectsFit, reshaped_values
-from ._exchange import by_sharing, cuts_shards, exchanges, parts_to_read, pass_on, traits_of_load
+from ._exchange import by_sharing, cuts_shards, parts_to_read, pass_on, traits_of_load
 from ._targets import CPU, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
@@ -113,7 +113,7 @@ class Reading:
         sharded_strategy: the caller's choice.
         strategies: the dispatch table; None for the process's.
         donate: whether the target's tensors are filled in place.
-        exchange: whether ranks send each other what several of them want.
+        exchange: whether ranks send each other what several of them want, as far as that is known.
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
         objects: how the target's objects fit those that are stored.
         known: what all ranks ask for, if the caller passed it.
@@ -124,7 +124,7 @@ class Reading:
     sharded_strategy: Choice
     strategies: Strategies | None
     donate: bool = False
-    exchange: Exchange = "never"
+    exchange: ExchangeChoice = ALONE
     kinds: Kinds = field(default_factory=dict)
     objects: ObjectsFit = field(default_factory=ObjectsFit)
     known: KnownLayout | None = None
@@ -139,28 +139,45 @@ class Destination:
         leaves: what is asked for.
         shards: the tensors among them.
         memories: the same shards with memory to be filled.
-        together: whether ranks send each other what several of them want.
+        exchange: whether ranks send each other what several of them want, and why.
     """
 
     leaves: Sequence[Any]
     shards: Sequence[ShardedTensor]
     memories: Sequence[ShardedTensor]
-    together: bool
-
-
-DESTINATION_STEPS = ("load: make memory", "load: choose to exchange")
+    exchange: ExchangeChoice
 
 
 def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
-    """Return memory for what a target's leaves ask for; its steps are `DESTINATION_STEPS`."""
+    """Return memory for what a target's leaves ask for."""
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    choices = (reading.sharded_strategy, reading.strategies, reading.exchange, reading.kinds)
-    is_staged = reads_to_device(reading.checkpoint, *choices)
-    with step("load: make memory"), collector_paused():
+    choices = (reading.sharded_strategy, reading.strategies)
+    is_staged = reads_to_device(reading.checkpoint, *choices, reading.kinds, together=reading.exchange.together)
+    with collector_paused():
         memories = with_memories(shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
-    with step("load: choose to exchange"):
-        together = exchanges(reading.exchange, reading.checkpoint.storage, reading.checkpoint.world.size)
-    return Destination(leaves, shards, memories, together)
+    return Destination(leaves, shards, memories, reading.exchange)
+
+
+def destination_by_cost(reading: Reading, columns: ShardColumns, leaves: Sequence[Any]) -> Destination:
+    """Return the destination, once speeds have decided whether ranks read for each other; collective."""
+    checkpoint, world = reading.checkpoint, reading.checkpoint.world
+    choices = (reading.sharded_strategy, None, reading.strategies)
+    cuts = gather(world, "load: choose to exchange", partial(cuts_shards, checkpoint, choices))
+    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=all(cuts)))
+    shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    stored = [_described(shard, reading.kinds) for shard in by_sharing(shards)[1] if shard.key in reading.kinds]
+    # What samples take isn't progress of the load.
+    quiet = replace(checkpoint, options=replace(checkpoint.options, progress=lambda _: None))
+    speeds = speeds_of(
+        world,
+        checkpoint.storage,
+        stored,
+        partial(_read, replace(reading, checkpoint=quiet)),
+        share_bytes=int(plan.bytes_read.max(initial=0)),
+        is_cut=all(cuts),
+    )
+    chosen = agree(world, "load: compare costs", partial(by_cost, plan, columns, speeds))
+    return agree(world, "load: make memory", partial(destination_of, replace(reading, exchange=chosen), leaves))
 
 
 def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
@@ -168,7 +185,7 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
     world = reading.checkpoint.world
     others = (leaf for leaf in destination.leaves if type(leaf) is not ShardedTensor)
     objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
-    if destination.together:
+    if destination.exchange.together:
         together = _read_together(reading, destination.memories)
         return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together
 
@@ -300,7 +317,7 @@ def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) 
 
 
 def reads_to_device(
-    checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, exchange: Exchange, kinds: Kinds
+    checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None, kinds: Kinds, *, together: bool
 ) -> Callable[[ShardedTensor], bool]:
     """Return a predicate: whether a shard whose target is on a device is read there part by part.
 
@@ -310,8 +327,7 @@ def reads_to_device(
 
     @cache  # looked up only once a shard is on a device, and then once for all
     def is_possible() -> bool:
-        fills = traits_of_load(checkpoint, choice, strategies).fills_devices
-        return fills and not exchanges(exchange, checkpoint.storage, checkpoint.world.size)
+        return not together and traits_of_load(checkpoint, choice, strategies).fills_devices
 
     def is_direct(shard: ShardedTensor) -> bool:
         return is_possible() and (shard.key not in kinds or kinds[shard.key].dtype == shard.dtype)

@@ -1,0 +1,249 @@
+"""Whether ranks read for each other: as the caller says, or whatever takes less time, by speeds that are measured."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...errors import StrategyError, error_text
+from ...geometry import Column
+from ...layouts import ShardColumns
+from ...mapping import ShardedTensor
+from ...plans import ExchangePlan, size_text
+from ...storage import LocalStorage, MemoryStorage, Storage
+from ...strategies import Exchange
+from ...world import World, agree, gather
+from ._exchange import flat_part
+from ._targets import new_memory
+
+_WORTH_BYTES = 128 * 1024 * 1024
+"""Speeds are measured where an exchange saves that many bytes a rank; less is read before the measure ends."""
+
+_LEAST_SAMPLE, _MOST_SAMPLE = 4 * 1024 * 1024, 64 * 1024 * 1024
+_SAMPLED_PEERS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangeChoice:
+    """Whether ranks read for each other.
+
+    Attributes:
+        together: whether they do.
+        why: what decided it, as a sentence; empty where the caller did.
+        by_cost: all ranks' shards, where speeds should decide, which may have to be measured.
+    """
+
+    together: bool
+    why: str = ""
+    by_cost: ShardColumns | None = None
+
+
+ALONE = ExchangeChoice(together=False)
+
+
+def exchange_choice(
+    exchange: Exchange, storage: Storage, ranks: int, columns: ShardColumns | None = None
+) -> ExchangeChoice:
+    """Return whether ranks send each other what they read, as far as that is known without measuring.
+
+    Args:
+        exchange: what the caller says.
+        storage: where the checkpoint is.
+        ranks: how many read.
+        columns: what they want, where all ranks know it.
+
+    Raises:
+        StrategyError: no such choice.
+
+    Examples:
+        >>> exchange_choice("always", MemoryStorage(), 1).together
+        False
+    """
+    if exchange not in ("auto", "always", "never"):
+        expected = "'auto', 'always' or 'never'"
+        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
+    if ranks == 1 or exchange != "auto":
+        return ExchangeChoice(ranks > 1 and exchange == "always")
+    if isinstance(storage, MemoryStorage):
+        return ExchangeChoice(False, "Each rank reads by itself, since the checkpoint is in memory.")
+    by_cost = columns if columns is not None and _copied_bytes(columns) >= ranks * _WORTH_BYTES else None
+    # Without speeds the rule is: a second read of a local file comes from the page cache, faster than a message.
+    if isinstance(storage, LocalStorage):
+        return ExchangeChoice(False, "Each rank reads by itself, since storage is local.", by_cost)
+    return ExchangeChoice(True, "Ranks read for each other, since storage is remote.", by_cost)
+
+
+def _copied_bytes(columns: ShardColumns) -> int:
+    """Return how many bytes ranks want that others want too, at least: those of all but the main replicas."""
+    return int(_nbytes(columns)[~columns.main].sum())
+
+
+def _nbytes(columns: ShardColumns) -> Column:
+    return columns.elements * columns.item_size[columns.key]
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What ranks do in a second, in bytes, all at the same time; by rank.
+
+    Attributes:
+        host: on which machine a rank is.
+        read: how fast it reads, and checks, what nobody has read yet.
+        reread: the same once more, which a local file system has in its cache.
+        sent: how fast it sends while it receives as much.
+    """
+
+    host: tuple[str, ...]
+    read: tuple[float, ...]
+    reread: tuple[float, ...]
+    sent: tuple[float, ...]
+
+
+_measured: dict[tuple[str, int], Speeds] = {}
+"""What was measured in this process, by place and number of ranks."""
+
+
+def recalled(storage: Storage, ranks: int) -> Speeds | None:
+    """Return the speeds that an earlier load by as many ranks has measured at that place, None if none has."""
+    return _measured.get(_place(storage, ranks))
+
+
+def _place(storage: Storage, ranks: int) -> tuple[str, int]:
+    """Return where checkpoints are as fast as this one: a bucket, or the folder that this one's folder is in."""
+    where = storage.where()
+    scheme, found, rest = where.partition("://")
+    return (f"{scheme}://{rest.split('/')[0]}" if found else where.rpartition("/")[0]), ranks
+
+
+def speeds_of(
+    world: World,
+    storage: Storage,
+    shards: Sequence[ShardedTensor],
+    read: Callable[[Sequence[ShardedTensor]], object],
+    *,
+    share_bytes: int,
+    is_cut: bool,
+) -> Speeds:
+    """Return how fast ranks read and send: recalled if all remember the same, else measured; collective.
+
+    Args:
+        world: the ranks.
+        storage: where the checkpoint is.
+        shards: what this rank wants, in the dtypes that they are stored in.
+        read: reads shards into their memory.
+        share_bytes: what a rank reads if each byte is read once; a sixteenth of it is read twice, as a sample.
+        is_cut: whether a part of a shard may be read.
+    """
+    known = gather(world, "load: recall speeds", partial(recalled, storage, world.size))
+    found = known[0]
+    if found is None or any(each != found for each in known):
+        size = min(max(share_bytes // 16, _LEAST_SAMPLE), _MOST_SAMPLE)
+        sample = agree(world, "load: make a sample", lambda: _sample(shards, world, size, is_cut=is_cut))
+        found = _measure(world, sample, read)
+    _measured[_place(storage, world.size)] = found
+    return found
+
+
+def _sample(shards: Sequence[ShardedTensor], world: World, size: int, *, is_cut: bool) -> list[ShardedTensor]:
+    """Return about so many bytes of what a rank wants, with memory of their own; other bytes than other ranks do."""
+    held = [shard for shard in shards if data_bytes(shard)]
+    if not is_cut:
+        # Whole shards, but no much larger ones, if there are others.
+        held = [shard for shard in held if data_bytes(shard) <= 4 * size] or held[:1]
+    first = world.rank * len(held) // world.size
+    chosen, missing = [], size
+    for shard in (*held[first:], *held[:first]):
+        if missing <= 0:
+            break
+        count = prod(shard.data_shape)
+        wanted = min(-(-missing // shard.dtype.itemsize), count) if is_cut else count
+        # Ranks that want the same shard sample other parts of it, or all but one would find theirs in a cache.
+        start = world.rank * wanted % (count - wanted + 1)
+        part = flat_part(replace(shard, data=None), slice(start, start + wanted))
+        chosen.append(replace(part, data=new_memory(part.key, part.data_shape, part.dtype)))
+        missing -= data_bytes(part)
+    return chosen
+
+
+def data_bytes(shard: ShardedTensor) -> int:
+    """Return how many bytes a shard's data takes."""
+    return prod(shard.data_shape) * shard.dtype.itemsize
+
+
+def _measure(
+    world: World, sample: Sequence[ShardedTensor], read: Callable[[Sequence[ShardedTensor]], object]
+) -> Speeds:
+    """Return how fast all ranks are at the same time; collective."""
+    size = sum(map(data_bytes, sample))
+    # Each phase ends with a meeting, so that ranks start the next one together.
+    seconds = [
+        agree(world, "load: read a sample", partial(_seconds, "read", partial(read, sample))),
+        agree(world, "load: read the sample again", partial(_seconds, "read again", partial(read, sample))),
+    ]
+    peers = min(world.size - 1, _SAMPLED_PEERS)
+    message = np.ones(size // peers, dtype=np.uint8)
+    outgoing: list[Any] = [None] * world.size
+    for step in range(1, peers + 1):
+        outgoing[(world.rank + step) % world.size] = message
+    seconds.append(_seconds("send", partial(world.all_to_all, outgoing)))
+    host = socket.gethostname()
+    all_ranks = gather(world, "load: compare speeds", lambda: (host, *(size / each for each in seconds)))
+    return Speeds(*map(tuple, zip(*all_ranks, strict=True)))
+
+
+def _seconds(_: str, work: Callable[[], object]) -> float:
+    """Return how long work takes."""
+    begun = time.perf_counter()
+    work()
+    return max(time.perf_counter() - begun, 1e-9)
+
+
+def by_cost(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> ExchangeChoice:
+    """Return whether it takes less time if ranks read by a plan, and pass on what they read.
+
+    On one machine, what a rank reads a second time, or after another one, is read as fast as a sample was again.
+
+    Args:
+        plan: for all ranks.
+        columns: what they want.
+        speeds: of the same ranks.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(500))
+        >>> columns = st.layouts.join_columns([st.layouts.shard_columns([whole], rank) for rank in range(2)])
+        >>> speeds = Speeds(("a", "b"), (1000.0, 1000.0), (1000.0, 1000.0), (4000.0, 4000.0))
+        >>> print(by_cost(st.plans.plan_exchange(columns, 2, stripe_bytes=4), columns, speeds).why)
+        Ranks read for each other: that takes 1.25 s, alone 2.00 s (1.0 kB/s read, 1.0 kB/s again, 4.0 kB/s sent).
+    """
+    read, reread, sent = (np.array(each) for each in (speeds.read, speeds.reread, speeds.sent))
+    wanted = np.bincount(columns.rank, weights=_nbytes(columns), minlength=plan.ranks)
+    _, host = np.unique(speeds.host, return_inverse=True)
+    # Of what ranks of one machine want, each byte comes from storage once, if that has a cache: reread tells.
+    cells = plan.cells
+    on, cell = np.unique(np.stack([host[columns.rank[cells.row]], cells.cell]), axis=1)
+    size = cells.elements * columns.item_size[cells.key]
+    first = np.bincount(on, weights=size[cell], minlength=host.max() + 1)
+    part = np.minimum(first[host] / np.bincount(host)[host], wanted)
+    alone = _most(part, read) + _most(wanted - part, reread)
+    together = _most(plan.bytes_read, read) + _most(np.maximum(plan.bytes_sent, plan.bytes_received), sent)
+    chosen = bool(together < alone)
+    who, other = "Each rank reads by itself", "an exchange"
+    if chosen:
+        who, other = "Ranks read for each other", "alone"
+    less, more = sorted((alone, together))
+    speed, again, moved = (f"{size_text(int(np.median(each)))}/s" for each in (read, reread, sent))
+    rates = f"{speed} read, {again} again, {moved} sent"
+    return ExchangeChoice(chosen, f"{who}: that takes {less:.2f} s, {other} {more:.2f} s ({rates}).")
+
+
+def _most(nbytes: np.ndarray, speed: np.ndarray) -> float:  # type: ignore[type-arg]
+    """Return how long the slowest rank takes; one without bytes takes no time, whatever its speed."""
+    return float(np.divide(nbytes, speed, out=np.zeros(nbytes.size), where=nbytes > 0).max(initial=0.0))
