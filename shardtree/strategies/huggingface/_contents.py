@@ -12,7 +12,7 @@ from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_l
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
-from ...storage import Ranged, Reader, Storage, StoredFile, in_threads, opened
+from ...storage import Ranged, Reader, Storage, StoredFile, collector_paused, in_threads, opened
 from .._values import Checkpoint
 from ..index import Index, build_index
 from ._listing import BACKEND, Listing, read_listing
@@ -122,9 +122,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
     """
     if BACKEND not in checkpoint.memo:
-        listing = read_listing(checkpoint)
-        files = read_headers(checkpoint.storage, listing.files)
-        checkpoint.memo[BACKEND] = contents(listing, files)
+        # An entry for each tensor and no garbage, through which the collector would look again and again.
+        with collector_paused():
+            listing = read_listing(checkpoint)
+            files = read_headers(checkpoint.storage, listing.files)
+            checkpoint.memo[BACKEND] = contents(listing, files)
     found: Contents = checkpoint.memo[BACKEND]
     return found
 
