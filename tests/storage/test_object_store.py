@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -497,6 +498,37 @@ def test_requests_are_few(server: Server) -> None:
     server.reset()
     assert series.latest().number == 4
     assert len(server.log) <= 7, server.actions()
+
+
+def test_an_overwrite_leaves_its_note_while_it_looks(server: Server) -> None:
+    st.save(tree(), at())
+    noted = threading.Event()
+
+    def fault(request: Request) -> None:
+        if request.key.endswith("owner.json"):
+            noted.set()
+        elif request.key == "runs/metadata.json" and request.action == "GetObject":
+            assert noted.wait(60)
+
+    server.fault = fault
+    st.save(tree(2.0), at(), overwrite=True)
+    server.fault = lambda _: None
+    assert loaded(at()) == (2.0, 7)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_is_refused_takes_its_note_away(server: Server, overwrite: bool) -> None:
+    server.store.put("runs/metadata.json", b'{"license": "mit"}')
+    with pytest.raises(StorageError, match="belongs to another program"):
+        st.save(tree(), at(), overwrite=overwrite)
+    assert list(server.store.objects) == ["runs/metadata.json"]
+
+
+def test_so_does_one_that_cannot_look(server: Server) -> None:
+    server.fault = lambda request: "refuse" if request.key == "runs/metadata.json" else None
+    with pytest.raises(StorageError, match=r"cannot read 's3://bucket/runs/metadata\.json'"):
+        st.save(tree(), at(), overwrite=True)
+    assert not server.store.objects
 
 
 def test_several_ranks_save_a_model_where_none_shares_a_file(server: Server) -> None:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...layouts import ShardColumns
-from ...storage import Exchanging, Listing, Storage, claim, new_folder, release
+from ...storage import Begun, Conditional, Exchanging, Listing, Storage, claim, new_folder, release
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -103,17 +104,40 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or belongs to another program.
     """
-    with step("save: look at the folder"):
-        start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite)
-    pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
+    save_id = _new_save_id()
+    # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
+    beside = call.overwrite and isinstance(storage, Conditional) and _in_save_folder(backends, call.strategies)
+    made = Begun(partial(make_save_folder, storage, save_id, durable=False)) if beside else None
+    try:
+        with step("save: look at the folder"):
+            start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite, save_id=save_id)
+        pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
+    except BaseException:
+        if made is not None:
+            made.drop()
+            end(PendingSave(storage, save_id, call.world, memo={"claim": claim(save_id)}))
+        raise
     undo.callback(_undo, pending)
     with step("save: make the folder"):
-        make_folder(pending, backends, call.strategies)
+        if made is None:
+            make_folder(pending, backends, call.strategies)
+        else:
+            pending.memo["claim"] = made.result()
     return pending
 
 
+def _new_save_id() -> str:
+    # Its form makes a folder one that cleaning up may remove; random digits keep saves of one second apart.
+    return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
+
+
 def inspect_folder(
-    storage: Storage, backends: Backends, strategies: Strategies | None, *, overwrite: bool
+    storage: Storage,
+    backends: Backends,
+    strategies: Strategies | None,
+    *,
+    overwrite: bool,
+    save_id: str | None = None,
 ) -> SaveStart:
     """Return what is known of a save before its folder is made. Nothing is changed.
 
@@ -122,6 +146,7 @@ def inspect_folder(
         backends: of the shards and of the common state.
         strategies: the dispatch table; None for the process's.
         overwrite: whether a checkpoint that is already there may be replaced.
+        save_id: the save's name; None for a new one.
 
     Raises:
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
@@ -139,9 +164,7 @@ def inspect_folder(
     if there and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
-    # The form of the name is what makes a folder one that cleaning up may remove; random digits keep saves of one
-    # second apart.
-    save_id = f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
+    save_id = _new_save_id() if save_id is None else save_id
     # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
     if there and not (_in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
         return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
