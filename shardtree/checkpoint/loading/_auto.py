@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import StrategyError, error_text
 from ...geometry import Column
@@ -244,6 +245,6 @@ def by_cost(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> Exchan
     return ExchangeChoice(chosen, f"{who}: that takes {less:.2f} s, {other} {more:.2f} s ({rates}).")
 
 
-def _most(nbytes: np.ndarray, speed: np.ndarray) -> float:  # type: ignore[type-arg]
+def _most(nbytes: NDArray[Any], speed: NDArray[Any]) -> float:
     """Return how long the slowest rank takes; one without bytes takes no time, whatever its speed."""
     return float(np.divide(nbytes, speed, out=np.zeros(nbytes.size), where=nbytes > 0).max(initial=0.0))

@@ -1,0 +1,134 @@
+"""Run by torchrun: ranks load boxes that overlap, read each stored byte once between them, and compare all elements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardtree as st
+from shardtree.checkpoint.loading import _auto
+from shardtree.storage import LocalStorage, Reader
+from shardtree.testing import WatchedStorage, first_difference, random_bits
+
+ROWS, WIDTH = 1200, 1000
+DTYPES = {"a": torch.float32, "b": torch.bfloat16}
+WHOLE = {key: random_bits((ROWS, WIDTH), dtype, 3) for key, dtype in DTYPES.items()}
+SPANS = [(0, 600), (300, 900), (0, 1200), (100, 1000)]
+"""Which rows each rank wants."""
+COLUMNS = [(0, 500), (250, 750), (0, 1000), (400, 1000)]
+UNION = sum(tensor.nbytes for tensor in WHOLE.values())
+
+
+class CountingReader:
+    """A reader that adds up the bytes that it is asked for."""
+
+    def __init__(self, reader: Reader, counts: list[int]) -> None:
+        self.reader, self.counts, self.length = reader, counts, reader.length
+
+    def read_into(self, byte: int, buffers: Sequence[memoryview]) -> None:
+        self.counts.append(sum(buffer.nbytes for buffer in buffers))
+        self.reader.read_into(byte, buffers)
+
+    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
+        found = self.reader.mapped(begin, end)
+        self.counts.append(found.nbytes)
+        return found
+
+
+class Counting(WatchedStorage):
+    """A storage that counts what is read of the files with tensors."""
+
+    counts: list[int]
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        with self.inner.open(name) as reader:
+            yield CountingReader(reader, self.counts) if "-of-" in name else reader
+
+
+def replicas(rank: int) -> dict[str, st.ShardedTensor]:
+    return {key: st.ShardedTensor.from_rank_offsets(key, whole, replica_id=rank) for key, whole in WHOLE.items()}
+
+
+def target(rank: int, axis: int) -> dict[str, Any]:
+    """Return what a rank wants: rows, or columns."""
+    low, high = (SPANS, COLUMNS)[axis][rank]
+    shape, offset = [ROWS, WIDTH], [0, 0]
+    shape[axis], offset[axis] = high - low, low
+    return {
+        key: st.ShardedTensor(key, None, dtype, tuple(shape), (ROWS, WIDTH), tuple(offset), None)
+        for key, dtype in DTYPES.items()
+    }
+
+
+def summed(number: int) -> int:
+    found = torch.tensor(number)
+    dist.all_reduce(found)
+    return int(found)
+
+
+def load(folder: Path, axis: int, exchange: Any) -> None:
+    """Load, and raise unless each stored byte was read once, as foretold, and each element is right."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    storage, reports = Counting(LocalStorage(str(folder))), list[st.storage.ReadReport]()
+    object.__setattr__(storage, "counts", [])
+    options = st.LoadOptions(exchange=exchange, verify=None, report=reports.append)
+    how: dict[str, Any] = {"validate_access_integrity": False, "options": options}
+    foretold = st.explain_ranks([target(each, axis) for each in range(ranks)], folder, **how).reads[rank]
+    loaded = st.load(target(rank, axis), storage, **how)
+    for key, shard in target(rank, axis).items():
+        first = first_difference(loaded[key], WHOLE[key][shard.global_slice()])
+        assert first is None, f"rank {rank}: {key!r}: {first}"
+    (report,) = reports
+    read, stored = summed(report.bytes_read), summed(sum(storage.counts))
+    # Of columns, what lies between their parts of rows is in the ranges that are mapped.
+    assert read == UNION, f"{read} bytes are loaded for {UNION}"
+    assert axis or stored == UNION, f"{stored} bytes are read for {UNION}"
+    assert foretold.cost is not None
+    found = (report.bytes_read, report.bytes_sent, report.bytes_received)
+    assert found == (foretold.cost.bytes_wanted, foretold.sent, foretold.received)
+    level = torch.tensor(report.bytes_read)
+    dist.all_reduce(level, dist.ReduceOp.MAX)
+    # A stripe of a MiB is more than a twentieth of so little.
+    assert int(level) <= UNION / ranks + 2**20
+
+
+def measure(folder: Path) -> None:
+    """Load replicas by measured costs: whatever is chosen, all ranks choose it, say why, and get every element."""
+    rank = dist.get_rank()
+    _auto._WORTH_BYTES = 0
+    reports: list[st.storage.ReadReport] = []
+    shards = {
+        key: st.ShardedTensor.from_rank_offsets(key, torch.zeros_like(w), replica_id=rank) for key, w in WHOLE.items()
+    }
+    for _ in range(2):
+        loaded = st.load(shards, folder, options=st.LoadOptions(report=reports.append))
+        assert all(first_difference(loaded[key], WHOLE[key]) is None for key in WHOLE)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, [report.exchange for report in reports])
+    assert len({why for each in said for why in each}) == 1 and "/s sent" in said[0][0], said
+
+
+STEPS = {
+    "rows": partial(load, axis=0, exchange="always"),
+    "columns": partial(load, axis=1, exchange="always"),
+    "alone": partial(load, axis=0, exchange="never"),
+    "measure": measure,
+}
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    if not st.is_checkpoint(sys.argv[1]):
+        dist.barrier()
+        st.save(replicas(dist.get_rank()), sys.argv[1], options=st.SaveOptions(durable=False))
+    for name in sys.argv[2:]:
+        STEPS[name](Path(sys.argv[1]))
+        dist.barrier()
+    dist.destroy_process_group()
