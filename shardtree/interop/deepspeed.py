@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -172,9 +172,12 @@ def _fields(
         raise UnsupportedValue(error_text("save_universal: the common state", found=found, expected=expected, fix=fix))
     groups = [dict(group) for group in optimizer.get("param_groups", ())]
     names = [list(parts.states)] if parameter_groups is None else [list(group) for group in parameter_groups]
-    if sorted(name for group in names for name in group) != sorted(parts.states):
-        expected = f"each of the {len(parts.states)} trained parameters once"
-        raise KeyMismatch(error_text("save_universal: parameter_groups", expected=expected))
+    given = Counter(name for group in names for name in group)
+    wrong = [repr(name) for name in {*given, *parts.states} if given[name] != (name in parts.states)]
+    if wrong:
+        what = "save_universal: parameter_groups doesn't name each trained parameter once"
+        fix = "Name in parameter_groups each parameter that has optimizer states, once, and no other."
+        raise KeyMismatch(error_text(what, offenders=sorted(wrong), fix=fix))
     model = {**_MODEL_FIELDS, **{key: value for key, value in common.items() if key != "optimizer"}}
     numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
     shapes = [_shapes(checkpoint, group) for group in names]

@@ -145,7 +145,7 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
         return
     found = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
-    what = "lazy_map: the function returned something else for a part of its operands"
+    what = "lazy_map: given a part of its operands, the function returned another shape or dtype"
     raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=_FIX))
 
 

@@ -108,12 +108,13 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
     check_params(doing, params)
     lost = [repr(name) for name in dict.fromkeys(names) if name not in params]
     if lost:
-        expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}, ..."
+        more = ", ..." if len(params) > 4 else ""
+        expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}{more}"
         fix = (
             "Give the sharded tree of the whole model, with the model's own parameters as data (keep_vars=True), and "
             "the optimizer itself, so that ids are in its order."
         )
-        what = f"{doing}: no sharded parameter for what the optimizer has"
+        what = f"{doing}: the optimizer has parameters that the sharded tree lacks"
         raise TreeError(error_text(what, offenders=lost, expected=expected, fix=fix))
 
 

@@ -40,7 +40,7 @@ class Comparison:
 def first_difference(
     read: Read, pair: Comparison, box: ShardedTensor, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, ReadReport]:
-    """Return the place of the first element where a master, rounded, isn't the weight, None if there is none.
+    """Return where a master, rounded, first differs from its weight; None if nowhere.
 
     Args:
         read: reads stored tensors.

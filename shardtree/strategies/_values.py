@@ -200,8 +200,8 @@ class AsyncRequest(Generic[T]):
     """A save that is prepared and not yet done: a value until `execute_sync` or an `AsyncCallsQueue` runs it.
 
     It is immutable, so a queue runs exactly what was scheduled: a finalizer that is added later is in another request.
-    Megatron-Core's has functions that write and functions that finalise. Whether the checkpoint counts is decided from
-    all ranks' results, which a finaliser doesn't have: hence `commit`.
+    Megatron-Core's request has only functions that write and finalizers. Whether the checkpoint counts is decided from
+    all ranks' results, which a finalizer doesn't have: hence `commit`.
 
     Attributes:
         world: the ranks that save; used only by the thread that commits.

@@ -32,6 +32,7 @@ def steps_of(title: str) -> list[list[Place]]:
     found = []
     for step in re.split(r"^\d\. ", section(title), flags=re.MULTILINE)[1:]:
         module, places = "", list[Place]()
+        step = step.partition("\n\n")[0]  # what follows the last step is about other ways
         for path, function in re.findall(r"`([\w/]+\.py)`|`(\w+)`", step):
             module = path or module
             if function and module and (PACKAGE / module).exists() and defines(module, function):

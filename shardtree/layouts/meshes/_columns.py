@@ -75,7 +75,7 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
-    """Return the shards of all ranks of a mesh, as `mesh_columns` does; several tensors may have one key."""
+    """As `mesh_columns`, for placements, of which several may have one key."""
     placed = sorted(placements, key=lambda each: (each.key, each.copy))
     _check_kinds(placed)
     for each in placed:

@@ -86,7 +86,7 @@ def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
-    """Return whether vectors have more than one value: ranks may have equal ones of zeros and ones, or of padding."""
+    """Return whether a vector has more than two values: zeros and ones, or padding, may be equal by chance."""
     first = [replace(vector.tensor, shape=(min(_LOOKED_AT, *vector.tensor.shape),)) for vector in vectors]
     return any(tensor.shape[0] and filled(checkpoint, tensor).unique().numel() > 2 for tensor in first)
 

@@ -74,7 +74,7 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
             found.setdefault(int(match[2]), {}).setdefault(match[1], {})[int(match[3])] = name
     if len(found) != 1:
         sizes = ", ".join(f"of {size} ranks" for size in sorted(found))
-        fix = "Move those of the other save away: what belongs together, only you know."
+        fix = "Move the other save's files away: only you know which belong together."
         what = f"open: {where!r} has ranks' files of several saves"
         raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one world size", fix=fix))
     ((size, kinds),) = found.items()

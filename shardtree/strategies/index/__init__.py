@@ -48,4 +48,4 @@ from ._save import (
     save_with_index,
     write_file,
 )
-from ._sound import blocks_problem, index_problem, shared_bytes_problem
+from ._sound import blocks_problem, index_problem, sound_index, unsound_index

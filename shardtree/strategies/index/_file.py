@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ...codec import Entry, decode_header, dtype_name, encode_header
-from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns
 from ...storage import Buffer, StoredFile
@@ -16,7 +15,7 @@ from .._metadata import read_checked, write_checked
 from .._traits import METADATA_FILE
 from .._values import Checkpoint, Fields, PendingSave
 from ._columns import COLUMNS, OPTIONAL_COLUMNS, Index, text_columns
-from ._sound import blocks_problem, index_problem, shared_bytes_problem
+from ._sound import sound_index, unsound_index
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -134,28 +133,15 @@ def decode_index(data: Buffer, what: str) -> Index:
         if entry.name in COLUMNS or entry.name in OPTIONAL_COLUMNS:
             dtype = _NUMPY.get(entry.tag)
             if dtype is None:
-                raise _corrupt(what, f"column {entry.name!r} has dtype {entry.tag}")
+                raise unsound_index(what, f"column {entry.name!r} has dtype {entry.tag}")
             part = data[start + entry.start : start + entry.stop]
             columns[entry.name] = np.frombuffer(part, dtype=dtype).reshape(entry.shape)
         elif not entry.name.startswith("x_"):
-            raise _corrupt(what, f"unknown column {entry.name!r}: it was written by a later version")
+            raise unsound_index(what, f"unknown column {entry.name!r}: it was written by a later version")
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
-        raise _corrupt(what, f"columns {', '.join(missing)} are missing")
-    index = Index(**columns)
-    # A right hash proves nothing: anyone who makes a checkpoint computes its hashes too.
-    try:
-        problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
-    except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
-        problem = str(error)
-    if problem:
-        raise _corrupt(what, problem)
-    return index
-
-
-def _corrupt(what: str, found: str) -> CorruptCheckpoint:
-    fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(error_text(f"open: the index {what!r} is not sound", found=found, fix=fix))
+        raise unsound_index(what, f"columns {', '.join(missing)} are missing")
+    return sound_index(Index(**columns), what)
 
 
 def read_index(checkpoint: Checkpoint) -> Index:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...geometry import Column, volumes
 from ...storage import BLOCK_BYTES, in_threads
 from ._columns import COLUMNS, Bytes, Index, ascend, item_sizes, texts
@@ -22,6 +23,28 @@ _MOST_AXES = 256
 _MOST_BYTES = 2.0**62  # in all files together, so that sums of lengths stay within int64
 _ROWS = 2**14
 """Rows that are checked at once: so few that what is made of them stays in a core's cache."""
+
+
+def sound_index(index: Index, what: str) -> Index:
+    """Return an index that was read from a file.
+
+    Raises:
+        CorruptCheckpoint: its columns don't fit together.
+    """
+    # A right hash proves nothing: anyone who makes a checkpoint computes its hashes too.
+    try:
+        problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
+    except (CheckpointingException, UnicodeDecodeError, IndexError, ValueError) as error:
+        problem = str(error)
+    if problem:
+        raise unsound_index(what, problem)
+    return index
+
+
+def unsound_index(what: str, found: str) -> CorruptCheckpoint:
+    """Return the error of a file that isn't an index of ours."""
+    fix = "The file was damaged or made by another program; load another checkpoint."
+    return CorruptCheckpoint(error_text(f"open: the index {what!r} is not sound", found=found, fix=fix))
 
 
 def index_problem(index: Index) -> str | None:

@@ -121,7 +121,9 @@ def _bucket(name: str, found: re.Match[str], states: Mapping[str, TensorEntry]) 
     if len(edges) != 1 or MASTER not in states:
         fix = "The checkpoint was damaged or made by another program; load another one."
         expected = f"{MASTER} and moments, cut alike"
-        raise CorruptCheckpoint(error_text(f"open: {name!r}", found=sorted(states), expected=expected, fix=fix))
+        raise CorruptCheckpoint(
+            error_text(f"open: bucket {name!r} is not sound", found=sorted(states), expected=expected, fix=fix)
+        )
     buffer = (int(found["buffer"]), found["dtype"])
     return Bucket(name, found["group"], buffer, int(found["bucket"]), found["dtype"], tuple(states), edges.pop())
 

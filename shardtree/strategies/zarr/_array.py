@@ -104,16 +104,22 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
         # bool is an int to isinstance, and JSON's true no size: hence type().
         sound = isinstance(shape, list) and len(shape) <= _MOST_AXES
         if not (sound and all(type(size) is int and least <= size <= _MOST_BYTES for size in shape)):
-            raise _unsound(what, f"shape {shape!r}"[:200], f"at most {_MOST_AXES} sizes of {least} or more")
+            raise unsound_array(what, f"shape {shape!r}"[:200], f"at most {_MOST_AXES} sizes of {least} or more")
         if prod(max(size, 1) for size in shape) * item_size > _MOST_BYTES:
-            raise _unsound(what, f"shape {shape!r}"[:200], "fewer elements")
+            raise unsound_array(what, f"shape {shape!r}"[:200], "fewer elements")
         if found and len(shape) != len(found[0]):
-            raise _unsound(what, f"chunks of {len(shape)} axes", f"{len(found[0])} axes, like the array")
+            raise unsound_array(what, f"chunks of {len(shape)} axes", f"{len(found[0])} axes, like the array")
         found.append(tuple(shape))
     return found
 
 
-def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
+def unsound_array(what: str, found: str, expected: str) -> CorruptCheckpoint:
+    """Return the error of metadata that doesn't describe an array.
+
+    Examples:
+        >>> print(unsound_array("the array 'w'", "shape 7", "a list"))
+        open: the array 'w' is not sound
+    """
     fix = "The file was damaged or made by another program; load another checkpoint."
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
 

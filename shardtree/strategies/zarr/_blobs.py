@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree
-from ...errors import CorruptCheckpoint, error_text
 from ...storage import Buffer, Storage, digest
 from .._metadata import read_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ..index import COLUMNS, Index, blocks_problem, index_problem, shared_bytes_problem
+from ..index import COLUMNS, Index, sound_index, unsound_index
 from ._array import StoredArray
 from ._metadata import NODE_FILE, OURS, encode_v3
 
@@ -78,21 +77,8 @@ def decode_columns(data: Buffer, where: str) -> Index:
     """
     columns = decode_tree(data)
     if not isinstance(columns, dict) or not all(isinstance(columns.get(name), np.ndarray) for name in COLUMNS):
-        raise _unsound(where, "other columns than an index has")
-    index = Index(**{name: columns[name] for name in COLUMNS})
-    # Its digest says only that the file is what its writer made: an attacker computes the hashes too.
-    try:
-        problem = index_problem(index) or blocks_problem(index) or shared_bytes_problem(index)
-    except (UnicodeDecodeError, IndexError, ValueError) as error:
-        problem = str(error)
-    if problem:
-        raise _unsound(where, problem)
-    return index
-
-
-def _unsound(where: str, found: str) -> CorruptCheckpoint:
-    fix = "The file was damaged; load another checkpoint."
-    return CorruptCheckpoint(error_text(f"open: the index {where!r} is not sound", found=found, fix=fix))
+        raise unsound_index(where, "other columns than an index has")
+    return sound_index(Index(**{name: columns[name] for name in COLUMNS}), where)
 
 
 # The common state, encoded by the common codec

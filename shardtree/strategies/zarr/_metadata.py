@@ -10,7 +10,7 @@ import torch
 
 from ...codec import dtype_from_name, dtype_name, parse_json
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, zarr_name
+from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, unsound_array, zarr_name
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
 
 # .zarray, as Megatron-Core and zarr-python before version 3 write it
@@ -100,7 +100,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
     inner, inside = _sharding(codecs, dtype.itemsize, what)
     shapes = checked_shapes((fields.get("shape"), chunk, *([] if inner is None else [inner])), dtype.itemsize, what)
     if inner is not None and any(size % step for size, step in zip(shapes[1], shapes[2], strict=True)):
-        raise _unsound(what, f"chunks {shapes[1]} of {shapes[2]}", "a whole number of inner chunks in each")
+        raise unsound_array(what, f"chunks {shapes[1]} of {shapes[2]}", "a whole number of inner chunks in each")
     prefix, separator = _file_names(fields, what)
     plain = is_plain(codecs, dtype.itemsize, what)
     return StoredArray(
@@ -214,20 +214,15 @@ def _file_names(fields: Mapping[str, Any], what: str) -> tuple[str, str]:
     encoding = fields.get("chunk_key_encoding")
     name, configuration = codec_parts(encoding, what) if encoding is not None else ("default", {})
     if name not in ("default", "v2"):
-        raise _unsound(what, f"chunk key encoding {name!r}"[:200], "'default' or 'v2'")
+        raise unsound_array(what, f"chunk key encoding {name!r}"[:200], "'default' or 'v2'")
     separator = configuration.get("separator", "/" if name == "default" else ".")
     if separator not in (".", "/"):
-        raise _unsound(what, f"separator {separator!r}"[:200], "'.' or '/'")
+        raise unsound_array(what, f"separator {separator!r}"[:200], "'.' or '/'")
     return "c" if name == "default" else "", separator
 
 
 def _configuration(fields: Mapping[str, Any], field: str, expected: str, what: str) -> dict[str, Any]:
     name, configuration = codec_parts(fields.get(field), what)
     if name != expected:
-        raise _unsound(what, f"{field} {name!r}"[:200], repr(expected))
+        raise unsound_array(what, f"{field} {name!r}"[:200], repr(expected))
     return configuration
-
-
-def _unsound(what: str, found: str, expected: str) -> CorruptCheckpoint:
-    fix = "The file was damaged or made by another program; load another checkpoint."
-    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
