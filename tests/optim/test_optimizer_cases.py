@@ -219,9 +219,9 @@ SHORT = {"state": {0: {"m": torch.zeros(3, 2)}, 1: {"m": torch.zeros(6)}}, "para
         (
             lambda: convert(state_dict(), {}),
             TreeError,
-            r"optimizer has\n  0\n  1\n  expected one of 0.*\n.*keep_vars=True",
+            r"tree lacks\n  0\n  1\n  expected one of 0.*\n.*keep_vars=True",
         ),
-        (lambda: convert(NAMED, PARAMS), TreeError, "what the optimizer has\n  'w'\n  'b'"),
+        (lambda: convert(NAMED, PARAMS), TreeError, "sharded tree lacks\n  'w'\n  'b'"),
         (lambda: convert(FLAT_FORM, PARAMS), TreeError, "flatten_optimizer_state_dict=False"),
         (lambda: convert([], PARAMS), TreeError, "not an optimizer's state dict\n  found list"),
         (lambda: convert({"state": [], "param_groups": []}, {}), TreeError, "found list, expected a dict by parameter"),
@@ -270,7 +270,7 @@ SHORT = {"state": {0: {"m": torch.zeros(3, 2)}, 1: {"m": torch.zeros(6)}}, "para
         (
             lambda: st.optim.abstract_optim_state(state_dict(), {}, {"m": torch.float32}),
             TreeError,
-            "no sharded parameter",
+            "the sharded tree lacks",
         ),
         (
             lambda: st.optim.abstract_optim_state_from_metadata(state_dict(), PARAMS, {}),

@@ -110,7 +110,7 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
     if "mp_rank_00_model_states.pt" in names and any(name.startswith("zero_pp_rank") for name in models.values()):
         two = ["mp_rank_00_model_states.pt", next(name for name in models.values() if name.startswith("zero_pp_rank"))]
     if two:
-        fix = "Move those of the other save away: what belongs together, only you know."
+        fix = "Move the other save's files away: only you know which belong together."
         found = " beside ".join(two)
         raise CorruptCheckpoint(error_text(f"open: {where!r} has files of two saves", found=found, fix=fix))
     optimizers = next(iter(prefixes.values()), {})
