@@ -315,5 +315,5 @@ def test_the_metadata_law_catches_a_state_that_is_left_out() -> None:
 
 def test_states_of_unknown_parameters_are_refused() -> None:
     state_dict, params, _ = rank_optimizer(SAMPLE, FOUR, 0)
-    with pytest.raises(CheckpointingException, match=r"the optimizer has parameters that the sharded tree lacks\n  0\n"):
+    with pytest.raises(CheckpointingException, match=r"parameters that the sharded tree lacks\n  0\n"):
         optim_state_to_sharding_state(state_dict, {1: params[1]})
