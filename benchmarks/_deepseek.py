@@ -1,4 +1,4 @@
-"""DeepSeek-V3 as a Hugging Face folder of sparse files: its true keys, shapes and dtypes, and no bytes of weights.
+"""DeepSeek-V3 as a Hugging Face folder of sparse files: its true keys, shapes and dtypes, and few bytes of weights.
 
 All weights are bfloat16, as after the conversion that its authors publish: 46,183 tensors, 1.37 TB in 163 files.
 The published float8 files have a tensor of scales beside each matrix.
@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha512
 from math import prod
 from pathlib import Path
 
@@ -36,6 +37,16 @@ class Config:
 
 
 SMALL = Config(2, 1, 4, 64, 128, 32, 4, 24, 16, 8, 4, 8, 256)
+THIN = Config(hidden=448, intermediate=1152, moe_intermediate=128, heads=8, q_rank=96, kv_rank=32, vocab=8080)
+"""As many tensors, of a 256th of the bytes."""
+
+TRAINING = {
+    "*.experts.*": (1, 1),
+    **dict.fromkeys(("*embed_tokens.weight", "*head.weight", "*_b_proj.weight", "*.gate_proj.weight"), (8, 1)),
+    **dict.fromkeys(("*.up_proj.weight",), (8, 1)),
+    **dict.fromkeys(("*.o_proj.weight", "*.down_proj.weight"), (1, 8)),
+}
+"""How its tensors are cut for TP 8, PP 16 and EP 64: an expert or a layer isn't; the rest by columns or by rows."""
 
 
 def shapes_of(config: Config) -> Shapes:
@@ -82,7 +93,7 @@ def nbytes_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def make_folder(folder: Path, shapes: Shapes, files: int) -> None:
-    """Make a Hugging Face folder of about so many sparse files, whose weights are zeros that take no room."""
+    """Make a Hugging Face folder of about so many sparse files; a tensor has bytes of its own first, then zeros."""
     folder.mkdir(parents=True)
     groups, most, size = [Shapes()], nbytes_of(shapes) / files, 0
     for key, shape in shapes.items():
@@ -109,4 +120,9 @@ def _make_file(path: Path, shapes: Shapes) -> None:
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + end)
+        begin = 8 + len(header)
+        file.truncate(begin + end)
+        for key, shape in shapes.items():
+            file.seek(begin)
+            file.write(sha512(key.encode()).digest()[: 2 * prod(shape)])
+            begin += 2 * prod(shape)

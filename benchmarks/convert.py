@@ -1,8 +1,10 @@
 """Conversions, by one process and by two, and of a model of 1.37 TB: ``python -m benchmarks.convert``.
 
-First float32 becomes bfloat16, from files in the page cache to files. Then Hugging Face becomes torch_dist, into a sink
-that hashes what it is given and drops it, beside the same bytes read by hand into the same sink. Then the same with
-DeepSeek-V3, whose files are sparse: opening, planning, and a part of the stream.
+First float32 becomes bfloat16, from files in the page cache to files. The others go into a sink that hashes what it is
+given and drops zeros, beside the same bytes read by hand into the same sink: first 1 GB from Hugging Face to
+torch_dist. Then DeepSeek-V3, whose files are sparse, cut for TP 8, PP 16 and EP 64: opening, planning, and the first
+bytes of the stream of all; there and back, with all that reads it back, of its first layer and its last; and there and
+back of as many tensors as it has, in as many batches, of a 256th of the bytes.
 """
 
 from __future__ import annotations
@@ -12,31 +14,30 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import xxhash
 
 import shardtree as st
 from shardtree.checkpoint.conversion._identity import conversion_digest
 from shardtree.checkpoint.conversion._plan import Plan, plan_conversion
-from shardtree.storage import MemoryStorage
 from shardtree.world import run_processes
 
 from ._bars import Bar, Settings, print_bars, run
-from ._deepseek import SMALL, Config, make_folder, nbytes_of, shapes_of
+from ._deepseek import SMALL, THIN, TRAINING, Config, make_folder, nbytes_of, shapes_of
 from ._peak import Action, peak
+from ._sparse import SparseFolder
 
 MIB = 1024 * 1024
 BATCH = 256 * MIB  # as by default
 WINDOW = 16 * MIB  # of the plain copy
-TO = ("torch_dist", 1)
+TO, BACK = ("torch_dist", 1), ("huggingface", 1)
+ENDS = Config(layers=1, dense_layers=1)  # a layer, and the one that predicts two tokens ahead
 MOST_MIB = 2048.0
 FAST = {"verify": False, "save_options": st.SaveOptions(durable=False)}
 
@@ -48,6 +49,8 @@ def bars(settings: Settings) -> list[Bar]:
         folder = Path(where)
         found = [_two_processes(folder, size, rounds), _beside_a_copy(folder, size, rounds)]
         found += _large_model(folder, SMALL if settings.quick else Config(), part, rounds)
+        trips = [(SMALL, BATCH // 2**15)] if settings.quick else [(ENDS, BATCH), (THIN, BATCH // 256)]
+        found += [bar for config, most in trips for bar in _there_and_back(folder, config, most)]
     print_bars("Conversions", found, settings.console)
     return found
 
@@ -101,33 +104,8 @@ def _halved(source: Path, destination: Path, size: int, world: st.World) -> floa
 # A sink, and a plain copy into it.
 
 
-class Enough(Exception):
+class Enough(BaseException):
     """So much was streamed that the rest would take as long for each byte."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Sink(MemoryStorage):
-    """A folder in memory that hashes the bytes of tensors and drops them.
-
-    Attributes:
-        lengths: of the files that were dropped.
-    """
-
-    lengths: dict[str, int] = field(default_factory=dict)
-
-    def write(self, name: str, buffers: Iterable[Any], *, durable: bool) -> int:
-        """Hash a file and keep its length; small files are kept."""
-        if not name.endswith(".distcp"):
-            return super().write(name, buffers, durable=durable)
-        hasher, self.lengths[name] = xxhash.xxh3_64(), 0
-        for buffer in buffers:
-            hasher.update(buffer)
-            self.lengths[name] += buffer.nbytes
-        return self.lengths[name]
-
-    def length(self, name: str) -> int | None:
-        """Return the length of a file, dropped or kept."""
-        return self.lengths[name] if name in self.lengths else super().length(name)
 
 
 def _beside_a_copy(folder: Path, size: int, rounds: int) -> Bar:
@@ -150,17 +128,24 @@ def _stream(source: Path, most: int) -> float:
         if done >= most:
             raise Enough
 
-    options = {**FAST, "save_options": st.SaveOptions(durable=False, progress=count)}
-    with suppress(Enough):
-        st.convert(source, Sink(), backend=TO, leave_out=["common"], **options)
+    with _sink(source.parent) as sink, suppress(Enough):
+        options = {**FAST, "save_options": st.SaveOptions(durable=False, progress=count)}
+        st.convert(source, sink, backend=TO, leave_out=["common"], **options)
     return time.perf_counter() - begin
+
+
+@contextmanager
+def _sink(folder: Path) -> Iterator[SparseFolder]:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="sink-") as where:
+        yield SparseFolder(where)
 
 
 def _copy(source: Path, most: int) -> float:
     """Return the seconds that reading the same bytes by hand into the same sink takes."""
-    begin = time.perf_counter()
-    Sink().write("copy.distcp", _windows(source, most), durable=False)
-    return time.perf_counter() - begin
+    with _sink(source.parent) as sink:
+        begin = time.perf_counter()
+        sink.write("copy.distcp", _windows(source, most), durable=False)
+        return time.perf_counter() - begin
 
 
 def _windows(source: Path, most: int) -> Iterator[memoryview]:
@@ -200,7 +185,7 @@ def _planned(source: Path) -> tuple[float, Plan, float]:
     opened = st.open_checkpoint(source)
     len(opened.metadata)
     middle = time.perf_counter()
-    plan = plan_conversion(opened, None, None, leave_out=["common"], prune=False, layout=None, most_bytes=BATCH)
+    plan = plan_conversion(opened, None, None, leave_out=["common"], prune=False, layout=TRAINING, most_bytes=BATCH)
     conversion_digest(opened.checkpoint, (TO, TO), plan.batches, nonce="", allow_pickle=False)
     return middle - begin, plan, time.perf_counter() - middle
 
@@ -211,6 +196,37 @@ def _begun(tiny: Path, source: Path, part: int, rank: int, ranks: int) -> Action
 
     def action() -> int:
         _stream(source, part)
+        return 0
+
+    return action
+
+
+def _there_and_back(folder: Path, config: Config, most: int) -> list[Bar]:
+    """Return the bars of two whole conversions, each with reading back and comparing, in a process of their own."""
+    shapes, source = shapes_of(config), folder / "trip"
+    of = f"{len(shapes):,} tensors, {nbytes_of(shapes) / 1e9:.3g} GB"
+    make_folder(source, shapes, 3)
+    memory = peak(partial(_trips, source, folder, most), folder).own / MIB
+    seconds = [float(line) for line in (folder / "seconds").read_text().split()]
+    shutil.rmtree(source)
+    return [
+        Bar(f"{of}: to torch_dist, compared", "", seconds[0], None, seconds[0], None),
+        Bar(f"{of}: back, the same fingerprints", "", seconds[1], None, seconds[1], None),
+        Bar(f"{of}: memory of both", "", memory, None, memory, MOST_MIB, "MiB"),
+    ]
+
+
+def _trips(source: Path, folder: Path, most: int, rank: int, ranks: int) -> Action:
+    def action() -> int:
+        begin = time.perf_counter()
+        options = {"max_bytes_in_flight": most, "save_options": st.SaveOptions(durable=False)}
+        with _sink(folder) as first, _sink(folder) as second:
+            there = st.convert(source, first, backend=TO, layout=TRAINING, leave_out=["common"], **options)
+            middle = time.perf_counter()
+            back = st.convert(first, second, backend=BACK, **options)
+            if there.fingerprints != back.fingerprints or len(back.fingerprints) != back.tensors:
+                raise ValueError("what came back isn't what was sent")
+            (folder / "seconds").write_text(f"{middle - begin} {time.perf_counter() - middle}")
         return 0
 
     return action

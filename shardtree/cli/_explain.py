@@ -15,7 +15,7 @@ from ..plans import Explanation, ReadCost
 from ..strategies import LoadOptions
 from ._contents import check_patterns, contents_at, matcher
 from ._layouts import MeshLayout, stored_trees, trees_on_mesh, whole_tensors
-from ._output import Output, json_text, printable, spellable
+from ._output import Output, json_text, printable, spellable, working
 
 
 def run_explain(
@@ -43,12 +43,14 @@ def run_explain(
         CheckpointingException: a checkpoint can't be opened, or the layout doesn't fit its tensors.
     """
     options = LoadOptions(allow_pickle=allow_pickle)
-    stored = open_checkpoint(checkpoint, options=options)
-    model = stored if like is None else open_checkpoint(like, options=options)
-    check_patterns("explain", patterns, contents_at(model))
-    matches = matcher(patterns)
-    trees = stored_trees(model, matches) if layout is None else trees_on_mesh(whole_tensors(model, matches), layout)
-    explanation = explain_ranks(trees, checkpoint, cast=cast, options=options)
+    with working("reading what is stored"):
+        stored = open_checkpoint(checkpoint, options=options)
+        model = stored if like is None else open_checkpoint(like, options=options)
+        check_patterns("explain", patterns, contents_at(model))
+        matches = matcher(patterns)
+        trees = stored_trees(model, matches) if layout is None else trees_on_mesh(whole_tensors(model, matches), layout)
+    with working(f"planning the reads of {plural(len(trees), 'rank')}"):
+        explanation = explain_ranks(trees, checkpoint, cast=cast, options=options)
     # A layout is one of tensors, and a selection leaves out on purpose: neither forgets what it lacks.
     tensors = {} if patterns else whole_tensors(stored, matches)
     explanation = replace(explanation, missing=tuple(key for key in explanation.missing if key in tensors))

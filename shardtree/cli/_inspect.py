@@ -33,7 +33,7 @@ from ._contents import (
 )
 from ._one_tensor import show_pieces, show_values
 from ._outline import COMMON, KEYS, common_rows, key_rows
-from ._output import Output, complain, json_text, printable, size, spellable
+from ._output import Output, complain, json_text, printable, size, spellable, working
 from ._series import find_steps, run_series
 from ._table import Heading, Table, show_table
 
@@ -264,7 +264,8 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
         CheckpointingException: it can't be opened, or has no such key.
     """
     try:
-        tree = open_checkpoint(checkpoint, options=LoadOptions(allow_pickle=allow_pickle))
+        with working("opening it"):
+            tree = open_checkpoint(checkpoint, options=LoadOptions(allow_pickle=allow_pickle))
     except NotACheckpoint:
         steps = find_steps(checkpoint)
         if steps is None:
@@ -296,7 +297,8 @@ def _show_common(console: Console, common: Any, limit: int | None, *, as_json: b
 
 
 def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: View, *, as_json: bool) -> int:
-    found = examine(where, tree, view.patterns, view.sort)
+    with working("reading what is stored"):
+        found = examine(where, tree, view.patterns, view.sort)
     if found.problem is not None:
         # Tensors can be shown without it, as where it holds pickled values that may not be loaded.
         complain("inspect", found.problem)

@@ -17,6 +17,7 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -78,6 +79,16 @@ def bar(console: Console, doing: str, total: int | None, *, is_shown: bool = Tru
     ) as progress:
         task = progress.add_task(doing, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
+
+
+@contextmanager
+def working(doing: str) -> Iterator[None]:
+    """Show on stderr, where that is a terminal, what goes on and for how long; for work that counts no bytes."""
+    console = Output(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(doing, total=None)
+        yield
 
 
 def finish(command: str, work: Callable[[], int], *, interrupted: str = "interrupted") -> NoReturn:

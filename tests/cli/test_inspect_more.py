@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,3 +206,27 @@ def test_metrics_and_folders_steer_no_terminal(tmp_path: Path) -> None:
     series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, 1, metrics={"[red]loss": 1.0})
     shown = run("inspect", tmp_path).output
     assert not {"\x1b", "\u202e"} & set(shown) and "[red]loss" in shown
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+@pytest.mark.parametrize(
+    ("command", "doing"), [("inspect", "reading what is stored"), ("explain", "planning the reads of 4 ranks")]
+)
+def test_a_terminal_is_shown_what_goes_on(command: str, doing: str, folder: Path) -> None:
+    import pty
+
+    terminal, its = pty.openpty()
+    job = [sys.executable, "-m", "shardtree", command, str(folder)]
+    with subprocess.Popen(
+        job, stdout=subprocess.PIPE, stderr=its, text=True, env={**os.environ, "TERM": "xterm"}
+    ) as one:
+        os.close(its)
+        shown = b""
+        try:
+            while part := os.read(terminal, 4096):
+                shown += part
+        except OSError:  # its other end is closed
+            pass
+        assert one.stdout is not None
+        assert doing in shown.decode() and doing not in one.stdout.read()
+    os.close(terminal)
