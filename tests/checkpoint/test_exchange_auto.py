@@ -98,9 +98,10 @@ def test_what_the_caller_says_needs_no_reason(planted: Any) -> None:
     assert measured == []
 
 
-def test_little_is_not_measured(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bound", "most"), [("_WORTH_BYTES", ROWS.nbytes), ("_WORTH_BYTES_A_SHARD", ROWS.nbytes // 2)])
+def test_little_is_not_measured(planted: Any, monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
     measured = planted()
-    monkeypatch.setattr(_auto, "_WORTH_BYTES", ROWS.nbytes)
+    monkeypatch.setattr(_auto, bound, most)
     (report, _) = loaded(saved())
     assert (measured, report.exchange) == ([], "Ranks read for each other, since storage is remote.")
 

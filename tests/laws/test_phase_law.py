@@ -98,19 +98,19 @@ class Measured:
     """A load that measures, and finds that ranks should read for each other; all ranks of one do."""
 
     lock, inside = threading.Lock(), 0
-    own = _auto._WORTH_BYTES, _auto._seconds
+    own = _auto._is_worth_measuring, _auto._seconds
 
     def __enter__(self) -> None:
         with self.lock:
             Measured.inside += 1
             _auto._measured.clear()
-            _auto._WORTH_BYTES, _auto._seconds = 0, slow_reads
+            _auto._is_worth_measuring, _auto._seconds = lambda *_: True, slow_reads
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
             Measured.inside -= 1
             if not Measured.inside:
-                _auto._WORTH_BYTES, _auto._seconds = self.own
+                _auto._is_worth_measuring, _auto._seconds = self.own
 
 
 def load_by_cost(world: World, storage: Storage) -> Any:

@@ -27,6 +27,9 @@ from ._targets import new_memory
 _WORTH_BYTES = 128 * 1024 * 1024
 """Speeds are measured where an exchange saves that many bytes a rank; less is read before the measure ends."""
 
+_WORTH_BYTES_A_SHARD = 16 * 1024
+"""And that many for each shard of all ranks: comparing costs takes some microseconds for each."""
+
 _LEAST_SAMPLE, _MOST_SAMPLE = 4 * 1024 * 1024, 64 * 1024 * 1024
 _SAMPLED_PEERS = 8
 
@@ -74,16 +77,17 @@ def exchange_choice(
         return ExchangeChoice(ranks > 1 and exchange == "always")
     if isinstance(storage, MemoryStorage):
         return ExchangeChoice(False, "Each rank reads by itself, since the checkpoint is in memory.")
-    by_cost = columns if columns is not None and _copied_bytes(columns) >= ranks * _WORTH_BYTES else None
+    by_cost = columns if columns is not None and _is_worth_measuring(columns, ranks) else None
     # Without speeds the rule is: a second read of a local file comes from the page cache, faster than a message.
     if isinstance(storage, LocalStorage):
         return ExchangeChoice(False, "Each rank reads by itself, since storage is local.", by_cost)
     return ExchangeChoice(True, "Ranks read for each other, since storage is remote.", by_cost)
 
 
-def _copied_bytes(columns: ShardColumns) -> int:
-    """Return how many bytes ranks want that others want too, at least: those of all but the main replicas."""
-    return int(_nbytes(columns)[~columns.main].sum())
+def _is_worth_measuring(columns: ShardColumns, ranks: int) -> bool:
+    # What others want too, at least: all but the main replicas.
+    saved = int(_nbytes(columns)[~columns.main].sum())
+    return saved >= ranks * max(_WORTH_BYTES, _WORTH_BYTES_A_SHARD * len(columns))
 
 
 def _nbytes(columns: ShardColumns) -> Column:
@@ -229,7 +233,7 @@ def by_cost(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> Exchan
     _, host = np.unique(speeds.host, return_inverse=True)
     # Of what ranks of one machine want, each byte comes from storage once, if that has a cache: reread tells.
     cells = plan.cells
-    on, cell = np.unique(np.stack([host[columns.rank[cells.row]], cells.cell]), axis=1)
+    on, cell = np.divmod(np.unique(host[columns.rank[cells.row]] * cells.key.size + cells.cell), cells.key.size)
     size = cells.elements * columns.item_size[cells.key]
     first = np.bincount(on, weights=size[cell], minlength=host.max() + 1)
     part = np.minimum(first[host] / np.bincount(host)[host], wanted)
