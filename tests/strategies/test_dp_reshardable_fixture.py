@@ -71,10 +71,21 @@ def test_a_fresh_adamw_resumes_from_metadata_alone():
     assert wrong_states(optimizer, groups, TRUTH | STEPS) == []
 
 
-def test_one_rank_reads_the_buckets_for_all(monkeypatch):
-    readers = []
-    original = _optimizer.buckets_of
-    monkeypatch.setattr(_optimizer, "buckets_of", lambda tensors: readers.append(1) or original(tensors))
+@pytest.fixture
+def readers(monkeypatch):
+    """Return a list with an entry for each rank that reads the buckets."""
+    found, original = [], _optimizer.buckets_of
+    monkeypatch.setattr(_optimizer, "buckets_of", lambda tensors: found.append(1) or original(tensors))
+    return found
+
+
+def test_one_rank_reads_the_buckets_for_all_that_load_everything(readers):
+    loaded = st.simulate(3, lambda world: st.load_plain_tensors(FOLDER, world=world))
+    assert all(torch.equal(tensors[key], value) for tensors in loaded for key, value in TRUTH.items())
+    assert readers == [1]
+
+
+def test_one_rank_reads_the_buckets_for_all(readers):
     key = "optimizer.state.exp_avg.output_layer.weight"
 
     def load(world):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -168,26 +168,25 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
     return target, known_layout("load", request.layout, target.tensors, rank, ranks)
 
 
-def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
+def resolve(
+    checkpoint: Checkpoint, sharded: Choice, strategies: Strategies | None, wanted: Callable[[], tuple[Set[str], bool]]
+) -> None:
     """Find out what the format's metadata doesn't say; collective, and only for formats that need it.
 
     Args:
-        world: who loads together.
-        request: what this rank asks for.
-        local: what it knows by itself; its checkpoint's memo gets what was found.
+        checkpoint: its fields are rank 0's; its memo gets what was found.
+        sharded: the caller's choice for the shards.
+        strategies: the dispatch table; None for the process's.
+        wanted: returns the keys of the tensors that this rank reads, and whether all that is stored is listed too.
     """
-    sharded, _, strategies = request.choices
+    world = checkpoint.world
     # By rank 0's fields alone, so that all ranks take the same way here.
-    backend = sharded_backend(local.checkpoint.fields)
-    row = find_strategy(StrategyAction.RESOLVE, *backend, strategies=strategies)
+    row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
     if row is None:
         return
 
     def unresolved() -> Resolution | None:
-        # A mode that compares keys lists all that is stored.
-        listed = local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
-        keys = {shard.key for shard in local.target.tensors}
-        return None if callable(sharded) else row(local.checkpoint, keys, listed)
+        return None if callable(sharded) else row(checkpoint, *wanted())
 
     resolution, needed = share(world, "load: needs resolving", unresolved, lambda found: found is not None)
     ranks = [rank for rank, needs in enumerate(needed) if needs]
@@ -203,7 +202,13 @@ def resolve(world: World, request: LoadRequest, local: LocalLoad) -> None:
         return {} if resolution is None else resolution.keep([found[rank] for rank in ranks])
 
     # A phase of its own: what raises here does so before a given tensor is written, on all ranks.
-    local.checkpoint.memo.update(agree(world, "load: keep what was resolved", keep))
+    checkpoint.memo.update(agree(world, "load: keep what was resolved", keep))
+
+
+def wanted_by(local: LocalLoad) -> tuple[Set[str], bool]:
+    """Return the keys of the tensors that a rank asks for, and whether all that is stored is listed too."""
+    # A mode that compares keys lists all that is stored.
+    return {shard.key for shard in local.target.tensors}, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:

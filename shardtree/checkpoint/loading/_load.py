@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
@@ -11,12 +11,13 @@ import torch
 
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
-from ...strategies import LoadOptions, Strategies
+from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, step
 from .._dispatch import Choice
-from .._open import open_together, parse_together, tensors_of
-from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve
+from .._open import open_together, parse_together, sharded_metadata, tensors_of
+from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve, wanted_by
+from ._auto import exchange_choice
 from ._checks import joined
 from ._read import Destination, Reading, deliver, destination_of, read_into
 from ._strict import RETURNING, StrictHandling
@@ -182,7 +183,7 @@ def load(
     )
     local, messages = ask(ranks, checkpoint_dir, request)
     parse_together(local.checkpoint, sharded_strategy, strategies)
-    resolve(ranks, request, local)
+    resolve(local.checkpoint, sharded_strategy, strategies, partial(wanted_by, local))
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)
     fits = partial(check, request, local, messages, missing, unexpected)
@@ -222,7 +223,10 @@ def load_plain_tensors(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return every stored tensor whole, by key; each rank of the world reads all of them.
+    """Return every stored tensor whole, by key, on each rank of the world.
+
+    Ranks share out among them what takes more than the metadata, such as comparing copies that several files have of a
+    tensor. Tensors they read as in `load`: from remote storage once for all.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -232,10 +236,24 @@ def load_plain_tensors(
         {'w': tensor([0, 1, 2])}
     """
     ranks = current_world(world)
-    checkpoint = open_together(checkpoint_dir, ranks, options or LoadOptions(), strategies)
+    how = LoadOptions() if options is None else options
+    checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
+    parse_together(checkpoint, None, strategies)
+    resolve(checkpoint, None, strategies, partial(_all_stored, checkpoint, strategies))
     target = agree(ranks, "load: metadata", partial(tensors_of, checkpoint, None, strategies))
-    reading = Reading(checkpoint, None, strategies)
-    destination = agree(ranks, "load: make memory", partial(destination_of, reading, list(target.values())))
+
+    def with_memory() -> tuple[Reading, Destination]:
+        exchange = exchange_choice(how.exchange, checkpoint.storage, ranks.size)
+        reading = Reading(checkpoint, None, strategies, exchange=exchange)
+        return reading, destination_of(reading, list(target.values()))
+
+    reading, destination = agree(ranks, "load: make memory", with_memory)
     objects, _ = read_into(reading, destination)
     loaded = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
     return dict(zip(target, loaded, strict=True))
+
+
+def _all_stored(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
+    """Return the names of all that is stored, as far as the metadata has them."""
+    metadata = sharded_metadata(checkpoint, None, None, strategies)
+    return {*getattr(metadata, "stored", metadata)}, True
