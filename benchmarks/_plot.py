@@ -42,11 +42,11 @@ class Panel:
     curves: tuple[Curve, ...]
 
 
-def plot(panels: Sequence[Panel], columns: int = 2) -> str:
-    """Return panels as an SVG document, so many in a row, above their legend.
+def plot(title: str, panels: Sequence[Panel], columns: int = 2) -> str:
+    """Return panels as an SVG document, so many in a row, above their legend; the title is for readers of screens.
 
     Examples:
-        >>> plot([Panel("seconds", "ranks", "s", (Curve("ours", ((1, 1), (10, 2))),))])[:38]
+        >>> plot("growth", [Panel("seconds", "ranks", "s", (Curve("ours", ((1, 1), (10, 2))),))])[:38]
         '<svg xmlns="http://www.w3.org/2000/svg'
     """
     names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
@@ -63,7 +63,8 @@ def plot(panels: Sequence[Panel], columns: int = 2) -> str:
         parts.append(f'<rect x="{x}" y="{bottom}" width="14" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 20}" y="{bottom + 6}">{escape(name)}</text>')
     size = f'width="{columns * across}" height="{bottom + 20}" viewBox="0 0 {columns * across} {bottom + 20}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(title)}</title>'
+    return f"{head}{''.join(parts)}</svg>\n"
 
 
 def _panel(panel: Panel, colours: dict[str, str]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,7 +38,11 @@ Tree = dict[str, Any]
 MOST_SECONDS, MOST_SAID, MOST_A_SHARD, MOST_MEMORY = 10.0, 1e6, 120.0, 2e9
 RANKS, TENSORS = (64, 256, 1024, 4096), (5_000, 15_000, 50_000)
 KINDS: tuple[dict[str, bool], ...] = ({}, {"known": True}, {"flat": True})
-PEER, PEER_TENSORS = "DCP's planners", 15_000
+TITLE = "Until a save is agreed by thousands of ranks: seconds of a rank and megabytes that it hears, beside DCP"
+BY_RANKS = tuple(Case(ranks, TENSORS[0]) for ranks in RANKS)
+BY_TENSORS = tuple(Case(RANKS[-1], tensors) for tensors in TENSORS)
+OURS, KNOWN = "layouts exchanged", "layout="
+PEER, PEER_TENSORS = "torch DCP's planners", 15_000
 """More tensors would take DCP more memory than most machines of two cores have."""
 
 
@@ -61,8 +66,8 @@ class Measured:
     """One case's figures.
 
     Attributes:
-        stages: until a save is agreed, a load, a load in which ranks read for each other, and rank 0's commit, without
-            writing the tensors; of DCP the first alone.
+        stages: a layout that is passed; until a save is agreed, a load, a load in which ranks read for each other; and
+            rank 0's commit, without writing the tensors; of DCP until a save is agreed alone.
         shards: that the rank holds.
         memory: bytes that the process had at its peak; None where nobody looked.
     """
@@ -72,6 +77,7 @@ class Measured:
     memory: int | None = None
 
 
+COMPUTE = "the layout is computed"
 SAVE, LOAD, TOGETHER, COMMIT = "a save is agreed", "a load is agreed", "and who reads for whom", "rank 0 commits"
 
 
@@ -94,7 +100,10 @@ def measured(case: Case, peer: bool = False, *, quick: bool = False) -> Measured
 
 
 def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
+    begin = time.process_time()
     columns = layout(case)
+    # Once in a job, before its first save: the layout stays as it is.
+    stages = {COMPUTE: (time.process_time() - begin, 0, 0)} if case.known else {}
     own = next(by_rank(columns, case.ranks))
     tree, kept = tree_of(own, case.ranks), dict[str, list[bytes]]()
     known = columns if case.known else None
@@ -103,7 +112,7 @@ def _prepared(case: Case, folder: Path, rank: int, ranks: int) -> Action:
     saved, loaded, together = run(None)
     agreed = 1 + [lap.phase for lap in saved].index("save: plan")
     laps = {SAVE: saved[:agreed], LOAD: loaded, TOGETHER: together[len(loaded) :], COMMIT: saved[agreed:]}
-    stages = {stage: _stage(each) for stage, each in laps.items()}
+    stages |= {stage: _stage(each) for stage, each in laps.items()}
     (folder / "figures.json").write_text(json.dumps((stages, len(own))))
 
     def action() -> int:
@@ -166,9 +175,10 @@ def bars(settings: Settings) -> list[Bar]:
 def _bars(case: Case, got: Measured) -> Iterator[Bar]:
     name, said = case.how, sum(got.stages[stage].said for stage in (SAVE, LOAD))
     for stage, each in got.stages.items():
-        seconds = MOST_SECONDS if stage in (SAVE, LOAD) else None
+        seconds = MOST_SECONDS if stage in (COMPUTE, SAVE, LOAD) else None
         yield Bar(f"{name}: {stage}", "", each.seconds, None, each.seconds, seconds)
-        yield Bar(f"{name}: {stage}", "it hears", each.heard / 1e6, None, each.heard / 1e6, None, "MB")
+        if each.heard:
+            yield Bar(f"{name}: {stage}", "it hears", each.heard / 1e6, None, each.heard / 1e6, None, "MB")
     # A save and a load together: less than the bar of one.
     yield Bar(f"{name}: a rank says", "", said / 1e3, None, said / 1e3, MOST_SAID / 1e3, "kB")
     shards = got.shards
@@ -183,24 +193,30 @@ def _bars(case: Case, got: Measured) -> Iterator[Bar]:
 
 def growth(console: Console) -> list[Panel]:
     """Measure how seconds and bytes grow with ranks and with tensors, print that, and return it as plots."""
-    by_ranks = [Case(ranks, TENSORS[0]) for ranks in RANKS]
-    by_tensors = [Case(RANKS[-1], tensors) for tensors in TENSORS]
     found: dict[tuple[str, Case], Measured] = {}
-    for case in dict.fromkeys([*by_ranks, *by_tensors]):
-        found["shardtree, exchanged", case] = measured(case)
-        found["shardtree, layout=", case] = measured(replace(case, known=True))
+    for case in dict.fromkeys([*BY_RANKS, *BY_TENSORS]):
+        found[OURS, case] = measured(case)
+        found[KNOWN, case] = measured(replace(case, known=True))
         if case.tensors <= PEER_TENSORS:
             found[PEER, case] = measured(case, peer=True)
     for (name, case), got in found.items():
         memory = (got.memory or 0) / 1e9
         save = got.stages[SAVE]
         console.print(f"{case}: {name}: {save.seconds:.3f} s, {save.heard / 1e6:.3f} MB heard, {memory:.2f} GB")
+    return panels(found)
+
+
+def panels(found: Mapping[tuple[str, Case], Measured]) -> list[Panel]:
+    """Return seconds and bytes as curves by ranks and by tensors, of what was measured by that name in those cases."""
     return [
         Panel(title, x, y, _curves(found, cases, attribute, value))
-        for x, cases, attribute in (("ranks", by_ranks, "ranks"), ("tensors", by_tensors, "tensors"))
+        for x, cases, attribute in (
+            (f"ranks, {TENSORS[0]:,} tensors", BY_RANKS, "ranks"),
+            (f"tensors, {RANKS[-1]:,} ranks", BY_TENSORS, "tensors"),
+        )
         for title, y, value in (
-            (f"until a save is agreed, by {x}", "s", lambda got: got.stages[SAVE].seconds),
-            (f"what a rank hears, by {x}", "MB", lambda got: got.stages[SAVE].heard / 1e6),
+            ("until a save is agreed", "s", lambda got: got.stages[SAVE].seconds),
+            ("what a rank hears until then", "MB", lambda got: got.stages[SAVE].heard / 1e6),
         )
     ]
 
@@ -228,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = settings_of(options)
     found = bars(settings)
     if options.plot:
-        options.plot.write_text(plot(growth(settings.console)))
+        options.plot.write_text(plot(TITLE, growth(settings.console)))
     return finish(found, options)
 
 
