@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
@@ -53,7 +53,8 @@ class Run(NamedTuple):
     length: int
 
 
-class StoredTensor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
     """What is looked up of a tensor before a box of it is read.
 
     Attributes:
@@ -69,7 +70,8 @@ class StoredTensor(NamedTuple):
     chunk: StoredChunk | None
 
 
-class StoredChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
     """A chunk that is a whole box.
 
     Attributes:
@@ -133,7 +135,7 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
     stored = (find or partial(_stored_tensor, index))(shard.key)
     if stored is None or shard.flattened_range is not None:
         return None
-    kind, first, last, chunk = stored
+    kind, first, last, chunk = stored.kind, stored.first, stored.last, stored.chunk
     if kind.dtype is not shard.dtype or kind.global_shape != shard.global_shape:
         return None
     at, box = shard.global_offset, shard.local_shape

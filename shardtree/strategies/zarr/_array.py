@@ -119,6 +119,8 @@ def unsound_array(what: str, found: str, expected: str) -> CorruptCheckpoint:
     Examples:
         >>> print(unsound_array("the array 'w'", "shape 7", "a list"))
         open: the array 'w' is not sound
+          found shape 7, expected a list
+          The file was damaged or made by another program; load another checkpoint.
     """
     fix = "The file was damaged or made by another program; load another checkpoint."
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected, fix=fix))
