@@ -35,8 +35,9 @@ _PART_BYTES = 8 * _MIB
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _UNKNOWN_BYTES = 2**38  # a file that doesn't say how long it will be may have a quarter of a TB
 _IN_FLIGHT_BYTES = 5 * _PART_BYTES
+_STAYING_IN_FLIGHT = 12  # parts sent from where they lie take no memory
 _uploads = threading.BoundedSemaphore(2)
-"""How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` on the way."""
+"""How many files of this process are uploaded at once, each with up to `_IN_FLIGHT_BYTES` copied and on the way."""
 
 _READ_TRIES = 5
 _FIRST_PAUSE = 0.1  # seconds, doubled after each try
@@ -246,7 +247,7 @@ class ObjectStorage:
                 obstore.put(self.store, self._path(name), first, use_multipart=False)
             return first.nbytes
         lengths: list[int] = []
-        in_flight = max(1, _IN_FLIGHT_BYTES * self.request_scale // part)
+        in_flight = _STAYING_IN_FLIGHT if stay else max(1, _IN_FLIGHT_BYTES * self.request_scale // part)
         raised: list[BaseException] = []
         with _uploads, self._storage_errors("write", name, raised):
             stream = noting(chain([first], parts), lengths, raised)
