@@ -18,6 +18,10 @@ SCRIPTS = ROOT / "docs" / "scripts"
 pytestmark = pytest.mark.torchrun
 
 
+# A thread of gloo that drops a tensor while Python ends aborts the process, after all its work: seen on busy machines.
+_ENDED_IN_GLOO = "terminate called without an active exception"
+
+
 def start(script: str, processes: int, run: Path, steps: int, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     given = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
@@ -59,6 +63,9 @@ def resumed(script: str, processes: int, run: Path, before: dict[int, float], **
     """Return the losses of a job that goes on, up to the last step of the one before."""
     job = start(script, processes, run, len(before), **environment)
     losses, output = finished(job)
+    if _ENDED_IN_GLOO in output:
+        job = start(script, processes, run, len(before), **environment)
+        losses, output = finished(job)
     assert job.returncode == 0, output
     assert 1 not in losses and max(losses) == len(before), output
     return losses
