@@ -105,7 +105,9 @@ def check_refusals(
         shutil.copytree(old, tmp_path / "traced")
     points = traced_points(saver, replace(job, folder=str(tmp_path / "traced")), tmp_path)
     refused = [point for point in points if point.call in calls]
-    tries = [(point, cause, for_good) for point in refused for cause in ERRORS[point.call] for for_good in (False, True)]
+    tries = [
+        (point, cause, for_good) for point in refused for cause in ERRORS[point.call] for for_good in (False, True)
+    ]
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     for number, (point, cause, for_good) in enumerate(sample(tries, most)):

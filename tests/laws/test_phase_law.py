@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shardtree
-from shardtree.checkpoint.loading import _auto
+from shardtree.checkpoint.loading import _auto, _read
 from shardtree.errors import RemoteError
 from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
@@ -89,28 +89,23 @@ def halved(target: dict[str, Any]) -> dict[str, Any]:
     return target | {key: replace(target[key], data=None, dtype=torch.float16) for key in ("w", "norm")}
 
 
-def slow_reads(what: str, work: Callable[[], object]) -> float:
-    work()
-    return 0.001 if what == "send" else 1.0
-
-
 class Measured:
     """A load that measures, and finds that ranks should read for each other; all ranks of one do."""
 
     lock, inside = threading.Lock(), 0
-    own = _auto._is_worth_measuring, _auto._seconds
+    own = _auto._is_worth_measuring, _read.cheaper_choice
 
     def __enter__(self) -> None:
         with self.lock:
             Measured.inside += 1
             _auto._measured.clear()
-            _auto._is_worth_measuring, _auto._seconds = lambda *_: True, slow_reads
+            _auto._is_worth_measuring, _read.cheaper_choice = lambda *_: True, lambda *_: _auto.ExchangeChoice(True)
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
             Measured.inside -= 1
             if not Measured.inside:
-                _auto._is_worth_measuring, _auto._seconds = self.own
+                _auto._is_worth_measuring, _read.cheaper_choice = self.own
 
 
 def load_by_cost(world: World, storage: Storage) -> Any:

@@ -280,8 +280,8 @@ def check(
         own = None if callable(sharded) else columns
         exchange = exchange_choice(request.options.exchange, checkpoint.storage, checkpoint.world.size, own)
     reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
-    if exchange.by_cost is not None:
-        later = partial(destination_by_cost, reading, exchange.by_cost, target.leaves)
+    if exchange.undecided is not None:
+        later = partial(destination_by_cost, reading, exchange.undecided, target.leaves)
         return CheckedLoad(target, common, reading, later, lost)
     with step("load: make memory"):
         return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)

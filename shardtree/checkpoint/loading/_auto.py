@@ -41,12 +41,12 @@ class ExchangeChoice:
     Attributes:
         together: whether they do.
         why: what decided it, as a sentence; empty where the caller did.
-        by_cost: all ranks' shards, where speeds should decide, which may have to be measured.
+        undecided: all ranks' shards, where speeds should decide, which may have to be measured.
     """
 
     together: bool
     why: str = ""
-    by_cost: ShardColumns | None = None
+    undecided: ShardColumns | None = None
 
 
 ALONE = ExchangeChoice(together=False)
@@ -77,11 +77,11 @@ def exchange_choice(
         return ExchangeChoice(ranks > 1 and exchange == "always")
     if isinstance(storage, MemoryStorage):
         return ExchangeChoice(False, "Each rank reads by itself, since the checkpoint is in memory.")
-    by_cost = columns if columns is not None and _is_worth_measuring(columns, ranks) else None
+    undecided = columns if columns is not None and _is_worth_measuring(columns, ranks) else None
     # Without speeds the rule is: a second read of a local file comes from the page cache, faster than a message.
     if isinstance(storage, LocalStorage):
-        return ExchangeChoice(False, "Each rank reads by itself, since storage is local.", by_cost)
-    return ExchangeChoice(True, "Ranks read for each other, since storage is remote.", by_cost)
+        return ExchangeChoice(False, "Each rank reads by itself, since storage is local.", undecided)
+    return ExchangeChoice(True, "Ranks read for each other, since storage is remote.", undecided)
 
 
 def _is_worth_measuring(columns: ShardColumns, ranks: int) -> bool:
@@ -189,28 +189,28 @@ def _measure(
     size = sum(map(data_bytes, sample))
     # Each phase ends with a meeting, so that ranks start the next one together.
     seconds = [
-        agree(world, "load: read a sample", partial(_seconds, "read", partial(read, sample))),
-        agree(world, "load: read the sample again", partial(_seconds, "read again", partial(read, sample))),
+        agree(world, "load: read a sample", partial(_seconds, partial(read, sample))),
+        agree(world, "load: read the sample again", partial(_seconds, partial(read, sample))),
     ]
     peers = min(world.size - 1, _SAMPLED_PEERS)
     message = np.ones(size // peers, dtype=np.uint8)
     outgoing: list[Any] = [None] * world.size
     for step in range(1, peers + 1):
         outgoing[(world.rank + step) % world.size] = message
-    seconds.append(_seconds("send", partial(world.all_to_all, outgoing)))
+    seconds.append(_seconds(partial(world.all_to_all, outgoing)))
     host = socket.gethostname()
     all_ranks = gather(world, "load: compare speeds", lambda: (host, *(size / each for each in seconds)))
     return Speeds(*map(tuple, zip(*all_ranks, strict=True)))
 
 
-def _seconds(_: str, work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     """Return how long work takes."""
     begun = time.perf_counter()
     work()
     return max(time.perf_counter() - begun, 1e-9)
 
 
-def by_cost(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> ExchangeChoice:
+def cheaper_choice(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> ExchangeChoice:
     """Return whether it takes less time if ranks read by a plan, and pass on what they read.
 
     On one machine, what a rank reads a second time, or after another one, is read as fast as a sample was again.
@@ -225,7 +225,7 @@ def by_cost(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> Exchan
         >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(500))
         >>> columns = st.layouts.join_columns([st.layouts.shard_columns([whole], rank) for rank in range(2)])
         >>> speeds = Speeds(("a", "b"), (1000.0, 1000.0), (1000.0, 1000.0), (4000.0, 4000.0))
-        >>> print(by_cost(st.plans.plan_exchange(columns, 2, stripe_bytes=4), columns, speeds).why)
+        >>> print(cheaper_choice(st.plans.plan_exchange(columns, 2, stripe_bytes=4), columns, speeds).why)
         Ranks read for each other: that takes 1.25 s, alone 2.00 s (1.0 kB/s read, 1.0 kB/s again, 4.0 kB/s sent).
     """
     read, reread, sent = (np.array(each) for each in (speeds.read, speeds.reread, speeds.sent))

@@ -14,7 +14,7 @@ from ...plans import ExchangePlan, RankReads, ReadCost, plan_exchange
 from ...strategies import Checkpoint, StrategyAction, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
 from ._ask import Choices
-from ._auto import ExchangeChoice, by_cost, exchange_choice, recalled
+from ._auto import ExchangeChoice, cheaper_choice, exchange_choice, recalled
 from ._checks import Kinds
 from ._exchange import by_sharing, cuts_shards, parts_to_read
 from ._read import by_dtype, columns_of, common_rounds
@@ -97,12 +97,12 @@ def _foretold_exchange(
 ) -> ExchangeChoice:
     """Return whether ranks will read for each other, by speeds if an earlier load of this process measured them."""
     choice = exchange_choice(checkpoint.options.exchange, checkpoint.storage, ranks, columns)
-    if choice.by_cost is None:
+    if choice.undecided is None:
         return choice
     speeds = recalled(checkpoint.storage, ranks)
     if speeds is None:
         return replace(choice, why=f"{choice.why} A load will measure speeds first, and may decide otherwise.")
-    return by_cost(plan_exchange(choice.by_cost, ranks, is_cut=is_cut()), choice.by_cost, speeds)
+    return cheaper_choice(plan_exchange(choice.undecided, ranks, is_cut=is_cut()), choice.undecided, speeds)
 
 
 def rank_reads(

@@ -27,7 +27,7 @@ from ...world import agree, gather, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
-from ._auto import ALONE, ExchangeChoice, by_cost, speeds_of
+from ._auto import ALONE, ExchangeChoice, cheaper_choice, speeds_of
 from ._checks import Kinds, ObjectsFit, reshaped_values
 from ._exchange import by_sharing, cuts_shards, parts_to_read, pass_on, traits_of_load
 from ._targets import CPU, deliver_all, new_memory, with_memories
@@ -176,7 +176,7 @@ def destination_by_cost(reading: Reading, columns: ShardColumns, leaves: Sequenc
         share_bytes=int(plan.bytes_read.max(initial=0)),
         is_cut=all(cuts),
     )
-    chosen = agree(world, "load: compare costs", partial(by_cost, plan, columns, speeds))
+    chosen = agree(world, "load: compare costs", partial(cheaper_choice, plan, columns, speeds))
     return agree(world, "load: make memory", partial(destination_of, replace(reading, exchange=chosen), leaves))
 
 
