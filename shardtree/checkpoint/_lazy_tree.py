@@ -23,6 +23,7 @@ from ..strategies import (
     PairItems,
     PairValues,
     Strategies,
+    Strategy,
     StrategyAction,
     find_strategy,
     unreplaced,
@@ -71,7 +72,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
             )
         if isinstance(shard, ShardedObject):
             return self._read(shard)
-        return _lazy(partial(_read_box, self), [shard])[0]
+        return _lazy(self._reader(), [shard])[0]
 
     def __iter__(self) -> Iterator[str]:
         """Return the keys, tensors' first, each kind sorted."""
@@ -91,12 +92,18 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
         """Yield each key with its value, in order."""
-        metadata = iter(self.metadata.items())
+        metadata, reader = iter(self.metadata.items()), self._reader()
         while some := list(islice(metadata, _BATCH)):
             shards = [shard for _, shard in some if isinstance(shard, ShardedTensor)]
-            tensors = iter(_lazy(partial(_read_box, self), shards))
+            tensors = iter(_lazy(reader, shards))
             for key, shard in some:
                 yield key, self._read(shard) if isinstance(shard, ShardedObject) else next(tensors)
+
+    def _reader(self) -> Callable[..., torch.Tensor]:
+        # The row is looked up here, once for all reads of a tensor: it takes a tenth of a small one.
+        backend = sharded_backend(self.checkpoint.fields)
+        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.strategies)
+        return partial(_read_box, self.checkpoint, load_sharded)
 
     def _read(self, item: ShardedObject) -> ShardedObject:
         """Return a stored object with its data."""
@@ -188,7 +195,8 @@ def _lazy(read: Callable[..., torch.Tensor], shards: Sequence[ShardedTensor]) ->
 
 
 def _read_box(
-    tree: OpenCheckpoint,
+    checkpoint: Checkpoint,
+    load_sharded: Strategy,
     key: str,
     dtype: torch.dtype,
     global_shape: tuple[int, ...],
@@ -198,8 +206,6 @@ def _read_box(
     # New memory for each read: the caller may keep the result, and change it.
     data = new_memory(key, shape, dtype)
     box = box_of(key, data, dtype, global_shape, offset, shape)
-    backend = sharded_backend(tree.checkpoint.fields)
-    load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, tree.strategies)
-    with unreplaced(tree.checkpoint):
-        load_sharded(tree.checkpoint, [box])
+    with unreplaced(checkpoint):
+        load_sharded(checkpoint, [box])
     return data
