@@ -16,14 +16,7 @@ from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, 
 from ._capabilities import Entry
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
 from ._object_streams import ObjectReader, noting, parts_of
-from ._storage import (
-    AnyBuffer,
-    Buffer,
-    SizedBuffers,
-    byte_view,
-    inside,
-    whole,
-)
+from ._storage import AnyBuffer, Buffer, SizedBuffers, byte_view, inside, whole
 
 T = TypeVar("T")
 

@@ -183,7 +183,7 @@ def convert(
         )
         pickles = save_options.allow_pickle
         digest = conversion_digest(opened.checkpoint, target.backends, plan.batches, nonce=nonce, allow_pickle=pickles)
-        return plan, journal_at(target.storage, digest, strategies)
+        return plan, journal_at(target.storage, digest, target.backends, strategies)
 
     (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
     _check_same_plan(folders)

@@ -55,9 +55,13 @@ class Journal:
     packages: frozenset[str] = frozenset({"shardtree"})
 
 
-def journal_at(storage: Storage, digest: str, strategies: Strategies | None) -> Journal:
-    """Return the journal of the conversion that has this hash."""
-    packages = {strategy.__module__.partition(".")[0] for strategy in table_of(strategies).values()}
+def journal_at(
+    storage: Storage, digest: str, backends: Sequence[tuple[str, int]], strategies: Strategies | None
+) -> Journal:
+    """Return the journal of the conversion that has this hash, into formats of these backends and versions."""
+    table = table_of(strategies)
+    # Only those rows: looking up another format's would import it.
+    packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
     return Journal(storage, _PREFIX + digest, frozenset({"shardtree", *packages}))
 
 
