@@ -47,7 +47,7 @@ def bars(settings: Settings) -> list[Bar]:
     size, part, rounds = (4 * MIB, 256 * 1024, 1) if settings.quick else (2**30, 4 * 2**30, 3)
     with tempfile.TemporaryDirectory(dir=settings.folder, prefix="shardtree-convert-") as where:
         folder = Path(where)
-        found = [*_two_processes(folder, size, rounds), _beside_a_copy(folder, size, rounds)]
+        found = [_two_processes(folder, size, rounds), _beside_a_copy(folder, size, rounds)]
         found += _large_model(folder, SMALL if settings.quick else Config(), part, rounds)
         trips = [(SMALL, BATCH // 2**15)] if settings.quick else [(ENDS, BATCH), (THIN, BATCH // 256)]
         found += [bar for config, most in trips for bar in _there_and_back(folder, config, most)]
@@ -74,36 +74,31 @@ def _save(folder: Path, size: int, dtype: torch.dtype, **options: Any) -> None:
     st.save(shards, folder, options=st.SaveOptions(durable=False), **options)
 
 
-def _two_processes(folder: Path, size: int, rounds: int) -> list[Bar]:
-    source, found = folder / "float32", []
+def _two_processes(folder: Path, size: int, rounds: int) -> Bar:
+    source = folder / "float32"
     _save(source, size, torch.float32)
-    # Processor time too, which doesn't grow while others have the processors.
-    for what, clock in (("", time.perf_counter), (", processor time", time.process_time)):
-        job = partial(_seconds_of_processes, source, folder / "halves", size, clock)
-        operation = f"float32 to bfloat16, {size / 1e9:.2g} GB, 2 processes{what}"
-        found.append(_compared(operation, "1 process", partial(job, 2), partial(job, 1), rounds, 1 / 1.7))
+    by = [partial(_seconds_of_processes, processes, source, folder / "halves", size) for processes in (2, 1)]
+    found = _compared(f"float32 to bfloat16, {size / 1e9:.2g} GB, 2 processes", "1 process", *by, rounds, 1 / 1.7)
     shutil.rmtree(source)
     return found
 
 
-def _seconds_of_processes(
-    source: Path, destination: Path, size: int, clock: Callable[[], float], processes: int
-) -> float:
-    seconds = max(run_processes(processes, partial(_halved, source, destination, size, clock)))
+def _seconds_of_processes(processes: int, source: Path, destination: Path, size: int) -> float:
+    seconds = max(run_processes(processes, partial(_halved, source, destination, size)))
     shutil.rmtree(destination)
     return seconds
 
 
-def _halved(source: Path, destination: Path, size: int, clock: Callable[[], float], world: st.World) -> float:
+def _halved(source: Path, destination: Path, size: int, world: st.World) -> float:
     torch.set_num_threads(1)  # as torchrun sets it
     half = st.bind(st.cast, torch.bfloat16)
     st.open_checkpoint(source)  # imports what it needs
     world.barrier()
-    begin = clock()
+    begin = time.perf_counter()
     most = max(1, size // 64)
     st.convert(source, destination, backend=TO, transform=half, max_bytes_in_flight=most, world=world, **FAST)
     world.barrier()
-    return clock() - begin
+    return time.perf_counter() - begin
 
 
 # A sink, and a plain copy into it.
