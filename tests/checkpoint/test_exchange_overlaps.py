@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.plans import Cells, ExchangePlan, _cells, plan_exchange
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
+from shardtree.world import World
+from shardtree.world._simulated import SimulatedWorld
 from tests.trees.samples import assert_caught
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -96,14 +99,42 @@ def test_the_law_of_cells_catches_shards_that_stay_whole() -> None:
     assert_caught(check_cells, whole, cases())
 
 
-def check_load(load: Callable[..., Any], case: Case, stripe_bytes: int) -> None:
+ROUND_BYTES = 37
+
+
+class BytesWorld(SimulatedWorld):
+    """A rank that sends no values in place of bytes, and in one round no more than all ranks may."""
+
+    def all_to_all(self, values: Sequence[Any]) -> NoReturn:
+        raise AssertionError("what ranks read for each other is sent as bytes")
+
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        sent = sum(map(len, outgoing.values()))
+        assert sum(self.all_gather(sent)) <= ROUND_BYTES
+        super().exchange(outgoing, incoming)
+
+
+class ByAllToAll(SimulatedWorld):
+    """A world of a user's own, which has no exchange but the one that every world has."""
+
+    exchange = World.exchange
+
+
+def check_load(
+    load: Callable[..., Any],
+    case: Case,
+    stripe_bytes: int,
+    kind: type[SimulatedWorld] = BytesWorld,
+    round_bytes: int = ROUND_BYTES,
+) -> None:
     """Raise unless every rank gets its boxes, and each wanted element is read once."""
     shape, wanted = case
     full = random_bits(shape, torch.int16, 5)
     folder = MemoryStorage()
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", full)}, folder)
 
-    def on_rank(world: st.World) -> int:
+    def on_rank(simulated: st.World) -> int:
+        world = kind(simulated.rank, simulated._meeting)  # type: ignore[attr-defined]
         reports: list[st.storage.ReadReport] = []
         options = st.LoadOptions(exchange="always", report=reports.append)
         target = dict(enumerate(shards_of(shape, wanted[world.rank], torch.int16)))
@@ -116,7 +147,9 @@ def check_load(load: Callable[..., Any], case: Case, stripe_bytes: int) -> None:
         return reports[0].bytes_read
 
     def striped(columns: ShardColumns, ranks: int, **options: Any) -> ExchangePlan:
-        return plan_exchange(columns, ranks, round_bytes=37, stripe_bytes=stripe_bytes, most_cells=10**6, **options)
+        return plan_exchange(
+            columns, ranks, round_bytes=round_bytes, stripe_bytes=stripe_bytes, most_cells=10**6, **options
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_read, "plan_exchange", striped)
@@ -124,9 +157,15 @@ def check_load(load: Callable[..., Any], case: Case, stripe_bytes: int) -> None:
 
 
 @settings(max_examples=40)
-@given(cases(), some.integers(1, 30))
-def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all(case: Case, stripe_bytes: int) -> None:
-    check_load(st.load, case, stripe_bytes)
+@given(cases(), some.integers(1, 30), some.sampled_from([BytesWorld, ByAllToAll]))
+def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all(
+    case: Case, stripe_bytes: int, kind: type[SimulatedWorld]
+) -> None:
+    check_load(st.load, case, stripe_bytes, kind)
+
+
+def test_the_law_of_loads_catches_rounds_that_send_too_much() -> None:
+    assert_caught(partial(check_load, round_bytes=10**6), st.load, cases(), some.integers(1, 30))
 
 
 def test_the_law_of_loads_catches_ranks_that_each_read_their_own() -> None:

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ...errors import StrategyError, error_text
@@ -150,8 +151,12 @@ def speeds_of(
     found = known[0]
     if found is None or any(each != found for each in known):
         size = min(max(share_bytes // 16, _LEAST_SAMPLE), _MOST_SAMPLE)
-        sample = agree(world, "load: make a sample", lambda: _sample(shards, world, size, is_cut=is_cut))
-        found = _measure(world, sample, read)
+
+        def make() -> tuple[list[ShardedTensor], _Messages, _Messages]:
+            return _sample(shards, world, size, is_cut=is_cut), *_messages(world, size)
+
+        sample, outgoing, incoming = agree(world, "load: make a sample", make)
+        found = _measure(world, partial(read, sample), sum(map(data_bytes, sample)), outgoing, incoming)
     _measured[_place(storage, world.size)] = found
     return found
 
@@ -182,25 +187,28 @@ def data_bytes(shard: ShardedTensor) -> int:
     return prod(shard.data_shape) * shard.dtype.itemsize
 
 
-def _measure(
-    world: World, sample: Sequence[ShardedTensor], read: Callable[[Sequence[ShardedTensor]], object]
-) -> Speeds:
-    """Return how fast all ranks are at the same time; collective."""
-    size = sum(map(data_bytes, sample))
-    # Each phase ends with a meeting, so that ranks start the next one together.
-    seconds = [
-        agree(world, "load: read a sample", partial(_seconds, partial(read, sample))),
-        agree(world, "load: read the sample again", partial(_seconds, partial(read, sample))),
-    ]
+_Messages = dict[int, torch.Tensor]
+
+
+def _messages(world: World, size: int) -> tuple[_Messages, _Messages]:
+    """Return what a rank sends to some peers, so many bytes in all, and memory for what it gets from as many."""
     peers = min(world.size - 1, _SAMPLED_PEERS)
-    message = np.ones(size // peers, dtype=np.uint8)
-    outgoing: list[Any] = [None] * world.size
-    for step in range(1, peers + 1):
-        outgoing[(world.rank + step) % world.size] = message
-    seconds.append(_seconds(partial(world.all_to_all, outgoing)))
+    outgoing = torch.ones(size // peers, dtype=torch.uint8)
+    after = [(world.rank + step) % world.size for step in range(1, peers + 1)]
+    before = [(world.rank - step) % world.size for step in range(1, peers + 1)]
+    return dict.fromkeys(after, outgoing), {peer: torch.zeros_like(outgoing) for peer in before}
+
+
+def _measure(world: World, read: Callable[[], object], size: int, outgoing: _Messages, incoming: _Messages) -> Speeds:
+    """Return how fast all ranks read a sample of so many bytes and send messages, at the same time; collective."""
+    # Each phase ends with a meeting, so that ranks start the next one together.
+    first = agree(world, "load: read a sample", partial(_seconds, read))
+    again = agree(world, "load: read the sample again", partial(_seconds, read))
+    moved = _seconds(partial(world.exchange, outgoing, incoming))
+    sent = sum(map(len, outgoing.values()))
     host = socket.gethostname()
-    all_ranks = gather(world, "load: compare speeds", lambda: (host, *(size / each for each in seconds)))
-    return Speeds(*map(tuple, zip(*all_ranks, strict=True)))
+    own = (host, size / first, size / again, sent / moved)
+    return Speeds(*map(tuple, zip(*gather(world, "load: compare speeds", lambda: own), strict=True)))
 
 
 def _seconds(work: Callable[[], object]) -> float:

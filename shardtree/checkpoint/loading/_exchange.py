@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -109,12 +110,34 @@ def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], li
     return own, [shard for shard in shards if not shard.allow_shape_mismatch]
 
 
+class _Transfer(NamedTuple):
+    """Consecutive bytes of a cell that one rank has read and a shard wants: a row of a plan."""
+
+    sender: int
+    receiver: int
+    read: int
+    target: int
+    start: int
+    stop: int
+
+
+_ByPeer = Mapping[int, Sequence[_Transfer]]
+
+
+def message_buffers(plan: ExchangePlan, rank: int) -> tuple[Any, Any]:
+    """Return memory for what a rank sends to others in any one round, and for what it gets: bytes, as NumPy arrays."""
+    moved = np.where(plan.sender == plan.receiver, 0, plan.stop - plan.start)
+    sent, received = (np.bincount(plan.round, moved * (end == rank)) for end in (plan.sender, plan.receiver))
+    return np.empty(int(sent.max(initial=0)), dtype=np.uint8), np.empty(int(received.max(initial=0)), dtype=np.uint8)
+
+
 def pass_on(
     world: World,
     plan: ExchangePlan,
     columns: ShardColumns,
     shards: Sequence[ShardedTensor],
     read: Sequence[ShardedTensor],
+    buffers: tuple[Any, Any],
 ) -> ReadReport:
     """Fill what this rank didn't read of its shards with what other ranks read, and report how much moved; collective.
 
@@ -124,37 +147,80 @@ def pass_on(
         columns: all ranks' shards, each rank's rows together and in the order of its shards.
         shards: this rank's, with contiguous memory on the CPU.
         read: what this rank read, as `parts_to_read` returned it.
+        buffers: this rank's, as `message_buffers` returned them; they are written.
     """
     first = int(np.searchsorted(columns.rank, world.rank))
     # Bytes, not elements: any dtype can be sent, also those that NumPy lacks.
     sources = dict(zip(np.flatnonzero(plan.reader == world.rank).tolist(), map(_bytes_of, read), strict=True))
 
-    def fill(target: int, number: int, start: int, part: Any) -> None:
-        _fill(_region(shards[target - first], plan.cells, number), start, part)
+    def region(row: int, number: int) -> Any:
+        return _region(shards[row - first], plan.cells, int(plan.cell[number]))
+
+    def source(transfer: _Transfer) -> Any:
+        base = int(plan.read_start[transfer.read])
+        return sources[transfer.read][transfer.start - base : transfer.stop - base]
+
+    def place(transfer: _Transfer) -> Any:
+        """Return the memory that a transfer fills, None if it isn't consecutive."""
+        inside = region(transfer.target, transfer.read)
+        return inside.reshape(-1)[transfer.start : transfer.stop] if inside.flags.c_contiguous else None
 
     for number, part in sources.items():
+        own = region(int(plan.row[number]), number)
         # What was read into the shard's own memory is there already.
-        if not np.may_share_memory(part, _bytes_of(shards[int(plan.row[number]) - first])):
-            fill(int(plan.row[number]), int(plan.cell[number]), int(plan.read_start[number]), part)
+        if not np.may_share_memory(part, own):
+            _fill(own, int(plan.read_start[number]), part)
     sent = received = 0
-    for turn in range(plan.rounds):
-        outgoing: list[list[tuple[int, int, int, Any]]] = [[] for _ in range(world.size)]
-        for row in np.flatnonzero((plan.round == turn) & (plan.sender == world.rank)).tolist():
-            start, stop, number = int(plan.start[row]), int(plan.stop[row]), int(plan.read[row])
-            base = int(plan.read_start[number])
-            part = sources[number][start - base : stop - base]
-            outgoing[int(plan.receiver[row])].append((int(plan.target[row]), int(plan.cell[number]), start, part))
-        sent += _nbytes(outgoing, world.rank)
-        incoming = world.all_to_all(outgoing)
-        received += _nbytes(incoming, world.rank)
-        for message in (each for messages in incoming for each in messages):
-            fill(*message)
+    for kept, sends, gets in _rounds(plan, world.rank):
+        outgoing, packed = _messages(sends, source, buffers[0])
+        for transfer, part in packed:
+            np.copyto(part, source(transfer))
+        incoming, staged = _messages(gets, place, buffers[1])
+        world.exchange(outgoing, incoming)
+        for transfer, part in (*((each, source(each)) for each in kept), *staged):
+            _fill(region(transfer.target, transfer.read), transfer.start, part)
+        sent += sum(map(len, outgoing.values()))
+        received += sum(map(len, incoming.values()))
     return ReadReport(bytes_sent=sent, bytes_received=received)
 
 
-def _nbytes(messages: Sequence[Sequence[tuple[int, int, int, Any]]], own: int) -> int:
-    """Return how many bytes are in messages to or from other ranks."""
-    return sum(int(part.size) for rank, each in enumerate(messages) if rank != own for *_, part in each)
+def _rounds(plan: ExchangePlan, rank: int) -> Iterator[tuple[Sequence[_Transfer], _ByPeer, _ByPeer]]:
+    """Yield what a rank has for its own shards, what it sends to each peer and gets from each, round by round."""
+    for begin, end in pairwise(np.searchsorted(plan.round, np.arange(plan.rounds + 1)).tolist()):
+        rows = begin + np.flatnonzero((plan.sender[begin:end] == rank) | (plan.receiver[begin:end] == rank))
+        columns = (plan.sender, plan.receiver, plan.read, plan.target, plan.start, plan.stop)
+        kept: list[_Transfer] = []
+        sends: dict[int, list[_Transfer]] = {}
+        gets: dict[int, list[_Transfer]] = {}
+        for transfer in map(_Transfer, *(column[rows].tolist() for column in columns)):
+            if transfer.sender == transfer.receiver:
+                kept.append(transfer)
+            elif transfer.sender == rank:
+                sends.setdefault(transfer.receiver, []).append(transfer)
+            else:
+                gets.setdefault(transfer.sender, []).append(transfer)
+        yield kept, sends, gets
+
+
+def _messages(
+    transfers: _ByPeer, place: Callable[[_Transfer], Any], buffer: Any
+) -> tuple[dict[int, torch.Tensor], list[tuple[_Transfer, Any]]]:
+    """Return each peer's message, and the parts of a buffer that stand for transfers.
+
+    A message of one transfer is the memory itself that it comes from or goes to, if that is consecutive. Others are
+    parts of the buffer, with one transfer after another.
+    """
+    messages, staged, at = {}, [], 0
+    for peer, each in transfers.items():
+        memory = place(each[0]) if len(each) == 1 else None
+        if memory is None:
+            begin = at
+            for transfer in each:
+                staged.append((transfer, buffer[at : at + transfer.stop - transfer.start]))
+                at += transfer.stop - transfer.start
+            memory = buffer[begin:at]
+        messages[peer] = torch.from_numpy(memory)
+    return messages, staged
 
 
 def _bytes_of(shard: ShardedTensor) -> Any:

@@ -29,7 +29,7 @@ from .._dispatch import Choice, backend_of, common_backend, sharded_backend, str
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 from ._auto import ALONE, ExchangeChoice, cheaper_choice, speeds_of
 from ._checks import Kinds, ObjectsFit, reshaped_values
-from ._exchange import by_sharing, cuts_shards, parts_to_read, pass_on, traits_of_load
+from ._exchange import by_sharing, cuts_shards, message_buffers, parts_to_read, pass_on, traits_of_load
 from ._targets import CPU, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
@@ -264,9 +264,13 @@ def _read_once(
         wanted = send_tables(world, *share(world, "load: describe reads", describe, brief))
         columns = agree(world, "load: join reads", lambda: join_columns(unpack_columns(wanted)))
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
-    chosen = agree(world, "load: choose reads", partial(parts_to_read, plan, columns, world.rank, alike))
+
+    def choose() -> tuple[list[ShardedTensor], tuple[Any, Any]]:
+        return parts_to_read(plan, columns, world.rank, alike), message_buffers(plan, world.rank)
+
+    chosen, buffers = agree(world, "load: choose reads", choose)
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
-    return report + pass_on(world, plan, columns, alike, chosen)
+    return report + pass_on(world, plan, columns, alike, chosen, buffers)
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
