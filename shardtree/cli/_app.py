@@ -261,6 +261,14 @@ def convert(
         Optimizer | None,
         typer.Option(help="Megatron-Core's dp_reshardable as fully_reshardable, which it loads in any layout."),
     ] = None,
+    expert_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--expert-parallel/--no-expert-parallel",
+            help="Whether the run that goes on with --optimizer has expert parallelism: Megatron-Core then has an"
+            " optimizer for the experts. As it was, if not given.",
+        ),
+    ] = None,
     max_bytes_in_flight: Annotated[
         str, typer.Option(metavar="SIZE", help="The most bytes of tensors that are in memory at once.")
     ] = "256MB",
@@ -293,6 +301,7 @@ def convert(
         leave_out=leave_out or [],
         prune=prune,
         optimizer_in_model_space=optimizer is Optimizer.MODEL_SPACE,
+        expert_parallel=expert_parallel,
         most_bytes=size_named(max_bytes_in_flight),
         most_file_bytes=None if max_file_size is None else size_named(max_file_size),
         verify=not no_verify,

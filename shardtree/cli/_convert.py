@@ -38,6 +38,7 @@ class Conversion:
         leave_out: patterns of keys that aren't converted.
         prune: whether what the transforms don't pass on is left out.
         optimizer_in_model_space: whether Megatron-Core's `dp_reshardable` optimizer becomes a `fully_reshardable` one.
+        expert_parallel: whether the run that goes on with it has expert parallelism; None leaves it as it was.
         most_bytes: the limit of a batch.
         most_file_bytes: the limit of a file of a Hugging Face model; None for the format's default.
         verify: whether what was written is read back and compared.
@@ -55,6 +56,7 @@ class Conversion:
     leave_out: Sequence[str]
     prune: bool
     optimizer_in_model_space: bool
+    expert_parallel: bool | None
     most_bytes: int
     most_file_bytes: int | None
     verify: bool
@@ -148,7 +150,7 @@ def _look(conversion: Conversion) -> tuple[Callable[[Any], Any] | None, list[str
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
     transform_common, left_out = conversion.transform_common, [*conversion.leave_out]
     if conversion.optimizer_in_model_space:
-        wanted = model_space(tree)
+        wanted = model_space(tree, expert_parallel=conversion.expert_parallel)
         steps = [wanted["transform_common"], *([] if transform_common is None else [transform_common])]
         transform_common, left_out = compose(*steps), [*left_out, *wanted["leave_out"]]
     length = sum(row.length for row in contents_in_files(tree).tensors)

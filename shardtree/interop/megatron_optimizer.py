@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -29,16 +29,26 @@ _STEP = "optimizer.state.step."
 
 _TYPE = "fully_reshardable"
 
+_GROUP_NAMES = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What Megatron-Core finds a group of a checkpoint by, beside whether it is the experts'."""
 
-def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
+_Optimizers = Mapping[int | None, Mapping[str, Any]]
+"""What is common state of each optimizer, by number; None where there is one for everything."""
+
+
+def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = None) -> dict[str, Any]:
     """Return the keywords with which `convert` makes a `fully_reshardable` checkpoint of a `dp_reshardable` one.
 
     Megatron-Core loads the result with any tensor, pipeline, expert and data parallelism, where it can load
     `dp_reshardable` with the same model parallelism alone. What it keeps in an object for each model-parallel rank,
     such as `param_groups`, becomes common state, as it must be there.
 
+    With expert parallelism, Megatron-Core has an optimizer of its own for the experts, without it one for everything,
+    and it can't load what was saved the other way. Where the run that goes on differs in that, say so.
+
     Args:
         checkpoint: the one with buckets, opened.
+        expert_parallel: whether the run that loads the result has expert parallelism; None leaves it as it was.
 
     Returns:
         `transform_common` and `leave_out`.
@@ -46,6 +56,7 @@ def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     Raises:
         KeyMismatch: the checkpoint has no distributed optimizer of that kind.
         CorruptCheckpoint: ranks' objects differ.
+        UnsupportedValue: the experts have other hyperparameters than the rest, which one optimizer can't have.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -60,7 +71,7 @@ def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     References:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict, megatron-core 0.16.1.
     """
-    parts: dict[tuple[str | None, str], Any] = {}
+    parts: dict[tuple[int | None, str], Any] = {}
     differing = set()
     # Where there are buckets, listing all names would read weights and masters, which the conversion does again.
     stored = getattr(checkpoint.metadata, "stored", None)
@@ -68,7 +79,7 @@ def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
         if found := _PART.fullmatch(name.rpartition("/shard_")[0]):
             shard = checkpoint[name]
             assert isinstance(shard, ShardedObject)
-            place = (found["optimizer"], found["name"])
+            place = (None if found["optimizer"] is None else int(found["optimizer"]), found["name"])
             if parts.setdefault(place, shard.data) != shard.data:
                 differing.add(shard.key)
     where = checkpoint.checkpoint.storage.where()
@@ -78,24 +89,55 @@ def model_space(checkpoint: OpenCheckpoint) -> dict[str, Any]:
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
+    optimizers = _arranged(parts, expert_parallel)
     # Megatron-Core has the step in the groups alone.
     steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}*",)
     left_out = ("*optimizer.distributed.dp_group_idx_*", *steps)
-    return {"transform_common": partial(_with_parts, parts), "leave_out": left_out}
+    return {"transform_common": partial(_with_optimizers, optimizers), "leave_out": left_out}
 
 
-def _with_parts(parts: Mapping[tuple[str | None, str], Any], common: Any) -> Any:
-    optimizer = dict(common.get("optimizer", {}))
-    for (number, name), value in parts.items():
-        part = {"param_state_sharding_type": _TYPE, name: value}
-        if number is None:
-            optimizer |= part
-        else:  # several optimizers, such as that of the experts, stand under their numbers
-            optimizer[int(number)] = {**optimizer.get(int(number), {}), **part}
+def _arranged(parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None) -> _Optimizers:
+    """Return the optimizers that parts belong to, joined or split as expert parallelism has them."""
+    found: dict[int | None, dict[str, Any]] = {}
+    for (number, name), value in sorted(parts.items(), key=str):
+        found.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value
+    if expert_parallel and None in found:
+        return {0: found[None], 1: _with_groups(found[None], _of_kind(found[None], experts=True))}
+    return {None: _joined([*found.values()])} if expert_parallel is False and None not in found else found
+
+
+def _of_kind(optimizer: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:
+    """Return an optimizer's groups as those of experts, or of the rest: Megatron-Core finds groups by that, too."""
+    return [{**group, "is_expert_parallel": experts} for group in optimizer["optimizer"]["param_groups"]]
+
+
+def _with_groups(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": groups}}
+
+
+def _joined(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one optimizer with the groups of several, each once."""
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
+    found = [tuple(group.get(name, group.get(f"pre_{name}")) for name in _GROUP_NAMES) for group in groups]
+    if len(set(found)) < len(found):
+        what = "without expert parallelism there is one optimizer, and the experts have other hyperparameters"
+        fix = "Go on with expert parallelism, or change the groups with a transform of the common state."
+        raise UnsupportedValue(error_text(what, found=groups, fix=fix))
+    return _with_groups(optimizers[0], groups)
+
+
+def _with_optimizers(optimizers: _Optimizers, common: Any) -> Any:
+    # Several optimizers stand under their numbers. Megatron-Core counts what stands there.
+    old = ("param_state_sharding_type", *range(len(common.get("optimizer", ()))))
+    stored = {key: value for key, value in common.get("optimizer", {}).items() if key not in old}
+    for number, optimizer in optimizers.items():
+        stored |= optimizer if number is None else {number: optimizer}
     content = common.get("content_metadata")
     if isinstance(content, Mapping):
         common = {**common, "content_metadata": {**content, "distrib_optim_sharding_type": _TYPE}}
-    return {**common, "optimizer": optimizer}
+    return {**common, "optimizer": stored}
 
 
 # A live optimizer: its buffers as flat shards, without a gather

@@ -44,8 +44,8 @@ def states(folder: Path) -> dict[str, torch.Tensor]:
     return {key: opened[key].data.read() for key in keys}
 
 
-def convert(source: Path, folder: Path) -> None:
-    st.convert(source, folder, backend="torch_dist", **model_space(st.open_checkpoint(source)))
+def convert(source: Path, folder: Path, **options: bool) -> None:
+    st.convert(source, folder, backend="torch_dist", **model_space(st.open_checkpoint(source), **options))
 
 
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
@@ -76,6 +76,18 @@ def test_what_megatron_core_saved_wrong_is_refused_and_what_it_saved_right_loads
         "optimizer.state.param.embedding.word_embeddings.weight",
     }
     assert differing(states(tmp_path / "right"), states(tmp_path / "b")) == []
+
+
+def test_experts_of_two_ranks_go_on_on_one_and_on_two_again(tmp_path):
+    """Without expert parallelism Megatron-Core has one optimizer, and can't load what it saved of two by itself."""
+    two, one = '{"dp": 2, "ep": 2, "experts": 4, "layers": 2}', '{"experts": 4, "layers": 2}'
+    run(tmp_path, two, "train:a,save:a,save ours:live")
+    assert differing(st.load_plain_tensors(tmp_path / "live"), states(tmp_path / "a")) == []
+    convert(tmp_path / "a", tmp_path / "one", expert_parallel=False)
+    run(tmp_path, one, "load:one,save:b")
+    convert(tmp_path / "b", tmp_path / "two", expert_parallel=True)
+    convert(tmp_path / "a", tmp_path / "as it was")
+    run(tmp_path, two, "load:two,same:a,train:c,load:as it was,same:a")
 
 
 @pytest.mark.exhaustive

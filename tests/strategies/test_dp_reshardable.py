@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
@@ -15,7 +16,7 @@ from shardtree.storage import MemoryStorage
 from shardtree.strategies.torch_dist import _optimizer
 from shardtree.strategies.torch_dist._parameter_order import Order, known_orders
 
-from .buckets import Job, Kind, layer_kinds, write
+from .buckets import STATES, Job, Kind, layer_kinds, write
 
 ADAPTERS = [Kind("adapter_a.weight", (16,), fill=1.0), Kind("adapter_b.weight", (16,), fill=1.0)]
 
@@ -98,6 +99,116 @@ def test_an_order_that_unique_tensors_contradict_is_refused():
     kinds = layer_kinds(16)
     with pytest.raises(UnsupportedValue, match="equal weights"):
         check_states(Job([kinds[1], kinds[0], *reversed(kinds[2:])]))
+
+
+class Adapters(NamedTuple):
+    """Modules that no order has, of equal weights, and of states that are equal or differ.
+
+    Attributes:
+        fill: the weight; at 1 they are as norms are.
+        places: of the adapters among a layer's modules.
+        changes: for each adapter and layer the state, by number, that has another value; 3 for none.
+        tp: tensor-parallel ranks.
+        dp: data-parallel ranks.
+    """
+
+    fill: float
+    places: list[int]
+    changes: list[list[int]]
+    tp: int
+    dp: int
+
+
+@some.composite
+def adapters(draw: some.DrawFn) -> Adapters:
+    count, layers = draw(some.integers(2, 3)), draw(some.integers(1, 2))
+    changes = draw(some.sampled_from([some.just(3), some.integers(0, 3)]))
+    return Adapters(
+        fill=draw(some.sampled_from([0.5, 1.0])),
+        places=draw(some.lists(some.integers(0, 7), min_size=count, max_size=count)),
+        changes=[draw(some.lists(changes, min_size=layers, max_size=layers)) for _ in range(count)],
+        tp=draw(some.integers(1, 2)),
+        dp=draw(some.integers(1, 2)),
+    )
+
+
+def with_adapters(case: Adapters) -> Job:
+    kinds, layers = layer_kinds(16), len(case.changes[0])
+    for number, place in enumerate(case.places):
+        kinds.insert(place, Kind(f"adapter_{number}.weight", (16,), fill=case.fill))
+    job = Job(kinds, layers=layers, tp=case.tp, dp=case.dp)
+    for number, changes in enumerate(case.changes):
+        for each, state in enumerate(STATES):
+            values = [case.fill + (change == each) * 1e-4 for change in changes]
+            key = f"optimizer.state.{state}.decoder.layers.adapter_{number}.weight"
+            job.truth[key] = torch.tensor(values)[:, None].expand(layers, 16).contiguous()
+    return job
+
+
+def check_right_or_refused(case: Adapters) -> bool:
+    """Whether the states were given, and not refused."""
+    try:
+        check_states(with_adapters(case))
+    except UnsupportedValue as error:
+        assert "equal weights" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.slow
+@given(adapters())
+def test_equal_weights_with_swapped_states_are_right_or_refused(case):
+    check_right_or_refused(case)
+
+
+@pytest.mark.parametrize("change", range(4))
+def test_equal_weights_are_read_where_all_states_are_equal(change):
+    assert check_right_or_refused(Adapters(0.5, [0, 3], [[3, 3], [3, change]], tp=2, dp=2)) == (change == 3)
+
+
+@pytest.mark.slow
+def test_the_law_catches_states_that_are_not_compared(monkeypatch):
+    decide = _optimizer.decide
+    monkeypatch.setattr(_optimizer, "decide", lambda groups, orders, _: decide(groups, orders, lambda unit: 0))
+
+    def caught(case: Adapters) -> bool:
+        try:
+            check_right_or_refused(case)
+        except AssertionError:
+            return True
+        return False
+
+    find(adapters(), caught, settings=settings(max_examples=300, phases=[Phase.generate]))
+
+
+EXPERTS = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+
+def stored_experts(*moments: float, copies: int = 1) -> MemoryStorage:
+    """Store experts of equal weights, each on a rank of its own, or on several."""
+    weight, place, shards = torch.full((64,), 0.5), MemoryStorage(), []
+    for expert, moment in enumerate(moments):
+        cuts = (0, 0, 1), (1, expert, len(moments))
+        shards.append(st.ShardedTensor.from_rank_offsets(EXPERTS, weight.bfloat16(), *cuts, prepend_axis_num=2))
+        for copy in range(copies):
+            bucket = f"chained_1.optimizer.distributed.dp_group_idx_{expert * copies + copy}.gbuf_idx_0"
+            bucket += ".dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+            for state, value in zip(STATES, (0.5, moment, 0.25), strict=True):
+                whole = torch.full((64,), value)
+                shards.append(st.ShardedTensor.from_rank_offsets(f"{bucket}.{state}", whole))
+    st.save(shards, place, sharded_strategy=("torch_dist", 1), common_strategy=("torch", 1))
+    return place
+
+
+def test_equal_experts_of_several_ranks_are_read_where_their_states_are_equal():
+    read = st.open_checkpoint(stored_experts(0.75, 0.75))[f"optimizer.state.exp_avg.{EXPERTS}"].data.read()
+    assert read.equal(torch.full((1, 2, 64), 0.75))
+
+
+def test_equal_experts_of_several_ranks_are_refused_where_moments_differ_or_one_may_be_frozen():
+    for place in (stored_experts(0.75, 0.5), stored_experts(0.75, 0.75, copies=2)):
+        with pytest.raises(UnsupportedValue, match=r"layers\.0\.mlp\.experts"):
+            list(st.open_checkpoint(place))
 
 
 def test_frozen_parameters_have_no_states():

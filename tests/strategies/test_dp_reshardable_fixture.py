@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardtree as st
+from shardtree.errors import UnsupportedValue
 from shardtree.interop.megatron_optimizer import model_space
 from shardtree.strategies.index import texts
 from shardtree.strategies.torch_dist import _optimizer
@@ -119,3 +120,33 @@ def test_model_space_makes_it_fully_reshardable(convert, tmp_path):
     stored = st.load_plain_tensors(tmp_path / "full")
     assert all(torch.equal(stored[key], value) for key, value in TRUTH.items())
     assert not any("bucket" in key or ".step." in key for key in stored)
+
+
+def test_experts_get_an_optimizer_of_their_own_for_a_run_with_expert_parallelism(tmp_path):
+    options = "--to", "torch_dist", "--optimizer", "model-space", "--expert-parallel"
+    run("convert", str(FOLDER), str(tmp_path / "full"), *options)
+    optimizers = st.load_common_state_dict(tmp_path / "full")["optimizer"]
+    assert optimizers.keys() == {0, 1}
+    for number, optimizer in optimizers.items():
+        assert optimizer["param_state_sharding_type"] == "fully_reshardable"
+        groups = optimizer["optimizer"]["param_groups"]
+        assert [group["is_expert_parallel"] for group in groups] == [number == 1] * 2
+
+
+@pytest.mark.parametrize("rate", [1e-4, 2e-4])
+def test_one_optimizer_has_one_learning_rate(rate, tmp_path):
+    shared = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3.0}
+    groups = [shared | {"lr": 1e-4, "is_expert_parallel": False}, shared | {"lr": rate, "is_expert_parallel": True}]
+    keys = [f"chained_{number}.optimizer.distributed.dp_group_idx_0.optimizer" for number in (0, 1)]
+    objects = [
+        st.ShardedObject(key, {"param_groups": [group]}, (1,), (0,)) for key, group in zip(keys, groups, strict=True)
+    ]
+    st.save({"objects": objects, "optimizer": {0: {}, 1: {}}}, tmp_path)
+    opened = st.open_checkpoint(tmp_path)
+    if rate == 1e-4:
+        common = model_space(opened, expert_parallel=False)["transform_common"](st.load_common_state_dict(tmp_path))
+        assert common["optimizer"]["optimizer"] == {"param_groups": groups[:1]}
+        assert common["optimizer"].keys() == {"optimizer", "param_state_sharding_type"}
+    else:
+        with pytest.raises(UnsupportedValue, match="the experts have other hyperparameters"):
+            model_space(opened, expert_parallel=False)

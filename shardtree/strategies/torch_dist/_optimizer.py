@@ -67,7 +67,7 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
     whose bytes are never read.
 
     Raises:
-        UnsupportedValue: a bucket has no reading, or nothing tells parameters with equal weights apart.
+        UnsupportedValue: a bucket has no reading, or nothing tells apart parameters whose weights alone are equal.
         CorruptCheckpoint: ranks' copies of a parameter's state differ.
     """
     if MEMO not in checkpoint.memo:
@@ -75,12 +75,13 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         buckets, pieces = buckets_of(tensors), pieces_of(tensors)
         hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
         orders = known_orders(_flat(checkpoint.options.parameter_names))
-        matches = []
         # The same memory for one bucket after the other: its pages take the system longer than the read itself.
         memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0))
-        for _, group in groupby(buckets, key=attrgetter("group")):
-            units = [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype], memory)]
-            matches += decide(units, orders)
+        groups = [
+            [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype], memory)]
+            for _, group in groupby(buckets, key=attrgetter("group"))
+        ]
+        matches = decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
         checkpoint.memo[MEMO] = _index(listing, _one_of_each(fill, matches))
     index: Index = checkpoint.memo[MEMO]
     return index
@@ -190,10 +191,10 @@ def _agree(fill: Fill, held: Sequence[Match]) -> bool:
     return len({tuple(_hashes(fill, match)) for match in held}) == 1
 
 
-def _hashes(fill: Fill, match: Match) -> Iterator[str]:
-    data = torch.empty(match.end - match.begin)
-    for state in sorted(match.bucket.states):
-        _read(fill, match.bucket, state, data, match.begin)
+def _hashes(fill: Fill, held: Unit | Match) -> Iterator[str]:
+    data = torch.empty(held.end - held.begin)
+    for state in sorted(held.bucket.states):
+        _read(fill, held.bucket, state, data, held.begin)
         yield _hash(data, data.dtype)
 
 

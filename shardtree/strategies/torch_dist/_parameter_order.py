@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import NamedTuple
 
 from ...errors import UnsupportedValue, error_text
@@ -121,7 +121,7 @@ def _ending(key: str) -> int:
     return next((number for number, ending in enumerate(_ENDINGS) if key.endswith(ending)), len(_ENDINGS))
 
 
-# Deciding between candidates with equal values, for one model-parallel rank
+# Deciding between candidates with equal values
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +141,62 @@ class Match:
     pieces: Candidate
 
 
-def decide(units: Sequence[Unit], orders: Sequence[Order]) -> list[Match]:
-    """Return what each parameter of a model-parallel rank is.
+def decide(
+    groups: Sequence[Sequence[Unit]], orders: Sequence[Order], states: Callable[[Unit], Hashable]
+) -> list[Match]:
+    """Return what each parameter of each model-parallel rank is.
 
     Args:
-        units: the rank's parameters, in the order of its buckets.
+        groups: the parameters of each rank, in the order of its buckets.
         orders: the orders that modules may have; those that contradict the parameters with unique values don't count.
+        states: returns what is equal where all stored states of two parameters are; called only in doubt.
 
     Raises:
-        UnsupportedValue: several parameters may be swapped with each other.
+        UnsupportedValue: several parameters may be swapped with each other, and their states differ.
     """
-    units = _of_one_cut(units)
-    answers = {tuple(answer) for order in orders if (answer := _in_order(units, order)) is not None}
-    if len(answers) == 1:
-        return [Match(*unit[:3], pieces) for unit, pieces in zip(units, answers.pop(), strict=True)]
+    groups = [_of_one_cut(units) for units in groups]
+    answers = [_answers(units, orders) for units in groups]
+    settled: dict[Unit, Candidate] = {}
+    if any(len(each) != 1 for each in answers):
+        settled = _settled_by_states([unit for units in groups for unit in units], states)
+        groups = [[unit for unit in units if unit not in settled] for units in groups]
+        answers = [_answers(units, orders) for units in groups]
+    for units, each in zip(groups, answers, strict=True):
+        if len(each) != 1:
+            raise _unclear(units)
+        settled.update(zip(units, each.pop(), strict=True))
+    return [Match(*unit[:3], pieces) for unit, pieces in settled.items()]
+
+
+def _answers(units: Sequence[Unit], orders: Sequence[Order]) -> set[tuple[Candidate, ...]]:
+    return {tuple(answer) for order in orders if (answer := _in_order(units, order)) is not None}
+
+
+def _unclear(units: Sequence[Unit]) -> UnsupportedValue:
     unclear = sorted({full_name(pieces[0]) for unit in units if len(unit.candidates) > 1 for pieces in unit.candidates})
     what = f"open: parameters of {units[0].bucket.group!r} have equal weights, and nothing tells their moments apart"
     fix = "Pass parameter_names=, the names in the order of the model's named_parameters(), with layers' numbers."
-    raise UnsupportedValue(error_text(what, offenders=unclear, fix=fix))
+    return UnsupportedValue(error_text(what, offenders=unclear, fix=fix))
+
+
+def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]) -> dict[Unit, Candidate]:
+    """Return candidates of units whose states are equal as well: any order of these is right.
+
+    Only where each candidate must be one of them: each rank has as many such units as there are candidates, or all
+    ranks together have, and none of their pieces may be anything else.
+    """
+    alike: dict[frozenset[Candidate], list[Unit]] = defaultdict(list)
+    for unit in units:
+        alike[frozenset(unit.candidates)].append(unit)
+    uses = Counter(piece for candidates in alike for pieces in candidates for piece in pieces)
+    found: dict[Unit, Candidate] = {}
+    for candidates, same in alike.items():
+        counts = {*Counter(unit.bucket.group for unit in same).values(), len(candidates)}
+        complete = len(counts) == 1 or len(same) == len(candidates)
+        apart = all(uses[piece] == 1 for pieces in candidates for piece in pieces)
+        if len(candidates) > 1 and complete and apart and len({states(unit) for unit in same}) == 1:
+            found.update(zip(same, cycle(sorted(candidates)), strict=False))
+    return found
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -116,6 +117,7 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
                 **stage,
             ).to(dtype)
         )
+        seed_experts(chunks[-1])
     buffers = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=shape["bucket"]
     )
@@ -131,6 +133,14 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
     return wrapped, get_megatron_optimizer(how, wrapped)
 
 
+def seed_experts(chunk: Any) -> None:
+    """Give experts weights of their own: Megatron-Core's first ones are equal on all expert-parallel ranks."""
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            seed = torch.Generator().manual_seed(hash_of(name, 0) + ep_rank())
+            parameter.data.copy_(torch.randn(parameter.shape, generator=seed) / 32)
+
+
 def optimizers(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
@@ -140,14 +150,16 @@ def train(chunks: Any, optimizer: Any) -> None:
     for step in range(3):
         for chunk in chunks:
             for name, parameter in chunk.module.named_parameters():
-                seed = torch.Generator().manual_seed(hash_of(name, step) + (tp_rank() if is_cut(parameter) else 0))
+                part = tp_rank() if is_cut(parameter) else 0
+                part += ep_rank() if ".experts." in name else 0
+                seed = torch.Generator().manual_seed(hash_of(name, step) + part)
                 parameter.main_grad.copy_(torch.randn(parameter.shape, generator=seed))
         for inner in optimizers(optimizer):
             inner.step()
 
 
 def hash_of(name: str, step: int) -> int:
-    return sum(map(ord, name)) * 7 + step
+    return zlib.crc32(f"{name} {step}".encode())
 
 
 def is_cut(parameter: Any) -> bool:
@@ -156,6 +168,10 @@ def is_cut(parameter: Any) -> bool:
 
 def tp_rank() -> int:
     return parallel_state.get_tensor_model_parallel_rank() + 1
+
+
+def ep_rank() -> int:
+    return 100 * parallel_state.get_expert_model_parallel_rank()
 
 
 def states(chunks: Any, optimizer: Any, kind: str, *, loading: bool) -> dict[str, Any]:
