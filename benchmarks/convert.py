@@ -4,11 +4,13 @@ First float32 becomes bfloat16, from files in the page cache to files. The other
 given and drops zeros, beside the same bytes read by hand into the same sink: first 1 GB from Hugging Face to
 torch_dist. Then DeepSeek-V3, whose files are sparse, cut for TP 8, PP 16 and EP 64: opening, planning, and the first
 bytes of the stream of all; there and back, with all that reads it back, of its first layer and its last; and there and
-back of as many tensors as it has, in as many batches, of a 256th of the bytes.
+back of as many tensors as it has, in as many batches, of a 256th of the bytes. Last, 10 GB of real float32 tensors
+become bfloat16, beside safetensors and torch by hand, and what came out is compared bit for bit.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -22,6 +24,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import shardtree as st
 from shardtree.checkpoint.conversion._identity import conversion_digest
@@ -51,6 +55,7 @@ def bars(settings: Settings) -> list[Bar]:
         found += _large_model(folder, SMALL if settings.quick else Config(), part, rounds)
         trips = [(SMALL, BATCH // 2**15)] if settings.quick else [(ENDS, BATCH), (THIN, BATCH // 256)]
         found += [bar for config, most in trips for bar in _there_and_back(folder, config, most)]
+        found += _beside_scripts(folder, 16 * MIB if settings.quick else 10 * 10**9)
     print_bars("Conversions", found, settings.console)
     return found
 
@@ -230,6 +235,100 @@ def _trips(source: Path, folder: Path, most: int, rank: int, ranks: int) -> Acti
         return 0
 
     return action
+
+
+# Scripts by hand.
+
+FILE_TENSORS = 4
+
+
+def _beside_scripts(folder: Path, size: int) -> list[Bar]:
+    """Return the seconds and the memory of the same conversion by us and by hand."""
+    source = folder / "weights"
+    source.mkdir()
+    _write_weights(source, size)
+    found: dict[str, tuple[float, float]] = {}
+    for name, script in SCRIPTS.items():
+        own = peak(partial(_script, script, source, folder / name, folder / "seconds"), folder).own / MIB
+        found[name] = float((folder / "seconds").read_text()), own
+    _check_equal(folder / "convert", folder / "safetensors")
+    for name in ("weights", *SCRIPTS):
+        shutil.rmtree(folder / name)
+    what, (seconds, memory) = f"float32 to bfloat16, huggingface, {size / 1e9:.3g} GB", found["convert"]
+    bars = []
+    for name, (its, peak_of) in found.items():
+        if name != "convert":
+            bars += [
+                Bar(what, name, seconds, its, seconds / its, None),
+                Bar(f"{what}: memory", name, memory, peak_of, memory / peak_of, None, "MiB"),
+            ]
+    return bars
+
+
+def _write_weights(folder: Path, size: int) -> None:
+    """Write tensors of which no two are equal, four to a file of up to 512 MB."""
+    files = -(-size // (512 * 10**6))
+    rows = size // files // FILE_TENSORS // 4 // 4096
+    tensor, placed = torch.randn(rows, 4096), {}
+    for number in range(files):
+        tensors = {f"layers.{number}.{each}": tensor + number + each / 8 for each in range(FILE_TENSORS)}
+        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        save_file(tensors, folder / name)
+        placed |= dict.fromkeys(tensors, name)
+    index = {"metadata": {"total_size": files * FILE_TENSORS * tensor.nbytes}, "weight_map": placed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _convert(source: Path, destination: Path) -> None:
+    options = st.SaveOptions(durable=False)
+    st.convert(source, destination, backend=BACK, transform=st.bind(st.cast, torch.bfloat16), save_options=options)
+
+
+def _convert_unread(source: Path, destination: Path) -> None:
+    st.convert(source, destination, backend=BACK, transform=st.bind(st.cast, torch.bfloat16), **FAST)
+
+
+def _by_safetensors(source: Path, destination: Path) -> None:
+    destination.mkdir()
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key).to(torch.bfloat16) for key in file.keys()}  # noqa: SIM118
+        save_file(tensors, destination / path.name)
+
+
+def _by_torch(source: Path, destination: Path) -> None:
+    destination.mkdir()
+    tensors = {key: each for path in sorted(source.glob("*.safetensors")) for key, each in load_file(path).items()}
+    torch.save({key: each.to(torch.bfloat16) for key, each in tensors.items()}, destination / "model.pt")
+
+
+SCRIPTS = {
+    "convert": _convert,
+    "convert, not read back": _convert_unread,
+    "safetensors": _by_safetensors,
+    "torch": _by_torch,
+}
+"""All but the first by hand, none of which reads back what it has written; the second is ours likewise."""
+
+
+def _script(
+    script: Callable[[Path, Path], None], source: Path, destination: Path, seconds: Path, rank: int, ranks: int
+) -> Action:
+    def action() -> int:
+        begin = time.perf_counter()
+        script(source, destination)
+        seconds.write_text(f"{time.perf_counter() - begin}")
+        return 0
+
+    return action
+
+
+def _check_equal(ours: Path, theirs: Path) -> None:
+    tree = st.open_checkpoint(ours)
+    for path in sorted(theirs.glob("*.safetensors")):
+        for key, tensor in load_file(path).items():
+            if not torch.equal(tree[key].data.read().view(torch.int16), tensor.view(torch.int16)):
+                raise ValueError(f"{key} isn't what safetensors makes of it")
 
 
 def main(arguments: list[str] | None = None) -> int:
