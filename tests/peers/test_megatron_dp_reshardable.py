@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,10 @@ OTHERS = [
     ('{"dp": 2, "bias": true}', '{"tp": 2, "bias": true}'),
     ('{"tp": 2, "bf16": false}', '{"dp": 2, "bf16": false}'),
 ]
+
+# As tests/training has them: layouts add in other orders, and round gradients in bfloat16 before they add them.
+TOLERANCE = 1e-5
+HALF_TOLERANCE = 5e-3
 
 
 def run(folder: Path, *jobs: str) -> None:
@@ -88,6 +94,53 @@ def test_experts_of_two_ranks_go_on_on_one_and_on_two_again(tmp_path):
     convert(tmp_path / "b", tmp_path / "two", expert_parallel=True)
     convert(tmp_path / "a", tmp_path / "as it was")
     run(tmp_path, two, "load:two,same:a,train:c,load:as it was,same:a")
+
+
+def losses(file: Path) -> list[float]:
+    found: list[float] = json.loads(file.read_text())
+    return found
+
+
+def furthest(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected) == 3
+    return max(abs(one - other) for one, other in zip(found, expected, strict=True))
+
+
+def with_swapped_moments(tree: dict[str, Any]) -> dict[str, Any]:
+    """Plant a fault: the moments of the first two layers' projections in each other's place."""
+    key = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight"
+    swapped = tree[key].data.read()[[1, 0, 2, 3]]
+    return {**tree, key: st.ShardedTensor.from_rank_offsets(key, swapped)}
+
+
+def test_training_goes_on_with_the_same_losses_in_another_layout(tmp_path):
+    shape = '"bf16": false, "lr": 0.01}'
+    run(tmp_path, f'{{"tp": 2, "dp": 2, {shape}', "learn:before-0,save:a,learn:on-3")
+    convert(tmp_path / "a", tmp_path / "full")
+    st.convert(tmp_path / "full", tmp_path / "faulty", backend="torch_dist", transform=with_swapped_moments)
+    faulty = f'{{"pp": 2, {shape}', "load:faulty,learn:faulty-3"
+    run(tmp_path, f'{{"pp": 2, "dp": 2, {shape}', "load:full,learn:other-3", *faulty)
+    expected = losses(tmp_path / "on-3")
+    assert (
+        furthest(losses(tmp_path / "other-3"), expected) < TOLERANCE < furthest(losses(tmp_path / "faulty-3"), expected)
+    )
+
+
+def test_experts_go_on_with_the_same_losses_without_expert_parallelism(tmp_path):
+    shape = '"bf16": false, "lr": 0.01, "experts": 4, "layers": 2}'
+    run(tmp_path, f'{{"dp": 2, "ep": 2, {shape}', "learn:before-0,save:a,learn:on-3")
+    convert(tmp_path / "a", tmp_path / "full", expert_parallel=False)
+    run(tmp_path, f"{{{shape}", "load:full,learn:other-3")
+    assert furthest(losses(tmp_path / "other-3"), losses(tmp_path / "on-3")) < TOLERANCE
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("other", ['{"pp": 2, "dp": 2, "lr": 0.01}', '{"tp": 4, "lr": 0.01}'])
+def test_training_in_bfloat16_goes_on_with_the_same_losses(other, tmp_path):
+    run(tmp_path, '{"tp": 2, "dp": 2, "lr": 0.01}', "learn:before-0,save:a,learn:on-3")
+    convert(tmp_path / "a", tmp_path / "full")
+    run(tmp_path, other, "load:full,learn:other-3")
+    assert furthest(losses(tmp_path / "other-3"), losses(tmp_path / "on-3")) < HALF_TOLERANCE
 
 
 @pytest.mark.exhaustive

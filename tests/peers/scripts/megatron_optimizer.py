@@ -13,6 +13,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,23 @@ with warnings.catch_warnings():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 filesystem_async._process_memory = lambda: 0  # it would log that, and needs psutil for it
 
+moe_utils.te_general_gemm = None  # without Transformer Engine it forgets to say so
+CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # nothing is dropped
+
 LAYOUT = {"tp": 1, "pp": 1, "vpp": None, "ep": 1, "dp": 1}
-MODEL = {"experts": None, "tied": False, "bias": False, "layers": 4, "bf16": True, "bucket": 4000}
+MODEL = {"experts": None, "tied": False, "bias": False, "layers": 4, "bf16": True, "bucket": 4000, "lr": 1e-4}
 
 
 class OnCPU(TorchFunctionMode):
@@ -98,6 +106,8 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
         bf16=shape["bf16"],
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=shape["experts"])
     chunks = []
@@ -124,7 +134,7 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
     wrapped = [DistributedDataParallel(config, buffers, chunk) for chunk in chunks]
     how = OptimizerConfig(
         optimizer="adam",
-        lr=1e-4,
+        lr=shape["lr"],
         weight_decay=0.1,
         bf16=shape["bf16"],
         params_dtype=dtype,
@@ -156,6 +166,46 @@ def train(chunks: Any, optimizer: Any) -> None:
                 parameter.main_grad.copy_(torch.randn(parameter.shape, generator=seed))
         for inner in optimizers(optimizer):
             inner.step()
+
+
+def learn(place: Path, chunks: Any, optimizer: Any) -> None:
+    """Three real steps, of which the first is the number that ends the place's name, where the losses go."""
+    run, size, losses = get_forward_backward_func(), parallel_state.get_data_parallel_world_size(), []
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    first = int(place.name.rpartition("-")[2])
+    for step in range(first, first + 3):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        batch = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(step % 3))
+        own = batch.chunk(size)[parallel_state.get_data_parallel_rank()].split(2)
+        found = run(
+            forward_step_func=forward,
+            data_iterator=[iter(own) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(own),
+            seq_length=8,
+            micro_batch_size=2,
+            forward_only=False,
+        )
+        optimizer.step()
+        if found:  # on the last stage
+            loss = torch.stack([each["loss"] for each in found]).mean()
+            dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
+            losses.append(loss.item() / size)
+    if losses and parallel_state.get_data_parallel_rank() == 0 == parallel_state.get_tensor_model_parallel_rank():
+        place.write_text(json.dumps(losses))
+
+
+def forward(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    result = model(batch[:, :-1], torch.arange(8).expand(len(batch), 8), None, labels=batch[:, 1:].contiguous())
+    return result, mean_loss
+
+
+def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}  # it is divided in place
 
 
 def hash_of(name: str, step: int) -> int:
@@ -202,6 +252,11 @@ def load(place: Path, chunks: Any, optimizer: Any) -> None:
     for number, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{number}"])
     optimizer.load_state_dict(loaded["optimizer"])
+    for inner in optimizers(optimizer):
+        for state in inner.optimizer.state.values():
+            state["step"] = state[
+                "step"
+            ].clone()  # else all parameters count in one tensor that Megatron-Core gave them
 
 
 def save_ours(place: Path, chunks: Any, optimizer: Any) -> None:
@@ -227,7 +282,14 @@ def local(optimizer: Any) -> Iterator[torch.Tensor]:
                 )
 
 
-STEPS = {"save": save, "save full": save_full, "load": load, "save ours": save_ours, "load ours": load_ours}
+STEPS = {
+    "learn": learn,
+    "save": save,
+    "save full": save_full,
+    "load": load,
+    "save ours": save_ours,
+    "load ours": load_ours,
+}
 
 
 def one_rank(rank: int, folder: str, group: str, shape: dict[str, Any], steps: list[str]) -> None:
