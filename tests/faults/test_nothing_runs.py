@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import re
 import shutil
+import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +74,53 @@ PLACES: dict[str, Callable[[Path, Payload], None]] = {
 }
 
 
+# The pickles of a real folder's file: each still gives the value that it gave, and makes a folder before that
+
+
+def with_payload(content: bytes, marker: Path) -> bytes:
+    """Return a pickle, or an archive of torch.save, whose pickle makes a folder before it goes on as it did."""
+    if content[:1] == b"\x80":
+        name = str(marker).encode()
+        return content[:2] + b"cos\nmkdir\nX" + struct.pack("<I", len(name)) + name + b"\x85R0" + content[2:]
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            held = old.read(name)
+            new.writestr(name, with_payload(held, marker) if name.endswith("/data.pkl") else held)
+    return made.getvalue()
+
+
+def planted(folder: Path, name: str, marker: Path) -> None:
+    """Put the payload into a file with one pickle, or into all archives of a `.distcp` file."""
+    path = folder / name
+    if path.suffix != ".distcp":
+        path.write_bytes(with_payload(path.read_bytes(), marker))
+        return
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        if info.relative_path == name:
+            changed = with_payload(path.read_bytes()[info.offset : info.offset + info.length], marker)
+            metadata.storage_data[index] = replace(info, offset=path.stat().st_size, length=len(changed))
+            path.write_bytes(path.read_bytes() + changed)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata, 4))
+
+
+OPTIMIZERS = (
+    "megatron_0161_dp_reshardable_tp2dp2/checkpoint",
+    "deepspeed_zero1_dp2",
+    "deepspeed_zero3_dp4",
+    "dtensor_fsdp2_w4",
+)
+
+
+def pickled(fixture: str) -> list[str]:
+    """Return the files with pickles, those that say where others lie last."""
+    folder = FIXTURES / fixture
+    kinds = (".pt", ".distcp", ".metadata")
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.endswith(kinds)]
+    return sorted(names, key=lambda name: (name == ".metadata", name))
+
+
 def calls(folder: Path, elsewhere: Path) -> Iterator[Callable[[], Any]]:
     """Yield every way to read a checkpoint, what changes it last."""
 
@@ -108,6 +160,44 @@ def test_no_entry_point_runs_what_a_file_brings(place: str, tmp_path: Path) -> N
             refused += 1
         assert not marker.exists(), call
     assert refused
+
+
+FILES = [(fixture, name) for fixture in OPTIMIZERS for name in pickled(fixture)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fixture", "name"), FILES)
+def test_no_entry_point_runs_what_a_file_of_an_optimizer_brings(fixture: str, name: str, tmp_path: Path) -> None:
+    folder, marker = tmp_path / "checkpoint", tmp_path / "marker"
+    shutil.copytree(FIXTURES / fixture, folder)
+    planted(folder, name, marker)
+    errors = []
+    for call in calls(folder, tmp_path / "elsewhere"):
+        try:
+            call()
+        except CheckpointingException as error:
+            errors.append(str(error))
+        assert not marker.exists(), call
+    named = [error for error in errors if Path(name).name in error]
+    assert named and any(re.search(r"(os|posix)\.mkdir", error) for error in named)
+
+
+@pytest.mark.parametrize(("fixture", "name"), FILES)
+def test_the_payloads_of_an_optimizer_would_run(fixture: str, name: str, tmp_path: Path) -> None:
+    """The planted fault: Python unpickles the file, or the last archive in it."""
+    folder, marker = tmp_path / "checkpoint", tmp_path / "marker"
+    shutil.copytree(FIXTURES / fixture, folder)
+    planted(folder, name, marker)
+    content = (folder / name).read_bytes()
+    if ".distcp" in name:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        content = content[max(info.offset for info in metadata.storage_data.values() if info.relative_path == name) :]
+    with suppress(ModuleNotFoundError):  # DeepSpeed isn't here, and comes later in the pickle
+        if name == ".metadata":
+            pickle.loads(content)
+        else:
+            torch.load(io.BytesIO(content), weights_only=False)
+    assert marker.exists()
 
 
 def trust(folder: Path) -> None:
