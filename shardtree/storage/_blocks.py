@@ -81,10 +81,14 @@ def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
     """
     # Sums of +1 where a span begins and -1 after it ends: a plan can have a million spans, so no loop over them.
     rows = begin < end
-    count = -(-length // unit)
-    opened = np.bincount(begin[rows] // unit, minlength=count + 1)
-    closed = np.bincount(-(-end[rows] // unit), minlength=count + 1)
-    return (opened - closed).cumsum()[:count] > 0
+    flags = np.zeros(-(-length // unit), dtype=np.bool_)
+    if rows.any():
+        first, stop = begin[rows] // unit, -(-end[rows] // unit)
+        # Only from the first unit to the last: a file of many GB has a hundred times as many as one read of it.
+        low, high = int(first.min()), int(stop.max())
+        opened, closed = (np.bincount(edges - low, minlength=high - low + 1) for edges in (first, stop))
+        flags[low:high] = (opened - closed).cumsum()[:-1] > 0
+    return flags
 
 
 def missing(begin: Column, end: Column, length: int) -> Column:
