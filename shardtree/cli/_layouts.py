@@ -4,20 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import typer
 
 from ..checkpoint import OpenCheckpoint
 from ..errors import KeyMismatch, error_text
-from ..layouts import Mesh, PartitionSpec, abstract
-from ..mapping import ShardedTensor
+from ..layouts import Mesh, PartitionSpec, abstract_at
+from ..mapping import ShardedTensor, with_keys
 from ..plans import near_names
 from ..strategies.index import Index, texts
 from ._contents import matcher, stored_index
 from ._names import did_you_mean
 
 RankTree = dict[str, ShardedTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrees(Sequence[RankTree]):
+    """Ranks' trees, each made when it is asked for and not kept: those of all ranks of a large model fill the memory.
+
+    Attributes:
+        make: returns a rank's.
+        ranks: how many there are.
+
+    Examples:
+        >>> RankTrees(lambda rank: {}, 2)[1], len(list(RankTrees(lambda rank: {}, 2)))
+        ({}, 2)
+    """
+
+    make: Callable[[int], RankTree]
+    ranks: int
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.make(range(self.ranks)[rank])
+
 
 # Typed layouts.
 
@@ -86,7 +111,7 @@ def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
     return pattern, PartitionSpec(*(entry or None for entry in split))
 
 
-def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> list[RankTree]:
+def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     """Return each rank's tree of the shards of whole tensors on a mesh, without data.
 
     Raises:
@@ -109,15 +134,25 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> list[RankTree]:
         lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unused]
         fix = "Quote patterns; an earlier one may fit all keys of a later one, and one of too many axes fits none."
         raise KeyMismatch(error_text("--spec cuts nothing", offenders=lines, fix=fix))
-    specs = {key: PartitionSpec() if one is None else one[1] for key, one in found.items()}
-    trees: list[RankTree] = abstract(shards, layout.mesh, lambda key, _: specs[key])
-    return trees
+    # Layers repeat shapes and specs: one tensor of each kind is cut, and the others are cut like it.
+    alike = {key: (shards[key].global_shape, shards[key].dtype, one and one[1]) for key, one in found.items()}
+    first = {kind: key for key, kind in reversed(alike.items())}
+    models = {key: shards[key] for key in shards if first[alike[key]] == key}
+
+    def tree(rank: int) -> RankTree:
+        spec_of = {key: alike[key][2] or PartitionSpec() for key in models}
+        held: RankTree = abstract_at(models, layout.mesh, lambda key, _: spec_of[key], layout.mesh.ranks[rank])
+        keys = [key for key in shards if first[alike[key]] in held]
+        return dict(zip(keys, with_keys([held[first[alike[key]]] for key in keys], keys), strict=True))
+
+    tree(0)  # a spec that doesn't fit its tensor is an error at once
+    return RankTrees(tree, layout.mesh.size)
 
 
 # Stored layouts.
 
 
-def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> list[RankTree]:
+def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> Sequence[RankTree]:
     """Return the pieces of stored tensors as ranks' trees: piece i of each tensor, in row-major order, on rank i.
 
     A checkpoint doesn't say which ranks held a piece, only which pieces there are.
@@ -134,16 +169,18 @@ def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> list[R
     if index is None:
         return [wholes]
     keys = texts(index.key_text, index.key_start)
-    trees: list[RankTree] = []
     order = np.lexsort((index.chunk_start, *index.chunk_offset.T[::-1], index.chunk_key))
-    place, last = 0, -1
-    for row in order.tolist():
-        number = int(index.chunk_key[row])
-        place, last = (place + 1 if number == last else 0), number
-        if keys[number] in wholes:
-            trees += [{}] if place == len(trees) else []
-            trees[place][keys[number]] = chunk_shard(index, row, wholes[keys[number]])
-    return trees
+    meant = np.array([key in wholes for key in keys], dtype=np.bool_)
+    row = order[meant[index.chunk_key[order]]]
+    key = index.chunk_key[row]
+    place = np.arange(row.size) - np.searchsorted(key, key)
+
+    def pieces(rank: int) -> RankTree:
+        own = row[place == rank].tolist()
+        names = [keys[number] for number in index.chunk_key[own].tolist()]
+        return {name: chunk_shard(index, each, wholes[name]) for name, each in zip(names, own, strict=True)}
+
+    return RankTrees(pieces, int(place.max(initial=-1)) + 1)
 
 
 def chunk_shard(index: Index, row: int, whole: ShardedTensor) -> ShardedTensor:

@@ -45,7 +45,7 @@ def run_plan(
     held = open_checkpoint(source)
     wanted = held if target is None else open_checkpoint(target)
     check_patterns("plan", patterns, contents_at(wanted))
-    trees = [_trees(tree, layout, patterns) for tree, layout in ((held, before), (wanted, after))]
+    trees = [list(_trees(tree, layout, patterns)) for tree, layout in ((held, before), (wanted, after))]
     plan = plan_reshard(*trees, cast=cast)
     if as_json:
         print(json_text(_document(plan)))
@@ -54,7 +54,7 @@ def run_plan(
     return 0
 
 
-def _trees(tree: OpenCheckpoint, layout: MeshLayout | None, patterns: Sequence[str]) -> list[RankTree]:
+def _trees(tree: OpenCheckpoint, layout: MeshLayout | None, patterns: Sequence[str]) -> Sequence[RankTree]:
     matches = matcher(patterns)
     return stored_trees(tree, matches) if layout is None else trees_on_mesh(whole_tensors(tree, matches), layout)
 

@@ -15,7 +15,7 @@ from ._base import (
     StateDict,
     is_main_replica,
 )
-from ._many import box_of, whole_tensors, with_data
+from ._many import box_of, whole_tensors, with_data, with_keys
 from ._object import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from ._tensor import ShardedTensor
 

@@ -92,3 +92,15 @@ def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[Shar
     """
     kept = {name: map(attrgetter(name), shards) for name in _KEPT}
     return frozen_values(ShardedTensor, len(shards), kept | {"data": data})
+
+
+def with_keys(shards: Sequence[ShardedTensor], keys: Sequence[str]) -> list[ShardedTensor]:
+    """Return each shard under another key, which isn't checked: keys of shards that are there already.
+
+    Examples:
+        >>> [shard] = with_keys(whole_tensors(["w"], [torch.int8], [(2,)]), ["v"])
+        >>> shard.key, shard.global_shape
+        ('v', (2,))
+    """
+    kept = {name: map(attrgetter(name), shards) for name in _NAMES if name != "key"}
+    return frozen_values(ShardedTensor, len(shards), kept | {"key": keys})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -101,3 +103,41 @@ def test_a_copy_that_a_rank_makes_for_itself_is_not_counted_as_sent() -> None:
     found = st.explain_ranks([both, {}], folder, validate_access_integrity=False, options=ALWAYS)
     assert [(one.sent, one.received) for one in found.reads] == [(0, 0), (0, 0)]
     assert "sent" not in str(found)
+
+
+class Made(Sequence[Any]):
+    """Targets of ranks that are made when they are asked for; `most` is how many there have been at once."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.most = ranks, 0
+        self.made: list[ReferenceType[torch.Tensor]] = []
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        if rank >= self.ranks:
+            raise IndexError
+        rows = torch.zeros(2)
+        self.made.append(ref(rows))
+        gc.collect()
+        self.most = max(self.most, sum(one() is not None for one in self.made))
+        return {"w": st.ShardedTensor.from_rank_offsets("w", rows, (0, rank, self.ranks))}
+
+
+def check_none_is_kept(explain: Callable[..., Any], exchange: str) -> None:
+    folder, made = MemoryStorage(), Made(8)
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(16, dtype=torch.float64))}, folder)
+    found = explain(made, folder, cast=True, options=st.LoadOptions(exchange=exchange))
+    assert found.ok and [one.cost.bytes_wanted for one in found.reads] == [16] * 8
+    assert made.most <= 3
+
+
+@pytest.mark.parametrize("exchange", ["always", "never"])
+def test_targets_that_are_made_when_they_are_asked_for_are_not_kept(exchange: str) -> None:
+    check_none_is_kept(st.explain_ranks, exchange)
+
+
+def test_the_check_sees_targets_that_are_kept() -> None:
+    with pytest.raises(AssertionError):
+        check_none_is_kept(lambda made, *others, **options: st.explain_ranks(list(made), *others, **options), "never")

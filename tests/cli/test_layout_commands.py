@@ -57,7 +57,7 @@ def test_a_spec_may_join_axes_and_a_key_have_an_equals_sign() -> None:
 
 
 def test_stored_pieces_tile_their_tensors(folder: Path) -> None:
-    trees = stored_trees(st.open_checkpoint(folder), matcher([]))
+    trees = list(stored_trees(st.open_checkpoint(folder), matcher([])))
     coverage = st.coverage(tree_columns(trees))
     assert coverage.is_complete and len(trees) == 4
     assert {key for tree in trees for key in tree} == set(st.load_tensors_metadata(folder))

@@ -33,7 +33,8 @@ from shardtree.layouts import (
     sharding_faults,
     sharding_problems,
 )
-from shardtree.layouts.integrity._problems import _sizes
+from shardtree.layouts.integrity import _integrity
+from shardtree.layouts.integrity._problems import _sizes, join_faults
 from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardtree.testing import Layout, Piece, cut, layouts, shapes
 from tests.trees.samples import assert_caught
@@ -211,6 +212,33 @@ def test_problems_name_every_fault_and_its_ranks(layout: Layout) -> None:
 
 def test_the_law_of_problems_catches_one_that_is_left_out() -> None:
     assert_caught(problems_tell_all_faults, lambda columns: access_problems(columns)[1:], damaged())
+
+
+def check_few_at_a_time(problems: Check, tensors: list[Layout], most_rows: int) -> None:
+    """Raise unless tensors have the problems that each has alone, however few are checked at a time."""
+    parts = [replace(columns_of(layout), keys=(f"w{number}",)) for number, layout in enumerate(tensors)]
+    expected = [problem for part in parts for problem in access_problems(part)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_integrity, "_MOST_ROWS", most_rows)
+        found = problems(join_columns(parts))
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+
+
+TENSORS = st.lists(damaged().filter(lambda layout: bool(layout.pieces)), max_size=4)
+
+
+@given(TENSORS, st.integers(0, 9))
+def test_tensors_are_checked_few_at_a_time(tensors: list[Layout], most_rows: int) -> None:
+    check_few_at_a_time(access_problems, tensors, most_rows)
+
+
+def test_the_law_catches_faults_that_are_lost() -> None:
+    def first_alone(columns: ShardColumns) -> tuple[Problem, ...]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_integrity, "join_faults", lambda faults: join_faults(faults[:1]))
+            return access_problems(columns)
+
+    assert_caught(check_few_at_a_time, first_alone, TENSORS, st.integers(0, 9))
 
 
 @pytest.mark.slow

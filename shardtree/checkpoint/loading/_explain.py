@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from math import prod
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from ...plans import Explanation
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy
 from ...world import one_process
-from .._consistency import KnownLayout, check_together, describe
+from .._consistency import Description, KnownLayout, check_together, describe
 from .._dispatch import Choice, backend_of, sharded_backend
 from .._open import Metadata, open_at, stored_keys, stored_kinds
 from ._ask import Choices, LoadRequest, listing, matched_target, stored_common
@@ -39,9 +39,9 @@ from ._checks import (
     prospect,
 )
 from ._foretell import PlannedReads, planned_reads, rank_reads
-from ._read import may_overflow
+from ._read import by_dtype, may_overflow
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
-from ._targets import Target, check_given, usable_device
+from ._targets import Target, check_given, take_apart, usable_device
 
 Shards = Sequence[ShardedTensor]
 P = TypeVar("P", bound=plans.Misfit)
@@ -74,95 +74,145 @@ class _Failures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RankFit:
-    """How a rank's target fits what is stored.
+class _Asked:
+    """What ranks ask for, as far as they say it to each other.
 
     Attributes:
-        target: without what isn't stored, where a strict mode leaves that out.
-        prospect: what loading its tensors would cost.
-        objects: how its objects fit.
-        problems: why what it asks for can't be loaded.
-        unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        left_out: paths of what the join leaves out.
+        ranks: those whose targets can be taken apart.
+        keys: of all that they ask for.
+        tensors: the keys of the tensors among that.
+        columns: the tensor shards of all ranks; None where ranks don't say what they want, or that doesn't fit.
     """
 
-    target: Target
-    prospect: plans.Prospect
-    objects: ObjectsFit
-    problems: tuple[plans.Misfit, ...]
-    unexpected: tuple[plans.Unexpected, ...]
-    left_out: tuple[str, ...]
+    ranks: Sequence[int]
+    keys: set[str]
+    tensors: set[str]
+    columns: ShardColumns | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fit:
+    """How the targets of some ranks fit what is stored.
+
+    Attributes:
+        reads: what loading the tensors of each would take, if it reads by itself.
+        problems: why what they ask for can't be loaded, each once.
+        unexpected: what isn't stored, where a strict mode looks for that beforehand.
+        left_out: paths of what the join leaves out.
+        uncompared: keys of states that aren't compared with weights.
+        undecided: what may fail when values are read.
+        converts: whether some tensors are stored in another dtype.
+    """
+
+    reads: tuple[plans.RankReads, ...] = ()
+    problems: tuple[plans.Misfit, ...] = ()
+    unexpected: tuple[plans.Unexpected, ...] = ()
+    left_out: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
+    undecided: tuple[plans.Undecided, ...] = ()
+    converts: bool = False
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
+    """Return what a load of these targets would do.
+
+    The load's world isn't there: the checks of every rank run in this process, one after the other. Trees are taken
+    apart anew for each step and not kept, so that a sequence that makes them when they are asked for needs the memory
+    of one.
+    """
     ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
     exchange_choice(request.options.exchange, checkpoint.storage, len(trees))  # an unknown one is an error at once
-    # The load's world isn't there: the checks of every rank run in this process, one after the other.
     with failed.recorded(ranks):
         usable_device(request.device)
     choices, metadata = request.choices, listing(checkpoint, request.choices)
     stored = stored_keys(metadata)
-    own = [replace(request, tree=tree) for tree in trees]
-    found = _matched_targets(own, failed)
-    complete = len(found) == len(own)
-    asked = set[str]().union(*(target.keys for target, _ in found.values()))
+    asked = _asked(request, trees, failed)
+    kinds = stored_kinds(metadata, sorted(asked.tensors))
+    # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
+    claimed = asked.keys if len(asked.ranks) == len(trees) else stored
     common_of = cache(partial(stored_common, checkpoint, choices))
-    fits: dict[int, _RankFit] = {}
-    for rank, (target, _) in found.items():
-        # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
-        keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, asked if complete else stored), lambda: stored)
-        run = partial(failed.recorded, [rank])
-        fits[rank] = _rank_fit(run, checkpoint, choices, own[rank], target, keys, metadata, common_of)
-    unexpected = _each_once(fit.unexpected for fit in fits.values())
-    problems = _each_once([*(fit.problems for fit in fits.values()), unexpected if mode in RAISING else ()])
-    kinds = stored_kinds(metadata, sorted({shard.key for fit in fits.values() for shard in fit.target.tensors}))
-    fitting = [_fitting(fit.target.tensors, problems, kinds) for fit in fits.values()]
-    planned = PlannedReads()
+
+    def fits() -> Iterator[_Fit]:
+        for rank in asked.ranks:
+            own = replace(request, tree=trees[rank])
+            target = take_apart(own.tree)
+            keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, claimed), lambda: stored)
+            run = partial(failed.recorded, [rank])
+            yield _rank_fit(run, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
+
+    fit = reduce(_both, fits(), _Fit())
+    problems = _each_once([fit.problems, fit.unexpected if mode in RAISING else ()])
+
+    def fitting() -> Iterator[Shards]:
+        for rank in asked.ranks:
+            yield _fitting(take_apart(trees[rank]).tensors, problems, kinds)
+
+    planned, columns = PlannedReads(), None if failed.ranks else asked.columns
     with failed.recorded(ranks):
-        is_described = request.describes and not failed.ranks
-        planned = planned_reads(checkpoint, choices, fitting, kinds, len(trees), is_described=is_described)
-    costs = {rank: (fit.target, fit.prospect.cost) for rank, fit in fits.items()}
-    undecided = (
-        one for fit in fits.values() for one in _undecided(checkpoint, choices, fit, kinds if request.cast else {})
-    )
+        planned = planned_reads(checkpoint, choices, fitting, columns, kinds, len(trees), converts=fit.converts)
+    reads = {one.rank: one for one in rank_reads(checkpoint, choices, fit.reads, fitting, planned)}
     return Explanation(
-        missing=tuple(sorted(stored - asked)),
+        missing=tuple(sorted(stored - asked.keys)),
         problems=(*problems, *failed.checks),
-        reads=tuple(rank_reads(checkpoint, choices, len(trees), costs, planned)),
-        undecided=tuple(dict.fromkeys(undecided)),
-        omitted=() if mode in RAISING else unexpected,
-        left_out=tuple(dict.fromkeys(path for fit in fits.values() for path in fit.left_out)),
-        uncompared=tuple(sorted({key for fit in fits.values() for key in fit.prospect.uncompared})),
+        reads=tuple(reads.get(rank, plans.RankReads(rank, 0, 0, None)) for rank in ranks),
+        undecided=fit.undecided,
+        omitted=() if mode in RAISING else fit.unexpected,
+        left_out=fit.left_out,
+        uncompared=tuple(sorted(fit.uncompared)),
         exchange=planned.why,
     )
 
 
-def _matched_targets(
-    requests: Sequence[LoadRequest], failed: _Failures
-) -> dict[int, tuple[Target, KnownLayout | None]]:
-    """Return the target of each rank where it can be taken apart, once it is known whether they fit together."""
-    found: dict[int, tuple[Target, KnownLayout | None]] = {}
-    for rank, request in enumerate(requests):
+def _both(one: _Fit, other: _Fit) -> _Fit:
+    """Return how the targets of some ranks and of others fit; ranks mostly have problems in common, kept once."""
+    return _Fit(
+        (*one.reads, *other.reads),
+        _each_once([one.problems, other.problems]),
+        _each_once([one.unexpected, other.unexpected]),
+        tuple(dict.fromkeys((*one.left_out, *other.left_out))),
+        tuple(dict.fromkeys((*one.uncompared, *other.uncompared))),
+        tuple(dict.fromkeys((*one.undecided, *other.undecided))),
+        one.converts or other.converts,
+    )
+
+
+def _asked(request: LoadRequest, trees: Sequence[Any], failed: _Failures) -> _Asked:
+    """Return what ranks ask for, once it is known whether that fits together."""
+    ranks: list[int] = []
+    said: list[Description] = []
+    keys, tensors, layouts, faults = set[str](), set[str](), list[KnownLayout | None](), list[Exception]()
+    for rank in range(len(trees)):
         with failed.recorded([rank]):
-            found[rank] = matched_target(request, rank, len(requests))
-    if found and len(found) == len(requests) and requests[0].describes:
-        with failed.recorded(range(len(requests))):
-            own = [describe(each.tensors, each.objects, rank, known=known) for rank, (each, known) in found.items()]
-            check_together("load", own, found[0][1], tiling=requests[0].validate)
-    return found
+            target, known = matched_target(replace(request, tree=trees[rank]), rank, len(trees))
+            ranks.append(rank)
+            keys |= target.keys
+            tensors.update(shard.key for shard in target.tensors)
+            layouts = layouts or [known]
+            try:
+                said.append(describe(target.tensors, target.objects, rank, known=known))
+            except Exception as error:  # counts only if ranks say to each other what they ask for
+                faults.append(error)
+    columns = None
+    if ranks and len(ranks) == len(trees) and request.describes:
+        with failed.recorded(ranks):
+            if faults:
+                raise faults[0]
+            columns = check_together("load", said, layouts[0], tiling=request.validate)
+    return _Asked(ranks, keys, tensors, columns)
 
 
 def _rank_fit(
     run: Run,
+    rank: int,
     checkpoint: Checkpoint,
-    choices: Choices,
     request: LoadRequest,
     target: Target,
     keys: Keys,
     metadata: Metadata,
+    kinds: Kinds,
     common_of: CommonOf,
-) -> _RankFit:
-    choice, _, strategies = choices
+) -> _Fit:
+    choice, _, strategies = request.choices
     listed = objects_metadata(checkpoint, metadata, choice, strategies)
 
     def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
@@ -179,17 +229,28 @@ def _rank_fit(
     kept, (found, objects), _, left = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
     with run("load: make memory"):
         check_given(kept.tensors, donate=request.donate)
-    problems = in_common_state((*found.problems, *objects.problems), kept, common_of)
-    return _RankFit(kept, found, objects, problems, named_unexpected(keys, target, common_of), left)
+    cost = None if found.cost is None else found.cost()
+    return _Fit(
+        (plans.RankReads(rank, len(kept.tensors), len(kept.objects), cost),),
+        in_common_state((*found.problems, *objects.problems), kept, common_of),
+        named_unexpected(keys, target, common_of),
+        left,
+        found.uncompared,
+        tuple(_undecided(checkpoint, request.choices, kept, objects, kinds if request.cast else {})),
+        bool(by_dtype(kept.tensors, kinds)[1]),
+    )
 
 
-def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: Kinds) -> Iterator[plans.Undecided]:
+def _undecided(
+    checkpoint: Checkpoint, choices: Choices, target: Target, objects: ObjectsFit, kinds: Kinds
+) -> Iterator[plans.Undecided]:
     """Yield what may fail when a rank's values are read, though all is stored as it should be.
 
     Args:
         checkpoint: what is loaded.
         choices: the caller's strategies.
-        fit: the rank's.
+        target: what the rank loads.
+        objects: how its objects fit.
         kinds: what is stored of tensors that are converted where they differ.
     """
     choice, _, strategies = choices
@@ -198,16 +259,16 @@ def _undecided(checkpoint: Checkpoint, choices: Choices, fit: _RankFit, kinds: K
     if callable(choice):
         yield plans.Undecided("sharded_strategy", "a function of the caller's own loads the shards")
     elif find_strategy(*row, strategies=strategies) is None:
-        for key in sorted({shard.key for shard in fit.target.tensors}):
+        for key in sorted({shard.key for shard in target.tensors}):
             yield plans.Undecided(key, "the format doesn't say whether it is stored whole")
-    for shard in fit.target.tensors:
+    for shard in target.tensors:
         kind = kinds.get(shard.key)
         if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
             yield plans.Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
-    for item in fit.target.objects:
-        if not fit.objects.changes(item):
+    for item in target.objects:
+        if not objects.changes(item):
             yield plans.Undecided(item.key, "whether the object can be decoded")
-        elif fit.objects.rules.get(item.key) is not drop_objects:
+        elif objects.rules.get(item.key) is not drop_objects:
             yield plans.Undecided(item.key, "whether the rule can handle the objects")
 
 
@@ -328,7 +389,8 @@ def explain_ranks(
     and factories that can merge what was loaded. It is None where only values can tell, which `undecided` lists.
 
     Args:
-        sharded_state_dicts: each rank's target, by rank.
+        sharded_state_dicts: each rank's target, by rank. They are asked for one at a time, more than once, and not
+            kept: a sequence that makes them when it is asked takes the memory of one.
         checkpoint_dir: where the checkpoint is.
         sharded_strategy: this and all that follow are as in `explain`, and the same for all ranks.
 

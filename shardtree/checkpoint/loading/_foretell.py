@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...layouts import ShardColumns, join_columns, shard_columns
+from ...layouts import ShardColumns, join_columns, select_rows
 from ...mapping import ShardedTensor
-from ...plans import ExchangePlan, RankReads, ReadCost, plan_exchange
+from ...plans import ExchangePlan, RankReads, ReadCost, plan_exchange, read_rounds
 from ...strategies import Checkpoint, StrategyAction, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
 from ._ask import Choices
 from ._auto import ExchangeChoice, cheaper_choice, exchange_choice, recalled
 from ._checks import Kinds
 from ._exchange import by_sharing, cuts_shards, parts_to_read
-from ._read import by_dtype, columns_of, common_rounds
-from ._targets import Target
+from ._read import by_dtype, columns_of, own_rounds
 
 Shards = Sequence[ShardedTensor]
 
@@ -28,12 +28,13 @@ class PlannedReads:
     """What ranks read, group by group, since a load reads what it converts in separate rounds.
 
     Attributes:
-        groups: of each, what each rank reads; None where each reads all at once, by itself.
-        exchange: of each, what they send to each other; () where they don't.
+        groups: of what fits of a rank's target, what it reads itself, given its number among the ranks; None where each
+            rank reads all at once, by itself.
+        exchange: of each group, what ranks send to each other; () where they don't.
         why: what decided whether they do.
     """
 
-    groups: Sequence[Sequence[Shards]] | None = None
+    groups: Callable[[int, Shards], Sequence[Shards]] | None = None
     exchange: tuple[ExchangePlan, ...] = ()
     why: str = ""
 
@@ -41,55 +42,80 @@ class PlannedReads:
 def planned_reads(
     checkpoint: Checkpoint,
     choices: Choices,
-    targets: Sequence[Shards],
+    targets: Callable[[], Iterable[Shards]],
+    asked: ShardColumns | None,
     kinds: Kinds,
     ranks: int,
     *,
-    is_described: bool,
+    converts: bool,
 ) -> PlannedReads:
     """Return what each rank reads at once, group by group, and the plans by which they send it to each other.
 
-    A load reads what it converts in separate rounds.
+    The plans are the load's, made for all ranks at once, so that the bytes foretold are the bytes read.
 
     Args:
         checkpoint: what is loaded.
         choices: the caller's strategies.
-        targets: what fits of each rank's target that can be taken apart.
+        targets: yields what fits of each rank's target that can be taken apart.
+        asked: all ranks' shards; None where they don't say to each other what they want.
         kinds: what is stored.
         ranks: how many there are.
-        is_described: whether all say to each other what they want.
+        converts: whether any of them has shards in another dtype than is stored.
     """
     is_cut = partial(cuts_shards, checkpoint, choices)
-    columns = None
-    if is_described and not callable(choices[0]):
-        columns = join_columns([shard_columns(shards, rank) for rank, shards in enumerate(targets)])
-    exchange = _foretold_exchange(checkpoint, ranks, columns, is_cut)
-    # The same plans as the load's, made for all ranks at once, so that the bytes foretold are the bytes read.
-    split = [by_dtype(shards, kinds) for shards in targets]
-    exchanged = exchange.together
-    if not exchanged and not any(others for _, others in split):
-        return PlannedReads(why=exchange.why)
-    groups: list[list[Shards]] = [[alike for alike, _ in split]]
-    described = [columns_of(others, kinds, rank) for rank, (_, others) in enumerate(split)]
-    rounds = [common_rounds(described if exchanged else [one], rank)[0] for rank, one in enumerate(described)]
-    for number in range(max((max(own, default=-1) for own in rounds), default=-1) + 1):
-        pairs = zip(split, rounds, strict=True)
-        groups.append([[s for s, its in zip(others, own, strict=True) if its == number] for (_, others), own in pairs])
-    if not exchanged:
-        return PlannedReads(groups, why=exchange.why)
-    divided = is_cut()
-    shared = [_shares(group, kinds, is_cut=divided) for group in groups]
-    return PlannedReads([[*reads] for reads, _ in shared], tuple(plan for _, plan in shared), exchange.why)
+    exchange = _foretold_exchange(checkpoint, ranks, None if callable(choices[0]) else asked, is_cut)
+    if exchange.together:
+        groups, plans = _exchanged_groups(targets, kinds, is_cut=is_cut())
+        return PlannedReads(groups, plans, exchange.why)
+    return PlannedReads(partial(_own_groups, kinds) if converts else None, why=exchange.why)
 
 
-def _shares(ranks: Sequence[Shards], kinds: Kinds, *, is_cut: bool) -> tuple[list[Shards], ExchangePlan]:
-    """Return what each rank reads of what it wants, without memory, and the plan by which they send it on."""
-    # Without memory: a target's own may be a view, of which no flat range can be taken.
-    bare = [[replace(one, data=None) for one in shards] for shards in ranks]
-    own, alike = zip(*map(by_sharing, bare), strict=True)
-    columns = join_columns([columns_of(shards, kinds, rank) for rank, shards in enumerate(alike)])
-    plan = plan_exchange(columns, len(ranks), is_cut=is_cut)
-    return [[*mine, *parts_to_read(plan, columns, rank, alike[rank])] for rank, mine in enumerate(own)], plan
+def _own_groups(kinds: Kinds, _: int, shards: Shards) -> list[Shards]:
+    """Return what a rank that reads alone reads at once."""
+    alike, others = by_dtype(shards, kinds)
+    rounds = own_rounds(others, kinds)
+    return [alike, *_by_round(others, rounds, max(rounds, default=-1) + 1)]
+
+
+def _exchanged_groups(
+    targets: Callable[[], Iterable[Shards]], kinds: Kinds, *, is_cut: bool
+) -> tuple[Callable[[int, Shards], list[Shards]], tuple[ExchangePlan, ...]]:
+    """Return what each rank reads at once of what ranks read for each other, and the plans by which they send it on."""
+    split = [_split_columns(shards, kinds, number) for number, shards in enumerate(targets())]
+    alike, others = join_columns([one for one, _, _ in split]), join_columns([one for _, one, _ in split])
+    shared = np.concatenate([one for _, _, one in split])
+    rounds = read_rounds(others)
+    count = int(rounds.max(initial=-1)) + 1
+    columns = [alike, *(select_rows(others, np.flatnonzero((rounds == each) & shared)) for each in range(count))]
+    plans = tuple(plan_exchange(each, len(split), is_cut=is_cut) for each in columns)
+
+    def groups(number: int, shards: Shards) -> list[Shards]:
+        # Without memory: a target's own may be a view, of which no flat range can be taken.
+        own, converted = by_dtype([replace(one, data=None) for one in shards], kinds)
+        parts = [own, *_by_round(converted, rounds[others.rank == number].tolist(), count)]
+        return [_share(part, plan, each, number) for part, plan, each in zip(parts, plans, columns, strict=True)]
+
+    return groups, plans
+
+
+def _split_columns(shards: Shards, kinds: Kinds, number: int) -> tuple[ShardColumns, ShardColumns, NDArray[np.bool_]]:
+    """Return what a rank shares of what it reads as it is stored, all that it converts, and what of that it shares."""
+    alike, others = by_dtype(shards, kinds)
+    shared = np.array([not one.allow_shape_mismatch for one in others], dtype=np.bool_)
+    return columns_of(by_sharing(alike)[1], kinds, number), columns_of(others, kinds, number), shared
+
+
+def _share(shards: Shards, plan: ExchangePlan, columns: ShardColumns, number: int) -> Shards:
+    """Return what a rank reads of shards itself."""
+    own, shared = by_sharing(shards)
+    return [*own, *parts_to_read(plan, columns, number, shared)]
+
+
+def _by_round(shards: Shards, rounds: Sequence[int], count: int) -> list[list[ShardedTensor]]:
+    groups: list[list[ShardedTensor]] = [[] for _ in range(count)]
+    for shard, number in zip(shards, rounds, strict=True):
+        groups[number].append(shard)
+    return groups
 
 
 def _foretold_exchange(
@@ -108,46 +134,31 @@ def _foretold_exchange(
 def rank_reads(
     checkpoint: Checkpoint,
     choices: Choices,
-    ranks: int,
-    fits: Mapping[int, tuple[Target, Callable[[], ReadCost] | None]],
+    reads: Sequence[RankReads],
+    targets: Callable[[], Iterable[Shards]],
     planned: PlannedReads,
 ) -> Iterator[RankReads]:
-    """Yield what each rank reads, sends and receives.
+    """Yield what each rank that has a target reads, sends and receives.
 
     Args:
         checkpoint: what is loaded.
         choices: the caller's strategies.
-        ranks: how many there are.
-        fits: their targets, and what finds out what loading all of one at once takes; without those that can't be
-            taken apart.
+        reads: what each reads if it reads all at once, by itself.
+        targets: yields what fits of each rank's target, in the same order.
         planned: their reads.
     """
-    costs = _read_costs(checkpoint, choices, {rank: cost for rank, (_, cost) in fits.items()}, planned)
-    sent = sum((plan.bytes_sent for plan in planned.exchange), np.zeros(len(fits), dtype=np.int64))
-    received = sum((plan.bytes_received for plan in planned.exchange), np.zeros(len(fits), dtype=np.int64))
     # The plans number the ranks that have a target, one after the other.
-    moved = dict(zip(fits, zip(sent.tolist(), received.tolist(), strict=True), strict=True))
-    for rank in range(ranks):
-        target, _ = fits.get(rank, (None, None))
-        asked_for = (0, 0) if target is None else (len(target.tensors), len(target.objects))
-        yield RankReads(rank, *asked_for, costs.get(rank), *moved.get(rank, (0, 0)))
-
-
-def _read_costs(
-    checkpoint: Checkpoint,
-    choices: Choices,
-    costs: Mapping[int, Callable[[], ReadCost] | None],
-    planned: PlannedReads,
-) -> dict[int, ReadCost | None]:
-    """Return what each rank reads, group by group where it doesn't read all at once."""
-    found = {rank: None if cost is None else cost() for rank, cost in costs.items()}
-    if planned.groups is None or None in found.values():
-        return found
+    none = np.zeros(len(reads), dtype=np.int64)
+    sent = sum((plan.bytes_sent for plan in planned.exchange), none).tolist()
+    received = sum((plan.bytes_received for plan in planned.exchange), none).tolist()
+    moved = [replace(one, sent=out, received=come) for one, out, come in zip(reads, sent, received, strict=True)]
+    if planned.groups is None or any(one.cost is None for one in reads):
+        yield from moved
+        return
     choice, _, strategies = choices
     row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
     explain_shards = get_default_strategy(*row, strategies=strategies)
-    parts = [
-        [explain_shards(checkpoint, shards, True).cost() for shards in group if shards]
-        for group in zip(*planned.groups, strict=True)
-    ]
-    return {rank: sum(own, ReadCost()) for rank, own in zip(costs, parts, strict=True)}
+    for number, (one, shards) in enumerate(zip(moved, targets(), strict=True)):
+        groups = planned.groups(number, shards)
+        costs = (explain_shards(checkpoint, group, True).cost() for group in groups if group)
+        yield replace(one, cost=sum(costs, ReadCost()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,18 @@ from ...geometry import box_column, refuse
 from ...trees import diff, value_at, without_holes
 from .._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
 from ._objects import ONE_KIND, ObjectColumns, agreed_parts, join_objects, kind_problems, object_problems
-from ._problems import Problem, doubled_faults, fault_problems, problem_lines, sharding_faults
+from ._problems import (
+    Faults,
+    Problem,
+    doubled_faults,
+    fault_problems,
+    join_faults,
+    problem_lines,
+    sharding_faults,
+)
+
+_MOST_ROWS = 2**18
+"""Shards that are checked at once: the check takes several times the memory of its columns."""
 
 # What ranks hold together: every element of a global tensor has exactly one main replica.
 
@@ -113,8 +124,29 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     check_columns("access_problems", columns)
     # Boxes are compared as they are. Counting the cells of regular grids, as Megatron-Core does, would leave uneven
     # ones unchecked.
-    main = select_rows(columns, np.flatnonzero(columns.main))
-    return (*_overhanging(main), *fault_problems(columns, sharding_faults(main), "element"))
+    beyond: list[Problem] = []
+    faults: list[Faults] = []
+    for first, main in _main_by_keys(columns):
+        beyond += _overhanging(main)
+        found = sharding_faults(main)
+        faults.append(replace(found, key=found.key + first))
+    return (*beyond, *fault_problems(columns, join_faults(faults), "element"))
+
+
+def _main_by_keys(columns: ShardColumns) -> Iterator[tuple[int, ShardColumns]]:
+    """Yield the main replicas of some tensors at a time, and the number of the first of these tensors."""
+    if len(columns) <= _MOST_ROWS:
+        yield 0, select_rows(columns, np.flatnonzero(columns.main))
+        return
+    rows = np.flatnonzero(columns.main)
+    rows = rows[np.argsort(columns.key[rows], kind="stable")]
+    begins = np.searchsorted(columns.key[rows], np.arange(len(columns.keys) + 1))
+    first = 0
+    while first < len(columns.keys):
+        last = max(first + 1, int(np.searchsorted(begins, begins[first] + _MOST_ROWS, side="right")) - 1)
+        part = select_rows(columns, rows[begins[first] : begins[last]])
+        yield first, replace(part, keys=columns.keys[first:last], kinds=columns.kinds[first:last], key=part.key - first)
+        first = last
 
 
 def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:

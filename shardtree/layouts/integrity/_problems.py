@@ -104,7 +104,7 @@ def _faults(shards: ShardColumns, *, with_gaps: bool) -> Faults:
         start, stop = lines.offset[:, 0], lines.offset[:, 0] + lines.shape[:, 0]
         area = select_rows(areas, lines.key)
         found.append(Faults(area.key, area.offset, area.shape, start, stop, lines.doubled))
-    return _in_order(found)
+    return join_faults(found)
 
 
 def _are_whole(shards: ShardColumns, regions: Column) -> bool:
@@ -175,7 +175,7 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
         missing, doubled = geometry.coverage_faults(offset[own], shape[own], tuple(regions[number].tolist()))
         found += [_whole_boxes(number, *missing, doubled=False)] if with_gaps else []
         found.append(_whole_boxes(number, *doubled, doubled=True))
-    return _in_order(found)
+    return join_faults(found)
 
 
 def _clipped(group: Column, offset: Column, shape: Column, regions: Column) -> tuple[Column, Column]:
@@ -200,7 +200,7 @@ def _whole_boxes(key: int, offset: Column, shape: Column, *, doubled: bool) -> F
     return Faults(keys, offset, shape, no_range, no_range, np.full(count, doubled))
 
 
-def _in_order(found: list[Faults]) -> Faults:
+def join_faults(found: list[Faults]) -> Faults:
     """Return faults as one, by key; of one key in the order given."""
     columns = {name: np.concatenate([getattr(each, name) for each in found]) for name in _COLUMNS}
     together = Faults(**columns)
