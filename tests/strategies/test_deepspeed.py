@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,37 @@ def test_an_edited_weight_is_refused_once_a_state_of_it_is_read() -> None:
 def test_a_copied_file_of_zero3_is_refused() -> None:
     with pytest.raises(CorruptCheckpoint, match=r"rank_2_.*' is a copy of .*rank_1_"):
         st.open_checkpoint(with_optimizers(dataclasses.replace(SAVE, stage=3), [0, 1, 1]))
+
+
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_a_permuted_file_of_zero3_is_refused_by_the_padding_in_its_moments(order: tuple[int, ...]) -> None:
+    folder = with_optimizers(dataclasses.replace(SAVE, stage=3), [*order])
+    if order == (0, 1, 2):
+        assert st.load_plain_tensors(folder).keys() == SAVE.expected().keys()
+        return
+    assert len(st.load_plain_tensors(folder, options=LoadOptions(verify=None))) == len(SAVE.expected())
+    with pytest.raises(CorruptCheckpoint, match=r"rank_\d.* isn't its rank's own: moments where padding should be"):
+        st.load_plain_tensors(folder)
+    assert "isn't its rank's own" in str(st.verify(folder, report=lambda found: None)[0])
+
+
+def test_padding_that_decay_has_filled_tells_nothing() -> None:
+    assert wrong_tensors(dataclasses.replace(SAVE, stage=3, pad=9.0)) == []
+
+
+def test_the_real_folder_s_ranks_are_told_apart_but_for_two_with_the_same_padding(tmp_path: Path) -> None:
+    unnoticed = []
+    for order in permutations(range(4)):
+        copy = copied(NAMES[1], tmp_path / str(order))
+        for rank, other in enumerate(order):
+            name = "global_step3/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+            shutil.copy(FIXTURES / NAMES[1] / name.format(other), copy / name.format(rank))
+        try:
+            st.load_plain_tensors(copy)
+        except CorruptCheckpoint:
+            continue
+        unnoticed.append(order)
+    assert unnoticed == [(0, 1, 2, 3), (0, 2, 1, 3)]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -31,6 +31,7 @@ class Save:
         dtype: of the weights.
         order: in the flat vectors, of each group's parameters by position; None for their own.
         skipped: elements after each parameter that belong to none, as with `parameter_alignment`.
+        pad: of moments, where ZeRO-3 pads parameters; masters have anything there.
         form: "usual", "elastic" or "bf16_optimizer".
     """
 
@@ -40,6 +41,7 @@ class Save:
     dtype: torch.dtype = torch.bfloat16
     order: str = "own"
     skipped: int = 0
+    pad: float = 0.0
     form: str = "usual"
     seed: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +65,9 @@ class Save:
         return found | {f"optimizer.state.step.{name}": torch.tensor(3.0) for name in masters}
 
 
-def cut(save: Save, group: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def cut(
+    save: Save, group: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor], pad: float
+) -> list[torch.Tensor]:
     """Return each rank's flat vector of a group, padding in."""
     names = save.in_order(group)
     if save.stage == 3:
@@ -71,7 +75,7 @@ def cut(save: Save, group: dict[str, tuple[int, ...]], tensors: dict[str, torch.
         for name in names:
             flat = tensors[name].flatten()
             size = -(-flat.numel() // save.ranks)
-            padded = torch.cat([flat, torch.full((size * save.ranks - flat.numel(),), 9.0)])
+            padded = torch.cat([flat, torch.full((size * save.ranks - flat.numel(),), pad)])
             for rank in range(save.ranks):
                 parts[rank].append(padded[rank * size : (rank + 1) * size])
         return [torch.cat([torch.zeros(0), *own]) for own in parts]
@@ -89,7 +93,8 @@ def padding(save: Save, group: dict[str, tuple[int, ...]], rank: int) -> int:
 
 def optimizer_file(save: Save, rank: int) -> dict[str, Any]:
     vectors = {
-        state: [cut(save, group, save.state(state))[rank] for group in save.groups] for state in ("param", *MOMENTS)
+        state: [cut(save, group, save.state(state), pad)[rank] for group in save.groups]
+        for state, pad in zip(("param", *MOMENTS), (9.0, save.pad, save.pad), strict=True)
     }
     step = torch.tensor(3.0)
     own = [{"step": step, **{state: vectors[state][number] for state in MOMENTS}} for number in range(len(save.groups))]

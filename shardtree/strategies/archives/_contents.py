@@ -15,6 +15,7 @@ from ...geometry import Column, box_column, volumes
 from ...layouts import ShardColumns, TensorKind
 from ...storage import ByteRanges, StoredFile
 from .._masters import Comparison
+from .._values import Checkpoint
 from ..index import Index, build_index
 from ._copies import Copy, same_by_checksum
 from ._files import ArchiveFile
@@ -69,6 +70,8 @@ class Contents:
         copies: of a tensor, by its key, that are compared when it is read.
         objects: sharded objects by unique key, their tensors not filled.
         common: the common state, its tensors not filled.
+        check: reads a little, once, before any tensor is read, and raises if a file isn't its rank's own; None where
+            other comparisons show that.
     """
 
     files: Sequence[ArchiveFile]
@@ -81,6 +84,7 @@ class Contents:
     copies: Mapping[str, Sequence[Copy]]
     objects: Mapping[str, Any]
     common: Any
+    check: Callable[[Checkpoint], None] | None = None
     ranges: dict[int, ByteRanges] = field(default_factory=dict)
 
     def file(self, number: int) -> StoredFile:
@@ -145,6 +149,7 @@ def contents_of(
     *,
     common: Any,
     objects: Mapping[str, Any] | None = None,
+    check: Callable[[Checkpoint], None] | None = None,
     where: Callable[[str], str] = str,
 ) -> Contents:
     """Return what is in a checkpoint, after checking that pieces cover their tensors.
@@ -154,6 +159,7 @@ def contents_of(
         tensors: what was found in them.
         common: the common state.
         objects: as in `Contents`.
+        check: likewise.
         where: from a file's name to its place, for messages.
 
     Raises:
@@ -183,6 +189,7 @@ def contents_of(
         copies=tensors.copies,
         objects=objects or {},
         common=common,
+        check=check,
     )
 
 

@@ -44,6 +44,7 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
     if checkpoint.options.verify is None:
         report = replace(report, uncompared=_uncompared(contents, own))
     else:
+        _check_files(checkpoint, contents)
         for shard in own:
             report += _compare(checkpoint, contents, shard)
     if own:
@@ -51,6 +52,12 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
     for shard in computed:
         report += _compute(checkpoint, contents, shard)
     return report
+
+
+def _check_files(checkpoint: Checkpoint, contents: Contents) -> None:
+    if contents.check is not None and not checkpoint.memo.get("files checked"):
+        contents.check(checkpoint)
+        checkpoint.memo["files checked"] = True
 
 
 def _uncompared(contents: Contents, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
@@ -135,7 +142,11 @@ def _not_its_own(
 
 
 def compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptCheckpoint]:
-    """Yield an error for each parameter whose master isn't its weight."""
+    """Yield an error for each parameter whose master isn't its weight, and for a file that isn't its rank's own."""
+    try:
+        _check_files(checkpoint, contents)
+    except CorruptCheckpoint as error:
+        yield error
     for pair in dict.fromkeys(contents.compared.values()):
         shape = _stored_kind(contents, pair.master).global_shape
         whole = ShardedTensor(pair.master, None, torch.float32, shape, shape, (0,) * len(shape), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
+from ...storage import in_threads
 from .._masters import Comparison
 from .._values import Checkpoint
 from ..archives import (
@@ -24,7 +25,7 @@ from ..archives import (
     rows_from_contents,
     state_key,
 )
-from ._flat import Parameter, Vector, group_pieces, split_length, split_pieces
+from ._flat import Parameter, Vector, group_pieces, split_length, split_paddings, split_pieces
 from ._listing import check_count, tag_folder, zero_files
 from ._model import CLASSES, Model, check_length, plain, read_model
 from ._optimizer import Optimizer, read_optimizer
@@ -64,7 +65,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     # Without the numbers of flat vectors: an optimizer has its own numbers of parameters.
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     common = model.common | {"zero": optimizer.scaler, "optimizer": {"param_groups": groups}}
-    return contents_of(files, tensors, common=plain(common), where=storage.where)
+    check = partial(_check_paddings, model.groups, optimizer) if optimizer.is_zero3 else None
+    return contents_of(files, tensors, common=plain(common), check=check, where=storage.where)
 
 
 def _ranks(model: ArchiveFile) -> Any:
@@ -92,6 +94,45 @@ def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:
 
 
 _LOOKED_AT = 65536
+
+
+def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Raise where a rank's moments are no padding where they should be, and another rank's are.
+
+    DeepSpeed pads gradients with zeros, so that moments are zeros there, whatever the masters are. Where decay is a
+    part of the gradient, they aren't; but then no other rank's are zeros there either.
+
+    Raises:
+        CorruptCheckpoint: ranks' files were exchanged.
+    """
+    ranks = range(optimizer.ranks)
+    paddings = [split_paddings(parameters, optimizer.ranks) for parameters in groups]
+    places = [[(number, *place) for number, found in enumerate(paddings) for place in found[rank]] for rank in ranks]
+
+    def zeros(rank: int, padded: int) -> bool:
+        """Whether a rank's moments are zeros where another rank's padding is."""
+        return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[padded]))
+
+    def moments(rank: int, padding: Sequence[tuple[int, int, int]]) -> Iterator[StoredTensor]:
+        for number, begin, count in padding[:: -(-len(padding) // _LOOKED_AT_PADDINGS)]:
+            shape = optimizer.masters[number][rank].tensor.shape
+            for state in optimizer.states[rank].get(number, {}).values():
+                if isinstance(state, StoredTensor) and state.shape == shape:
+                    begin_byte = state.begin + begin * state.dtype.itemsize
+                    yield replace(state, begin=begin_byte, shape=(min(count, _LOOKED_AT),))
+
+    own = in_threads(lambda rank: not places[rank] or zeros(rank, rank), [*ranks], checkpoint.options.threads)
+    for rank in (rank for rank, is_own in zip(ranks, own, strict=True) if not is_own):
+        other = next((other for other in ranks if other != rank and zeros(other, rank)), None)
+        if other is not None:
+            where, known = (checkpoint.storage.where(optimizer.masters[0][one].tensor.file) for one in (rank, other))
+            what = f"load: {where!r} isn't its rank's own: moments where padding should be, as {known!r} has it"
+            fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+            raise CorruptCheckpoint(error_text(what, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
+
+
+_LOOKED_AT_PADDINGS = 4
+"""Of each rank, from all its parameters: of a stranger's moments one is enough not to be zero."""
 
 
 def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:

@@ -90,6 +90,26 @@ def split_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
         at += part
 
 
+def split_paddings(parameters: Sequence[Parameter], ranks: int) -> list[list[tuple[int, int]]]:
+    """Return by rank where in its vector the elements begin that belong to no parameter, and how many there are.
+
+    Examples:
+        >>> split_paddings([Parameter("w", (3, 5)), Parameter("gain", (1,))], 4)
+        [[], [(4, 1)], [(4, 1)], [(3, 1), (4, 1)]]
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    at = 0
+    for parameter in parameters:
+        count = prod(parameter.shape)
+        part = -(-count // ranks)
+        for rank, paddings in enumerate(found):
+            held = min(max(count - rank * part, 0), part)
+            if held < part:
+                paddings.append((at + held, part - held))
+        at += part
+    return found
+
+
 def split_length(parameters: Sequence[Parameter], ranks: int) -> int:
     """Return how many elements a rank's vector has, of parameters that are each cut by themselves.
 
