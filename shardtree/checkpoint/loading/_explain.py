@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
-from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -15,15 +14,14 @@ from ... import plans
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns
 from ...mapping import ShardedTensor
-from ...objects import drop_objects
 from ...plans import Explanation
 from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, find_strategy
+from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_together, describe
-from .._dispatch import Choice, backend_of, sharded_backend
+from .._dispatch import Choice
 from .._open import Metadata, open_at, stored_keys, stored_kinds
-from ._ask import Choices, LoadRequest, listing, matched_target, stored_common
+from ._ask import LoadRequest, listing, matched_target, stored_common
 from ._auto import exchange_choice
 from ._checks import (
     CommonOf,
@@ -38,8 +36,8 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._foretell import PlannedReads, planned_reads, rank_reads
-from ._read import by_dtype, may_overflow
+from ._foretell import PlannedReads, planned_reads, rank_reads, undecided
+from ._read import by_dtype
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
 from ._targets import Target, check_given, take_apart, usable_device
 
@@ -236,47 +234,9 @@ def _rank_fit(
         named_unexpected(keys, target, common_of),
         left,
         found.uncompared,
-        tuple(_undecided(checkpoint, request.choices, kept, objects, kinds if request.cast else {})),
+        tuple(undecided(checkpoint, request.choices, kept, objects, kinds if request.cast else {})),
         bool(by_dtype(kept.tensors, kinds)[1]),
     )
-
-
-def _undecided(
-    checkpoint: Checkpoint, choices: Choices, target: Target, objects: ObjectsFit, kinds: Kinds
-) -> Iterator[plans.Undecided]:
-    """Yield what may fail when a rank's values are read, though all is stored as it should be.
-
-    Args:
-        checkpoint: what is loaded.
-        choices: the caller's strategies.
-        target: what the rank loads.
-        objects: how its objects fit.
-        kinds: what is stored of tensors that are converted where they differ.
-    """
-    choice, _, strategies = choices
-    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
-    # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
-    if callable(choice):
-        yield plans.Undecided("sharded_strategy", "a function of the caller's own loads the shards")
-    elif find_strategy(*row, strategies=strategies) is None:
-        for key in sorted({shard.key for shard in target.tensors}):
-            yield plans.Undecided(key, "the format doesn't say whether it is stored whole")
-    for shard in target.tensors:
-        kind = kinds.get(shard.key)
-        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
-            yield plans.Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
-    for item in target.objects:
-        if not objects.changes(item):
-            yield plans.Undecided(item.key, "whether the object can be decoded")
-        elif objects.rules.get(item.key) is not drop_objects:
-            yield plans.Undecided(item.key, "whether the rule can handle the objects")
-
-
-def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
-    """Return how many elements of a shard are loaded."""
-    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
-        return plans.stored_elements(shard, stored)
-    return prod(shard.data_shape)
 
 
 def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:

@@ -1,24 +1,27 @@
-"""What each rank of a load reads, sends and receives, found out before a byte moves."""
+"""What each rank of a load reads, sends and receives, and what only values decide, found out before a byte moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...layouts import ShardColumns, join_columns, select_rows
 from ...mapping import ShardedTensor
-from ...plans import ExchangePlan, RankReads, ReadCost, plan_exchange, read_rounds
-from ...strategies import Checkpoint, StrategyAction, get_default_strategy
+from ...objects import drop_objects
+from ...plans import ExchangePlan, RankReads, ReadCost, Undecided, plan_exchange, read_rounds, stored_elements
+from ...strategies import Checkpoint, StrategyAction, find_strategy, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
 from ._ask import Choices
 from ._auto import ExchangeChoice, cheaper_choice, exchange_choice, recalled
-from ._checks import Kinds
+from ._checks import Kinds, ObjectsFit
 from ._exchange import by_sharing, cuts_shards, parts_to_read
-from ._read import by_dtype, columns_of, own_rounds
+from ._read import by_dtype, columns_of, may_overflow, own_rounds
+from ._targets import Target
 
 Shards = Sequence[ShardedTensor]
 
@@ -162,3 +165,41 @@ def rank_reads(
         groups = planned.groups(number, shards)
         costs = (explain_shards(checkpoint, group, True).cost() for group in groups if group)
         yield replace(one, cost=sum(costs, ReadCost()))
+
+
+def undecided(
+    checkpoint: Checkpoint, choices: Choices, target: Target, objects: ObjectsFit, kinds: Kinds
+) -> Iterator[Undecided]:
+    """Yield what may fail when a rank's values are read, though all is stored as it should be.
+
+    Args:
+        checkpoint: what is loaded.
+        choices: the caller's strategies.
+        target: what the rank loads.
+        objects: how its objects fit.
+        kinds: what is stored of tensors that are converted where they differ.
+    """
+    choice, _, strategies = choices
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
+    if callable(choice):
+        yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
+    elif find_strategy(*row, strategies=strategies) is None:
+        for key in sorted({shard.key for shard in target.tensors}):
+            yield Undecided(key, "the format doesn't say whether it is stored whole")
+    for shard in target.tensors:
+        kind = kinds.get(shard.key)
+        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
+            yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+    for item in target.objects:
+        if not objects.changes(item):
+            yield Undecided(item.key, "whether the object can be decoded")
+        elif objects.rules.get(item.key) is not drop_objects:
+            yield Undecided(item.key, "whether the rule can handle the objects")
+
+
+def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
+    """Return how many elements of a shard are loaded."""
+    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
+        return stored_elements(shard, stored)
+    return prod(shard.data_shape)
