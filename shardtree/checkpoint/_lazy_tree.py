@@ -177,7 +177,11 @@ def open_checkpoint(
     how = options or LoadOptions()
     if parameter_names is not None:
         how = replace(how, parameter_names=parameter_names)
-    checkpoint = open_at(checkpoint_dir, one_process(), how, strategies)
+    return tree_of(open_at(checkpoint_dir, one_process(), how, strategies), strategies)
+
+
+def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckpoint:
+    """Return what is stored in a checkpoint as a mapping of lazy shards."""
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 

@@ -17,7 +17,7 @@ from ..interop.megatron_optimizer import model_space
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
-from ..world import World, agree, on_rank_zero
+from ..world import World, on_rank_zero
 from ._contents import contents_in_files
 from ._output import Output, bar, json_text, pace, printable, printed, size, spellable
 
@@ -75,8 +75,9 @@ def run_convert(conversion: Conversion, *, as_json: bool, world: World) -> int:
         CheckpointingException: it can't be done.
     """
     transform = transform_of(conversion.transforms, conversion.names, conversion.dtype)
-    look = partial(_look, conversion)
-    transform_common, left_out, nbytes = agree(world, "convert: look at the source", look)
+    # By one rank: opening a checkpoint may take long.
+    optimizer, nbytes = on_rank_zero(world, "convert: look at the source", partial(_look, conversion))
+    steps = [step for step in (optimizer.get("transform_common"), conversion.transform_common) if step is not None]
     began = time.monotonic()
     # This rank's share: its own bytes are all that it hears of.
     with bar(Output(stderr=True), "convert", nbytes // world.size, is_shown=not world.rank) as advance:
@@ -86,8 +87,8 @@ def run_convert(conversion: Conversion, *, as_json: bool, world: World) -> int:
             backend=conversion.backend,
             common_backend=conversion.common_backend,
             transform=transform,
-            transform_common=transform_common,
-            leave_out=left_out,
+            transform_common=compose(*steps) if steps else None,
+            leave_out=[*conversion.leave_out, *optimizer.get("leave_out", ())],
             prune=conversion.prune,
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,
@@ -145,17 +146,15 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
     return {**default_strategies, row: huggingface.save_sharded_up_to(most_file_bytes)}
 
 
-def _look(conversion: Conversion) -> tuple[Callable[[Any], Any] | None, list[str], int]:
-    """Return what happens to the common state, what is left out, and about how many bytes move: the bar's end."""
+def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
+    """Return what `model_space` changes, if it is asked for, and about how many bytes move: the bar's end."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
-    transform_common, left_out = conversion.transform_common, [*conversion.leave_out]
+    wanted = {}
     if conversion.optimizer_in_model_space:
         wanted = model_space(tree, expert_parallel=conversion.expert_parallel)
-        steps = [wanted["transform_common"], *([] if transform_common is None else [transform_common])]
-        transform_common, left_out = compose(*steps), [*left_out, *wanted["leave_out"]]
     length = sum(row.length for row in contents_in_files(tree).tensors)
     # Written, and read back.
-    return transform_common, left_out, length * (2 if conversion.verify else 1)
+    return wanted, length * (2 if conversion.verify else 1)
 
 
 def _show(conversion: Conversion, report: ConversionReport, seconds: float, processes: int, *, as_json: bool) -> int:

@@ -60,6 +60,31 @@ def test_one_rank_parses_where_all_load_everything(
         assert all(torch.equal(found[key], data) for key, data in WHOLE.items())
 
 
+@pytest.mark.parametrize("backend", FORMATS)
+def test_one_rank_of_a_conversion_parses(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, ranks = saved(tmp_path / "from", backend), counted(monkeypatch, backend)
+
+    def convert(world: World, place: Path) -> object:
+        return st.convert(place, tmp_path / "to", backend="safetensors", world=world)
+
+    check_one_parses(convert, folder, ranks)
+    back = simulate(RANKS, lambda world: st.convert(tmp_path / "to", tmp_path / "back", backend=backend, world=world))
+    assert (len(set(map(str, back))), ranks) == (1, [0, 0])  # what was written is looked at by one rank, too
+    assert all(torch.equal(data, WHOLE[key]) for key, data in st.load_plain_tensors(tmp_path / "back").items())
+
+
+def test_ranks_that_see_another_source_are_an_error(tmp_path: Path) -> None:
+    folders = [saved(tmp_path / str(rank), "safetensors") for rank in range(RANKS)]
+
+    def convert(world: World) -> bool:
+        with pytest.raises(st.errors.WorldError, match="rank 1 sees another checkpoint than rank 0"):
+            st.convert(folders[world.rank], tmp_path / "to", backend="dcp", world=world)
+        return True
+
+    assert simulate(RANKS, convert) == [True] * RANKS
+    assert not (tmp_path / "to").exists()
+
+
 def test_the_count_catches_a_format_without_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, ranks = saved(tmp_path, "torch_dist"), counted(monkeypatch, "torch_dist")
     parse = (st.StrategyAction.PARSE, "torch_dist", 1)
@@ -67,6 +92,15 @@ def test_the_count_catches_a_format_without_the_row(tmp_path: Path, monkeypatch:
     with pytest.raises(AssertionError):
         check_one_parses(
             lambda world, place: st.load_plain_tensors(place, world=world, strategies=table), folder, ranks
+        )
+    ranks.clear()
+    with pytest.raises(AssertionError):
+        check_one_parses(
+            lambda world, place: st.convert(
+                place, tmp_path / "to", backend="safetensors", world=world, strategies=table
+            ),
+            folder,
+            ranks,
         )
 
 

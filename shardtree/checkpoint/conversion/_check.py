@@ -86,7 +86,7 @@ class Checked:
 
 
 def check_written(
-    reopen: Callable[[], OpenCheckpoint],
+    opened: Callable[[], OpenCheckpoint],
     plan: Plan,
     passage: Passage,
     most_bytes: int,
@@ -100,7 +100,7 @@ def check_written(
     returned unchanged must have the fingerprint that the source stores, if it stores any.
 
     Args:
-        reopen: opens the destination again.
+        opened: returns the destination, opened again.
         plan: what should be in it, lazily read once more where that is needed.
         passage: has the fingerprints of what this call has written.
         most_bytes: about how much memory the comparison may take.
@@ -112,7 +112,7 @@ def check_written(
     """
 
     def begin() -> FingerprintReader:
-        written = reopen()
+        written = opened()
         _refuse(_key_problems(written, plan.tensors, plan.objects))
         return FingerprintReader(BoxReader(written))
 

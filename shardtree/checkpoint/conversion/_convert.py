@@ -29,7 +29,7 @@ from ...strategies import (
 from ...trees import HOLE
 from ...world import World, agree, on_rank_zero, one_process, share
 from .._dispatch import backends_of
-from .._lazy_tree import open_checkpoint
+from .._lazy_tree import tree_of
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
 from ..saving._start import SaveStart, inspect_folder, make_folder, pending_save
@@ -38,6 +38,7 @@ from ._identity import conversion_digest
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._passage import Passage, passage_from
 from ._plan import Cutting, Plan, Transform, plan_conversion
+from ._source import open_alike
 from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
@@ -167,11 +168,11 @@ def convert(
     load_options, save_options = load_options or LoadOptions(), save_options or SaveOptions()
     target = _destination(destination, backend, common_backend, strategies, save_options)
     nonce = on_rank_zero(world, "convert: meet", secrets.token_hex)
+    checkpoint = open_alike(source, world, load_options, strategies)
 
     def prepare() -> tuple[Plan, Journal]:
-        opened = open_checkpoint(in_larger_requests(storage_at(source)), strategies=strategies, options=load_options)
         plan = plan_conversion(
-            opened,
+            tree_of(checkpoint, strategies),
             transform,
             transform_common,
             leave_out=leave_out,
@@ -182,7 +183,7 @@ def convert(
             cuts=not (takes_files_whole(target.storage) and traits_of(*target.backends[0], strategies).shares_files),
         )
         pickles = save_options.allow_pickle
-        digest = conversion_digest(opened.checkpoint, target.backends, plan.batches, nonce=nonce, allow_pickle=pickles)
+        digest = conversion_digest(checkpoint, target.backends, plan.batches, nonce=nonce, allow_pickle=pickles)
         return plan, journal_at(target.storage, digest, target.backends, strategies)
 
     (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
@@ -227,9 +228,11 @@ def _checked(
     world: World,
 ) -> Checked:
     """Read back what was written, and return what was found equal; what isn't is never gone on with."""
-    reopen = partial(open_checkpoint, target.storage, strategies=target.strategies, options=options)
     try:
-        return check_written(reopen, plan, passage, most_bytes, target.options.progress, world)
+        written = open_alike(target.storage, world, options, target.strategies)
+        return check_written(
+            partial(tree_of, written, target.strategies), plan, passage, most_bytes, target.options.progress, world
+        )
     except IntegrityError:
         if world.rank == 0:
             forget(journal)

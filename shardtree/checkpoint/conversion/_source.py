@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 
-from ...errors import KeyMismatch, error_text
+from ...errors import KeyMismatch, WorldError, error_text
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
+from ...storage import Directory, in_larger_requests, storage_at
+from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...world import World, one_process, share
 from .._lazy_tree import OpenCheckpoint
+from .._open import open_at, parse_together
 from ..comparison._values import BoxReader
 
 COMMON = "common"
@@ -40,6 +44,27 @@ class StoredObject:
 
     unique_key: str
     read: Callable[[], Any]
+
+
+def open_alike(where: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:
+    """Return a checkpoint that each rank reads by itself, once rank 0 has parsed its metadata for all; collective.
+
+    Raises:
+        NotACheckpoint, CorruptCheckpoint, StrategyError: as `open_checkpoint`.
+        WorldError: the ranks see different checkpoints there.
+    """
+
+    def alone() -> Checkpoint:
+        return open_at(in_larger_requests(storage_at(where)), one_process(), options, strategies)
+
+    # Each opens it, rather than take rank 0's word: so each notices when another save takes its place.
+    found, fields = share(world, "convert: open", alone, lambda checkpoint: checkpoint.fields)
+    other = next((rank for rank, each in enumerate(fields) if each != fields[0]), None)
+    if other is not None:
+        what = f"convert: rank {other} sees another checkpoint than rank 0 in {found.storage.where()!r}"
+        raise WorldError(error_text(what, fix="Wait until it is saved, on storage that all ranks share."))
+    parse_together(replace(found, world=world), None, strategies)
+    return found
 
 
 def source_tree(reader: BoxReader, left_out: Sequence[str], note: Note) -> dict[str, Shard]:
