@@ -38,7 +38,7 @@ def metadata_bars(settings: Settings, folder: Path) -> list[Bar]:
     for tensors, chunks in ((4, 5), (20, 1)) if settings.quick else (*KINDS, MILLION):
         place = folder / f"{tensors}-{chunks}"
         place.mkdir()
-        stored = _stored(tensors, chunks)
+        stored = stored_chunks(tensors, chunks)
         write = partial(encode_index_file, stored, "save", None, {key: (key,) for key in stored.columns.keys})
         metadata = pickle.loads(write())
         # As torch writes it, whose objects have numbers that ours needn't give them.
@@ -59,7 +59,8 @@ def metadata_bars(settings: Settings, folder: Path) -> list[Bar]:
     return found
 
 
-def _stored(tensors: int, chunks: int) -> Stored:
+def stored_chunks(tensors: int, chunks: int) -> Stored:
+    """Return what a `.metadata` says of so many tensors of so many chunks each."""
     row = np.arange(tensors * chunks)
     files = tuple(f"__{number}_0.distcp" for number in range(_FILES))
     length = np.full(row.size, 1024)
@@ -80,6 +81,15 @@ def _unpickled(place: Path) -> object:
 def model_bars(settings: Settings, folder: Path) -> list[Bar]:
     """Return the bar of opening a Hugging Face model of very many tensors in many files, which have no content."""
     tensors, files = (40, 4) if settings.quick else MODEL
+    write_model(folder, tensors, files)
+    rounds, tries = (1, 1) if settings.quick else (5, 3)
+    taken = median(in_turns({OPEN: partial(_opened, folder, tensors)}, rounds=rounds, tries=tries)[OPEN])
+    what = f"a Hugging Face model of {tensors:,} tensors in {files} files: open"
+    return [Bar(what, "", taken, None, taken, MOST_SECONDS)]
+
+
+def write_model(folder: Path, tensors: int, files: int) -> None:
+    """Write a Hugging Face model of so many tensors, in files that are holes."""
     weight_map = {}
     for number in range(files):
         name = f"model-{number + 1:05}-of-{files:05}.safetensors"
@@ -93,7 +103,3 @@ def model_bars(settings: Settings, folder: Path) -> list[Bar]:
             file.truncate(len(header) + len(keys) * size)
         weight_map |= dict.fromkeys(keys, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    rounds, tries = (1, 1) if settings.quick else (5, 3)
-    taken = median(in_turns({OPEN: partial(_opened, folder, tensors)}, rounds=rounds, tries=tries)[OPEN])
-    what = f"a Hugging Face model of {tensors:,} tensors in {files} files: open"
-    return [Bar(what, "", taken, None, taken, MOST_SECONDS)]

@@ -103,7 +103,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         # The row is looked up here, once for all reads of a tensor: it takes a tenth of a small one.
         backend = sharded_backend(self.checkpoint.fields)
         load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.strategies)
-        return partial(_read_box, self.checkpoint, load_sharded)
+        return partial(_read_box, self, load_sharded)
 
     def _read(self, item: ShardedObject) -> ShardedObject:
         """Return a stored object with its data."""
@@ -199,7 +199,7 @@ def _lazy(read: Callable[..., torch.Tensor], shards: Sequence[ShardedTensor]) ->
 
 
 def _read_box(
-    checkpoint: Checkpoint,
+    tree: OpenCheckpoint,
     load_sharded: Strategy,
     key: str,
     dtype: torch.dtype,
@@ -210,6 +210,6 @@ def _read_box(
     # New memory for each read: the caller may keep the result, and change it.
     data = new_memory(key, shape, dtype)
     box = box_of(key, data, dtype, global_shape, offset, shape)
-    with unreplaced(checkpoint):
-        load_sharded(checkpoint, [box])
+    with unreplaced(tree.checkpoint):
+        load_sharded(tree.checkpoint, [box])
     return data

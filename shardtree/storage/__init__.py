@@ -24,7 +24,7 @@ from ._buffers import (
     tensor_buffers,
 )
 from ._byte_ranges import ByteRanges, joined_crc32, read_crc32
-from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there, remove_files
+from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there, remove_files, threads_of
 from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost, ranged_cost
 from ._fetch import fetch, fetch_run
@@ -46,7 +46,7 @@ from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
 from ._object_store import ObjectStorage
-from ._object_streams import opened
+from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
 from ._storage import AnyBuffer, Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, byte_view, is_temporary

@@ -34,6 +34,22 @@ class Ranged(Protocol):
         """
 
 
+def threads_of(storage: Storage, threads: int | None, requests: int = 16) -> int | None:
+    """Return how many threads read a storage: those of the caller, else as many as requests may be in flight.
+
+    Args:
+        storage: where reads may be requests, which wait nearly all the time.
+        threads: what the caller says; None for the usual number.
+        requests: how many may be in flight.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> threads_of(MemoryStorage(), None) is None, threads_of(MemoryStorage(), 4)
+        (True, 4)
+    """
+    return requests if threads is None and isinstance(storage, Ranged) else threads
+
+
 @runtime_checkable
 class Listing(Protocol):
     """A storage that lists and removes many files by one request."""

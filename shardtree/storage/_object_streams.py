@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 from ..errors import StorageError, error_text
 from ._capabilities import Ranged
 from ._storage import Buffer, Reader, Storage
+from ._threads import in_threads
 
 
 def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
@@ -83,6 +85,42 @@ def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[R
     return storage.open(name)
 
 
+_NEAR_BYTES = 16 * 1024
+"""Spans with no more than this between them come by one request."""
+
+_AT_ONCE = 32
+
+
+def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
+    """Fetch spans of an open file that will be read, all at once, where each read would be a request.
+
+    Args:
+        reader: of the file; it holds them until it fetches others.
+        spans: first byte of each, and one past its last, all in the file.
+
+    Raises:
+        StorageError: they can't be read.
+    """
+    if isinstance(reader, ObjectReader):
+        reader.fetch(_joined(spans))
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order, those that are near each other as one.
+
+    Examples:
+        >>> _joined([(40_000, 40_001), (10, 20), (0, 5)])
+        [(0, 20), (40000, 40001)]
+    """
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1] + _NEAR_BYTES:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
 _AHEAD_BYTES = 8 * 1024 * 1024
 
 
@@ -92,6 +130,13 @@ class ObjectReader:
     def __init__(self, read: Callable[[int, int], tuple[Buffer, int]], where: str, length: int) -> None:
         self.length, self._read, self._where = length, read, where
         self._begin, self._ahead, self._next = 0, memoryview(b""), 0
+        self._begins: list[int] = []
+        self._parts: list[Buffer] = []
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch spans at once, in order and apart from each other; reads inside of them make no request."""
+        self._begins = [begin for begin, _ in spans]
+        self._parts = in_threads(lambda span: self._fetched(*span), spans, _AT_ONCE)
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         data = self._bytes(byte, byte + sum(buffer.nbytes for buffer in buffers))
@@ -102,6 +147,9 @@ class ObjectReader:
         return memoryview(bytearray(self._bytes(begin, self.length if end is None else end)))
 
     def _bytes(self, begin: int, end: int) -> Buffer:
+        number = bisect_right(self._begins, begin) - 1
+        if number >= 0 and end <= self._begins[number] + self._parts[number].nbytes:
+            return self._parts[number][begin - self._begins[number] : end - self._begins[number]]
         at = begin - self._begin
         if not (at >= 0 and end <= self._begin + self._ahead.nbytes):
             # Only what goes on where the last read ended is likely to go on.

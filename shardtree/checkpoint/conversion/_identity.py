@@ -13,6 +13,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Storage, digest
 from ...strategies import Checkpoint
 from .._dispatch import Backends
+from .._lazy_tree import OpenCheckpoint
 from ._plan import Batch
 from ._source import StoredObject
 
@@ -86,8 +87,8 @@ def _part(part: Any, known: dict[int, str], nonce: str) -> Any:
 def _origin(source: Any) -> list[Any]:
     """Return the identity of another checkpoint, if a transform reads this tensor from one."""
     reader = getattr(source, "reader", None)
-    checkpoint = reader.args[0] if isinstance(reader, partial) and reader.args else None
-    return [_identity(checkpoint)] if isinstance(checkpoint, Checkpoint) else []
+    opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
+    return [_identity(opened.checkpoint)] if isinstance(opened, OpenCheckpoint) else []
 
 
 def _object(item: ShardedObject, nonce: str, allow_pickle: bool) -> Any:

@@ -97,6 +97,16 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
     )
 
 
+def archive_ends(length: int) -> list[tuple[int, int]]:
+    """Return what `tensor_place` and `archive_records` usually read of an archive: first bytes, and one past the last.
+
+    Examples:
+        >>> archive_ends(1_000_000), archive_ends(2000)
+        ([(0, 1024), (997952, 1000000)], [(0, 2000)])
+    """
+    return [(0, length)] if length <= _HEAD + _TAIL else [(0, _HEAD), (length - _TAIL, length)]
+
+
 def archive_records(read: Read, length: int, *, what: str) -> tuple[ZipRecord, ...]:
     """Return the records of an archive, in the order of their bytes, each with its CRC32; payloads aren't read.
 
@@ -206,10 +216,9 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 def _cached_ends(read: Read, length: int) -> Read:
     """Return a reader that has cached both ends of the archive, and reads only what lies between them."""
-    whole = length <= _HEAD + _TAIL
-    head = memoryview(read(0, length if whole else _HEAD)).cast("B")
-    start = 0 if whole else length - _TAIL
-    tail = head if whole else memoryview(read(start, length)).cast("B")
+    spans = archive_ends(length)
+    parts = [memoryview(read(begin, end)).cast("B") for begin, end in spans]
+    head, tail, start = parts[0], parts[-1], spans[-1][0]
 
     def from_ends(begin: int, end: int) -> Any:
         if end <= len(head):

@@ -12,7 +12,7 @@ from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_l
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
-from ...storage import Ranged, Reader, Storage, StoredFile, collector_paused, in_threads, opened
+from ...storage import Reader, Storage, StoredFile, collector_paused, in_threads, opened, threads_of
 from .._values import Checkpoint
 from ..index import Index, build_index
 from ._listing import BACKEND, Listing, read_listing
@@ -73,8 +73,7 @@ def read_headers(storage: Storage, names: Sequence[str]) -> list[WeightFile]:
     Raises:
         CorruptCheckpoint: as `read_header`.
     """
-    threads = min(len(names), _MOST_REQUESTS) if isinstance(storage, Ranged) else None
-    return in_threads(partial(read_header, storage), names, threads)
+    return in_threads(partial(read_header, storage), names, threads_of(storage, None, _MOST_REQUESTS))
 
 
 def _bytes(reader: Reader, begin: int, end: int) -> bytearray:

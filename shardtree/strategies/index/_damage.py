@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import CheckpointingException
 from ...geometry import Column
-from ...storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads
+from ...storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
 from .._findings import Damage, Finding, Region, Unchecked
 from .._values import Checkpoint
 from ._columns import Index, file_at, item_sizes, text_at
@@ -204,10 +204,12 @@ def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
     describer = _Describer(index)
     pieces: list[_Piece] = []
     numbers: dict[str, int] = {}
-    for number in range(index.file_length.size):
-        file = file_at(index, number)
+    files = [file_at(index, number) for number in range(index.file_length.size)]
+    storage = checkpoint.storage
+    threads = threads_of(storage, checkpoint.options.threads)
+    lengths = in_threads(storage.length, [file.name for file in files], threads)
+    for number, (file, length) in enumerate(zip(files, lengths, strict=True)):
         numbers[file.name] = number
-        length = checkpoint.storage.length(file.name)
         if length != file.length:
             what = "no such file" if length is None else f"{length} bytes where {file.length} were saved"
             yield describer.damage(number, what, 0, file.length)
@@ -217,7 +219,7 @@ def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
         else:
             # In pieces, so that a single large file keeps all threads busy.
             pieces += _pieces(file)
-    for found in in_threads(partial(_checked, checkpoint), pieces, checkpoint.options.threads):
+    for found in in_threads(partial(_checked, checkpoint), pieces, threads):
         piece, number = found.piece, numbers[found.piece.file.name]
         if found.error:
             yield describer.damage(number, found.error, piece.begin, piece.end)
@@ -245,7 +247,8 @@ def _hashes(checkpoint: Checkpoint, piece: _Piece) -> dict[int, int]:
     hasher = BlockHasher(piece.file.length)
     # One small buffer for each thread: memory stays at a few MiB, however large the file.
     room = memoryview(bytearray(min(_STEP_BYTES, piece.end - piece.begin)))
-    with checkpoint.storage.open(piece.file.name) as reader:
+    # As if the file ended with the piece: no request then goes beyond it.
+    with opened(checkpoint.storage, piece.file.name, piece.end) as reader:
         for byte in range(piece.begin, piece.end, _STEP_BYTES):
             part = room[: min(_STEP_BYTES, piece.end - byte)]
             reader.read_into(byte, [part])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from ...codec import dtype_name
-from ...codec.archives import tensor_place
+from ...codec.archives import archive_ends, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Buffer, Reader
+from ...storage import Buffer, Reader, fetch_ahead
+from ...storage import opened as opened_file
 from .._manifest import check_listed
 from .._values import Checkpoint
 from ..torch import decode_with_holes
@@ -52,10 +53,46 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
     for file in np.unique(archives.file[wanted]).tolist():
         inside = wanted[archives.file[wanted] == file].tolist()
         with opened(checkpoint, listing, file, inside) as reader:
-            for number in inside:
-                begin, crc32 = _look_up(checkpoint, listing, reader, number)
-                payloads.begin[number], payloads.crc32[number] = begin, crc32
+            for at, number in enumerate(inside):
+                if at % _LOOKED_UP == 0:
+                    fetch_ahead(reader, ends_of(listing, inside[at : at + _LOOKED_UP]))
+                payloads.begin[number], payloads.crc32[number] = _look_up(checkpoint, listing, reader, number)
     return payloads
+
+
+_LOOKED_UP = 4096
+"""Archives whose ends are held at a time."""
+
+
+def ends_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a file that tell where the payloads of some archives in it are."""
+    for number in numbers:
+        byte = int(listing.archives.byte[number])
+        yield from ((byte + begin, byte + end) for begin, end in archive_ends(int(listing.archives.length[number])))
+
+
+def batches(listing: Listing, numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yield archives of one file, so many at a time that they may be held."""
+    batch: list[int] = []
+    size = 0
+    for number in numbers:
+        batch.append(number)
+        size += int(listing.archives.length[number])
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_ARCHIVES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+_BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
+
+
+def wholes_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a file that some archives in it are."""
+    for number in numbers:
+        byte = int(listing.archives.byte[number])
+        yield byte, byte + int(listing.archives.length[number])
 
 
 def check_readable(listing: Listing, numbers: Column) -> None:
@@ -74,8 +111,8 @@ def check_readable(listing: Listing, numbers: Column) -> None:
         raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(found), fix=fix))
 
 
-def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> None:
-    """Raise unless a data file is long enough for the given archives.
+def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> int:
+    """Return the length of a data file, in bytes, after checking that it is long enough for the given archives.
 
     Raises:
         CorruptCheckpoint: it doesn't, or isn't there.
@@ -95,6 +132,7 @@ def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Se
                 fix=fix,
             )
         )
+    return length
 
 
 @contextmanager
@@ -104,12 +142,12 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
     Raises:
         CorruptCheckpoint: it doesn't, or isn't there.
     """
-    check_reach(checkpoint, listing, file, numbers)
+    length = check_reach(checkpoint, listing, file, numbers)
     name = listing.archives.files[file]
     # Only then, since a SHA-256 takes a pass over the whole file.
     if checkpoint.options.verify == "all":
         check_listed(checkpoint, name)
-    with checkpoint.storage.open(name) as reader:
+    with opened_file(checkpoint.storage, name, length) as reader:
         yield reader
 
 
@@ -210,5 +248,7 @@ def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) ->
     for file in np.unique(files).tolist():
         inside = wanted[files == file].tolist()
         with opened(checkpoint, listing, file, inside) as reader:
-            for number in inside:
-                yield number, decoded_at(checkpoint, listing, reader, number)
+            for batch in batches(listing, inside):
+                fetch_ahead(reader, wholes_of(listing, batch))
+                for number in batch:
+                    yield number, decoded_at(checkpoint, listing, reader, number)

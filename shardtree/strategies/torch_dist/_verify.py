@@ -11,7 +11,7 @@ import numpy as np
 from ...codec import dtype_name
 from ...codec.archives import archive_records, decode_archive, tensor_place
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
-from ...storage import Reader, in_threads, joined_crc32, read_crc32
+from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
 from .._findings import Damage, Finding, Region, Unchecked, uncovered
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
@@ -19,7 +19,7 @@ from ..torch import HEADERS
 from ._listing import Listing, read_listing
 from ._load import master_damage
 from ._metadata_file import INDEX_FILE
-from ._payloads import archive_name, check_kind, check_tensor, part_of
+from ._payloads import archive_name, batches, check_kind, check_tensor, ends_of, part_of, wholes_of
 
 # Checking one archive: the CRC32 of each of its records, and its value against `.metadata`
 
@@ -121,8 +121,8 @@ def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, numbe
             check_tensor(listing, number, value, what)
 
 
-_BATCH_BYTES, _BATCH_ARCHIVES = 16 * 1024 * 1024, 512
 _PIECE_BYTES = 32 * 1024 * 1024
+_REQUESTS = 8  # each holds a batch
 
 _ARCHIVE = b"PK\x03\x04"
 _MOST_REGIONS = 10_000
@@ -130,9 +130,10 @@ _MOST_REGIONS = 10_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Archives of one file that one thread checks."""
+    """Archives of one file, of so many bytes, that one thread checks."""
 
     file: int
+    length: int
     numbers: list[int]
 
 
@@ -156,15 +157,16 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     except CorruptCheckpoint as error:
         return (Damage(INDEX_FILE, str(error)),)
     found: list[Finding] = []
-    batches: list[_Batch] = []
+    work: list[_Batch] = []
     length = checkpoint.storage.length(INDEX_FILE) or 0
     found.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
     checkpoint.options.progress(length)
     for file in range(len(listing.archives.files)):
-        damage, inside = _check_file(checkpoint, listing, file)
+        damage, length, inside = _check_file(checkpoint, listing, file)
         found += damage
-        batches += _batches(listing, file, inside)
-    checked = in_threads(partial(_check_batch, checkpoint, listing), batches, checkpoint.options.threads)
+        work += (_Batch(file, length, numbers) for numbers in batches(listing, inside))
+    threads = threads_of(checkpoint.storage, checkpoint.options.threads, _REQUESTS)
+    checked = in_threads(partial(_check_batch, checkpoint, listing), work, threads)
     found += (damage for one in checked for damage in one.damage)
     for wrong in _wrong_large(checkpoint, listing, checked):
         found.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
@@ -173,8 +175,8 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     return (*found, *_unchecked(checkpoint, listing, checked))
 
 
-def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], list[int]]:
-    """Return what is wrong with a file as a whole, and the archives in it that can be checked."""
+def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:
+    """Return what is wrong with a file as a whole, its length, and the archives in it that can be checked."""
     archives, storage = listing.archives, checkpoint.storage
     name = archives.files[file]
     inside = np.flatnonzero(archives.file == file).tolist()
@@ -182,15 +184,15 @@ def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[li
     try:
         length = storage.length(name)
         if length is None:
-            return [_file_damage(listing, file, "no such file", inside)], []
+            return [_file_damage(listing, file, "no such file", inside)], 0, []
         found = []
         if length > end:
-            with storage.open(name) as reader:
+            with opened(storage, name, length) as reader:
                 if not _begins_an_archive(reader, end):
                     found.append(Damage(name, f"{length - end} bytes after its last archive", end, length))
     except CheckpointingException as error:
-        return [_file_damage(listing, file, str(error), inside)], []
-    return found, inside
+        return [_file_damage(listing, file, str(error), inside)], 0, []
+    return found, length, inside
 
 
 def _begins_an_archive(reader: Reader, byte: int) -> bool:
@@ -201,24 +203,15 @@ def _begins_an_archive(reader: Reader, byte: int) -> bool:
     return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
 
-def _batches(listing: Listing, file: int, numbers: Iterable[int]) -> Iterator[_Batch]:
-    batch: list[int] = []
-    size = 0
-    for number in numbers:
-        batch.append(number)
-        size += int(listing.archives.length[number])
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_ARCHIVES:
-            yield _Batch(file, batch)
-            batch, size = [], 0
-    if batch:
-        yield _Batch(file, batch)
-
-
 def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Checked:
     archives, name = listing.archives, listing.archives.files[batch.file]
     found = _Checked(batch.file)
     try:
-        with checkpoint.storage.open(name) as reader:
+        with opened(checkpoint.storage, name, batch.length) as reader:
+            inside = [
+                number for number in batch.numbers if archives.byte[number] + archives.length[number] <= batch.length
+            ]
+            fetch_ahead(reader, _read_of(listing, inside))
             for number in batch.numbers:
                 begin = int(archives.byte[number])
                 end = begin + int(archives.length[number])
@@ -234,6 +227,11 @@ def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Ch
     except CheckpointingException as error:
         found.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
     return found
+
+
+def _read_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for number in numbers:
+        yield from (ends_of if listing.archives.length[number] > _LARGE_BYTES else wholes_of)(listing, [number])
 
 
 def archive_damage(listing: Listing, number: int, what: str, begin: int, end: int) -> Damage:
@@ -282,7 +280,7 @@ def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Ch
 
 def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int, int]) -> int:
     file, begin, end = piece
-    with checkpoint.storage.open(listing.archives.files[file]) as reader:
+    with opened(checkpoint.storage, listing.archives.files[file], end) as reader:
         found = read_crc32(reader, begin, end)
     checkpoint.options.progress(end - begin)
     return found

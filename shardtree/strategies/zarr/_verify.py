@@ -13,7 +13,7 @@ from typing import Any
 from ...codec import canonical_json, parse_json
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Storage, digest, in_threads, remove_files, takes_late_requests
+from ...storage import Storage, digest, in_threads, read_if_there, remove_files, takes_late_requests, threads_of
 from .._findings import Damage, Finding, Region, Unchecked, uncovered
 from .._manifest import MANIFEST_FILE
 from .._metadata import read_checked, read_metadata, replace_metadata
@@ -66,7 +66,8 @@ def group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
         cells = stored_cells(checkpoint.storage, array)
         found += _absent(array, cells)
         chunks += [_Chunk(array, tuple(cell)) for cell in cells.tolist()]
-    checked = in_threads(partial(_check_chunk, checkpoint), chunks, checkpoint.options.threads)
+    threads = threads_of(checkpoint.storage, checkpoint.options.threads)
+    checked = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
     return (*found, *(finding for one in checked for finding in one), *_metadata(checkpoint.storage))
 
 
@@ -284,12 +285,12 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
     if damage:
         return
     storage = checkpoint.storage
-    for folder, document in group_members(checkpoint).items():
-        name = f"{folder}/{NODE_FILE}"
-        length = storage.length(name)
-        if length is None or storage.read(name) != canonical_json(document):
+    expected = {f"{folder}/{NODE_FILE}": canonical_json(each) for folder, each in group_members(checkpoint).items()}
+    found = in_threads(partial(read_if_there, storage), expected, threads_of(storage, checkpoint.options.threads))
+    for (name, document), data in zip(expected.items(), found, strict=True):
+        if data != document:
             yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
-        checkpoint.options.progress(length or 0)
+        checkpoint.options.progress(len(data or b""))
 
 
 # Listing the files of a folder of zarr arrays
