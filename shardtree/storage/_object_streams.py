@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import BoundedSemaphore
 
 import numpy as np
 
@@ -89,6 +90,8 @@ _NEAR_BYTES = 16 * 1024
 """Spans with no more than this between them come by one request."""
 
 _AT_ONCE = 32
+_requests = BoundedSemaphore(_AT_ONCE)
+"""Requests that a process makes ahead at a time, for all files together."""
 
 
 def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
@@ -136,7 +139,11 @@ class ObjectReader:
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fetch spans at once, in order and apart from each other; reads inside of them make no request."""
         self._begins = [begin for begin, _ in spans]
-        self._parts = in_threads(lambda span: self._fetched(*span), spans, _AT_ONCE)
+        self._parts = in_threads(self._fetched_in_turn, spans, _AT_ONCE)
+
+    def _fetched_in_turn(self, span: tuple[int, int]) -> Buffer:
+        with _requests:
+            return self._fetched(*span)
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         data = self._bytes(byte, byte + sum(buffer.nbytes for buffer in buffers))

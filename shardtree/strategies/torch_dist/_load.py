@@ -16,7 +16,7 @@ from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
-from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
+from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost, in_threads, threads_of
 from .._actions import Resolution
 from .._checks import check_objects_known
 from .._findings import Damage
@@ -121,16 +121,15 @@ def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column
 
 def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
     """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
-    archives = listing.archives
-    found = {}
-    for file in np.unique(archives.file[numbers]).tolist():
+    archives, storage, found = listing.archives, checkpoint.storage, dict[int, StoredFile]()
+    files = np.unique(archives.file[numbers]).tolist()
+    lengths = in_threads(storage.length, [archives.files[file] for file in files], threads_of(storage, None) or 1)
+    for file, length in zip(files, lengths, strict=True):
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
         # The CRC32 of the zip record, which torch writes and never looks at.
         ranges = ByteRanges(begin, begin + archives.payload[inside], payloads.crc32[inside])
-        name = archives.files[file]
-        length = checkpoint.storage.length(name)
-        found[file] = StoredFile(name, -1 if length is None else length, ranges=ranges)
+        found[file] = StoredFile(archives.files[file], -1 if length is None else length, ranges=ranges)
     return found
 
 

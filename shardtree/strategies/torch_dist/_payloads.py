@@ -15,7 +15,7 @@ from ...codec import dtype_name
 from ...codec.archives import archive_ends, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Buffer, Reader, fetch_ahead
+from ...storage import Buffer, Reader, fetch_ahead, in_threads, threads_of
 from ...storage import opened as opened_file
 from .._manifest import check_listed
 from .._values import Checkpoint
@@ -50,13 +50,18 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
     wanted = numbers[payloads.begin[numbers] == _UNKNOWN]
     check_readable(listing, wanted)
     archives = listing.archives
-    for file in np.unique(archives.file[wanted]).tolist():
+    storage = checkpoint.storage
+
+    def look_up(file: int) -> None:
         inside = wanted[archives.file[wanted] == file].tolist()
         with opened(checkpoint, listing, file, inside) as reader:
             for at, number in enumerate(inside):
                 if at % _LOOKED_UP == 0:
                     fetch_ahead(reader, ends_of(listing, inside[at : at + _LOOKED_UP]))
                 payloads.begin[number], payloads.crc32[number] = _look_up(checkpoint, listing, reader, number)
+
+    # Several files at a time only where each waits for its requests: elsewhere Python's lock is what they would share.
+    in_threads(look_up, np.unique(archives.file[wanted]).tolist(), threads_of(storage, None) or 1)
     return payloads
 
 
