@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..geometry import Column, begins, row_numbers
+from ..geometry import Column, as_int64, begins, narrowed, row_numbers
 from ..layouts import ShardColumns, TensorKind, packed_kinds, unpacked_kinds
 from ..storage import digest
 from ..world import World, gather
@@ -107,22 +107,14 @@ def _columns(table: _Table, part: PackedColumns) -> ShardColumns:
 def _to_bytes(names: Any, arrays: Sequence[Any]) -> bytes:
     # As bytes, since pickled arrays share objects with each other, and equal ones needn't be equal bytes. As narrow
     # integers, since coordinates are small, and compressing takes as long as there are bytes.
-    narrow = [each.astype(_narrowest(each)) for each in arrays]
-    plain = [(each.dtype.char, each.shape, each.tobytes()) for each in narrow]
+    plain = [(each.dtype.char, each.shape, each.tobytes()) for each in map(narrowed, arrays)]
     return zlib.compress(pickle.dumps((names, plain), protocol=pickle.HIGHEST_PROTOCOL), _LEVEL)
-
-
-def _narrowest(column: Any) -> Any:
-    if column.dtype == np.bool_:
-        return column.dtype
-    low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
-    return np.promote_types(np.min_scalar_type(low), np.min_scalar_type(high))
 
 
 def _from_bytes(packed: bytes) -> tuple[Any, list[Any]]:
     names, arrays = pickle.loads(zlib.decompress(packed))
     read = [np.frombuffer(data, dtype=char).reshape(shape) for char, shape, data in arrays]
-    return names, [each if each.dtype == np.bool_ else each.astype(np.int64) for each in read]
+    return names, [*map(as_int64, read)]
 
 
 # Tables that are long are sent by one of the ranks that have them

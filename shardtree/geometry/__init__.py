@@ -2,6 +2,7 @@
 
 from ._boxes import (
     Column,
+    as_int64,
     begins,
     box_column,
     box_slices,
@@ -9,6 +10,7 @@ from ._boxes import (
     flat_boxes,
     intersect,
     narrow_flat_range,
+    narrowed,
     row_major_strides,
     row_numbers,
     volumes,

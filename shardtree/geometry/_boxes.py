@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,31 @@ def widen(column: Column, axes: int, fill: int) -> Column:
     """
     missing = axes - column.shape[1]
     return column if missing <= 0 else np.pad(column, ((0, 0), (missing, 0)), constant_values=fill)
+
+
+def narrowed(column: NDArray[Any]) -> NDArray[Any]:
+    """Return integers in the narrowest type that holds them all, for a message; anything else unchanged.
+
+    Examples:
+        >>> [narrowed(np.array(values)).dtype.name for values in ([-1, 300], [0, 255], [2**32], [True])]
+        ['int16', 'uint8', 'int64', 'bool']
+    """
+    if column.dtype != np.int64:
+        return column
+    low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
+    kinds = (np.int8, np.int16, np.int32) if low < 0 else (np.uint8, np.uint16, np.uint32)
+    found = next((kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), np.int64)
+    return column.astype(found, copy=False)
+
+
+def as_int64(column: NDArray[Any]) -> NDArray[Any]:
+    """Return what `narrowed` got.
+
+    Examples:
+        >>> as_int64(narrowed(np.array([1, 2]))).dtype, as_int64(np.array([True])).dtype
+        (dtype('int64'), dtype('bool'))
+    """
+    return column if column.dtype == np.bool_ else column.astype(np.int64)
 
 
 def box_slices(offset: Column, shape: Column, axes: int) -> tuple[slice, ...]:

@@ -12,7 +12,17 @@ import torch
 
 from .._deferred import notebook_html
 from ..errors import IntegrityError, MetadataError, error_text, plural
-from ..geometry import Column, box_column, check_type, flat_boxes, refuse, volumes, widen
+from ..geometry import (
+    Column,
+    as_int64,
+    box_column,
+    check_type,
+    flat_boxes,
+    narrowed,
+    refuse,
+    volumes,
+    widen,
+)
 from ..mapping import ShardedTensor, is_main_replica
 
 _Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
@@ -71,7 +81,7 @@ class ShardColumns:
         """Return how to pickle columns, as ranks send them to each other."""
         # Kinds are packed as columns too: pickled one by one they would be most of the message.
         others = (self.key, self.offset, self.shape, self.start, self.stop, self.rank, self.main)
-        return _from_packed, (self.keys, packed_kinds(self.kinds), others)
+        return _from_packed, (self.keys, packed_kinds(self.kinds), tuple(map(narrowed, others)))
 
     @property
     def elements(self) -> Column:
@@ -123,7 +133,7 @@ def unpacked_kinds(packed: _PackedKinds) -> tuple[TensorKind, ...]:
 
 
 def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
-    return ShardColumns(keys, unpacked_kinds(packed), *others)
+    return ShardColumns(keys, unpacked_kinds(packed), *map(as_int64, others))
 
 
 def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumns:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, box_column, intersect, row_major_strides, volumes, widen
+from shardtree.geometry import (
+    Column,
+    as_int64,
+    box_column,
+    intersect,
+    narrowed,
+    row_major_strides,
+    volumes,
+    widen,
+)
 from tests.trees.samples import assert_caught
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
@@ -106,3 +115,26 @@ def test_an_intersection_catches_an_end_off_by_one() -> None:
 @pytest.mark.parametrize(("rows", "expected"), [([], (0, 1)), ([()], (1, 1)), ([(), (3, 2)], (2, 2))])
 def test_scalars_and_no_rows_have_a_column(rows: list[tuple[int, ...]], expected: tuple[int, int]) -> None:
     assert box_column(rows, fill=1).shape == expected
+
+
+INTEGERS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300) | st.integers(0, 2**33), max_size=5)
+
+
+def check_narrowed(narrow: Callable[[Any], Any], values: list[int]) -> None:
+    """Raise unless integers come back, and no narrower type would hold them."""
+    column = np.array(values, dtype=np.int64)
+    sent = narrow(column)
+    back = as_int64(sent)
+    assert (back.dtype, back.tolist(), back.flags.writeable) == (np.int64, values, True)
+    smaller = [np.dtype(kind) for kind in "bBhHiI" if np.dtype(kind).itemsize < sent.dtype.itemsize]
+    assert not any(all(np.iinfo(kind).min <= each <= np.iinfo(kind).max for each in values) for kind in smaller)
+
+
+@given(INTEGERS)
+def test_integers_are_sent_in_the_narrowest_type_that_holds_them(values: list[int]) -> None:
+    check_narrowed(narrowed, values)
+
+
+@pytest.mark.parametrize("narrow", [lambda column: column, lambda column: column.astype(np.int32)])
+def test_the_law_catches_other_types(narrow: Callable[[Any], Any]) -> None:
+    assert_caught(check_narrowed, narrow, INTEGERS)

@@ -160,6 +160,8 @@ CALLS: dict[str, Call] = {
     "lazy.lazy_map": (lambda whole: lazy.lazy_map(torch.neg, whole).shape, LAZY),
     "geometry.box_column": (geometry.box_column, [[4, 2], [3]], 1),
     "geometry.box_slices": (geometry.box_slices, column(0, 3), column(1, 2), 1),
+    "geometry.narrowed": (geometry.narrowed, column([3, 4])),
+    "geometry.as_int64": (geometry.as_int64, np.array([3, 4], dtype=np.int8)),
     "geometry.widen": (geometry.widen, column([3, 4]), 3, 1),
     "geometry.volumes": (geometry.volumes, column([3, 4])),
     "geometry.row_major_strides": (geometry.row_major_strides, column([3, 4])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
@@ -17,7 +18,7 @@ from shardtree.errors import CheckpointReplaced, CorruptCheckpoint, KeyMismatch,
 from shardtree.layouts import shard_columns
 from shardtree.plans import plan_load
 from shardtree.storage import MemoryStorage, StoredFile
-from shardtree.strategies.index import _load, build_index, chunks_of
+from shardtree.strategies.index import RankFiles, _load, build_index, chunks_of
 from tests.options import load_keywords
 
 
@@ -232,3 +233,20 @@ def test_what_does_not_fit_is_left_to_the_plan_which_says_why():
         st.load({"v": st.ShardedTensor.from_rank_offsets("v", torch.zeros(64, 64))}, folder, **load_keywords(**options))
     with pytest.raises(ShapeError, match="float32"):
         st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, **load_keywords(**options))
+
+
+@pytest.mark.parametrize("byte", [[0, 7], [0, 2**40]])
+def test_what_a_rank_tells_of_its_files_arrives_as_it_was(byte):
+    columns = shard_columns([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "ab"], rank=3)
+    places = np.array([0, 1]), np.array(byte)
+    files = RankFiles(("one", "two"), (10, 2**40 + 8), (None, None), columns, *places, (("rng/shard_0_1", 1, 5, 3),))
+    sent = pickle.loads(pickle.dumps(files))
+    assert (sent.files, sent.lengths, sent.hashes, sent.objects) == (
+        files.files,
+        files.lengths,
+        files.hashes,
+        files.objects,
+    )
+    assert (sent.columns.keys, sent.columns.rank.tolist(), sent.totals) == (("a", "b"), [3, 3], None)
+    for column, own in ((sent.file, places[0]), (sent.byte, places[1])):
+        assert (column.dtype, column.tolist()) == (np.int64, own.tolist())

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ...codec import check_storable, encode_tree
 from ...errors import CheckpointingException, StorageError, error_text
 from ...fingerprints import add_fingerprints, column_parts
-from ...geometry import Column
+from ...geometry import Column, as_int64, narrowed
 from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
@@ -77,6 +78,23 @@ class RankFiles:
     byte: Column
     objects: tuple[tuple[str, int, int, int], ...]
     totals: Hashes | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to pickle it, as ranks send it to rank 0: places in narrow integers."""
+        places = narrowed(self.file), narrowed(self.byte)
+        return _from_narrow, (self.files, self.lengths, self.hashes, self.columns, *places, self.objects, self.totals)
+
+
+def _from_narrow(
+    files: tuple[str, ...],
+    lengths: tuple[int, ...],
+    hashes: Any,
+    columns: ShardColumns,
+    file: Any,
+    byte: Any,
+    *rest: Any,
+) -> RankFiles:
+    return RankFiles(files, lengths, hashes, columns, as_int64(file), as_int64(byte), *rest)
 
 
 def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> AsyncRequest[RankFiles]:
