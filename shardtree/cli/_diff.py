@@ -17,7 +17,7 @@ from ..layouts import TensorKind
 from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
 from ..trees import Difference, Record
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
-from ._output import Output, bar, json_text, printable, size, spellable
+from ._output import Output, bar, json_text, printable, size, spellable, working
 from ._table import Heading, Table, show_table
 
 # The output: tables for people, a document for programs.
@@ -232,7 +232,8 @@ def run_diff(
     Raises:
         CheckpointingException: one of them can't be read.
     """
-    trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
+    with working("reading what is stored"):
+        trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
     outcome = difference_of((left, trees[0]), (right, trees[1]), patterns, only_structure=only_structure)
     if as_json:
         print(json_text(document(outcome)))
@@ -260,7 +261,8 @@ def difference_of(
         CheckpointingException: a value can't be read.
     """
     trees = [left[1], right[1]]
-    everything = [contents_at(tree) for tree in trees]
+    with working("reading what is stored"):
+        everything = [contents_at(tree) for tree in trees]
     check_patterns("diff", patterns, *everything)
     named = zip((left[0], right[0]), trees, everything, strict=True)
     sides = [Side(where, tree, select(contents, patterns)) for where, tree, contents in named]

@@ -210,13 +210,20 @@ def test_metrics_and_folders_steer_no_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
 @pytest.mark.parametrize(
-    ("command", "doing"), [("inspect", "reading what is stored"), ("explain", "planning the reads of 4 ranks")]
+    ("command", "doing"),
+    [
+        ("inspect", "reading what is stored"),
+        ("explain", "planning the reads of 4 ranks"),
+        ("verify", "verify"),
+        ("diff", "reading what is stored"),
+        ("diff", "compare"),
+    ],
 )
 def test_a_terminal_is_shown_what_goes_on(command: str, doing: str, folder: Path) -> None:
     import pty
 
     terminal, its = pty.openpty()
-    job = [sys.executable, "-m", "shardtree", command, str(folder)]
+    job = [sys.executable, "-m", "shardtree", command, *[str(folder)] * (2 if command == "diff" else 1)]
     with subprocess.Popen(
         job, stdout=subprocess.PIPE, stderr=its, text=True, env={**os.environ, "TERM": "xterm"}
     ) as one:
