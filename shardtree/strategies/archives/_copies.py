@@ -11,7 +11,7 @@ from ...codec.archives import StoredTensor
 from ...storage import Buffer, Reader
 from .._actions import Resolution
 from .._values import Checkpoint
-from ._files import filled
+from ._files import filled, opened_at
 
 if TYPE_CHECKING:
     from ._contents import Contents
@@ -58,7 +58,7 @@ def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor
     if not one.is_row_major:
         return bool((filled(checkpoint, one) == filled(checkpoint, other)).all())
     nbytes = _nbytes(one)
-    with checkpoint.storage.open(one.file) as first, checkpoint.storage.open(other.file) as second:
+    with opened_at(checkpoint, one) as first, opened_at(checkpoint, other) as second:
         steps = zip(_steps(first, one.begin, nbytes), _steps(second, other.begin, nbytes), strict=True)
         return all(mine == theirs for mine, theirs in steps)
 

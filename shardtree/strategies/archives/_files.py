@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import in_threads
+from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of
 from ...trees import map_shards
 from .._values import Checkpoint
 
@@ -48,15 +49,26 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
 
     def read(name: str) -> ArchiveFile:
         where, types = checkpoint.storage.where(name), checkpoint.options.types
-        if checkpoint.storage.length(name) is None:
+        length = checkpoint.storage.length(name)
+        if length is None:
             fix = "Copy it to the others, or load another checkpoint."
             raise CorruptCheckpoint(error_text(f"open: {where!r} belongs to the checkpoint", found="no file", fix=fix))
-        with checkpoint.storage.open(name) as reader:
+        with opened(checkpoint.storage, name, length) as reader:
             what = f"open: {where!r}"
+            # The pickle is the first record of most, and the directory the last.
+            fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
             found = describe_archive(reader.mapped, reader.length, what=what, file=name, classes=classes, types=types)
             return ArchiveFile(name, reader.length, found.value, found.records)
 
-    return in_threads(read, names, checkpoint.options.threads)
+    return in_threads(read, names, threads_of(checkpoint.storage, checkpoint.options.threads))
+
+
+_END_BYTES = 64 * 1024
+
+
+def opened_at(checkpoint: Checkpoint, tensor: StoredTensor) -> AbstractContextManager[Reader]:
+    """Open the file of a stored tensor, as far as its record goes."""
+    return opened(checkpoint.storage, tensor.file, tensor.record.begin + tensor.record.nbytes)
 
 
 def filled(checkpoint: Checkpoint, value: Any) -> Any:
@@ -65,7 +77,7 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
     def fill(leaf: Any) -> Any:
         if not isinstance(leaf, StoredTensor):
             return leaf
-        with checkpoint.storage.open(leaf.file) as reader:
+        with opened_at(checkpoint, leaf) as reader:
             return filled_tensor(reader.mapped, leaf, f"load: {checkpoint.storage.where(leaf.file)!r}")
 
     return map_shards(fill, value)

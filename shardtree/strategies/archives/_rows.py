@@ -10,7 +10,7 @@ from ...codec.archives import Record
 from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
-from ...storage import ReadReport, in_threads, read_crc32
+from ...storage import ReadReport, in_threads, opened, read_crc32, threads_of
 from .._actions import Explain, LoadCommon, LoadMetadata, LoadObjects, LoadSharded, Resolution, Resolve, VerifyFiles
 from .._checks import check_objects_known
 from .._findings import Damage, Finding, uncovered
@@ -88,14 +88,14 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
     def wrong(pair: tuple[ArchiveFile, Record]) -> str:
         file, record = pair
         try:
-            with checkpoint.storage.open(file.name) as reader:
+            with opened(checkpoint.storage, file.name, record.begin + record.nbytes) as reader:
                 found = read_crc32(reader, record.begin, record.begin + record.nbytes)
         except CheckpointingException as error:
             return str(error)
         checkpoint.options.progress(record.nbytes)
         return "" if found == record.crc32 else f"the CRC32 of record {record.name[:100]!r} of an archive differs"
 
-    problems = in_threads(wrong, records, checkpoint.options.threads)
+    problems = in_threads(wrong, records, threads_of(checkpoint.storage, checkpoint.options.threads))
     numbers = {file.name: number for number, file in enumerate(contents.files)}
     for (file, record), what in zip(records, problems, strict=True):
         if what:
