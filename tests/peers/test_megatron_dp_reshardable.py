@@ -38,8 +38,12 @@ HALF_TOLERANCE = 5e-3
 
 def run(folder: Path, *jobs: str) -> None:
     """Run the script: a layout and its steps, then another one."""
+    run_script(SCRIPT, folder, *jobs)
+
+
+def run_script(script: Path, folder: Path, *arguments: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(SCRIPT), str(folder), *jobs]
+    command = [sys.executable, str(script), str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
 

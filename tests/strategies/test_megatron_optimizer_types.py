@@ -65,7 +65,7 @@ def test_one_object_with_all_states_is_named() -> None:
 
 def usual_name(key: str) -> str:
     """The name that a key of Megatron-FSDP's has here."""
-    state = re.fullmatch(r"optimizer\.state\.module\.(.+)\.(\w+)", key)
+    state = re.fullmatch(r"optimizer\.state\.(?:module\.)+(.+)\.(\w+)", key)
     return f"optimizer.state.{state[2]}.{state[1]}" if state else key.removeprefix("model.module.")
 
 

@@ -50,7 +50,16 @@ moe_utils.te_general_gemm = None  # without Transformer Engine it forgets to say
 CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # nothing is dropped
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": None, "ep": 1, "dp": 1}
-MODEL = {"experts": None, "tied": False, "bias": False, "layers": 4, "bf16": True, "bucket": 4000, "lr": 1e-4}
+MODEL = {
+    "experts": None,
+    "tied": False,
+    "bias": False,
+    "layers": 4,
+    "bf16": True,
+    "bucket": 4000,
+    "lr": 1e-4,
+    "gated": True,
+}
 
 
 class OnCPU(TorchFunctionMode):
@@ -89,7 +98,7 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
         num_attention_heads=4,
         num_query_groups=2,
         ffn_hidden_size=64,
-        gated_linear_unit=True,
+        gated_linear_unit=shape["gated"],
         activation_func=torch.nn.functional.silu,
         add_bias_linear=shape["bias"],
         add_qkv_bias=True,
