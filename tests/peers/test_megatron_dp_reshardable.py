@@ -29,6 +29,7 @@ OTHERS = [
     ('{"dp": 2, "tied": true}', '{"tp": 2, "tied": true}'),
     ('{"dp": 2, "bias": true}', '{"tp": 2, "bias": true}'),
     ('{"tp": 2, "bf16": false}', '{"dp": 2, "bf16": false}'),
+    ('{"tp": 2, "mla": true}', '{"pp": 2, "mla": true}'),
 ]
 
 # As tests/training has them: layouts add in other orders, and round gradients in bfloat16 before they add them.

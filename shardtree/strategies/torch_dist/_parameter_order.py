@@ -34,13 +34,18 @@ class Place(NamedTuple):
 _LAYER = re.compile(r"(?P<before>.*\blayers)\.(?:(?P<number>\d+)\.)?(?P<inside>.*)")
 
 _NORM = "layer_norm_(?:weight|bias)"
-_ATTENTION = ("linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
+_ATTENTION = (
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    *("q_layernorm", "k_layernorm", "kv_layernorm"),
+)
 
 # Megatron-Core registers a layer's modules in this order. A fused norm is stored under one key by both of its layer
 # specifications, but is a module before the attention in one, and the first parameter of linear_qkv in the other.
 _LOCAL = (
     rf"self_attention\.linear_qkv\.{_NORM}|input_layernorm\..*",
-    *(rf"self_attention\.{name}\.(?!layer_norm_).*" for name in _ATTENTION),
+    r"self_attention\.linear_proj\..*",
+    r"self_attention\.linear_qkv\.(?!layer_norm_).*",
+    *(rf"self_attention\.{name}\..*" for name in _ATTENTION),
     rf"mlp\.linear_fc1\.{_NORM}|pre_mlp_layernorm\..*",
     r"mlp\.router\..*",
     r"mlp\.experts\..*linear_fc1\..*",

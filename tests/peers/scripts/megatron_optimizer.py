@@ -41,12 +41,16 @@ with warnings.catch_warnings():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 filesystem_async._process_memory = lambda: 0  # it would log that, and needs psutil for it
 
-moe_utils.te_general_gemm = None  # without Transformer Engine it forgets to say so
+# Without Transformer Engine these are missing, though nothing needs them.
+moe_utils.te_general_gemm = None
+multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = type(None)
 CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # nothing is dropped
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": None, "ep": 1, "dp": 1}
@@ -92,16 +96,18 @@ DistributedOptimizer._set_main_param_and_optimizer_states = _set_but_step
 def job(shape: dict[str, Any]) -> tuple[Any, Any]:
     """Return this process's part of a small GPT, by chunks of layers, and its optimizer."""
     dtype = torch.bfloat16 if shape["bf16"] else torch.float32
-    config = TransformerConfig(
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
+    kind, sizes = (MLATransformerConfig, latent | {"rope_type": "rope"}) if shape["mla"] else (TransformerConfig, {})
+    config = kind(
         num_layers=shape["layers"],
         hidden_size=32,
         num_attention_heads=4,
-        num_query_groups=2,
+        num_query_groups=4 if shape["mla"] else 2,
         ffn_hidden_size=64,
         gated_linear_unit=shape["gated"],
         activation_func=torch.nn.functional.silu,
         add_bias_linear=shape["bias"],
-        add_qkv_bias=True,
+        add_qkv_bias=not shape["mla"],
         normalization="RMSNorm",
         use_cpu_initialization=True,
         tensor_model_parallel_size=shape["tp"],
@@ -117,8 +123,16 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
         pipeline_dtype=dtype,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **sizes,
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=shape["experts"])
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        num_experts=shape["experts"],
+        multi_latent_attention=shape["mla"],
+        qk_layernorm=shape["mla"],
+    )
+    if shape["mla"]:  # the attention itself is Transformer Engine's alone, and has no parameters
+        spec.submodules.self_attention.submodules.core_attention = IdentityOp
     chunks = []
     for chunk in range(shape["vpp"] or 1):
         stage = {"vp_stage": chunk} if shape["vpp"] else {}
