@@ -665,4 +665,4 @@ def test_with_a_plan_no_layout_is_exchanged() -> None:
 
 
 def test_without_a_plan_the_count_sees_layouts() -> None:
-    assert sizes_told(False, 200) > sizes_told(False, 1) + 200 * 100
+    assert sizes_told(False, 200) > sizes_told(False, 1) + 200 * 50
