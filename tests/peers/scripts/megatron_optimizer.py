@@ -55,6 +55,7 @@ CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # nothing is dropped
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": None, "ep": 1, "dp": 1}
 MODEL = {
+    "mla": False,
     "experts": None,
     "tied": False,
     "bias": False,
