@@ -18,8 +18,10 @@ SCRIPTS = ROOT / "docs" / "scripts"
 pytestmark = pytest.mark.torchrun
 
 
-# A thread of gloo that drops a tensor while Python ends aborts the process, after all its work: seen on busy machines.
-_ENDED_IN_GLOO = "terminate called without an active exception"
+# A thread of gloo that drops a tensor while Python ends is ended by it, inside of C++ code that can't be: the process
+# aborts after all its work, and torchrun ends the others. Seen on busy machines, up to twice in a row.
+_ABORTED = "terminate called without an active exception"
+_TRIES = 6
 
 
 def start(script: str, processes: int, run: Path, steps: int, **environment: str) -> subprocess.Popen[str]:
@@ -61,13 +63,13 @@ def killed(job: subprocess.Popen[str], run: Path) -> dict[int, float]:
 
 def resumed(script: str, processes: int, run: Path, before: dict[int, float], **environment: str) -> dict[int, float]:
     """Return the losses of a job that goes on, up to the last step of the one before."""
-    job = start(script, processes, run, len(before), **environment)
-    losses, output = finished(job)
-    if _ENDED_IN_GLOO in output:
+    for _ in range(_TRIES):
         job = start(script, processes, run, len(before), **environment)
         losses, output = finished(job)
-    assert job.returncode == 0, output
-    assert 1 not in losses and max(losses) == len(before), output
+        if _ABORTED not in output or len(before) in losses:
+            break
+    assert job.returncode == 0 or _ABORTED in output, output
+    assert 1 not in losses and max(losses, default=0) == len(before), output
     return losses
 
 
