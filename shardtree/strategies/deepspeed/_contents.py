@@ -11,7 +11,7 @@ import torch
 
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import in_threads
+from ...storage import in_threads, threads_of
 from .._masters import Comparison
 from .._values import Checkpoint
 from ..archives import (
@@ -121,7 +121,8 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
                     begin_byte = state.begin + begin * state.dtype.itemsize
                     yield replace(state, begin=begin_byte, shape=(min(count, _LOOKED_AT),))
 
-    own = in_threads(lambda rank: not places[rank] or zeros(rank, rank), [*ranks], checkpoint.options.threads)
+    threads = threads_of(checkpoint.storage, checkpoint.options.threads)
+    own = in_threads(lambda rank: not places[rank] or zeros(rank, rank), [*ranks], threads)
     for rank in (rank for rank, is_own in zip(ranks, own, strict=True) if not is_own):
         other = next((other for other in ranks if other != rank and zeros(other, rank)), None)
         if other is not None:

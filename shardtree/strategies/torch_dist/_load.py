@@ -34,7 +34,7 @@ from ._payloads import (
     check_tensor,
     decoded,
     decoded_at,
-    opened,
+    open_data_file,
     payloads_of,
 )
 
@@ -138,7 +138,7 @@ def _read_decoded(
 ) -> ReadReport:
     """Read from an archive whose tensor has to be decoded whole, since its bytes aren't in row-major order."""
     archives = listing.archives
-    with opened(checkpoint, listing, int(archives.file[number]), [number]) as reader:
+    with open_data_file(checkpoint, listing, int(archives.file[number]), [number]) as reader:
         value = decoded_at(checkpoint, listing, reader, number)
     tensor = check_tensor(listing, number, value, archive_name(checkpoint, listing, number))
     memory = MemoryStorage()

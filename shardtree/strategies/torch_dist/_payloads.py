@@ -15,8 +15,7 @@ from ...codec import dtype_name
 from ...codec.archives import archive_ends, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Buffer, Reader, fetch_ahead, in_threads, threads_of
-from ...storage import opened as opened_file
+from ...storage import Buffer, Reader, fetch_ahead, in_threads, opened, threads_of
 from .._manifest import check_listed
 from .._values import Checkpoint
 from ..torch import decode_with_holes
@@ -54,7 +53,7 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
 
     def look_up(file: int) -> None:
         inside = wanted[archives.file[wanted] == file].tolist()
-        with opened(checkpoint, listing, file, inside) as reader:
+        with open_data_file(checkpoint, listing, file, inside) as reader:
             for at, number in enumerate(inside):
                 if at % _LOOKED_UP == 0:
                     fetch_ahead(reader, ends_of(listing, inside[at : at + _LOOKED_UP]))
@@ -141,7 +140,7 @@ def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Se
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
+def open_data_file(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> Iterator[Reader]:
     """Open a data file, after checking that it is long enough for the given archives.
 
     Raises:
@@ -152,7 +151,7 @@ def opened(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequenc
     # Only then, since a SHA-256 takes a pass over the whole file.
     if checkpoint.options.verify == "all":
         check_listed(checkpoint, name)
-    with opened_file(checkpoint.storage, name, length) as reader:
+    with opened(checkpoint.storage, name, length) as reader:
         yield reader
 
 
@@ -252,7 +251,7 @@ def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) ->
     files = listing.archives.file[wanted]
     for file in np.unique(files).tolist():
         inside = wanted[files == file].tolist()
-        with opened(checkpoint, listing, file, inside) as reader:
+        with open_data_file(checkpoint, listing, file, inside) as reader:
             for batch in batches(listing, inside):
                 fetch_ahead(reader, wholes_of(listing, batch))
                 for number in batch:

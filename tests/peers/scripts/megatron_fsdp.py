@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +120,7 @@ def one_rank(rank: int, folder: str, ranks: int) -> None:
 
 
 def main(folder: str, ranks: str) -> None:
-    jobs = [get_context("fork").Process(target=one_rank, args=(rank, folder, int(ranks))) for rank in range(int(ranks))]
-    for each in jobs:
-        each.start()
-    for each in jobs:
-        each.join()
-    if any(each.exitcode for each in jobs):
-        sys.exit(f"exit codes {[each.exitcode for each in jobs]}")
+    job.run_ranks(one_rank, [(rank, folder, int(ranks)) for rank in range(int(ranks))], folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
@@ -345,22 +345,26 @@ def one_rank(rank: int, folder: str, group: str, shape: dict[str, Any], steps: l
     dist.destroy_process_group()
 
 
+def run_ranks(one: Callable[..., None], arguments: Sequence[tuple[Any, ...]], what: str) -> None:
+    """Run a function for each rank in a process of its own, and exit with the processes' codes if one failed."""
+    jobs = [get_context("fork").Process(target=one, args=own) for own in arguments]
+    for each in jobs:
+        each.start()
+    for each in jobs:
+        each.join()
+    if any(each.exitcode for each in jobs):
+        sys.exit(f"{what}: exit codes {[each.exitcode for each in jobs]}")
+
+
 def main(folder: str, *arguments: str) -> None:
     """Run steps on sets of processes, which are forked, so that Megatron-Core is imported once."""
     for number, (layout, steps) in enumerate(zip(arguments[::2], arguments[1::2], strict=True)):
         shape = LAYOUT | MODEL | json.loads(layout)
         size = shape["tp"] * shape["pp"] * shape["dp"]
         group = f"file://{folder}/group-{os.getpid()}-{number}"
-        jobs = [
-            get_context("fork").Process(target=one_rank, args=(rank, folder, group, shape, steps.split(",")))
-            for rank in range(size)
-        ]
-        for each in jobs:
-            each.start()
-        for each in jobs:
-            each.join()
-        if any(each.exitcode for each in jobs):
-            sys.exit(f"{layout} {steps}: exit codes {[each.exitcode for each in jobs]}")
+        run_ranks(
+            one_rank, [(rank, folder, group, shape, steps.split(",")) for rank in range(size)], f"{layout} {steps}"
+        )
 
 
 if __name__ == "__main__":
