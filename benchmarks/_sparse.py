@@ -12,7 +12,8 @@ import xxhash
 
 from shardtree.storage import LocalStorage
 
-BLOCK_BYTES = 64 * 1024
+STEPS = (1024 * 1024, 64 * 1024, 4096)
+"""Bytes that are hashed at once; those in which something isn't zero, again in smaller steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,15 @@ class SparseFolder(LocalStorage):
             os.close(descriptor)
 
 
-def _write_hashed(descriptor: int, byte: int, buffer: memoryview) -> None:
-    for start in range(0, buffer.nbytes, BLOCK_BYTES):
-        block = buffer[start : start + BLOCK_BYTES]
-        if xxhash.xxh3_64_intdigest(block) != _hash_of_zeros(block.nbytes):
-            os.pwrite(descriptor, block, byte + start)
+def _write_hashed(descriptor: int, byte: int, buffer: memoryview, steps: tuple[int, ...] = STEPS) -> None:
+    for start in range(0, buffer.nbytes, steps[0]):
+        part = buffer[start : start + steps[0]]
+        if xxhash.xxh3_64_intdigest(part) == _hash_of_zeros(part.nbytes):
+            continue
+        if steps[1:]:
+            _write_hashed(descriptor, byte + start, part, steps[1:])
+        else:
+            os.pwrite(descriptor, part, byte + start)
 
 
 @cache

@@ -134,10 +134,11 @@ def _stream(source: Path, most: int) -> float:
         if done >= most:
             raise Enough
 
-    with _sink(source.parent) as sink, suppress(Enough):
+    with _sink(source.parent) as sink:
         options = {**FAST, "save_options": st.SaveOptions(durable=False, progress=count)}
-        st.convert(source, sink, backend=TO, leave_out=["common"], **options)
-    return time.perf_counter() - begin
+        with suppress(Enough):
+            st.convert(source, sink, backend=TO, leave_out=["common"], **options)
+        return time.perf_counter() - begin
 
 
 @contextmanager

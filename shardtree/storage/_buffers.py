@@ -158,11 +158,11 @@ class HostMemory:
     def _fitting(self, nbytes: int, kind: str) -> _Block | None:
         """Return the smallest idle block that is large enough, None if there is none or it is much too large."""
         fitting = [
-            (block.memory.nbytes, number)
+            (block.memory.nbytes, -number)
             for number, block in enumerate(self._idle)
             if nbytes <= block.memory.nbytes <= 2 * nbytes + _UNIT and block.kind == kind
         ]
-        return self._idle.pop(min(fitting)[1]) if fitting else None
+        return self._idle.pop(-min(fitting)[1]) if fitting else None
 
     def _new(self, nbytes: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
         most = max(self._most, self._lent + nbytes)
@@ -322,7 +322,7 @@ STAGED_BYTES = 4 * 1024 * 1024
 """The most that is copied at once of a tensor whose memory can't be written in place."""
 
 
-LAZY_BYTES = 8 * 1024 * 1024
+LAZY_BYTES = 4 * 1024 * 1024
 """The most that is read at once of a lazy tensor: each read is planned, and opens its file, which takes about as long
 as reading a MiB."""
 

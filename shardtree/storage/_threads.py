@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
+from time import perf_counter
 from typing import Generic, TypeVar
 
 import torch
@@ -176,12 +178,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_kept.clear)
 
 
-def read_ahead(buffers: Iterable[Buffer], nbytes: int) -> Generator[Buffer, None, None]:
-    r"""Yield buffers that another thread makes while this one's caller uses those before.
+_QUICK_BYTES = 2 * 1024**3  # a second: memory and the page cache give several times as many, few disks or networks do
+_QUICK_SECONDS = 0.0005  # for a few bytes: about what waking a thread takes
+
+
+def read_ahead(
+    buffers: Iterable[Buffer], nbytes: int, clock: Callable[[], float] = perf_counter
+) -> Generator[Buffer, None, None]:
+    r"""Yield buffers that another thread makes while this one's caller uses those before, where making them takes long.
 
     Args:
         buffers: made one after the other, never by two threads at once; each must stay as it is.
         nbytes: about how much is made ahead, so that twice as much may be in memory.
+        clock: returns seconds.
 
     Examples:
         >>> [bytes(buffer) for buffer in read_ahead(map(memoryview, [b"a", b"bc"]), 1024)]
@@ -189,24 +198,29 @@ def read_ahead(buffers: Iterable[Buffer], nbytes: int) -> Generator[Buffer, None
     """
     source, has_grad = iter(buffers), torch.is_grad_enabled()
 
-    def some() -> list[Buffer]:
-        found, size = list[Buffer](), 0
+    def some(most: int) -> tuple[list[Buffer], bool]:
+        found, size, begin = list[Buffer](), 0, clock()
         # Lazy data may be computed, under the mode in which it would have been.
         with torch.set_grad_enabled(has_grad):
             for buffer in source:
                 found.append(buffer)
                 size += buffer.nbytes
-                if size >= nbytes:
+                if size >= most:
                     break
-        return found
+        return found, clock() - begin > _QUICK_SECONDS + size / _QUICK_BYTES
 
-    following = Begun(some)
+    following: Begun[tuple[list[Buffer], bool]] | None = None
     try:
-        while made := following.result():
-            following = Begun(some)
+        while True:
+            made, is_slow = some(1) if following is None else following.result()
+            if not made:
+                return
+            # What comes quickly is used by the core that made it: from another's cache it would come half as fast.
+            following = Begun(partial(some, nbytes)) if is_slow else None
             yield from made
     finally:
-        following.drop()
+        if following is not None:
+            following.drop()
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -75,11 +76,7 @@ class StrategyTable(Mapping[Row, Strategy]):
     def __getitem__(self, row: Row) -> Strategy:
         """Return the function of a row."""
         found = self._rows[row]
-        if not isinstance(found, str):
-            return found
-        module, _, name = found.partition(":")
-        function: Strategy = getattr(import_module(f".{module}", __package__), name)
-        return function
+        return _function_at(found) if isinstance(found, str) else found
 
     def __contains__(self, row: object) -> bool:
         """Return whether there is a row; nothing is imported."""
@@ -116,6 +113,13 @@ class StrategyTable(Mapping[Row, Strategy]):
             cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
             lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
         return "\n".join(lines)
+
+
+@cache
+def _function_at(place: str) -> Strategy:
+    module, _, name = place.partition(":")
+    function: Strategy = getattr(import_module(f".{module}", __package__), name)
+    return function
 
 
 def _stored(table: Strategies) -> StoredRows:

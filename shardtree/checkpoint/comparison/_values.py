@@ -14,7 +14,7 @@ import torch
 
 from ...codec import row_major_bits
 from ...lazy import Fetch, LazyTensor, stored
-from ...mapping import ShardedTensor
+from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
 from ...storage import HostMemory, Ranged
 from ...strategies import StrategyAction
@@ -231,6 +231,9 @@ def _small_bytes(reader: BoxReader) -> int:
     return group_bytes(reader) // (8 if is_remote(reader) else 32)
 
 
+_LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less by themselves; more is rare
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoxReader:
     """Reads boxes of a checkpoint. Planning takes longer than a small read, so small reads are planned together.
@@ -244,6 +247,7 @@ class BoxReader:
     memory: HostMemory = field(default_factory=HostMemory)
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
     _read_ahead: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
+    _known: dict[str, Any] = field(default_factory=dict)
 
     def expect(self, fetches: Iterable[Fetch]) -> None:
         """Announce boxes that will be read, and forget what was announced before; nothing is read yet."""
@@ -261,39 +265,33 @@ class BoxReader:
         box = (str(key), offset, shape)
         group = self._group_of.get(box)
         if group is not None:
-            for each, data in zip(group, read_boxes(self.opened, group, self.memory), strict=True):
+            for each, data in zip(group, self._read(group), strict=True):
                 self._read_ahead[each] = data
                 del self._group_of[each]
         found = self._read_ahead.pop(box, None)
-        return read_boxes(self.opened, [box], self.memory)[0] if found is None else found
+        return self._read([box])[0] if found is None else found
+
+    def _read(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
+        """Return the elements of boxes, with one plan for all; each has elements and lies inside its tensor."""
+        shards = [self._target(*box) for box in boxes]
+        checkpoint = self.opened.checkpoint
+        backend = sharded_backend(checkpoint.fields)
+        strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.opened.strategies)(checkpoint, shards)
+        return [shard.data for shard in shards]
+
+    def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
+        known: Any = self._known.get(key)
+        if known is None:
+            self._known.clear()  # what is read next is mostly of the same tensor
+            known = self._known[key] = self.opened.metadata[key]
+        nbytes = prod(shape) * known.dtype.itemsize
+        if _LEAST_LENT <= nbytes <= _MOST_LENT:
+            data = self.memory.lend(nbytes).view(known.dtype).view(shape)
+        else:
+            data = new_memory(key, shape, known.dtype)
+        return box_of(key, data, known.dtype, known.global_shape, offset, shape)
 
     def whole(self, key: str) -> LazyTensor:
         """Return a tensor whose elements are read through this."""
         known: Any = self.opened.metadata[key]
         return stored(partial(self.read, key), known.global_shape, known.dtype, name=key)
-
-
-_LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less by themselves; more is rare
-
-
-def read_boxes(opened: OpenCheckpoint, boxes: Sequence[TensorBox], memory: HostMemory) -> list[torch.Tensor]:
-    """Return the elements of boxes of a checkpoint's tensors, with one plan for all.
-
-    Args:
-        opened: the checkpoint.
-        boxes: key, offset and shape of each; every one has elements and lies inside its tensor.
-        memory: lends what large boxes are read into.
-    """
-    shards = []
-    for key, offset, shape in boxes:
-        known: Any = opened.metadata[key]
-        nbytes = prod(shape) * known.dtype.itemsize
-        if _LEAST_LENT <= nbytes <= _MOST_LENT:
-            data = memory.lend(nbytes).view(known.dtype).view(shape)
-        else:
-            data = new_memory(key, shape, known.dtype)
-        shards.append(ShardedTensor(key, data, known.dtype, shape, known.global_shape, offset, None))
-    checkpoint = opened.checkpoint
-    load = strategy_of(StrategyAction.LOAD_SHARDED, None, sharded_backend(checkpoint.fields), opened.strategies)
-    load(checkpoint, shards)
-    return [shard.data for shard in shards]

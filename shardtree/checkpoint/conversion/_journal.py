@@ -373,7 +373,7 @@ class RecordingObjects(RecordingStorage):
             self.lengths.pop(name, None)
 
 
-_AHEAD_BYTES = 8 * 1024 * 1024
+_AHEAD_BYTES = 4 * 1024 * 1024
 
 
 def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:

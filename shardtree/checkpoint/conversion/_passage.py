@@ -14,6 +14,8 @@ from ...fingerprints import PartialFingerprint, add_fingerprints, shard_parts
 from ...geometry import slices
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor
+from ...strategies import traits_of
+from .._dispatch import sharded_backend
 from .._fingerprint import in_usual_threads
 from ..comparison._values import Box, BoxReader, box_shape, group_bytes, is_remote
 
@@ -73,10 +75,16 @@ def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
     return replace(parts[0], elements=elements, total=total % 2**64)
 
 
+_DECODED_BYTES = 32 * 1024 * 1024  # larger chunks are rare
+
+
 def passage_from(reader: BoxReader, *, fingerprints: bool) -> Passage:
     """Return what elements of a source pass through, and whether they are fingerprinted there."""
-    # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
-    return Passage(group_bytes(reader) if is_remote(reader) else 0, fingerprints)
+    # Formats ask for a few MiB at a time. Where each read is a request, or decodes whole chunks, more is read at once.
+    opened = reader.opened
+    traits = traits_of(*sharded_backend(opened.checkpoint.fields), opened.strategies)
+    decodes = _DECODED_BYTES if traits.cuts_chunks == "never" else 0
+    return Passage(group_bytes(reader) if is_remote(reader) else decodes, fingerprints)
 
 
 @dataclass(slots=True, eq=False)

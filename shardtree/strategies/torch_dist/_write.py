@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ...codec import check_storable, crc32
+from ...codec import check_storable, crc32, crc32_thread_bytes
 from ...codec.archives import archive_head, archive_length, archive_tail, encode_archive
 from ...errors import CheckpointingException, ShapeError, error_text
 from ...geometry import Column, box_column, volumes, widen
@@ -128,7 +128,6 @@ def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_
 
 _ZEROS = memoryview(bytes(64))
 _NAMES = "files to remove"
-_LEAST_THREAD_BYTES = 1024 * 1024  # fewer are summed in less time than a thread takes to start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,7 +231,7 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
 def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
     """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
     compute = partial(crc32, buffer, before)
-    return partial(int, compute()) if buffer.nbytes < _LEAST_THREAD_BYTES else Begun(compute).result
+    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Begun(compute).result
 
 
 def _with_progress(buffers: Iterator[Buffer], pending: PendingSave) -> Iterator[Buffer]:
