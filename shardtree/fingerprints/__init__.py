@@ -4,11 +4,12 @@ The number depends on key, dtype, global shape and the elements' bits, so that i
 format. docs/fingerprints.md defines it to the bit.
 """
 
-from ._parts import PIECE, ShardPiece, box_total, piece_total, run_pieces, run_total, shard_pieces
+from ._parts import PIECE, ShardPiece, box_pieces, box_total, piece_total, run_pieces, run_total, shard_pieces
 from ._sums import axis_weights, device_total, host_total
 from ._tensors import (
     PartialFingerprint,
     add_fingerprints,
+    box_part,
     column_parts,
     main_shards,
     partial_fingerprints,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ..mapping import ShardedTensor
 from ..mapping.memory import has_elements
 from ._sums import MODULUS, device_total, host_total
 
-PIECE = 1 << 20
+PIECE = 1 << 21
 """The most elements of a piece: what is read of a lazy tensor at once, and a thread's unit of work."""
 
 _ON_DEVICE = 64  # times as many on an accelerator, where small kernels cost most
@@ -72,9 +73,24 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
         box = (1,) * prepended + shard.local_shape
         yield from run_pieces(shard.data, shard.global_offset, box, flat.start, elements)
         return
-    for start, shape in slabs(shard.local_shape, elements):
-        begin = np.add(shard.global_offset, (0,) * prepended + start).tolist()
-        yield ShardPiece(shard.data[slices(start, shape)], tuple(begin))
+    yield from box_pieces(shard.data, shard.global_offset, elements)
+
+
+def box_pieces(data: torch.Tensor | LazyTensor, offset: Sequence[int], most: int = PIECE) -> Iterator[ShardPiece]:
+    """Yield a box in pieces of bounded size, views of its data.
+
+    Args:
+        data: the box's elements; it may lack leading axes of size 1.
+        offset: the box's first index in the global tensor, (axes,).
+        most: elements in a piece.
+
+    Examples:
+        >>> [piece.offset for piece in box_pieces(torch.zeros(3, 2), (1, 4, 0), most=2)]
+        [(1, 4, 0), (1, 5, 0), (1, 6, 0)]
+    """
+    lacking = (0,) * (len(offset) - data.ndim)
+    for start, shape in slabs(tuple(data.shape), most):
+        yield ShardPiece(data[slices(start, shape)], tuple(map(add, offset, lacking + start)))
 
 
 def run_pieces(

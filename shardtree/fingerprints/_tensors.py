@@ -10,11 +10,12 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import IntegrityError, error_text
 from ..layouts import ShardColumns, TensorKind, shard_columns, tensor_shards
 from ..mapping import ShardedTensor, is_main_replica
-from ._parts import ShardPiece, piece_total, shard_pieces
+from ._parts import ShardPiece, box_pieces, piece_total, shard_pieces
 from ._sums import MODULUS, Words
 
 Totals = Callable[[Iterable[ShardPiece]], Iterable[int]]
@@ -112,6 +113,24 @@ def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -
         6
     """
     return column_parts(shard_columns(shards), shard_totals(shards, totals))
+
+
+def box_part(
+    kind: TensorKind, data: torch.Tensor, offset: Sequence[int], totals: Totals = _one_by_one
+) -> PartialFingerprint:
+    """Return the contribution of a box to the fingerprint of its tensor.
+
+    Args:
+        kind: of the tensor, with prepended axes among the others.
+        data: the box's elements.
+        offset: the box's first index in the tensor, (axes,).
+        totals: computes the pieces' totals.
+
+    Examples:
+        >>> box_part(TensorKind(torch.int8, (4, 3), 0), torch.zeros(2, 3, dtype=torch.int8), (2, 0)).elements
+        6
+    """
+    return PartialFingerprint(kind, data.numel(), sum(totals([*box_pieces(data, offset)])) % MODULUS)
 
 
 def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFingerprint]:

@@ -442,6 +442,8 @@ CALLS: dict[str, Call] = {
     "plans.level_writes": (plans.level_writes, COLUMNS, 2),
     "plans.main_writes": (plans.main_writes, COLUMNS),
     "fingerprints.axis_weights": (fingerprints.axis_weights, 1, 65_530, 65_540),
+    "fingerprints.box_part": (fingerprints.box_part, KIND, torch.ones(2, 2), (2, 0)),
+    "fingerprints.box_pieces": (lambda data: list(fingerprints.box_pieces(data, (2, 0), 4)), WEIGHT.data),
     "fingerprints.host_total": (fingerprints.host_total, column([3, 4]).view(np.uint64), (0, 1), (2, 0)),
     "fingerprints.device_total": (fingerprints.device_total, torch.arange(8).view(4, 2), (0, 1), (2, 0)),
     "fingerprints.box_total": (fingerprints.box_total, WEIGHT.data, (4, 0)),

@@ -17,7 +17,7 @@ from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
 from ...storage import HostMemory, Ranged
-from ...strategies import StrategyAction
+from ...strategies import StrategyAction, traits_of
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
 from ..loading._targets import new_memory
@@ -212,8 +212,9 @@ def _largest_of_integers(left: Any, right: Any) -> int:
 TensorBox = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A tensor's key, and offset and shape of a box of it."""
 
-_GROUP_BYTES = 8 * 1024 * 1024
-_REMOTE_GROUP_BYTES = 16 * _GROUP_BYTES
+_GROUP_BYTES = 4 * 1024 * 1024  # in the processor's cache, with what is done to them
+_DECODED_GROUP_BYTES = 8 * _GROUP_BYTES
+_REMOTE_GROUP_BYTES = 32 * _GROUP_BYTES
 
 
 def is_remote(reader: BoxReader) -> bool:
@@ -222,8 +223,12 @@ def is_remote(reader: BoxReader) -> bool:
 
 
 def group_bytes(reader: BoxReader) -> int:
-    """Return how many bytes of small boxes are read together: more of them where each read is a request."""
-    return _REMOTE_GROUP_BYTES if is_remote(reader) else _GROUP_BYTES
+    """Return how many bytes are read together: more where each read is a request, or decodes whole chunks."""
+    if is_remote(reader):
+        return _REMOTE_GROUP_BYTES
+    opened = reader.opened
+    traits = traits_of(*sharded_backend(opened.checkpoint.fields), opened.strategies)
+    return _DECODED_GROUP_BYTES if traits.cuts_chunks == "never" else _GROUP_BYTES
 
 
 def _small_bytes(reader: BoxReader) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import IntegrityError, error_text, render_path
-from ...fingerprints import PartialFingerprint, add_fingerprints, shard_parts
+from ...fingerprints import PartialFingerprint, add_fingerprints, box_part
 from ...layouts import TensorKind
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
@@ -44,7 +44,8 @@ class FingerprintReader:
     def whole(self, key: str) -> LazyTensor:
         """Return a tensor whose elements are read through this."""
         known: Any = self.reader.opened.metadata[key]
-        return stored(partial(self._read, key), known.global_shape, known.dtype, name=key)
+        kind = TensorKind(known.dtype, known.global_shape, 0)
+        return stored(partial(self._read, key, kind), known.global_shape, known.dtype, name=key)
 
     def take(self) -> dict[str, PartialFingerprint]:
         """Return the fingerprints of what was read since this was called last, by key."""
@@ -52,11 +53,9 @@ class FingerprintReader:
         self._parts.clear()
         return taken
 
-    def _read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, key: str, kind: TensorKind, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         data = self.reader.read(key, offset, shape)
-        whole: Any = self.reader.opened.metadata[key]
-        box = ShardedTensor(key, data, data.dtype, shape, whole.global_shape, offset, None)
-        part = shard_parts([box], in_usual_threads)[key]
+        part = box_part(kind, data, offset, in_usual_threads)
         before = self._parts.get(key, replace(part, elements=0, total=0))
         total = (before.total + part.total) % 2**64
         self._parts[key] = replace(part, elements=before.elements + part.elements, total=total)

@@ -10,14 +10,13 @@ from math import prod
 
 import torch
 
-from ...fingerprints import PartialFingerprint, add_fingerprints, shard_parts
+from ...fingerprints import PartialFingerprint, add_fingerprints, box_part
 from ...geometry import slices
+from ...layouts import TensorKind
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor
-from ...strategies import traits_of
-from .._dispatch import sharded_backend
 from .._fingerprint import in_usual_threads
-from ..comparison._values import Box, BoxReader, box_shape, group_bytes, is_remote
+from ..comparison._values import Box, BoxReader, box_shape, group_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,9 +54,8 @@ class Passage:
         inside = zip(shard.global_offset[prepended:], offset, strict=True)
         begin = (*shard.global_offset[:prepended], *(first + start for first, start in inside))
         box = (1,) * prepended + shape
-        whole = shard.global_shape
-        piece = ShardedTensor(shard.key, data.reshape(box), data.dtype, box, whole, begin, None)
-        self._parts[shard.key][begin, box] = shard_parts([piece], in_usual_threads)[shard.key]
+        kind = TensorKind(data.dtype, shard.global_shape, 0)
+        self._parts[shard.key][begin, box] = box_part(kind, data.reshape(box), begin, in_usual_threads)
         return data
 
 
@@ -75,16 +73,10 @@ def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
     return replace(parts[0], elements=elements, total=total % 2**64)
 
 
-_DECODED_BYTES = 32 * 1024 * 1024  # larger chunks are rare
-
-
 def passage_from(reader: BoxReader, *, fingerprints: bool) -> Passage:
     """Return what elements of a source pass through, and whether they are fingerprinted there."""
-    # Formats ask for a few MiB at a time. Where each read is a request, or decodes whole chunks, more is read at once.
-    opened = reader.opened
-    traits = traits_of(*sharded_backend(opened.checkpoint.fields), opened.strategies)
-    decodes = _DECODED_BYTES if traits.cuts_chunks == "never" else 0
-    return Passage(group_bytes(reader) if is_remote(reader) else decodes, fingerprints)
+    # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
+    return Passage(group_bytes(reader), fingerprints)
 
 
 @dataclass(slots=True, eq=False)
