@@ -2,10 +2,10 @@
 
 They go into a sink that hashes what it is given and drops zeros. First float32 becomes bfloat16 there. The others are
 compared with the same bytes read by hand into the same sink: first 1 GB from Hugging Face to torch_dist. Then
-DeepSeek-V3, whose files are sparse, cut for TP 8, PP 16 and EP 64: opening, planning, and the first
-bytes of the stream of all; there and back, with all that reads it back, of its first layer and its last; and there and
-back of as many tensors as it has, in as many batches, of a 256th of the bytes. Last, 10 GB of real float32 tensors
-become bfloat16, beside safetensors and torch by hand, and what came out is compared bit for bit.
+DeepSeek-V3, whose files are sparse, cut for TP 8, PP 16 and EP 64: opening, planning, and the first bytes of the stream
+of all, with nothing in the page cache; there and back, with all that reads it back, of its first layer and its last;
+and there and back of as many tensors as it has, in as many batches, of a 256th of the bytes. Last, 10 GB of real
+float32 tensors become bfloat16, beside safetensors and torch by hand, and what came out is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -73,12 +72,6 @@ def _compared(
 # Processes.
 
 
-def _save(folder: Path, size: int, dtype: torch.dtype, **options: Any) -> None:
-    rows = max(1, size // 16 // (1024 * dtype.itemsize))
-    shards = [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.randn(rows, 1024).to(dtype)) for n in range(16)]
-    st.save(shards, folder, options=st.SaveOptions(durable=False), **options)
-
-
 def _two_processes(folder: Path, size: int, rounds: int) -> Bar:
     """Return the bar of two processes beside one, into the sink, since one disk or its cache takes no more of two."""
     source, rows = folder / "float32", max(1, size // 256 // 4096)
@@ -115,15 +108,18 @@ class Enough(BaseException):
 
 
 def _beside_a_copy(folder: Path, size: int, rounds: int) -> Bar:
-    source = folder / "bfloat16"
-    _save(source, size, torch.bfloat16, sharded_strategy=("huggingface", 1), common_strategy=("huggingface", 1))
-    jobs = (partial(_stream, source, size), partial(_copy, source, size))
+    source, rows = folder / "bfloat16", max(1, size // 16 // 2048)
+    shards = [
+        st.ShardedTensor.from_rank_offsets(f"w{n}", torch.zeros(rows, 1024, dtype=torch.bfloat16)) for n in range(16)
+    ]
+    st.save(shards, source, sharded_strategy=BACK, common_strategy=BACK, options=st.SaveOptions(durable=False))
+    jobs = (partial(_stream, source, size), partial(copy_seconds, source, size))
     found = _compared(f"huggingface to torch_dist, {size / 1e9:.2g} GB", "a copy by hand", *jobs, rounds, 1 / 0.9)
     shutil.rmtree(source)
     return found
 
 
-def _stream(source: Path, most: int) -> float:
+def _stream(source: Path, most: int, layout: Mapping[str, tuple[int, ...]] | None = None) -> float:
     """Return the seconds that the first bytes of a conversion took, without planning it."""
     begin, done = 0.0, 0
 
@@ -137,7 +133,7 @@ def _stream(source: Path, most: int) -> float:
     with _sink(source.parent) as sink:
         options = {**FAST, "save_options": st.SaveOptions(durable=False, progress=count)}
         with suppress(Enough):
-            st.convert(source, sink, backend=TO, leave_out=["common"], **options)
+            st.convert(source, sink, backend=TO, layout=layout, leave_out=["common"], **options)
         return time.perf_counter() - begin
 
 
@@ -147,7 +143,7 @@ def _sink(folder: Path) -> Iterator[SparseFolder]:
         yield SparseFolder(where)
 
 
-def _copy(source: Path, most: int) -> float:
+def copy_seconds(source: Path, most: int) -> float:
     """Return the seconds that reading the same bytes by hand into the same sink takes."""
     with _sink(source.parent) as sink:
         begin = time.perf_counter()
@@ -177,13 +173,25 @@ def _large_model(folder: Path, config: Config, part: int, rounds: int) -> list[B
     opened, plan, seconds = _planned(source)
     amount = f"{len(plan.batches):,} batches"
     memory = peak(partial(_begun, tiny, source, min(part, 2**30)), folder).own / MIB
-    jobs = (partial(_stream, source, part), partial(_copy, source, part))
+    # More than a memory holds comes from the medium, and so do these parts of it.
+    jobs = [partial(_cold, job, source, part) for job in (partial(_stream, layout=TRAINING), copy_seconds)]
     return [
         Bar(f"{of}: open", "", opened, None, opened, None),
         Bar(f"{of}: plan, to torch_dist", "", seconds, None, seconds, None, note=amount),
         Bar(f"{of}: memory of all that", "", memory, None, memory, MOST_MIB, "MiB"),
         _compared(f"{of}: stream {part / 1e9:.2g} GB of it", "a copy by hand", *jobs, rounds, 1 / 0.9),
     ]
+
+
+def _cold(job: Callable[[Path, int], float], source: Path, part: int) -> float:
+    """Return the seconds of a job on files of which nothing is in the page cache."""
+    for path in source.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return job(source, part)
 
 
 def _planned(source: Path) -> tuple[float, Plan, float]:
@@ -202,7 +210,7 @@ def _begun(tiny: Path, source: Path, part: int, rank: int, ranks: int) -> Action
     _stream(tiny, 2**40)
 
     def action() -> int:
-        _stream(source, part)
+        _stream(source, part, TRAINING)
         return 0
 
     return action

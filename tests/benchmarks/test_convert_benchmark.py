@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardtree as st
-from benchmarks import convert
+from benchmarks import convert, convert_whole
 from benchmarks._deepseek import SMALL, THIN, TRAINING, Config, make_folder, nbytes_of, shapes_of
 from benchmarks._sparse import SparseFolder
 from shardtree.checkpoint.conversion import ConversionReport
@@ -106,3 +106,22 @@ def test_each_job_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [round(bar["most"], 3) for bar in bars if bar["most"]] == [0.588, 1.111, 2048, 1.111, 2048]
     assert list((tmp_path / "files").iterdir()) == []
     assert "2 processes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_whole_model_goes_there_and_back_though_it_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = tmp_path / "numbers.json"
+    arguments = ["--quick", "--kills", "2", "--json", str(numbers), "--dir", str(tmp_path)]
+    assert convert_whole.main(arguments) == 0
+    assert [bar["most"] for bar in json.loads(numbers.read_text())] == [None, None, None, 2048]
+    assert "killed 2 times" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_model_that_comes_back_changed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter("ab")
+    monkeypatch.setattr(convert_whole, "_through", lambda *_, **__: (0.0, 0.0, next(digests)))
+    with pytest.raises(ValueError, match="what came back"):
+        convert_whole.main(["--quick", "--kills", "0", "--dir", str(tmp_path)])
