@@ -19,7 +19,7 @@ from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
 from ..trees import without_holes
 from ..world import World
-from ._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
+from ._packed import AlikeColumns, PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 
 # Layouts of all ranks that the caller passed: only their hash is exchanged
 
@@ -236,6 +236,39 @@ def check_together(
     if tiling:
         return layouts.join_checked(parts, [part.objects for part in descriptions])
     return layouts.join_agreed(parts)
+
+
+def check_held(
+    doing: str,
+    held: AlikeColumns,
+    descriptions: Sequence[Description],
+    known: KnownLayout | None = None,
+    *,
+    tiling: bool = True,
+) -> None:
+    """Raise what `check_together` does, without all ranks' shards at once: many ranks may hold the same.
+
+    Args:
+        doing: "save" or "load".
+        held: all ranks' tensor shards.
+        descriptions: by rank, without tensor shards.
+        known: the layout that they were given.
+        tiling: as for `check_together`.
+    """
+    if known is not None or not tiling:
+        check_together(doing, descriptions, known, tiling=tiling)
+        return
+    objects = [part.objects for part in descriptions]
+    # Main replicas alone decide whether all is well. What is wrong is said with the other replicas of its tensors.
+    problems = layouts.sharding_problems(held.select(lambda columns: np.flatnonzero(columns.main)), objects)
+    if problems:
+        wrong = {problem.key for problem in problems}
+
+        def concerned(columns: ShardColumns) -> Column:
+            of_wrong = np.array([key in wrong for key in columns.keys], dtype=np.bool_)
+            return np.flatnonzero(columns.main | of_wrong[columns.key])
+
+        layouts.join_checked(held.select(concerned), objects)
 
 
 def check_common(commons: Sequence[Any]) -> None:

@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..geometry import Column, as_int64, begins, narrowed, row_numbers
-from ..layouts import ShardColumns, TensorKind, packed_kinds, unpacked_kinds
+from ..layouts import (
+    ShardColumns,
+    TensorKind,
+    join_agreed,
+    join_columns,
+    kind_problems,
+    packed_kinds,
+    select_rows,
+    unpacked_kinds,
+)
 from ..storage import digest
 from ..world import World, gather
 
@@ -84,9 +93,71 @@ def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
         >>> again.keys, again.offset.tolist(), again.rank.tolist()
         (('w',), [[2]], [7])
     """
+    return list(_each_unpacked(parts))
+
+
+def _each_unpacked(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
     tables = {part.digest: part.table for part in parts}
     read = {name: _table(table) for name, table in tables.items() if table is not None}
-    return [_columns(read[part.digest], part) for part in parts]
+    return (_columns(read[part.digest], part) for part in parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikeColumns:
+    """The columns of many ranks in little memory: packed, and those of ranks that are alike once.
+
+    Attributes:
+        ranks: those that have the same columns, ascending, by these.
+        tables: those of the columns, by hash: each is kept once.
+    """
+
+    ranks: dict[PackedColumns, list[int]] = field(default_factory=dict)
+    tables: dict[str, bytes | None] = field(default_factory=dict)
+
+    def add(self, columns: ShardColumns, rank: int) -> None:
+        """Add a rank's columns; ranks come in order.
+
+        Examples:
+            >>> import torch, shardtree as st
+            >>> said = AlikeColumns()
+            >>> for rank in range(4):
+            ...     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank % 2, 2))
+            ...     said.add(st.layouts.shard_columns([shard], rank), rank)
+            >>> [(alike, columns.offset.tolist()) for columns, alike in said]
+            [([0, 2], [[0]]), ([1, 3], [[2]])]
+        """
+        packed = pack_columns(columns, 0)
+        packed = replace(packed, table=self.tables.setdefault(packed.digest, packed.table))
+        self.ranks.setdefault(packed, []).append(rank)
+
+    def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
+        """Yield columns, unpacked one at a time, and the ranks that have them; they are numbered instead of by rank."""
+        numbered = [replace(packed, rank=number) for number, packed in enumerate(self.ranks)]
+        return zip(_each_unpacked(numbered), self.ranks.values(), strict=True)
+
+    @property
+    def alike(self) -> list[Column]:
+        """The ranks of each, as plans take them."""
+        return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
+
+    def joined(self) -> ShardColumns:
+        """Return all columns that differ as one; their rank is a number, as when they are iterated over.
+
+        Raises:
+            IntegrityError: ranks differ about a key's global shape, dtype or prepended axes.
+        """
+        parts = [columns for columns, _ in self]
+        if kind_problems(parts):
+            join_columns(self.select(lambda columns: np.arange(len(columns))))  # raises, and names ranks, not numbers
+        return join_agreed(parts)
+
+    def select(self, rows: Callable[[ShardColumns], Column]) -> list[ShardColumns]:
+        """Return the chosen rows of every rank's columns, by rank."""
+        found: dict[int, ShardColumns] = {}
+        for columns, ranks in self:
+            kept = select_rows(columns, rows(columns))
+            found |= {rank: replace(kept, rank=np.full_like(kept.rank, rank)) for rank in ranks}
+        return [found[rank] for rank in sorted(found)]
 
 
 _Table: TypeAlias = tuple[tuple[str, ...], tuple[TensorKind, ...], Column, Column]

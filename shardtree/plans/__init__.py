@@ -1,8 +1,9 @@
 """Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
 
+from ._bounded import grouped, read_rounds
 from ._cells import Cells
 from ._convertible import convertible
-from ._exchange import ExchangePlan, grouped, plan_exchange, read_rounds
+from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
 from ._fit import (
     Gap,
@@ -44,6 +45,7 @@ __all__ = [
     "ReshardPlan",
     "Runs",
     "Schedule",
+    "SharedReads",
     "StoredChunks",
     "Strided",
     "Transfers",

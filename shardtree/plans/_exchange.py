@@ -1,17 +1,17 @@
-"""Which rank reads what for others, in rounds of bounded size; and other work grouped so that memory stays bounded."""
+"""Which rank reads what for others, and passes it on in rounds of bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
-from ..geometry import Column, begins
+from ..geometry import Column, begins, distinct
 from ..layouts import ShardColumns
 from ._cells import MOST_CELLS, Cells, wanted_cells
-from ._save import find_holders, holder_sets
+from ._save import Holders, find_holders, holder_sets
 from ._text import size_text, table_lines
 
 # Shards that several ranks want are read once and passed on, in rounds of bounded size.
@@ -27,17 +27,63 @@ _MOST_PASSES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ExchangePlan:
-    """Which rank reads which bytes, and to which ranks it sends them in which round. Its text is a table.
+class SharedReads:
+    """Which rank reads which bytes of what several ranks want. Its text is a table.
 
     Attributes:
         ranks: how many there are.
         cells: the parts of shards that are wanted whole; bytes are counted in a cell, row-major.
+        holder: who wants each cell, in the order of `cells.cell`: a rank, or a number of alike ones, int64 (wants,).
+        alike: for each such number, the ranks that want the same, ascending; a rank is in one of them.
+        size: of each cell in bytes, int64 (cells,).
         reader: who reads, int64 (reads,).
         cell: of which it reads some, int64 (reads,).
         row: its own shard that has the cell, a row of all ranks' columns, int64 (reads,).
         read_start: first byte of the cell that is read, int64 (reads,).
         read_stop: one past the last, int64 (reads,).
+        bytes_sent: how many bytes each rank sends to others, int64 (ranks,).
+        bytes_received: how many bytes each rank is sent by others, int64 (ranks,).
+    """
+
+    ranks: int
+    cells: Cells
+    holder: Column
+    alike: Sequence[Column]
+    size: Column
+    reader: Column
+    cell: Column
+    row: Column
+    read_start: Column
+    read_stop: Column
+    bytes_sent: Column
+    bytes_received: Column
+
+    @property
+    def bytes_read(self) -> Column:
+        """How many bytes each rank reads, int64 (ranks,)."""
+        return _by_rank(self.ranks, self.reader, self.read_stop - self.read_start)
+
+    @property
+    def bytes_wanted(self) -> Column:
+        """How many bytes each rank asks for, int64 (ranks,)."""
+        return _by_rank(len(self.alike), self.holder, self.size[self.cells.cell])[self.number]
+
+    @property
+    def number(self) -> Column:
+        """Which of `alike` each rank is in, int64 (ranks,)."""
+        return _numbers_of(self.alike, self.ranks)
+
+    def __repr__(self) -> str:
+        columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())
+        rows = [(str(rank), *map(size_text, row)) for rank, row in enumerate(zip(*columns, strict=True))]
+        return "\n".join(table_lines([("rank", "reads", "sends", "receives"), *rows]))
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ExchangePlan(SharedReads):
+    """Which rank reads which bytes, and to which ranks it sends them in which round. Its text is a table.
+
+    Attributes:
         read: what is passed on: the number of a read, int64 (transfers,).
         target: the shard that gets it, a row of the columns, int64 (transfers,).
         sender: the rank of the reader, int64 (transfers,).
@@ -47,13 +93,6 @@ class ExchangePlan:
         round: when, ascending, int64 (transfers,).
     """
 
-    ranks: int
-    cells: Cells
-    reader: Column
-    cell: Column
-    row: Column
-    read_start: Column
-    read_stop: Column
     read: Column
     target: Column
     sender: Column
@@ -66,31 +105,6 @@ class ExchangePlan:
     def rounds(self) -> int:
         """How many rounds there are."""
         return int(self.round[-1]) + 1 if self.round.size else 0
-
-    @property
-    def bytes_read(self) -> Column:
-        """How many bytes each rank reads, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.reader, self.read_stop - self.read_start)
-
-    @property
-    def bytes_sent(self) -> Column:
-        """How many bytes each rank sends to others, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.sender, self._moved)
-
-    @property
-    def bytes_received(self) -> Column:
-        """How many bytes each rank is sent by others, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.receiver, self._moved)
-
-    @property
-    def _moved(self) -> Column:
-        # Two shards of one rank may want the same: what it passes on to itself is copied, not sent.
-        return np.where(self.sender == self.receiver, 0, self.stop - self.start)
-
-    def __repr__(self) -> str:
-        columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())
-        rows = [(str(rank), *map(size_text, row)) for rank, row in enumerate(zip(*columns, strict=True))]
-        return "\n".join(table_lines([("rank", "reads", "sends", "receives"), *rows]))
 
 
 def _by_rank(ranks: int, rank: Column, size: Column) -> Column:
@@ -134,27 +148,87 @@ def plan_exchange(
         >>> plan.bytes_sent.tolist(), plan.bytes_received.tolist()
         ([2048, 2048], [2048, 2048])
     """
+    shared = plan_reads(columns, ranks, stripe_bytes=stripe_bytes, most_cells=most_cells, is_cut=is_cut)
+    cells, cell = shared.cells, shared.cell
+    by_cell = np.argsort(cells.cell, kind="stable")
+    count = np.bincount(cells.cell, minlength=shared.size.size)
+    first = np.cumsum(count) - count
+    # Each read meets all rows that want its cell, but the one of the reader that it is read into.
+    read = np.repeat(np.arange(cell.size), count[cell])
+    number = np.arange(read.size) - np.repeat(np.cumsum(count[cell]) - count[cell], count[cell])
+    target = cells.row[by_cell[first[cell[read]] + number]]
+    others = np.flatnonzero(target != shared.row[read])
+    read, target = read[others], target[others]
+    of, start, stop, turn = _in_rounds(shared.read_start[read], shared.read_stop[read], round_bytes)
+    read, target = read[of], target[of]
+    passed_on = (read, target, shared.reader[read], columns.rank[target], start, stop, turn)
+    values: list[Any] = [*(getattr(shared, name) for name in SharedReads.__slots__), *passed_on]
+    return ExchangePlan(*values)
+
+
+def plan_reads(
+    columns: ShardColumns,
+    ranks: int,
+    *,
+    stripe_bytes: int = STRIPE_BYTES,
+    most_cells: int = MOST_CELLS,
+    is_cut: bool = True,
+    alike: Sequence[Column] | None = None,
+) -> SharedReads:
+    """Return what each rank reads by `plan_exchange`, and how much it sends and receives, without the transfers.
+
+    There are as many of these as ranks that want a cell times those that read some of it. Ranks that want the same
+    are described once: what this takes doesn't grow with the replicas.
+
+    Args:
+        columns: the shards that all ranks want.
+        ranks: how many ranks there are.
+        stripe_bytes: as in `plan_exchange`.
+        most_cells: likewise.
+        is_cut: likewise.
+        alike: the ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024))
+        >>> plan_reads(st.layouts.shard_columns([shard]), 4, stripe_bytes=1024, alike=[np.arange(4)])
+        rank   reads   sends  receives
+           0  1.0 kB  3.1 kB    3.1 kB
+           1  1.0 kB  3.1 kB    3.1 kB
+           2  1.0 kB  3.1 kB    3.1 kB
+           3  1.0 kB  3.1 kB    3.1 kB
+    """
+    alike = list(np.arange(ranks)[:, None]) if alike is None else alike
+    number = _numbers_of(alike, ranks)
     cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
     item = columns.item_size[cells.key]
     size = cells.elements * item
     stripe = -(-stripe_bytes // item) * item if is_cut else np.maximum(size, 1)
-    rank = columns.rank[cells.row]
-    cell, reader, read_start, read_stop = _stripes(rank, ranks, cells.cell, size, stripe)
-    by_cell = np.argsort(cells.cell, kind="stable")
-    count = np.bincount(cells.cell, minlength=size.size)
-    first = np.cumsum(count) - count
-    # Each read meets all rows that want its cell; of the reader's, which may be several, it goes to the first.
-    read = np.repeat(np.arange(cell.size), count[cell])
-    number = np.arange(read.size) - np.repeat(np.cumsum(count[cell]) - count[cell], count[cell])
-    target = cells.row[by_cell[first[cell[read]] + number]]
-    own = np.flatnonzero(columns.rank[target] == reader[read])
-    row = target[own[begins(read[own])]]
-    others = np.flatnonzero(target != row[read])
-    read, target = read[others], target[others]
-    of, start, stop, turn = _in_rounds(read_start[read], read_stop[read], round_bytes)
-    read, target = read[of], target[of]
-    reads = (reader, cell, row, read_start, read_stop)
-    return ExchangePlan(ranks, cells, *reads, read, target, reader[read], columns.rank[target], start, stop, turn)
+    holder = columns.rank[cells.row]
+    cell, reader, start, stop = _stripes(holder, ranks, alike, cells.cell, size, stripe)
+    # Who wants which cell, each pair once: with its first row, and how many rows of that holder want it.
+    pair = cells.cell * len(alike) + holder
+    order = np.argsort(pair, kind="stable")
+    pair = pair[order]
+    first = np.flatnonzero(begins(pair))
+    rows, pair, row = np.diff(first, append=pair.size), pair[first], cells.row[order[first]]
+    at = np.searchsorted(pair, cell * len(alike) + number[reader])
+    of, who = np.divmod(pair, max(len(alike), 1))
+    wanted = np.zeros(size.size, dtype=np.int64)
+    np.add.at(wanted, of, rows * np.array([each.size for each in alike], dtype=np.int64)[who])
+    # Two shards of one rank may want the same: what it passes on to itself is copied, not sent.
+    sent = _by_rank(ranks, reader, (stop - start) * (wanted[cell] - rows[at]))
+    own = _by_rank(ranks, reader, (stop - start) * rows[at])
+    received = _by_rank(len(alike), who, size[of] * rows)[number] - own
+    return SharedReads(ranks, cells, holder, alike, size, reader, cell, row[at], start, stop, sent, received)
+
+
+def _numbers_of(alike: Sequence[Column], ranks: int) -> Column:
+    """Return which of several lists of ranks each rank is in."""
+    number = np.zeros(ranks, dtype=np.int64)
+    for each, members in enumerate(alike):
+        number[members] = each
+    return number
 
 
 def _in_rounds(start: Column, stop: Column, round_bytes: int) -> tuple[Column, Column, Column, Column]:
@@ -175,16 +249,15 @@ def _in_rounds(start: Column, stop: Column, round_bytes: int) -> tuple[Column, C
 
 
 def _stripes(
-    rank: Column, ranks: int, place: Column, size: Column, stripe: Column
+    holder: Column, ranks: int, alike: Sequence[Column], place: Column, size: Column, stripe: Column
 ) -> tuple[Column, Column, Column, Column]:
     """Return who reads which bytes of which place, as (place, reader, start, stop); places of no bytes are left out."""
-    held = find_holders(place, rank, size > 0)
+    held = find_holders(place, holder, size > 0)
     # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
-    alone = held.count == 1
-    only, lone = held.rank[held.first[alone]], held.place[alone]
+    lone, only = _alone(held, alike)
     load = _by_rank(ranks, only, size[lone])
     found = [(lone, only, np.zeros_like(lone), size[lone])]
-    sets = [*holder_sets(held)]
+    sets = _rank_sets(held, alike)
     planned = _level_shares(load, [(holders, int(size[places].sum())) for places, holders in sets])
     for (_, holders), part in zip(sets, planned, strict=True):
         load += _by_rank(ranks, holders, part)
@@ -207,6 +280,27 @@ def _stripes(
     which, reader, start, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.lexsort((start, which))
     return which[order], reader[order], start[order], stop[order]
+
+
+def _alone(held: Holders, alike: Sequence[Column]) -> tuple[Column, Column]:
+    """Return the places that only one rank holds, and which one does."""
+    first = np.array([each[0] for each in alike], dtype=np.int64)
+    is_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
+    holder = held.rank[held.first]
+    alone = (held.count == 1) & is_one[holder]
+    return held.place[alone], first[holder[alone]]
+
+
+def _rank_sets(held: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
+    """Return the places that each set of several ranks holds, and those ranks, ascending; smaller sets first."""
+    sets = [*holder_sets(held)]
+    if all(each.size == 1 for each in alike):
+        return [(places, np.concatenate([alike[each] for each in holders])) for places, holders in sets]
+    of_one = np.where(held.count == 1, held.rank[held.first], -1)
+    sets += [(held.place[of_one == each], np.array([each])) for each in distinct(of_one[of_one >= 0])]
+    ranks = [(places, np.sort(np.concatenate([alike[each] for each in holders]))) for places, holders in sets]
+    # In the order of the sets of ranks, whatever stands for them: one plan, however ranks are described.
+    return sorted((one for one in ranks if one[1].size > 1), key=lambda one: (one[1].size, one[1].tolist()))
 
 
 def _level_shares(load: Column, sets: Sequence[tuple[Column, int]]) -> list[Column]:
@@ -243,66 +337,3 @@ def _level_parts(load: Column, total: int) -> Column:
     part[order[:several]] = level - rising[:several]
     part[order[:rest]] += 1
     return part
-
-
-# Rounds of reads that need a buffer besides their target.
-
-CAST_BYTES = 256 * 1024 * 1024
-"""The most bytes that a rank buffers of stored elements that are to be converted; a single tensor may take more."""
-
-
-def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Column:
-    """Return the round in which each shard is read, int64 (shards,): all of a tensor in one.
-
-    In each round no rank reads more than `most_bytes`, unless a single tensor is larger.
-
-    Args:
-        columns: what one rank reads, or all of them.
-        most_bytes: that a rank reads in one round.
-
-    Examples:
-        >>> import torch, shardtree as st
-        >>> shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(4)) for key in "abc"]
-        >>> read_rounds(st.layouts.shard_columns(shards), most_bytes=32).tolist()
-        [0, 0, 1]
-    """
-    ranks = int(columns.rank.max(initial=-1)) + 1
-    held = np.zeros((len(columns.keys), ranks), dtype=np.int64)
-    np.add.at(held, (columns.key, columns.rank), columns.elements * columns.item_size[columns.key])
-    rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
-    for size in held:
-        # A round ends for all ranks at once: ranks that exchange what they read must find the same rounds.
-        if (size > room).any() and (room < most_bytes).any():
-            number, room = number + 1, np.full(ranks, most_bytes, dtype=np.int64)
-        room = room - size
-        rounds.append(number)
-    return np.array(rounds, dtype=np.int64)[columns.key] if rounds else columns.key
-
-
-# Groups of bounded size.
-
-T = TypeVar("T")
-
-
-def grouped(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
-    """Yield items in groups, in order; a group is larger than that only if it is a single item.
-
-    Args:
-        items: any.
-        nbytes: how large an item is.
-        most_bytes: in a group.
-
-    Examples:
-        >>> list(grouped(["abc", "d", "e", "fghij"], len, 4))
-        [['abc', 'd'], ['e'], ['fghij']]
-    """
-    group: list[T] = []
-    size = 0
-    for item in items:
-        if group and size + nbytes(item) > most_bytes:
-            yield group
-            group, size = [], 0
-        group.append(item)
-        size += nbytes(item)
-    if group:
-        yield group

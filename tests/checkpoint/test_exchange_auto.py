@@ -138,7 +138,7 @@ def test_a_second_read_on_one_machine_may_come_from_its_cache(hosts: str, reread
     columns = st.layouts.join_columns(parts)
     speeds = _auto.Speeds(tuple(hosts), (1.0,) * 4, (reread,) * 4, (10.0,) * 4)
     plan = st.plans.plan_exchange(columns, 4)
-    assert _auto.cheaper_choice(plan, columns, speeds).together is together
+    assert _auto.cheaper_choice(plan, speeds).together is together
 
 
 @pytest.mark.parametrize("is_cut", [True, False])

@@ -298,7 +298,7 @@ FAULTS: dict[str, Explain] = {
         *args, **load_keywords(**{**options, "strict": "ignore_all"})
     ),
     "donated tensors aren't looked at": without("check_given", lambda *_, **__: None),
-    "replicas aren't counted": without("check_together", lambda *_, **__: None),
+    "replicas aren't counted": without("check_held", lambda *_, **__: None),
     "rules that name nothing pass": without("fit_objects", lambda *args: fit_objects(*args[:2], None)),
     "conversions are taken for exact": without("may_overflow", lambda *_: False, _foretell),
     "targets are looked at one by one": lambda trees, *args, **options: st.explain(

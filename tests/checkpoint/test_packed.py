@@ -14,7 +14,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint import _packed
+from shardtree.checkpoint._consistency import check_held, describe
 from shardtree.checkpoint._packed import (
+    AlikeColumns,
     PackedColumns,
     pack_columns,
     send_tables,
@@ -63,6 +65,59 @@ def cases(draw: some.DrawFn) -> tuple[GlobalState, Layouts, int]:
 @given(cases())
 def test_columns_are_heard_as_they_are(case: tuple[GlobalState, Layouts, int]) -> None:
     check_columns_are_heard(heard, *case)
+
+
+def kept_once(columns: Sequence[ShardColumns], together: int) -> list[ShardColumns]:
+    """Return the columns of several ranks, once those that are alike are kept once."""
+    said = AlikeColumns()
+    for rank, each in enumerate(columns):
+        said.add(each, rank)
+    return said.select(lambda part: np.arange(len(part)))
+
+
+@settings(deadline=None)
+@given(cases())
+def test_columns_that_are_kept_once_are_those_of_every_rank(case: tuple[GlobalState, Layouts, int]) -> None:
+    check_columns_are_heard(kept_once, *case)
+
+
+def check_said_alike(check: Callable[..., None], case: tuple[GlobalState, Layouts, int], mask: Sequence[bool]) -> None:
+    """Raise unless columns that are kept once fail as all ranks' do, whichever rows are main replicas."""
+    state, layout, _ = case
+    trees = (rank_tree(state, layout, rank) for rank in range(next(iter(layout.values())).ranks))
+    parts = [st.layouts.shard_columns(st.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
+    parts = [replace(part, main=part.main & np.resize(np.array(mask), len(part))) for part in parts]
+    said, descriptions = AlikeColumns(), [describe((), (), rank) for rank in range(len(parts))]
+    for rank, part in enumerate(parts):
+        said.add(part, rank)
+    expected = error_of(lambda: st.layouts.join_checked(parts))
+    assert error_of(lambda: check("load", said, descriptions)) == expected
+
+
+def error_of(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except IntegrityError as error:
+        return str(error)
+    return ""
+
+
+MASKS = some.lists(some.booleans(), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(cases(), MASKS)
+def test_what_is_wrong_is_said_alike_of_columns_that_are_kept_once(
+    case: tuple[GlobalState, Layouts, int], mask: Sequence[bool]
+) -> None:
+    check_said_alike(check_held, case, mask)
+
+
+def test_the_law_catches_replicas_that_are_forgotten() -> None:
+    def main_alone(doing: str, said: AlikeColumns, descriptions: Any) -> None:
+        st.layouts.join_checked(said.select(lambda part: np.flatnonzero(part.main)))
+
+    assert_caught(check_said_alike, main_alone, cases(), MASKS)
 
 
 def with_the_first_places(columns: Sequence[ShardColumns], together: int) -> list[ShardColumns]:

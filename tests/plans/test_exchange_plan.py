@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import ExchangePlan, plan_exchange
+from shardtree.plans import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from tests.trees.samples import assert_caught
 
 Case = tuple[ShardColumns, int]
@@ -123,3 +123,55 @@ def test_rounds_are_full_but_the_last() -> None:
     plan = plan_exchange(columns, 2, round_bytes=64)
     moved = np.bincount(plan.round, weights=plan.stop - plan.start)
     assert moved.tolist() == [64, 56]
+
+
+Spans = list[tuple[int, int, int]]
+Alike = tuple[list[Spans], list[int]]
+
+
+@st.composite
+def alike_ranks(draw: st.DrawFn) -> Alike:
+    """Return what a few ranks want, as spans of tensors, and which of these each of more ranks is like."""
+    span = st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 30))
+    few = draw(st.lists(st.lists(span, max_size=3), min_size=1, max_size=3))
+    return few, draw(st.lists(st.integers(0, len(few) - 1), min_size=1, max_size=6))
+
+
+def of_spans(spans: Spans, rank: int) -> ShardColumns:
+    rows = [ShardedTensor(f"w{n}", None, torch.int8, (size,), (60,), (at,), None) for n, at, size in spans]
+    return shard_columns(rows, rank)
+
+
+def alike_once(plan_of: Callable[..., SharedReads], case: Alike, stripe_bytes: int, is_cut: int) -> None:
+    """Raise unless the plan of ranks that are described once is the one in which each is."""
+    few, like = case
+    every = join_columns([of_spans(few[one], rank) for rank, one in enumerate(like)])
+    once = join_columns([of_spans(few[one], number) for number, one in enumerate(sorted(set(like)))])
+    alike = [np.flatnonzero(np.array(like) == one) for one in sorted(set(like))]
+    keywords = {"stripe_bytes": stripe_bytes, "is_cut": bool(is_cut)}
+    expected, found = plan_exchange(every, len(like), **keywords), plan_of(once, len(like), alike=alike, **keywords)
+    names = ("reader", "cell", "read_start", "read_stop", "size", "bytes_wanted", "bytes_sent", "bytes_received")
+    for name in names:
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    assert found.cells.offset.tolist() == expected.cells.offset.tolist()
+    # The row is the same one of the reader's own shards.
+    first, own = (np.searchsorted(part.rank, range(len(like))) for part in (once, every))
+    assert (found.row - first[found.number[found.reader]]).tolist() == (expected.row - own[expected.reader]).tolist()
+    moved = np.where(expected.sender == expected.receiver, 0, expected.stop - expected.start)
+    for name, end in (("bytes_sent", expected.sender), ("bytes_received", expected.receiver)):
+        assert getattr(found, name).tolist() == np.bincount(end, weights=moved, minlength=len(like)).tolist()
+
+
+ALIKE = alike_ranks(), st.integers(1, 60), st.integers(0, 1)
+
+
+@given(*ALIKE)
+def test_ranks_that_want_the_same_are_planned_as_one_by_one(case: Alike, stripe_bytes: int, is_cut: int) -> None:
+    alike_once(plan_reads, case, stripe_bytes, is_cut)
+
+
+def test_the_law_catches_ranks_that_count_as_one() -> None:
+    def as_one(columns: ShardColumns, ranks: int, *, alike: Any, **options: Any) -> SharedReads:
+        return plan_reads(columns, ranks, alike=[each[:1] for each in alike], **options)
+
+    assert_caught(alike_once, as_one, *ALIKE)

@@ -277,11 +277,11 @@ def check(
     if local.mode in LOGGING:
         log_left_out(lost)
     with step("load: choose to exchange"):
-        own = None if callable(sharded) else columns
+        own = None if callable(sharded) or columns is None else [columns]
         exchange = exchange_choice(request.options.exchange, checkpoint.storage, checkpoint.world.size, own)
     reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
-    if exchange.undecided is not None:
-        later = partial(destination_by_cost, reading, exchange.undecided, target.leaves)
+    if exchange.undecided and columns is not None:
+        later = partial(destination_by_cost, reading, columns, target.leaves)
         return CheckedLoad(target, common, reading, later, lost)
     with step("load: make memory"):
         return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)

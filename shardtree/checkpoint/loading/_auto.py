@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import StrategyError, error_text
-from ...geometry import Column
+from ...geometry import distinct
 from ...layouts import ShardColumns
 from ...mapping import ShardedTensor
-from ...plans import ExchangePlan, size_text
+from ...plans import SharedReads, size_text
 from ...storage import LocalStorage, MemoryStorage, Storage
 from ...strategies import Exchange
 from ...world import World, agree, gather
@@ -42,19 +42,19 @@ class ExchangeChoice:
     Attributes:
         together: whether they do.
         why: what decided it, as a sentence; empty where the caller did.
-        undecided: all ranks' shards, where speeds should decide, which may have to be measured.
+        undecided: whether speeds should decide, which may have to be measured.
     """
 
     together: bool
     why: str = ""
-    undecided: ShardColumns | None = None
+    undecided: bool = False
 
 
 ALONE = ExchangeChoice(together=False)
 
 
 def exchange_choice(
-    exchange: Exchange, storage: Storage, ranks: int, columns: ShardColumns | None = None
+    exchange: Exchange, storage: Storage, ranks: int, wanted: Iterable[ShardColumns] | None = None
 ) -> ExchangeChoice:
     """Return whether ranks send each other what they read, as far as that is known without measuring.
 
@@ -62,7 +62,7 @@ def exchange_choice(
         exchange: what the caller says.
         storage: where the checkpoint is.
         ranks: how many read.
-        columns: what they want, where all ranks know it.
+        wanted: what they want, where all ranks know it, in one part or several.
 
     Raises:
         StrategyError: no such choice.
@@ -78,21 +78,21 @@ def exchange_choice(
         return ExchangeChoice(ranks > 1 and exchange == "always")
     if isinstance(storage, MemoryStorage):
         return ExchangeChoice(False, "Each rank reads by itself, since the checkpoint is in memory.")
-    undecided = columns if columns is not None and _is_worth_measuring(columns, ranks) else None
+    undecided = wanted is not None and _is_worth_measuring(wanted, ranks)
     # Without speeds the rule is: a second read of a local file comes from the page cache, faster than a message.
     if isinstance(storage, LocalStorage):
         return ExchangeChoice(False, "Each rank reads by itself, since storage is local.", undecided)
     return ExchangeChoice(True, "Ranks read for each other, since storage is remote.", undecided)
 
 
-def _is_worth_measuring(columns: ShardColumns, ranks: int) -> bool:
-    # What others want too, at least: all but the main replicas.
-    saved = int(_nbytes(columns)[~columns.main].sum())
-    return saved >= ranks * max(_WORTH_BYTES, _WORTH_BYTES_A_SHARD * len(columns))
-
-
-def _nbytes(columns: ShardColumns) -> Column:
-    return columns.elements * columns.item_size[columns.key]
+def _is_worth_measuring(wanted: Iterable[ShardColumns], ranks: int) -> bool:
+    saved = shards = 0
+    for columns in wanted:
+        # What others want too, at least: all but the main replicas.
+        nbytes = columns.elements * columns.item_size[columns.key]
+        saved += int(nbytes[~columns.main].sum())
+        shards += len(columns)
+    return saved >= ranks * max(_WORTH_BYTES, _WORTH_BYTES_A_SHARD * shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +218,13 @@ def _seconds(work: Callable[[], object]) -> float:
     return max(time.perf_counter() - begun, 1e-9)
 
 
-def cheaper_choice(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) -> ExchangeChoice:
+def cheaper_choice(plan: SharedReads, speeds: Speeds) -> ExchangeChoice:
     """Return whether it takes less time if ranks read by a plan, and pass on what they read.
 
     On one machine, what a rank reads a second time, or after another one, is read as fast as a sample was again.
 
     Args:
         plan: for all ranks.
-        columns: what they want.
         speeds: of the same ranks.
 
     Examples:
@@ -233,17 +232,14 @@ def cheaper_choice(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) ->
         >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(500))
         >>> columns = st.layouts.join_columns([st.layouts.shard_columns([whole], rank) for rank in range(2)])
         >>> speeds = Speeds(("a", "b"), (1000.0, 1000.0), (1000.0, 1000.0), (4000.0, 4000.0))
-        >>> print(cheaper_choice(st.plans.plan_exchange(columns, 2, stripe_bytes=4), columns, speeds).why)
+        >>> print(cheaper_choice(st.plans.plan_exchange(columns, 2, stripe_bytes=4), speeds).why)
         Ranks read for each other: that takes 1.25 s, alone 2.00 s (1.0 kB/s read, 1.0 kB/s again, 4.0 kB/s sent).
     """
     read, reread, sent = (np.array(each) for each in (speeds.read, speeds.reread, speeds.sent))
-    wanted = np.bincount(columns.rank, weights=_nbytes(columns), minlength=plan.ranks)
+    wanted = plan.bytes_wanted
     _, host = np.unique(speeds.host, return_inverse=True)
     # Of what ranks of one machine want, each byte comes from storage once, if that has a cache: reread tells.
-    cells = plan.cells
-    on, cell = np.divmod(np.unique(host[columns.rank[cells.row]] * cells.key.size + cells.cell), cells.key.size)
-    size = cells.elements * columns.item_size[cells.key]
-    first = np.bincount(on, weights=size[cell], minlength=host.max() + 1)
+    first = _bytes_by_host(plan, host)
     part = np.minimum(first[host] / np.bincount(host)[host], wanted)
     alone = _most(part, read) + _most(wanted - part, reread)
     together = _most(plan.bytes_read, read) + _most(np.maximum(plan.bytes_sent, plan.bytes_received), sent)
@@ -255,6 +251,19 @@ def cheaper_choice(plan: ExchangePlan, columns: ShardColumns, speeds: Speeds) ->
     speed, again, moved = (f"{size_text(int(np.median(each)))}/s" for each in (read, reread, sent))
     rates = f"{speed} read, {again} again, {moved} sent"
     return ExchangeChoice(chosen, f"{who}: that takes {less:.2f} s, {other} {more:.2f} s ({rates}).")
+
+
+def _bytes_by_host(plan: SharedReads, host: NDArray[Any]) -> NDArray[Any]:
+    """Return how many bytes the ranks of each machine want between them, each byte once; given each rank's machine."""
+    hosts = int(host.max()) + 1
+    who, where = np.divmod(distinct(plan.number * hosts + host), hosts)
+    count = np.bincount(who, minlength=len(plan.alike))
+    # Each want stands for one on every machine that has a rank of those that want it.
+    times = count[plan.holder]
+    turn = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    on = where[np.repeat((np.cumsum(count) - count)[plan.holder], times) + turn]
+    on, cell = np.divmod(distinct(on * plan.size.size + np.repeat(plan.cells.cell, times)), max(plan.size.size, 1))
+    return np.bincount(on, weights=plan.size[cell], minlength=hosts)
 
 
 def _most(nbytes: NDArray[Any], speed: NDArray[Any]) -> float:

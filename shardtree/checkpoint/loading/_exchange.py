@@ -14,7 +14,7 @@ import torch
 from ...codec import bit_view
 from ...layouts import ShardColumns
 from ...mapping import ShardedTensor
-from ...plans import Cells, ExchangePlan
+from ...plans import Cells, ExchangePlan, SharedReads
 from ...storage import ReadReport
 from ...strategies import (
     Checkpoint,
@@ -38,7 +38,7 @@ def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategie
 
 
 def parts_to_read(
-    plan: ExchangePlan, columns: ShardColumns, rank: int, shards: Sequence[ShardedTensor]
+    plan: SharedReads, columns: ShardColumns, rank: int, shards: Sequence[ShardedTensor]
 ) -> list[ShardedTensor]:
     """Return what a rank reads itself, in the order of the plan's reads; in its shards' memory where it is consecutive.
 
@@ -46,11 +46,11 @@ def parts_to_read(
 
     Args:
         plan: who reads what.
-        columns: all ranks' shards, each rank's rows together and in the order of its shards.
+        columns: all ranks' shards, each rank's rows together and in the order of its shards; those of alike ranks once.
         rank: which.
         shards: the rank's, with contiguous data or none.
     """
-    first = int(np.searchsorted(columns.rank, rank))
+    first = int(np.searchsorted(columns.rank, plan.number[rank]))
     mine = np.flatnonzero(plan.reader == rank)
     row, cell = plan.row[mine], plan.cell[mine]
     item_size = columns.item_size[columns.key[row]]

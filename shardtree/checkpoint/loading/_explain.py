@@ -12,15 +12,16 @@ import torch
 
 from ... import plans
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
-from ...layouts import ShardColumns
+from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import Explanation
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...world import one_process
-from .._consistency import Description, KnownLayout, check_together, describe
+from .._consistency import Description, KnownLayout, check_held, describe
 from .._dispatch import Choice
 from .._open import Metadata, open_at, stored_keys, stored_kinds
+from .._packed import AlikeColumns
 from ._ask import LoadRequest, listing, matched_target, stored_common
 from ._auto import exchange_choice
 from ._checks import (
@@ -79,13 +80,13 @@ class _Asked:
         ranks: those whose targets can be taken apart.
         keys: of all that they ask for.
         tensors: the keys of the tensors among that.
-        columns: the tensor shards of all ranks; None where ranks don't say what they want, or that doesn't fit.
+        columns: the tensor shards of each; None where ranks don't say what they want, or that doesn't fit.
     """
 
     ranks: Sequence[int]
     keys: set[str]
     tensors: set[str]
-    columns: ShardColumns | None
+    columns: AlikeColumns | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +178,7 @@ def _both(one: _Fit, other: _Fit) -> _Fit:
 def _asked(request: LoadRequest, trees: Sequence[Any], failed: _Failures) -> _Asked:
     """Return what ranks ask for, once it is known whether that fits together."""
     ranks: list[int] = []
-    said: list[Description] = []
+    said, columns = list[Description](), AlikeColumns()
     keys, tensors, layouts, faults = set[str](), set[str](), list[KnownLayout | None](), list[Exception]()
     for rank in range(len(trees)):
         with failed.recorded([rank]):
@@ -187,16 +188,18 @@ def _asked(request: LoadRequest, trees: Sequence[Any], failed: _Failures) -> _As
             tensors.update(shard.key for shard in target.tensors)
             layouts = layouts or [known]
             try:
-                said.append(describe(target.tensors, target.objects, rank, known=known))
+                columns.add(shard_columns(target.tensors, rank), rank)
+                said.append(describe((), target.objects, rank, known=known))
             except Exception as error:  # counts only if ranks say to each other what they ask for
                 faults.append(error)
-    columns = None
+    agreed = False
     if ranks and len(ranks) == len(trees) and request.describes:
         with failed.recorded(ranks):
             if faults:
                 raise faults[0]
-            columns = check_together("load", said, layouts[0], tiling=request.validate)
-    return _Asked(ranks, keys, tensors, columns)
+            check_held("load", columns, said, layouts[0], tiling=request.validate)
+            agreed = True
+    return _Asked(ranks, keys, tensors, columns if agreed else None)
 
 
 def _rank_fit(

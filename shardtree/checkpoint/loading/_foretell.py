@@ -8,14 +8,14 @@ from functools import partial
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...layouts import ShardColumns, join_columns, select_rows
+from ...layouts import ShardColumns, join_agreed, select_rows
 from ...mapping import ShardedTensor
 from ...objects import drop_objects
-from ...plans import ExchangePlan, RankReads, ReadCost, Undecided, plan_exchange, read_rounds, stored_elements
+from ...plans import RankReads, ReadCost, SharedReads, Undecided, plan_reads, read_rounds, stored_elements
 from ...strategies import Checkpoint, StrategyAction, find_strategy, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
+from .._packed import AlikeColumns
 from ._ask import Choices
 from ._auto import ExchangeChoice, cheaper_choice, exchange_choice, recalled
 from ._checks import Kinds, ObjectsFit
@@ -33,12 +33,12 @@ class PlannedReads:
     Attributes:
         groups: of what fits of a rank's target, what it reads itself, given its number among the ranks; None where each
             rank reads all at once, by itself.
-        exchange: of each group, what ranks send to each other; () where they don't.
+        exchange: of each group, what ranks read for each other; () where they don't.
         why: what decided whether they do.
     """
 
     groups: Callable[[int, Shards], Sequence[Shards]] | None = None
-    exchange: tuple[ExchangePlan, ...] = ()
+    exchange: tuple[SharedReads, ...] = ()
     why: str = ""
 
 
@@ -46,15 +46,16 @@ def planned_reads(
     checkpoint: Checkpoint,
     choices: Choices,
     targets: Callable[[], Iterable[Shards]],
-    asked: ShardColumns | None,
+    asked: AlikeColumns | None,
     kinds: Kinds,
     ranks: int,
     *,
     converts: bool,
 ) -> PlannedReads:
-    """Return what each rank reads at once, group by group, and the plans by which they send it to each other.
+    """Return what each rank reads at once, group by group, and what ranks read for each other.
 
-    The plans are the load's, made for all ranks at once, so that the bytes foretold are the bytes read.
+    The plans are the load's, made for all ranks at once, so that the bytes foretold are the bytes read. Only what is
+    passed on to whom isn't listed: with the replicas of a large model that would be most of the memory.
 
     Args:
         checkpoint: what is loaded.
@@ -82,33 +83,37 @@ def _own_groups(kinds: Kinds, _: int, shards: Shards) -> list[Shards]:
 
 def _exchanged_groups(
     targets: Callable[[], Iterable[Shards]], kinds: Kinds, *, is_cut: bool
-) -> tuple[Callable[[int, Shards], list[Shards]], tuple[ExchangePlan, ...]]:
-    """Return what each rank reads at once of what ranks read for each other, and the plans by which they send it on."""
-    split = [_split_columns(shards, kinds, number) for number, shards in enumerate(targets())]
-    alike, others = join_columns([one for one, _, _ in split]), join_columns([one for _, one, _ in split])
-    shared = np.concatenate([one for _, _, one in split])
-    rounds = read_rounds(others)
+) -> tuple[Callable[[int, Shards], list[Shards]], tuple[SharedReads, ...]]:
+    """Return what each rank reads at once of what ranks read for each other, and the plans of that."""
+    # Replicas differ in which of them is the main one, which no plan asks for: of converted shards, that column says
+    # instead which are shared.
+    alike, others, ranks = AlikeColumns(), AlikeColumns(), 0
+    for number, shards in enumerate(targets()):
+        same, converted = by_dtype(shards, kinds)
+        shared = columns_of(by_sharing(same)[1], kinds, number)
+        alike.add(replace(shared, main=np.zeros_like(shared.main)), number)
+        is_shared = np.array([not one.allow_shape_mismatch for one in converted], dtype=np.bool_)
+        others.add(replace(columns_of(converted, kinds, number), main=is_shared), number)
+        ranks += 1
+    joined = others.joined()
+    rounds = read_rounds(joined)
     count = int(rounds.max(initial=-1)) + 1
-    columns = [alike, *(select_rows(others, np.flatnonzero((rounds == each) & shared)) for each in range(count))]
-    plans = tuple(plan_exchange(each, len(split), is_cut=is_cut) for each in columns)
+    of_round = (select_rows(joined, np.flatnonzero((rounds == each) & joined.main)) for each in range(count))
+    parts = [(alike.joined(), alike.alike), *((each, others.alike) for each in of_round)]
+    plans = tuple(plan_reads(each, ranks, is_cut=is_cut, alike=of) for each, of in parts)
+    number_of = {rank: number for number, members in enumerate(others.alike) for rank in members.tolist()}
 
     def groups(number: int, shards: Shards) -> list[Shards]:
         # Without memory: a target's own may be a view, of which no flat range can be taken.
-        own, converted = by_dtype([replace(one, data=None) for one in shards], kinds)
-        parts = [own, *_by_round(converted, rounds[others.rank == number].tolist(), count)]
-        return [_share(part, plan, each, number) for part, plan, each in zip(parts, plans, columns, strict=True)]
+        own, converted = by_dtype([one if one.data is None else replace(one, data=None) for one in shards], kinds)
+        of_rank = rounds[joined.rank == number_of[number]].tolist()
+        split = zip([own, *_by_round(converted, of_rank, count)], plans, parts, strict=True)
+        return [_share(group, plan, columns, number) for group, plan, (columns, _) in split]
 
     return groups, plans
 
 
-def _split_columns(shards: Shards, kinds: Kinds, number: int) -> tuple[ShardColumns, ShardColumns, NDArray[np.bool_]]:
-    """Return what a rank shares of what it reads as it is stored, all that it converts, and what of that it shares."""
-    alike, others = by_dtype(shards, kinds)
-    shared = np.array([not one.allow_shape_mismatch for one in others], dtype=np.bool_)
-    return columns_of(by_sharing(alike)[1], kinds, number), columns_of(others, kinds, number), shared
-
-
-def _share(shards: Shards, plan: ExchangePlan, columns: ShardColumns, number: int) -> Shards:
+def _share(shards: Shards, plan: SharedReads, columns: ShardColumns, number: int) -> Shards:
     """Return what a rank reads of shards itself."""
     own, shared = by_sharing(shards)
     return [*own, *parts_to_read(plan, columns, number, shared)]
@@ -122,16 +127,18 @@ def _by_round(shards: Shards, rounds: Sequence[int], count: int) -> list[list[Sh
 
 
 def _foretold_exchange(
-    checkpoint: Checkpoint, ranks: int, columns: ShardColumns | None, is_cut: Callable[[], bool]
+    checkpoint: Checkpoint, ranks: int, asked: AlikeColumns | None, is_cut: Callable[[], bool]
 ) -> ExchangeChoice:
     """Return whether ranks will read for each other, by speeds if an earlier load of this process measured them."""
-    choice = exchange_choice(checkpoint.options.exchange, checkpoint.storage, ranks, columns)
-    if choice.undecided is None:
+    wanted = None if asked is None else (columns for columns, alike in asked for _ in alike)
+    choice = exchange_choice(checkpoint.options.exchange, checkpoint.storage, ranks, wanted)
+    if asked is None or not choice.undecided:
         return choice
     speeds = recalled(checkpoint.storage, ranks)
     if speeds is None:
         return replace(choice, why=f"{choice.why} A load will measure speeds first, and may decide otherwise.")
-    return cheaper_choice(plan_exchange(choice.undecided, ranks, is_cut=is_cut()), choice.undecided, speeds)
+    columns = join_agreed([columns for columns, _ in asked])
+    return cheaper_choice(plan_reads(columns, ranks, is_cut=is_cut(), alike=asked.alike), speeds)
 
 
 def rank_reads(

@@ -12,7 +12,7 @@ import torch
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import overlaps, plan_exchange, read_rounds
+from ...plans import overlaps, plan_exchange, plan_reads, read_rounds
 from ...plans.moving import convert
 from ...storage import ReadReport, collector_paused
 from ...strategies import (
@@ -45,7 +45,9 @@ def by_dtype(shards: Sequence[ShardedTensor], kinds: Kinds) -> tuple[list[Sharde
 
 def columns_of(shards: Sequence[ShardedTensor], kinds: Kinds, rank: int) -> ShardColumns:
     """Return shards as columns, in the dtypes that they are stored in."""
-    return shard_columns([_described(shard, kinds) for shard in shards], rank)
+    # A shard made anew is checked anew, which takes most of the time: only those that are converted are.
+    described = (one if one.dtype == kinds[one.key].dtype else _described(one, kinds) for one in shards)
+    return shard_columns([*described], rank)
 
 
 def own_rounds(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[int]:
@@ -163,7 +165,7 @@ def destination_by_cost(reading: Reading, columns: ShardColumns, leaves: Sequenc
     checkpoint, world = reading.checkpoint, reading.checkpoint.world
     choices = (reading.sharded_strategy, None, reading.strategies)
     cuts = gather(world, "load: choose to exchange", partial(cuts_shards, checkpoint, choices))
-    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=all(cuts)))
+    plan = agree(world, "load: plan exchange", partial(plan_reads, columns, world.size, is_cut=all(cuts)))
     shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     stored = [_described(shard, reading.kinds) for shard in by_sharing(shards)[1] if shard.key in reading.kinds]
     # What samples take isn't progress of the load.
@@ -176,7 +178,7 @@ def destination_by_cost(reading: Reading, columns: ShardColumns, leaves: Sequenc
         share_bytes=int(plan.bytes_read.max(initial=0)),
         is_cut=all(cuts),
     )
-    chosen = agree(world, "load: compare costs", partial(cheaper_choice, plan, columns, speeds))
+    chosen = agree(world, "load: compare costs", partial(cheaper_choice, plan, speeds))
     return agree(world, "load: make memory", partial(destination_of, replace(reading, exchange=chosen), leaves))
 
 
