@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,19 +37,6 @@ _Keys = Annotated[
     list[str] | None,
     typer.Option("--key", metavar="PATTERN", help="Only keys like this, as in a shell: '*.bias'. Repeatable."),
 ]
-
-
-class Optimizer(StrEnum):
-    """What becomes of a distributed optimizer of Megatron-Core's."""
-
-    MODEL_SPACE = "model-space"
-
-
-class Sort(StrEnum):
-    """What rows are ordered by."""
-
-    key = "key"
-    bytes = "bytes"
 
 
 def _print_version(wanted: bool) -> None:
@@ -109,7 +95,9 @@ def inspect(
         str | None, typer.Option(metavar="KEY[INDEX]", help="Elements of a tensor, as 'w[0:4]'. No others are read.")
     ] = None,
     layout: Annotated[str | None, typer.Option(metavar="KEY", help="Which piece of a tensor is in which file.")] = None,
-    sort: Annotated[Sort, typer.Option(help="Order of the rows; the largest first, by bytes.")] = Sort.key,
+    sort: Annotated[
+        Literal["key", "bytes"], typer.Option(help="Order of the rows; the largest first, by bytes.")
+    ] = "key",
     limit: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Rows of each table.", show_default="all")
     ] = None,
@@ -123,7 +111,7 @@ def inspect(
     if sum((tree, common, values is not None, layout is not None)) > 1:
         raise typer.BadParameter("give one of --tree, --common, --values and --layout")
     warn_of_pickle(allow_pickle)
-    view = View(tuple(key or ()), sort.value, limit, tree=tree, common=common, values=values, layout=layout)
+    view = View(tuple(key or ()), sort, limit, tree=tree, common=common, values=values, layout=layout)
     finish("inspect", partial(run_inspect, checkpoint, view, as_json=as_json, allow_pickle=allow_pickle))
 
 
@@ -258,7 +246,7 @@ def convert(
         bool, typer.Option("--prune", help="Leave out what the transforms don't pass on, without naming it.")
     ] = False,
     optimizer: Annotated[
-        Optimizer | None,
+        Literal["model-space"] | None,
         typer.Option(help="Megatron-Core's dp_reshardable as fully_reshardable, which it loads in any layout."),
     ] = None,
     expert_parallel: Annotated[
@@ -300,7 +288,7 @@ def convert(
         dtype=None if cast is None else float_dtype_named(cast),
         leave_out=leave_out or [],
         prune=prune,
-        optimizer_in_model_space=optimizer is Optimizer.MODEL_SPACE,
+        optimizer_in_model_space=optimizer == "model-space",
         expert_parallel=expert_parallel,
         most_bytes=size_named(max_bytes_in_flight),
         most_file_bytes=None if max_file_size is None else size_named(max_file_size),
@@ -348,17 +336,23 @@ def explain(
     ] = None,
     key: _Keys = None,
     cast: _Cast = False,
+    exchange: Annotated[
+        Literal["auto", "always", "never"],
+        typer.Option(help="Whether ranks read for each other what several of them want."),
+    ] = "auto",
     as_json: _Json = False,
     allow_pickle: _AllowPickle = False,
 ) -> None:
     """Say whether a load in another layout would succeed, and what each rank would read; no tensor is read."""
+    from ..strategies import LoadOptions
     from ._explain import run_explain
     from ._layouts import mesh_layout
     from ._output import finish, warn_of_pickle
 
     warn_of_pickle(allow_pickle)
     work = partial(run_explain, checkpoint, mesh_layout(mesh, spec or [], ranks), like=like, patterns=key or [])
-    finish("explain", partial(work, cast=cast, as_json=as_json, allow_pickle=allow_pickle))
+    options = LoadOptions(allow_pickle=allow_pickle, exchange=exchange)
+    finish("explain", partial(work, cast=cast, as_json=as_json, options=options))
 
 
 @_command(

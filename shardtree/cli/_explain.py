@@ -26,7 +26,7 @@ def run_explain(
     patterns: Sequence[str],
     cast: bool,
     as_json: bool,
-    allow_pickle: bool,
+    options: LoadOptions,
 ) -> int:
     """Print what a load would do, and return the exit status: 1 where it would fail.
 
@@ -37,12 +37,11 @@ def run_explain(
         patterns: of the keys that are wanted; none for all.
         cast: whether dtypes are converted.
         as_json: whether to print JSON.
-        allow_pickle: whether pickled values may be unpickled.
+        options: how the checkpoint would be read.
 
     Raises:
         CheckpointingException: a checkpoint can't be opened, or the layout doesn't fit its tensors.
     """
-    options = LoadOptions(allow_pickle=allow_pickle)
     with working("reading what is stored"):
         stored = open_checkpoint(checkpoint, options=options)
         model = stored if like is None else open_checkpoint(like, options=options)
@@ -80,7 +79,14 @@ def _document(explanation: Explanation) -> dict[str, Any]:
         "left_out": list(explanation.left_out),
         "total": _cost(explanation.cost),
         "ranks": [
-            {"rank": one.rank, "shards": one.shards, "objects": one.objects, "reads": _cost(one.cost)}
+            {
+                "rank": one.rank,
+                "shards": one.shards,
+                "objects": one.objects,
+                "reads": _cost(one.cost),
+                "sent": one.sent,
+                "received": one.received,
+            }
             for one in explanation.reads
         ],
     }

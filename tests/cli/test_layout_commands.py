@@ -63,6 +63,16 @@ def test_stored_pieces_tile_their_tensors(folder: Path) -> None:
     assert {key for tree in trees for key in tree} == set(st.load_tensors_metadata(folder))
 
 
+def test_ranks_that_would_read_for_each_other_are_explained(folder: Path) -> None:
+    words = ("explain", folder, "--mesh", "dp=2")
+    wanted = document(*words)["total"]["bytes_wanted"]
+    found = document(*words, "--exchange", "always")
+    assert found["total"]["bytes_wanted"] * 2 == wanted
+    for way in ("sent", "received"):
+        assert sum(rank[way] for rank in found["ranks"]) == wanted // 2
+    assert "received" in run(*words, "--exchange", "always").stdout
+
+
 @pytest.mark.parametrize("words", [(), TYPED, ("--ranks", "3"), ("--like", "SELF"), ("--key", "model.weight")])
 def test_a_load_in_another_layout_is_explained(folder: Path, words: tuple[str, ...]) -> None:
     words = tuple(str(folder) if word == "SELF" else word for word in words)
