@@ -1,7 +1,7 @@
 """Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
 
 from ._bounded import grouped, read_rounds
-from ._cells import Cells
+from ._cells import Cells, wanted_apart
 from ._convertible import convertible
 from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry import Column, row_numbers, shared_groups, volumes
+from ..geometry import Column, distinct, row_numbers, shared_groups, volumes
 from ..layouts import ShardColumns
-from ._save import held_places
+from ._save import Rows, held_places
 
 MOST_CELLS = 16
 """The most cells that the boxes of a tensor are cut into, on average; where they would be more, they stay whole."""
+
+_MOST_ROWS = 2**18
+"""Shards that are compared at once, if a single tensor hasn't more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +82,31 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     if not chosen.any():
         return whole
     return _cut(whole, boxes[chosen], most)
+
+
+def wanted_apart(columns: ShardColumns) -> Rows:
+    """Return the tensors of which no two shards share an element, bool (keys,); none with flat ranges is one.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> rows = [st.ShardedTensor(key, None, torch.int8, (2,), (4,), (at,), None) for key in "ab" for at in (0, 2)]
+        >>> wanted_apart(st.layouts.shard_columns([*rows, rows[0]])).tolist()
+        [False, True]
+    """
+    apart = np.ones(len(columns.keys), dtype=np.bool_)
+    apart[columns.key[columns.start >= 0]] = False
+    # Some tensors at a time: comparing takes several times the memory of the columns.
+    order = np.argsort(columns.key, kind="stable")
+    for rows in np.split(order, _ends(columns.key[order])):
+        apart[shared_groups(columns.key[rows], columns.offset.take(rows, axis=0), columns.shape.take(rows, axis=0))] = (
+            False
+        )
+    return apart
+
+
+def _ends(key: Column) -> Column:
+    """Return where to split sorted keys, none of them in two, into parts of about `_MOST_ROWS`."""
+    return distinct(np.searchsorted(key, key[_MOST_ROWS::_MOST_ROWS]))
 
 
 def _cut(whole: Cells, boxes: Column, most: int) -> Cells:

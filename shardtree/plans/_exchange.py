@@ -174,6 +174,7 @@ def plan_reads(
     most_cells: int = MOST_CELLS,
     is_cut: bool = True,
     alike: Sequence[Column] | None = None,
+    besides: Column | None = None,
 ) -> SharedReads:
     """Return what each rank reads by `plan_exchange`, and how much it sends and receives, without the transfers.
 
@@ -187,6 +188,7 @@ def plan_reads(
         most_cells: likewise.
         is_cut: likewise.
         alike: the ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
+        besides: how many bytes each rank reads of what no other wants, if that isn't in the columns, int64 (ranks,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -205,7 +207,9 @@ def plan_reads(
     size = cells.elements * item
     stripe = -(-stripe_bytes // item) * item if is_cut else np.maximum(size, 1)
     holder = columns.rank[cells.row]
-    cell, reader, start, stop = _stripes(holder, ranks, alike, cells.cell, size, stripe)
+    cell, reader, start, stop = _stripes(
+        holder, alike, cells.cell, size, stripe, np.zeros(ranks, dtype=np.int64) if besides is None else besides
+    )
     # Who wants which cell, each pair once: with its first row, and how many rows of that holder want it.
     pair = cells.cell * len(alike) + holder
     order = np.argsort(pair, kind="stable")
@@ -249,13 +253,14 @@ def _in_rounds(start: Column, stop: Column, round_bytes: int) -> tuple[Column, C
 
 
 def _stripes(
-    holder: Column, ranks: int, alike: Sequence[Column], place: Column, size: Column, stripe: Column
+    holder: Column, alike: Sequence[Column], place: Column, size: Column, stripe: Column, besides: Column
 ) -> tuple[Column, Column, Column, Column]:
     """Return who reads which bytes of which place, as (place, reader, start, stop); places of no bytes are left out."""
     held = find_holders(place, holder, size > 0)
     # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
     lone, only = _alone(held, alike)
-    load = _by_rank(ranks, only, size[lone])
+    ranks = besides.size
+    load = besides + _by_rank(ranks, only, size[lone])
     found = [(lone, only, np.zeros_like(lone), size[lone])]
     sets = _rank_sets(held, alike)
     planned = _level_shares(load, [(holders, int(size[places].sum())) for places, holders in sets])

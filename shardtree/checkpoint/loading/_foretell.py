@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from math import prod
 
 import numpy as np
 
+from ...geometry import Column
 from ...layouts import ShardColumns, join_agreed, select_rows
 from ...mapping import ShardedTensor
 from ...objects import drop_objects
-from ...plans import RankReads, ReadCost, SharedReads, Undecided, plan_reads, read_rounds, stored_elements
+from ...plans import RankReads, ReadCost, SharedReads, Undecided, plan_reads, read_rounds, stored_elements, wanted_apart
 from ...strategies import Checkpoint, StrategyAction, find_strategy, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
 from .._packed import AlikeColumns
@@ -99,18 +101,40 @@ def _exchanged_groups(
     rounds = read_rounds(joined)
     count = int(rounds.max(initial=-1)) + 1
     of_round = (select_rows(joined, np.flatnonzero((rounds == each) & joined.main)) for each in range(count))
-    parts = [(alike.joined(), alike.alike), *((each, others.alike) for each in of_round)]
-    plans = tuple(plan_reads(each, ranks, is_cut=is_cut, alike=of) for each, of in parts)
+    columns, apart, besides = _without_apart(alike, ranks)
+    parts = [(columns, alike.alike), *((each, others.alike) for each in of_round)]
+    plans = tuple(
+        plan_reads(each, ranks, is_cut=is_cut, alike=of, besides=None if turn else besides)
+        for turn, (each, of) in enumerate(parts)
+    )
     number_of = {rank: number for number, members in enumerate(others.alike) for rank in members.tolist()}
 
     def groups(number: int, shards: Shards) -> list[Shards]:
         # Without memory: a target's own may be a view, of which no flat range can be taken.
         own, converted = by_dtype([one if one.data is None else replace(one, data=None) for one in shards], kinds)
         of_rank = rounds[joined.rank == number_of[number]].tolist()
-        split = zip([own, *_by_round(converted, of_rank, count)], plans, parts, strict=True)
-        return [_share(group, plan, columns, number) for group, plan, (columns, _) in split]
+        shared = [one for one in own if one.key not in apart]
+        split = zip([shared, *_by_round(converted, of_rank, count)], plans, parts, strict=True)
+        first, *rest = (_share(group, plan, columns, number) for group, plan, (columns, _) in split)
+        return [[*(one for one in own if one.key in apart), *first], *rest]
 
     return groups, plans
+
+
+def _without_apart(asked: AlikeColumns, ranks: int) -> tuple[ShardColumns, set[str], Column]:
+    """Return what is to be planned, the tensors whose elements one rank wants each, and how much each reads of these.
+
+    Cells and reads of sharded tensors would be as many as their shards on all ranks, though there is nothing to choose.
+    """
+    columns, several = asked.joined(), np.array([members.size > 1 for members in asked.alike], dtype=np.bool_)
+    apart = wanted_apart(columns)
+    apart[columns.key[several[columns.rank]]] = False
+    alone = apart[columns.key]
+    rows = np.flatnonzero(alone)
+    besides = np.zeros(ranks, dtype=np.int64)
+    rank = np.array([members[0] for members in asked.alike], dtype=np.int64)[columns.rank[rows]]
+    np.add.at(besides, rank, columns.elements[rows] * columns.item_size[columns.key[rows]])
+    return select_rows(columns, np.flatnonzero(~alone)), set(compress(columns.keys, apart)), besides
 
 
 def _share(shards: Shards, plan: SharedReads, columns: ShardColumns, number: int) -> Shards:
