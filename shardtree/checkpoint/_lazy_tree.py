@@ -112,8 +112,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
             # The sharded format may hold tensors alone; objects are then with the common state.
             backend = common_backend(self.checkpoint.fields)
         load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, self.strategies)
-        with unreplaced(self.checkpoint):
-            return replace(item, data=load_objects(self.checkpoint, [item])[0])
+        return replace(item, data=unreplaced(self.checkpoint, load_objects, [item])[0])
 
     def __repr__(self) -> str:
         """Return where the checkpoint is and how much is in it."""
@@ -209,7 +208,5 @@ def _read_box(
 ) -> torch.Tensor:
     # New memory for each read: the caller may keep the result, and change it.
     data = new_memory(key, shape, dtype)
-    box = box_of(key, data, dtype, global_shape, offset, shape)
-    with unreplaced(tree.checkpoint):
-        load_sharded(tree.checkpoint, [box])
+    unreplaced(tree.checkpoint, load_sharded, [box_of(key, data, dtype, global_shape, offset, shape)])
     return data

@@ -164,8 +164,7 @@ def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies |
     """Return a checkpoint's common tree, with holes where shards were."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
     # Without this, a read that spans an overwrite could mix two checkpoints.
-    with unreplaced(checkpoint):
-        return strategy(checkpoint)
+    return unreplaced(checkpoint, strategy)
 
 
 def load_tensors_metadata(
@@ -353,8 +352,7 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
         return
 
     def parsed() -> Mapping[str, Any]:
-        with unreplaced(checkpoint):
-            return {} if callable(choice) else parse(checkpoint)
+        return {} if callable(choice) else unreplaced(checkpoint, parse)
 
     checkpoint.memo.update(on_rank_zero(checkpoint.world, "load: parse the metadata", parsed))
 

@@ -34,25 +34,16 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)
-def row_major(shape: Shape) -> Shape:
-    """Return the strides, in elements, of a dense tensor of this shape.
-
-    Examples:
-        >>> row_major((4, 6)), row_major(())
-        ((6, 1), ())
-    """
-    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
-
-
+@lru_cache(maxsize=1024)  # asked for in each read, of few shapes
 def dense(shape: Shape) -> Strided:
-    """Return the view that is the whole tensor.
+    """Return the view that is the whole of a dense tensor; its strides, in elements, are that tensor's.
 
     Examples:
-        >>> dense((4, 6))
-        Strided(offset=0, size=(4, 6), stride=(6, 1))
+        >>> dense((4, 6)), dense(())
+        (Strided(offset=0, size=(4, 6), stride=(6, 1)), Strided(offset=0, size=(), stride=()))
     """
-    return Strided(0, shape, row_major(shape))
+    strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+    return Strided(0, tuple(shape), strides)  # not a torch.Size, which would be kept for the tuple that equals it
 
 
 def narrowed(view: Strided, box: Box) -> Strided:
@@ -63,16 +54,6 @@ def narrowed(view: Strided, box: Box) -> Strided:
         Strided(offset=8, size=(2, 3), stride=(6, 1))
     """
     return Strided(view.offset + _dot(box.offset, view.stride), box.shape, view.stride)
-
-
-def rows(view: Strided, first: int, last: int) -> Strided:
-    """Return the part of a view at a range of its first dimension.
-
-    Examples:
-        >>> rows(dense((4, 6)), 1, 3)
-        Strided(offset=6, size=(2, 6), stride=(6, 1))
-    """
-    return Strided(view.offset + first * view.stride[0], (last - first, *view.size[1:]), view.stride)
 
 
 def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
@@ -92,21 +73,22 @@ def covering(view: Strided, shape: Shape) -> tuple[Box, Strided]:
         >>> covering(Strided(5, (2,), (1,)), (4, 6))  # the end of row 0 and the beginning of row 1
         (Box(offset=(0, 0), shape=(2, 6)), Strided(offset=5, size=(2,), stride=(1,)))
     """
-    strides = row_major(shape)
-    if view.stride == strides and view.size[1:] == shape[1:] and shape and not view.offset % strides[0]:
+    at, size, stride = view
+    strides, alone = dense(shape).stride, dense(size)
+    if shape and stride == strides == alone.stride and not at % strides[0]:
         # Some rows, the most frequent request.
-        first = view.offset // strides[0]
-        if first + view.size[0] <= shape[0]:
-            return Box((first, *(0,) * (len(shape) - 1)), view.size), Strided(0, view.size, strides)
-    start = _steps(view.offset, strides)
-    if view.stride == strides and all(map(le, map(add, start, view.size), shape)):
-        return Box(start, view.size), dense(view.size)  # most views are boxes
-    steps = [_steps(stride, strides) if size > 1 else (0,) * len(shape) for size, stride in zip(*view[1:], strict=True)]
-    spans = [sum((size - 1) * step[dim] for size, step in zip(view.size, steps, strict=True)) for dim in _dims(shape)]
+        first = at // strides[0]
+        if first + size[0] <= shape[0]:
+            return Box((first, *(0,) * (len(shape) - 1)), size), alone
+    start = _steps(at, strides)
+    if stride == strides and all(map(le, map(add, start, size), shape)):
+        return Box(start, size), alone  # most views are boxes
+    steps = [_steps(step, strides) if long > 1 else (0,) * len(shape) for long, step in zip(size, stride, strict=True)]
+    spans = [sum((long - 1) * step[dim] for long, step in zip(size, steps, strict=True)) for dim in _dims(shape)]
     box = _box(start, spans, shape)
-    inner = row_major(box.shape)
+    inner = dense(box.shape).stride
     first = _dot([at - low for at, low in zip(start, box.offset, strict=True)], inner)
-    return box, Strided(first, view.size, tuple(_dot(step, inner) for step in steps))
+    return box, Strided(first, size, tuple(_dot(step, inner) for step in steps))
 
 
 def _box(start: Shape, spans: Sequence[int], shape: Shape) -> Box:

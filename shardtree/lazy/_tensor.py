@@ -28,8 +28,6 @@ from ._sources import (
     covering,
     dense,
     narrowed,
-    row_major,
-    rows,
 )
 
 Args = tuple[Any, ...]
@@ -146,7 +144,7 @@ class LazyTensor:
         Raises:
             ShapeError: storage gave a box of another shape or dtype.
         """
-        return self._read(self.place)
+        return _elements(self.source, self.place, self.casts)
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return one box of the elements, as ``read()`` would.
@@ -155,14 +153,7 @@ class LazyTensor:
             offset: the box's first index, (dims,).
             shape: the box's, (dims,). The box lies inside.
         """
-        return self._read(narrowed(self.place, Box(offset, shape)))
-
-    def _read(self, part: Strided) -> torch.Tensor:
-        if 0 in part.size:
-            return torch.empty(part.size, dtype=self.dtype)
-        box, inner = covering(part, self.source.shape)
-        found = _elements_of_view(self.source.read_box(*box), inner)
-        return _cast(found, self.casts) if self.casts else found
+        return _elements(self.source, narrowed(self.place, Box(offset, shape)), self.casts)
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield the boxes of stored tensors that reading a box fetches."""
@@ -188,10 +179,11 @@ class LazyTensor:
         return partial(_method, method, self)
 
     def __getitem__(self, index: Any) -> LazyTensor:
-        if type(index) is slice and index.step is None and self.place.size:
+        offset, size, stride = self.place
+        if type(index) is slice and index.step is None and size:
             # A few rows, the most frequent request: torch's algebra of views would take longer than the read.
-            first, last, _ = index.indices(self.place.size[0])
-            return LazyTensor(self.source, rows(self.place, first, max(first, last)), self.casts)
+            first, last, _ = index.indices(size[0])
+            return _at(self, Strided(offset + first * stride[0], (max(last - first, 0), *size[1:]), stride))
         return _view(self, torch.Tensor.__getitem__, (self, index), {})  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
@@ -254,6 +246,19 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {self.place.size}, {self.dtype})"
+
+
+_PUT_SOURCE, _PUT_PLACE, _PUT_CASTS = (getattr(LazyTensor, name).__set__ for name in ("source", "place", "casts"))
+
+
+def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
+    """Return another view of a lazy tensor's source."""
+    # Without the constructor of a frozen class, which takes twice as long.
+    view = object.__new__(LazyTensor)
+    _PUT_SOURCE(view, lazy.source)
+    _PUT_PLACE(view, place)
+    _PUT_CASTS(view, lazy.casts)
+    return view
 
 
 def _whole(source: Source) -> LazyTensor:
@@ -429,14 +434,23 @@ def of_whole(
     return _whole(OfWhole(function, lazy, tuple(shape), dtype))
 
 
-def _elements_of_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
-    """Return a view's elements, dense: the box itself where the view is all of it in order, else a copy."""
-    if view == (0, tuple(box.shape), box.stride()) and box.is_contiguous():
-        return box
+def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:
+    """Return the elements of a view of a source, read and cast: a new dense tensor."""
+    if 0 in view.size:
+        return torch.empty(view.size, dtype=casts[-1] if casts else source.dtype)
+    box, inner = covering(view, source.shape)
+    found = source.read_box(*box)
+    if inner != dense(box.shape) or not found.is_contiguous():
+        found = _copied(found, inner)
+    return _cast(found, casts) if casts else found
+
+
+def _copied(box: torch.Tensor, view: Strided) -> torch.Tensor:
+    """Return a view's elements, dense, out of the box that holds them."""
     flat = box.contiguous()
     picked = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
     if picked.is_contiguous() and picked.numel() == flat.numel():
-        return flat.as_strided(view.size, row_major(view.size), flat.storage_offset())
+        return flat.as_strided(view.size, dense(view.size).stride, flat.storage_offset())
     # Copied, so that the rest of the box is freed.
     return picked.clone(memory_format=torch.contiguous_format)
 

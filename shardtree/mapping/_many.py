@@ -18,7 +18,7 @@ _NAMES = tuple(ShardedTensor.__dataclass_fields__)
 _DEFAULTS = {name: field.default for name, field in ShardedTensor.__dataclass_fields__.items()}
 _PUTS = tuple(getattr(ShardedTensor, name).__set__ for name in _NAMES)
 _PUT_KEY, _PUT_DATA, _PUT_DTYPE, _PUT_LOCAL_SHAPE, _PUT_GLOBAL_SHAPE, _PUT_OFFSET, _PUT_FRAGMENTATIONS = _PUTS[:7]
-_PUT_DEFAULTS = tuple(zip(_PUTS[7:], list(_DEFAULTS.values())[7:], strict=True))
+_PUT_REPLICA, _PUT_PREPENDED, _PUT_MAY_MISMATCH, _PUT_FLAT_RANGE = _PUTS[7:]
 _KEPT = tuple(name for name in _NAMES if name != "data")
 
 
@@ -77,8 +77,10 @@ def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape,
     _PUT_GLOBAL_SHAPE(shard, whole)
     _PUT_OFFSET(shard, offset)
     _PUT_FRAGMENTATIONS(shard, None)
-    for put, value in _PUT_DEFAULTS:
-        put(shard, value)
+    _PUT_REPLICA(shard, 0)
+    _PUT_PREPENDED(shard, 0)
+    _PUT_MAY_MISMATCH(shard, False)
+    _PUT_FLAT_RANGE(shard, None)
     return shard
 
 

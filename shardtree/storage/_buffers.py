@@ -33,7 +33,7 @@ def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
         torch.Size([2, 3])
     """
     tensor = torch.empty(*shape, **options)
-    if tensor.is_cpu and tensor.nbytes >= _LEAST_BYTES:
+    if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu:
         _prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
 

@@ -33,6 +33,9 @@ from ._sync import parents_of_missing, sync, sync_above
 
 MOST_BUFFERS = 1024  # IOV_MAX on Linux and macOS
 
+# O_NONBLOCK: opening a pipe that somebody put here would otherwise wait for its writer for ever.
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
 
 class LocalReader:
     """A file of a local or mounted file system, open inside of a ``with`` block.
@@ -56,8 +59,7 @@ class LocalReader:
 
     def __enter__(self) -> Self:
         try:
-            # O_NONBLOCK: opening a pipe that somebody put here would otherwise wait for its writer for ever.
-            self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.descriptor = os.open(self.path, _TO_READ)
             try:
                 found = os.fstat(self.descriptor)
                 if not stat.S_ISREG(found.st_mode):
@@ -77,7 +79,7 @@ class LocalReader:
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         """Fill the buffers from consecutive bytes; raises where the file ends first."""
-        pending = [buffer for buffer in buffers if buffer.nbytes]
+        pending = [*filter(len, buffers)]
         while pending:
             # preadv rather than a copy out of a mapping: if another program cuts the file short, that is an error here,
             # and a bus error, which ends the process, there. It also has no file position that threads would share.
@@ -275,7 +277,7 @@ class LocalStorage:
 
     def open(self, name: str) -> LocalReader:
         """Open a file for reading."""
-        return LocalReader(self.where(name))
+        return LocalReader(_path(self.root, name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step: a temporary file beside it, renamed over it."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..codec import canonical_json, parse_json
 from ..errors import (
@@ -20,6 +20,8 @@ from ..errors import (
 from ..storage import Buffer, Conditional, Listing, Storage, StoredFile, digest, in_threads, read_if_there
 from ._traits import METADATA_FILE, stamp
 from ._values import Checkpoint, Fields
+
+T = TypeVar("T")
 
 # Guesses at what a folder without a checkpoint is, by the names in it, for error messages
 
@@ -275,27 +277,22 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
     )
 
 
-class unreplaced:  # noqa: N801 - a context manager, as those of contextlib, at a third of a generator's cost
-    """Raise after reading, and in place of any error of the reads, if another save replaced the checkpoint.
+def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) -> T:
+    """Return what a strategy reads of a checkpoint.
 
     Raises:
-        CheckpointReplaced: it did.
+        CheckpointReplaced: another save took its place meanwhile; also in place of any error of the strategy.
     """
-
-    __slots__ = ("_checkpoint",)
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None:
-            check_unreplaced(self._checkpoint)
-        ours = isinstance(error, CheckpointingException) and not isinstance(error, CheckpointReplaced)
-        if ours and was_replaced(self._checkpoint):
-            raise _replaced(self._checkpoint) from error
+    try:
+        found = read(checkpoint, *arguments)
+    except CheckpointReplaced:
+        raise
+    except CheckpointingException as error:
+        if was_replaced(checkpoint):
+            raise _replaced(checkpoint) from error
+        raise
+    check_unreplaced(checkpoint)
+    return found
 
 
 def check_unreplaced(checkpoint: Checkpoint) -> None:

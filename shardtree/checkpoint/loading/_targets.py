@@ -166,7 +166,7 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
         CheckpointingException: there is no memory for it, say because a damaged checkpoint has an absurd shape.
     """
     try:
-        return empty_tensor(shape, dtype=dtype, device=device)
+        return empty_tensor(size=shape, dtype=dtype, device=device)  # torch parses a named size faster
     except RuntimeError as error:
         # torch raises a plain RuntimeError when it is out of memory on the CPU.
         raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error

@@ -135,14 +135,14 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
     stored = (find or partial(_stored_tensor, index))(shard.key)
     if stored is None or shard.flattened_range is not None:
         return None
-    kind, first, last, chunk = stored.kind, stored.first, stored.last, stored.chunk
+    kind, chunk = stored.kind, stored.chunk
     if kind.dtype is not shard.dtype or kind.global_shape != shard.global_shape:
         return None
     at, box = shard.global_offset, shard.local_shape
     if shard.prepend_axis_num:
         box = (1,) * shard.prepend_axis_num + box
     if chunk is None:
-        row = _only_chunk(index, first, last, at, box)
+        row = _only_chunk(index, stored.first, stored.last, at, box)
         chunk = None if row is None else _chunk_at(index, row, len(box))
         if chunk is None:
             return None
@@ -155,15 +155,14 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
 
 def _first_element(chunk: StoredChunk, offset: tuple[int, ...], box: tuple[int, ...]) -> int | None:
     """Return where in a chunk a box begins that lies inside with its elements adjacent, else None."""
-    # From the last axis on: once a box takes only a part of an axis, the axes before it must be of length 1.
-    element, stride, is_cut = 0, 1, False
-    for axis in range(len(box) - 1, -1, -1):
-        begin, size, whole = offset[axis] - chunk.offset[axis], box[axis], chunk.shape[axis]
-        if begin < 0 or begin + size > whole or not size or (is_cut and size != 1):
+    # Once a box is longer than 1 along an axis, it must be whole along those that follow.
+    element, is_long = 0, False
+    for axis, size in enumerate(box):
+        begin, whole = offset[axis] - chunk.offset[axis], chunk.shape[axis]
+        if begin < 0 or begin + size > whole or not size or (is_long and size != whole):
             return None
-        is_cut = is_cut or size != whole
-        element += begin * stride
-        stride *= whole
+        is_long = is_long or size != 1
+        element = element * whole + begin
     return element
 
 
