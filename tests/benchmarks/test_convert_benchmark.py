@@ -116,12 +116,14 @@ def test_a_whole_model_goes_there_and_back_though_it_is_killed(
     numbers = tmp_path / "numbers.json"
     arguments = ["--quick", "--kills", "2", "--json", str(numbers), "--dir", str(tmp_path)]
     assert convert_whole.main(arguments) == 0
-    assert [bar["most"] for bar in json.loads(numbers.read_text())] == [None, None, None, 2048]
-    assert "killed 2 times" in capsys.readouterr().out.replace("\n", " ")
+    assert [bar["most"] for bar in json.loads(numbers.read_text())] == [*[None] * 5, 2048]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "there, killed 2 times" in printed and "back, killed 0 times" in printed
 
 
 def test_a_model_that_comes_back_changed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = iter("ab")
-    monkeypatch.setattr(convert_whole, "_through", lambda *_, **__: (0.0, 0.0, next(digests)))
-    with pytest.raises(ValueError, match="what came back"):
-        convert_whole.main(["--quick", "--kills", "0", "--dir", str(tmp_path)])
+    numbers = iter([{"w": 1}, {"w": 2}])
+    monkeypatch.setattr(convert_whole, "_through", lambda *_, **__: (0.0, 0.0))
+    monkeypatch.setattr(convert_whole, "_fingerprints", lambda _: (0.0, next(numbers)))
+    with pytest.raises(ValueError, match="in \\['there'\\] isn't what was sent"):
+        convert_whole.main(["--quick", "--kills", "0", "--there", "--dir", str(tmp_path)])
