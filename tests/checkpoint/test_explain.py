@@ -21,7 +21,7 @@ from shardtree.errors import (
     ShapeError,
     StrategyError,
 )
-from shardtree.plans import _exchange, near_names
+from shardtree.plans import near_names, read_rounds
 from shardtree.storage import MemoryStorage, Reader, Storage, _checked
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, WatchedStorage, cut, layouts
@@ -183,7 +183,7 @@ def test_the_law_catches_checks_of_hashes_that_are_forgotten() -> None:
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_explain_foretells_conversions(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_exchange.read_rounds, "__kwdefaults__", {"most_bytes": 500_000})
+    monkeypatch.setattr(read_rounds, "__kwdefaults__", {"most_bytes": 500_000})
     folder = saved({key: whole(key, ROWS[:100]) for key in "abcd"})
     target = {key: whole(key, torch.zeros(100, 2000, dtype=dtype)) for key, dtype in zip("abcd", DTYPES, strict=True)}
     check_foretold([target, target], folder, cast=True, exchange=exchange, verify="all")

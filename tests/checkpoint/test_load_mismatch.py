@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import KeyMismatch, RemoteError, ShapeError
-from shardtree.plans import _exchange, convertible
+from shardtree.plans import convertible, read_rounds
 from shardtree.storage import MemoryStorage
 from shardtree.testing import PRINTABLE_DTYPES, Layout, Piece, bits, cut, layouts
 from tests.options import load_keywords
@@ -228,7 +228,7 @@ def test_on_several_ranks_all_hear_of_it(exchange: Any) -> None:
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_conversions_take_bounded_rounds(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_exchange.read_rounds, "__kwdefaults__", {"most_bytes": 20})
+    monkeypatch.setattr(read_rounds, "__kwdefaults__", {"most_bytes": 20})
     tensors = {key: values((4,), torch.float32, seed) for seed, key in enumerate("abcde")}
     folder = stored(**tensors)
 

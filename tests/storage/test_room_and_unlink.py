@@ -73,7 +73,8 @@ def test_no_room_is_kept_by_a_write_that_fails(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no more"):
         LocalStorage(str(tmp_path)).write("f", SizedBuffers(64 * 1024 * 1024, buffers()), durable=False)
-    assert (tmp_path / "f").stat().st_blocks * 512 <= 1024 * 1024
+    # A file system may count a block of its own, which says where the others are.
+    assert (tmp_path / "f").stat().st_blocks * 512 < 1_100_000
 
 
 # Removing.
