@@ -5,8 +5,9 @@ folders that hash what they are given and drop zeros. The first conversion is ki
 has written about as much each time, and goes on. Then the fingerprints of all three have to be equal, each computed
 from its files alone.
 
-On a file system whose holes take no pages of memory to read (tmpfs) that is the speed of processors. But the way back
-reads columns through mappings, which fill holes there: it takes 20 GB of a tmpfs, and --there leaves it out.
+On a file system whose holes take no pages of memory to read (tmpfs) that is the speed of processors. But pieces of rows
+are read through mappings, which fill holes there: each way takes about 18 GB of a tmpfs. With --there only the first
+is gone.
 """
 
 from __future__ import annotations
