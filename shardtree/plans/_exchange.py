@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -161,9 +160,16 @@ def plan_exchange(
     read, target = read[others], target[others]
     of, start, stop, turn = _in_rounds(shared.read_start[read], shared.read_stop[read], round_bytes)
     read, target = read[of], target[of]
-    passed_on = (read, target, shared.reader[read], columns.rank[target], start, stop, turn)
-    values: list[Any] = [*(getattr(shared, name) for name in SharedReads.__slots__), *passed_on]
-    return ExchangePlan(*values)
+    return ExchangePlan(
+        **{name: getattr(shared, name) for name in SharedReads.__slots__},
+        read=read,
+        target=target,
+        sender=shared.reader[read],
+        receiver=columns.rank[target],
+        start=start,
+        stop=stop,
+        round=turn,
+    )
 
 
 def plan_reads(

@@ -39,6 +39,14 @@ def test_memory_that_is_still_read_is_not_lent_again() -> None:
     assert kept.eq(7).all()
 
 
+def test_of_equal_blocks_the_one_used_last_is_lent_again() -> None:
+    memory = HostMemory()
+    first, second = memory.lend(100), memory.lend(100)
+    place = first.data_ptr()
+    del second, first
+    assert memory.lend(100).data_ptr() == place  # what is in it may still be in the processor's cache
+
+
 def test_pinned_memory_is_lent_again_for_its_own_kind_of_device() -> None:
     memory, made = HostMemory(), list[int]()
 

@@ -104,4 +104,6 @@ class _Window:
         if held is None or low != self.low or held.shape != room:
             self.held = None  # before more is read: two windows would take twice the memory
             self.low, self.held = low, (held := self.data.read_box(low, room))
+        if all(start + length == size for start, length, size in zip(offset, shape, sizes, strict=True)):
+            self.held = None  # boxes come in order: nothing else is asked for, and the batch has more tensors
         return held[slices(within, shape)]
