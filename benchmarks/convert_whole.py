@@ -110,11 +110,16 @@ def _convert(source: str, sink: str, backend: tuple[str, int], batch: int, until
                 told.write_text(f"{_peak_mib()}")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    layout = TRAINING if backend == TO else None
-    options = st.SaveOptions(durable=False, progress=count)
-    how = {"layout": layout, "leave_out": ["common"] if backend == TO else [], "verify": False}
-    sizes = {"max_bytes_in_flight": batch, "save_options": options}
-    st.convert(source, SparseFolder(sink), backend=backend, **how, **sizes)
+    st.convert(
+        source,
+        SparseFolder(sink),
+        backend=backend,
+        layout=TRAINING if backend == TO else None,
+        leave_out=["common"] if backend == TO else [],
+        max_bytes_in_flight=batch,
+        verify=False,
+        save_options=st.SaveOptions(durable=False, progress=count),
+    )
     told.write_text(f"{_peak_mib()}")
 
 
