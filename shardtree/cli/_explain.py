@@ -77,6 +77,7 @@ def _document(explanation: Explanation) -> dict[str, Any]:
         "undecided": list(map(str, explanation.undecided)),
         "missing": list(explanation.missing),
         "left_out": list(explanation.left_out),
+        "unfilled": list(explanation.unfilled),
         "total": _cost(explanation.cost),
         "ranks": [
             {

@@ -123,6 +123,7 @@ class Explanation:
         undecided: what may fail when values are read.
         omitted: requested and not stored, but left out by the strict mode, so that it is no problem.
         left_out: the paths of plain values and containers that are stored, and that a load leaves out.
+        unfilled: the paths of the targets' plain tensors that aren't in the result, since nothing is stored for them.
         uncompared: keys of an optimizer's states that would be loaded without the comparison of masters with weights
             that their format allows, since the options say ``verify=None``.
         exchange: why ranks would read for each other or wouldn't, where ``exchange="auto"`` leaves that to the load.
@@ -134,6 +135,7 @@ class Explanation:
     undecided: tuple[Undecided, ...] = ()
     omitted: tuple[Unexpected, ...] = ()
     left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     exchange: str = ""
 
@@ -201,6 +203,7 @@ class Explanation:
             *_listed(map(str, self.undecided), "open question"),
             *_listed((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
             *_listed((f"stored, left out: {path}" for path in self.left_out), "place"),
+            *_listed((f"a plain tensor, not stored: {path}" for path in self.unfilled), "place"),
             *_listed((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
             *_listed((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]

@@ -59,6 +59,7 @@ class ReadReport:
         files: files opened.
         left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
             them.
+        unfilled: paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
         uncompared: keys of an optimizer's states that would have been loaded after a comparison of masters with
             weights, had the options not said ``verify=None``.
         bytes_sent: to other ranks, which wanted what this one read.
@@ -71,6 +72,7 @@ class ReadReport:
     blocks_unchecked: int = 0
     files: int = 0
     left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -99,7 +101,7 @@ class ReadReport:
         return f"ReadReport({size_text(self.bytes_read)} read from {plural(self.files, 'file')}{more})"
 
     def _names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        return ("left out", self.left_out), ("uncompared", self.uncompared)
+        return ("left out", self.left_out), ("unfilled", self.unfilled), ("uncompared", self.uncompared)
 
     def _repr_html_(self) -> str:
         return notebook_html(self)

@@ -20,7 +20,7 @@ from ._edit import (
     without_data,
 )
 from ._factories import apply_factories, apply_factory_merges, build_factories, extract_metadata
-from ._join import Record, common_with_holes, comparable, is_hollow, join, left_out, without_holes
+from ._join import Record, common_with_holes, comparable, deepest, is_hollow, join, left_out, without_holes
 from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
 from ._nested import flat, nested

@@ -201,6 +201,27 @@ def left_out(common: Tree, joined: Tree) -> tuple[TreePath, ...]:
     return tuple(_missing_paths(common, joined, ()))
 
 
+def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
+    """Return the last node on a path that a tree has, and how many of the path's entries lead to it.
+
+    Args:
+        tree: a stored common tree, or what `join` made of one.
+        path: of a target's leaf. Stored records have fields where the target's namedtuples have positions.
+
+    Examples:
+        >>> deepest({"model": HOLE}, ("model", "w")), deepest({"step": [3]}, ("step", 0))
+        ((HOLE, 1), (3, 2))
+    """
+    for depth, entry in enumerate(path):
+        children = _entries(tree)
+        if isinstance(tree, Record) and isinstance(entry, int) and entry < len(tree.fields):
+            entry = [*tree.fields][entry]
+        if children is None or entry not in children:
+            return tree, depth
+        tree = children[entry]
+    return tree, len(path)
+
+
 def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:
     if joined is stored or stored is HOLE:
         return

@@ -283,7 +283,7 @@ def without(name: str, faulty: Callable[..., Any], module: Any = _explain) -> Ex
 
 def unjoined(*_: Any) -> Any:
     """A planted fault: nothing is joined, so that everything fits."""
-    return ()
+    return _checks.Omissions()
 
 
 def reads_all(*args: Any, **options: Any) -> st.plans.Explanation:

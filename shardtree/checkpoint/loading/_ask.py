@@ -5,21 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ...codec import named_types
-from ...errors import UnsafeFile, UnsupportedValue
+from ...errors import StrategyError, UnsafeFile, UnsupportedValue
 from ...layouts import ShardColumns
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, fetch_checked, find_strategy
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout
 from .._dispatch import Choice, sharded_backend
-from .._open import OPEN_STEPS, Fields, Metadata, load_common, open_alone, sharded_metadata, stored_keys, with_fields
+from .._open import (
+    OPEN_STEPS,
+    Fields,
+    Metadata,
+    load_common,
+    open_alone,
+    sharded_metadata,
+    stored_keys,
+    stored_kinds,
+    with_fields,
+)
 from ._auto import exchange_choice
-from ._checks import Keys, Kinds, ObjectsFit, check_rank, check_target, named_unexpected
+from ._checks import Keys, ObjectsFit, Omissions, check_rank, check_target, named_unexpected
 from ._read import Destination, Reading, destination_by_cost, destination_of
 from ._strict import (
     LOGGING,
@@ -30,7 +40,7 @@ from ._strict import (
     mismatched_keys,
     parse_strict,
 )
-from ._targets import Target, take_apart, usable_device
+from ._targets import Kinds, Target, take_apart, usable_device
 
 Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
@@ -113,14 +123,14 @@ class CheckedLoad:
         common: the stored common tree.
         reading: how the target is read.
         destination: the memory for it, or what makes that once costs have decided how it is read; collective.
-        left_out: paths of the stored plain values that can't be returned, since containers around them lack shards.
+        omitted: what isn't returned of what is stored, and not filled of the target.
     """
 
     target: Target
     common: Any
     reading: Reading
     destination: Destination | Callable[[], Destination]
-    left_out: tuple[str, ...]
+    omitted: Omissions
 
 
 def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
@@ -208,7 +218,8 @@ def resolve(
 def wanted_by(local: LocalLoad) -> tuple[Set[str], bool]:
     """Return the keys of the tensors that a rank asks for, and whether all that is stored is listed too."""
     # A mode that compares keys lists all that is stored.
-    return {shard.key for shard in local.target.tensors}, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
+    keys = local.target.plain_keys.union(shard.key for shard in local.target.tensors)
+    return keys, local.mode is not StrictHandling.ASSUME_OK_UNEXPECTED
 
 
 def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[set[str], set[str]]:
@@ -221,14 +232,17 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
     """
     if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()
-    own = local.target.keys
     stored = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
+    own = local.target.keys | (local.target.plain_keys & stored)
     everywhere = stored
     if local.mode in WITH_MISSING:
         # Only what no known layout covers travels: every rank has the keys of that already.
         known = set(() if local.known is None else local.known.columns.keys)
         everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
     return mismatched_keys(local.mode, own, stored, everywhere)
+
+
+_UNFITTED: Final[tuple[Kinds, ObjectsFit]] = ({}, ObjectsFit())
 
 
 def check(
@@ -256,35 +270,39 @@ def check(
             columns = check_together("load", descriptions, local.known, tiling=request.validate)
     common_of = cache(partial(stored_common, checkpoint, request.choices))
 
-    def fit(target: Target) -> tuple[Kinds, ObjectsFit]:
-        return check_target(
-            checkpoint,
-            target,
-            sharded,
-            strategies,
-            cast=request.cast,
-            rules=request.options.object_rules,
-            left_out=unexpected,
-            common_of=common_of,
-        )
-
-    keys = Keys(local.mode, missing, unexpected, lambda: stored_keys(listing(checkpoint, request.choices)))
+    fit = partial(
+        check_target,
+        checkpoint,
+        choice=sharded,
+        strategies=strategies,
+        cast=request.cast,
+        rules=request.options.object_rules,
+        left_out=unexpected,
+        common_of=common_of,
+    )
+    listed = partial(listing_if_any, checkpoint, request.choices)
+    keys = Keys(
+        local.mode,
+        missing,
+        unexpected,
+        lambda: stored_keys(listed()),
+        lambda wanted: stored_kinds(listed(), sorted(wanted)),
+    )
     if local.mode in LOGGING:
         with step("load: strict"):
             log_keys(missing, named_unexpected(keys, local.target, common_of))
-    unused: tuple[Kinds, ObjectsFit] = ({}, ObjectsFit())
-    target, fitted, common, lost = check_rank(step, request.tree, local.target, keys, fit, common_of, unused)
+    target, fitted, common, omitted = check_rank(step, request.tree, local.target, keys, fit, common_of, _UNFITTED)
     if local.mode in LOGGING:
-        log_left_out(lost)
+        log_left_out(omitted.left_out)
     with step("load: choose to exchange"):
         own = None if callable(sharded) or columns is None else [columns]
         exchange = exchange_choice(request.options.exchange, checkpoint.storage, checkpoint.world.size, own)
     reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
     if exchange.undecided and columns is not None:
         later = partial(destination_by_cost, reading, columns, target.leaves)
-        return CheckedLoad(target, common, reading, later, lost)
+        return CheckedLoad(target, common, reading, later, omitted)
     with step("load: make memory"):
-        return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), lost)
+        return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omitted)
 
 
 def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
@@ -297,6 +315,14 @@ def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:
     # A caller's function loads shards and can't list them: the format's own row does.
     pair = (None if callable(sharded) else sharded, None if callable(common) else common)
     return sharded_metadata(checkpoint, *pair, strategies)
+
+
+def listing_if_any(checkpoint: Checkpoint, choices: Choices) -> Metadata:
+    """Return `listing`; nothing where the format doesn't list what it holds."""
+    try:
+        return listing(checkpoint, choices)
+    except StrategyError:
+        return {}
 
 
 def stored_common(checkpoint: Checkpoint, choices: Choices, types: tuple[type, ...]) -> Any:

@@ -5,7 +5,7 @@ None is collective. Each returns what the next one needs, or raises what `load` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import CheckpointingException, TreePath, render_path
-from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...objects import (
     ObjectRule,
@@ -39,8 +38,9 @@ from ...strategies.index import IndexMetadata
 from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
-from ._strict import RAISING, StrictHandling, refuse_keys, refuse_left_out
-from ._targets import Target, is_sharded, without_unexpected
+from ._plain import asking_whole, refuse_renamed, unfilled
+from ._strict import RAISING, StrictHandling, refuse_keys, refuse_omissions
+from ._targets import Kinds, Target, is_sharded, without_unexpected
 
 # Sharded objects that are asked for in another shape than is stored, and the rules for them
 
@@ -168,9 +168,6 @@ def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], read: Seq
 
 P = TypeVar("P", bound=Misfit)
 
-Kinds = Mapping[str, TensorKind]
-"""What is stored of the tensors that a target asks for, by key."""
-
 CommonOf = Callable[[tuple[type, ...]], Any]
 """Returns the stored common tree, with instances of given namedtuple classes."""
 
@@ -295,17 +292,38 @@ class Keys:
         missing: stored, and asked for by no rank.
         unexpected: asked for by this rank, and not stored.
         stored: returns all that are stored.
+        kinds: returns what is stored of the tensors among some keys; asked where the target has plain tensors.
     """
 
     mode: StrictHandling
     missing: set[str]
     unexpected: set[str]
     stored: Callable[[], set[str]]
+    kinds: Callable[[Set[str]], Kinds]
+
+
+@dataclass(frozen=True, slots=True)
+class Omissions:
+    """What a load leaves out, as paths.
+
+    Attributes:
+        left_out: stored plain values that can't be returned, since containers around them lack shards.
+        unfilled: plain tensors of the target for which nothing is stored.
+    """
+
+    left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
 
 
 def check_rank(
-    run: Run, tree: Any, target: Target, keys: Keys, fit: Callable[[Target], T], common_of: CommonOf, otherwise: T
-) -> tuple[Target, T, Any, tuple[str, ...]]:
+    run: Run,
+    tree: Any,
+    target: Target,
+    keys: Keys,
+    fit: Callable[[Target], T],
+    common_of: CommonOf,
+    otherwise: T,
+) -> tuple[Target, T, Any, Omissions]:
     """Run the checks of one rank's target, in the order of a load, and return what comes of them.
 
     Args:
@@ -318,23 +336,25 @@ def check_rank(
         otherwise: taken in place of the result of `fit` where that fails and is only recorded.
 
     Returns:
-        The target without what isn't stored, what `fit` returned, the stored common tree, and the paths of what the
-        join leaves out of that.
+        The target without what isn't stored and with shards in place of the plain tensors that are, what `fit`
+        returned, the stored common tree, and what the load leaves out.
     """
     # Keys first, since the other checks are of what is left once unexpected ones are dropped. On every rank a mode that
     # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
     with run("load: strict"):
         if keys.mode in RAISING:
             refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
-    kept, fitted, common, left = target, otherwise, HOLE, tuple[str, ...]()
+    kept, fitted, common, omitted = target, otherwise, HOLE, Omissions()
     with run("load: leave out"):
         kept = without_unexpected(target, tree, keys.unexpected)
     with run("load: check the target"):
+        if kept.plain:
+            kept = asking_whole(kept, keys.kinds(kept.plain_keys))
         fitted = fit(kept)
     with run("load: common state"):
         common = common_of(kept.types)
-        left = check_join(common, kept, keys.mode)
-    return kept, fitted, common, left
+        omitted = check_join(common, kept, keys)
+    return kept, fitted, common, omitted
 
 
 def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
@@ -343,19 +363,23 @@ def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[U
     return in_common_state(absent, target, common_of)
 
 
-def check_join(common: Any, target: Target, mode: StrictHandling) -> tuple[str, ...]:
-    """Return the paths of what a load leaves out of the stored common tree; called before a tensor is read.
+def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
+    """Return what a load leaves out of the stored common tree and of the target; called before a tensor is read.
 
     Raises:
         TreeError: the target doesn't fit it.
-        KeyMismatch: something is left out, and the mode raises for all that isn't loaded.
+        KeyMismatch: something is left out, and the mode raises for all that isn't loaded; or a plain tensor is stored
+            under another key than that of its path, and the mode doesn't leave out what isn't stored.
     """
     # A trial of the last step's join, with the target's own leaves. An optimizer's state in tuples, or a list with
     # shards beside values, can't come back without its shards: it is left out, so that a load of a part can succeed.
     found = joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
-    paths = tuple(map(render_path, left_out(common, found)))
-    refuse_left_out(mode, paths)
-    return paths
+    lacking = unfilled(target, found)
+    if keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
+        refuse_renamed(lacking, common, keys.stored)
+    omitted = Omissions(tuple(map(render_path, left_out(common, found))), tuple(map(render_path, lacking)))
+    refuse_omissions(keys.mode, omitted.left_out, omitted.unfilled)
+    return omitted
 
 
 def _is_filled(leaf: Any) -> bool:

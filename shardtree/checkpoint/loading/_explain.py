@@ -27,8 +27,8 @@ from ._auto import exchange_choice
 from ._checks import (
     CommonOf,
     Keys,
-    Kinds,
     ObjectsFit,
+    Omissions,
     Run,
     check_rank,
     fit_objects,
@@ -38,9 +38,10 @@ from ._checks import (
     prospect,
 )
 from ._foretell import PlannedReads, planned_reads, rank_reads, undecided
+from ._plain import asking_whole
 from ._read import by_dtype
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
-from ._targets import Target, check_given, take_apart, usable_device
+from ._targets import Kinds, Target, check_given, take_apart, usable_device
 
 Shards = Sequence[ShardedTensor]
 P = TypeVar("P", bound=plans.Misfit)
@@ -97,7 +98,7 @@ class _Fit:
         reads: what loading the tensors of each would take, if it reads by itself.
         problems: why what they ask for can't be loaded, each once.
         unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        left_out: paths of what the join leaves out.
+        omitted: what isn't returned of what is stored, and not filled of the targets.
         uncompared: keys of states that aren't compared with weights.
         undecided: what may fail when values are read.
         converts: whether some tensors are stored in another dtype.
@@ -106,7 +107,7 @@ class _Fit:
     reads: tuple[plans.RankReads, ...] = ()
     problems: tuple[plans.Misfit, ...] = ()
     unexpected: tuple[plans.Unexpected, ...] = ()
-    left_out: tuple[str, ...] = ()
+    omitted: Omissions = field(default_factory=Omissions)
     uncompared: tuple[str, ...] = ()
     undecided: tuple[plans.Undecided, ...] = ()
     converts: bool = False
@@ -125,7 +126,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         usable_device(request.device)
     choices, metadata = request.choices, listing(checkpoint, request.choices)
     stored = stored_keys(metadata)
-    asked = _asked(request, trees, failed)
+    asked = _asked(request, trees, stored, failed)
     kinds = stored_kinds(metadata, sorted(asked.tensors))
     # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
     claimed = asked.keys if len(asked.ranks) == len(trees) else stored
@@ -135,7 +136,9 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         for rank in asked.ranks:
             own = replace(request, tree=trees[rank])
             target = take_apart(own.tree)
-            keys = Keys(mode, *mismatched_keys(mode, target.keys, stored, claimed), lambda: stored)
+            keys = Keys(
+                mode, *mismatched_keys(mode, _keys_of(target, stored), stored, claimed), lambda: stored, lambda _: kinds
+            )
             run = partial(failed.recorded, [rank])
             yield _rank_fit(run, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
 
@@ -144,7 +147,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
     def fitting() -> Iterator[Shards]:
         for rank in asked.ranks:
-            yield _fitting(take_apart(trees[rank]).tensors, problems, kinds)
+            yield _fitting(asking_whole(take_apart(trees[rank]), kinds).tensors, problems, kinds)
 
     planned, columns = PlannedReads(), None if failed.ranks else asked.columns
     with failed.recorded(ranks):
@@ -156,7 +159,8 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         reads=tuple(reads.get(rank, plans.RankReads(rank, 0, 0, None)) for rank in ranks),
         undecided=fit.undecided,
         omitted=() if mode in RAISING else fit.unexpected,
-        left_out=fit.left_out,
+        left_out=fit.omitted.left_out,
+        unfilled=fit.omitted.unfilled,
         uncompared=tuple(sorted(fit.uncompared)),
         exchange=planned.why,
     )
@@ -168,14 +172,22 @@ def _both(one: _Fit, other: _Fit) -> _Fit:
         (*one.reads, *other.reads),
         _each_once([one.problems, other.problems]),
         _each_once([one.unexpected, other.unexpected]),
-        tuple(dict.fromkeys((*one.left_out, *other.left_out))),
+        Omissions(
+            tuple(dict.fromkeys((*one.omitted.left_out, *other.omitted.left_out))),
+            tuple(dict.fromkeys((*one.omitted.unfilled, *other.omitted.unfilled))),
+        ),
         tuple(dict.fromkeys((*one.uncompared, *other.uncompared))),
         tuple(dict.fromkeys((*one.undecided, *other.undecided))),
         one.converts or other.converts,
     )
 
 
-def _asked(request: LoadRequest, trees: Sequence[Any], failed: _Failures) -> _Asked:
+def _keys_of(target: Target, stored: set[str]) -> set[str]:
+    """Return the keys that a target asks for: those of plain tensors count where they are stored."""
+    return target.keys | (target.plain_keys & stored)
+
+
+def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed: _Failures) -> _Asked:
     """Return what ranks ask for, once it is known whether that fits together."""
     ranks: list[int] = []
     said, columns = list[Description](), AlikeColumns()
@@ -184,8 +196,8 @@ def _asked(request: LoadRequest, trees: Sequence[Any], failed: _Failures) -> _As
         with failed.recorded([rank]):
             target, known = matched_target(replace(request, tree=trees[rank]), rank, len(trees))
             ranks.append(rank)
-            keys |= target.keys
-            tensors.update(shard.key for shard in target.tensors)
+            keys |= _keys_of(target, stored)
+            tensors.update((shard.key for shard in target.tensors), target.plain_keys)
             layouts = layouts or [known]
             try:
                 columns.add(shard_columns(target.tensors, rank), rank)
@@ -227,7 +239,7 @@ def _rank_fit(
         return found, objects
 
     fitted = (plans.Prospect(), ObjectsFit())
-    kept, (found, objects), _, left = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
+    kept, (found, objects), _, omitted = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
     with run("load: make memory"):
         check_given(kept.tensors, donate=request.donate)
     cost = None if found.cost is None else found.cost()
@@ -235,7 +247,7 @@ def _rank_fit(
         (plans.RankReads(rank, len(kept.tensors), len(kept.objects), cost),),
         in_common_state((*found.problems, *objects.problems), kept, common_of),
         named_unexpected(keys, target, common_of),
-        left,
+        omitted,
         found.uncompared,
         tuple(undecided(checkpoint, request.choices, kept, objects, kinds if request.cast else {})),
         bool(by_dtype(kept.tensors, kinds)[1]),

@@ -20,10 +20,10 @@ from .._dispatch import backend_of, sharded_backend
 from .._packed import AlikeColumns
 from ._ask import Choices
 from ._auto import ExchangeChoice, cheaper_choice, exchange_choice, recalled
-from ._checks import Kinds, ObjectsFit
+from ._checks import ObjectsFit
 from ._exchange import by_sharing, cuts_shards, parts_to_read
 from ._read import by_dtype, columns_of, may_overflow, own_rounds
-from ._targets import Target
+from ._targets import Kinds, Target
 
 Shards = Sequence[ShardedTensor]
 

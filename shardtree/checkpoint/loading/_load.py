@@ -13,14 +13,14 @@ from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...trees import refuse_too_deep
-from ...world import agree, current_world, step
+from ...world import agree, current_world, share, step
 from .._dispatch import Choice
 from .._open import open_together, parse_together, sharded_metadata, tensors_of
 from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve, wanted_by
 from ._auto import exchange_choice
 from ._checks import joined
 from ._read import Destination, Reading, deliver, destination_of, read_into
-from ._strict import RETURNING, StrictHandling
+from ._strict import RETURNING, StrictHandling, log_unfilled
 
 _Key = TypeVar("_Key")
 
@@ -103,9 +103,12 @@ def load(
 ) -> Any:
     """Return the stored common state merged with the loaded target; every rank calls it with its own target.
 
-    Only the bytes that the target asks for are read. Plain values in the target are ignored. The result keeps all
-    containers of the target, as `trees.join` says. Stored lists, tuples and records whose shards the target doesn't
-    ask for are left out; the report and ``strict="raise_all"`` name the plain values that go with them. The steps:
+    Only the bytes that the target asks for are read. A plain tensor in the target asks for the whole stored tensor
+    whose key is its path, joined by dots, on each rank that has it; where no tensor has that key, the common state's
+    value is in its place. What gets neither isn't in the result, which a warning and the report name. Other plain
+    values in the target are ignored. The result keeps all containers of the target, as `trees.join` says. Stored
+    lists, tuples and records whose shards the target doesn't ask for are left out; the report and
+    ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.
     2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1; another one
@@ -143,7 +146,8 @@ def load(
     Raises:
         MetadataError: `device` isn't one that this machine has, or is the meta device.
         NotACheckpoint: there is none.
-        KeyMismatch: the checkpoint lacks what the target asks for, or more than `strict` allows.
+        KeyMismatch: the checkpoint lacks what the target asks for, or more than `strict` allows; or a plain tensor of
+            the target is stored under another key than that of its path.
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
@@ -187,7 +191,9 @@ def load(
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)
     fits = partial(check, request, local, messages, missing, unexpected)
-    checked = agree(ranks, "load: check", fits, steps=CHECK_STEPS)
+    checked, lacking = share(ranks, "load: check", fits, lambda found: found.omitted.unfilled, steps=CHECK_STEPS)
+    if ranks.rank == 0:
+        log_unfilled(list(dict.fromkeys(path for paths in lacking for path in paths)))
     destination = checked.destination() if callable(checked.destination) else checked.destination
     # The first step that changes anything: given tensors are untouched if any rank fails before.
     objects, read = read_into(checked.reading, destination)
@@ -212,7 +218,8 @@ def _put_together(
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         tree = checked.target.merge(joined(checked.common, checked.target, loaded))
     if report is not None:
-        report(replace(read, left_out=checked.left_out, exchange=destination.exchange.why))
+        left_out, unfilled = checked.omitted.left_out, checked.omitted.unfilled
+        report(replace(read, left_out=left_out, unfilled=unfilled, exchange=destination.exchange.why))
     return tree
 
 

@@ -28,9 +28,9 @@ from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 from ._auto import ALONE, ExchangeChoice, cheaper_choice, speeds_of
-from ._checks import Kinds, ObjectsFit, reshaped_values
+from ._checks import ObjectsFit, reshaped_values
 from ._exchange import by_sharing, cuts_shards, message_buffers, parts_to_read, pass_on, traits_of_load
-from ._targets import CPU, deliver_all, new_memory, with_memories
+from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
 

@@ -155,20 +155,37 @@ def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
 
 
 _LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
+_UNFILLED = "load: plain tensors of the target that aren't stored: they aren't in the result"
 
 
-def refuse_left_out(strict: StrictHandling, paths: Sequence[str]) -> None:
-    """Raise if stored plain values can't be returned, where a mode raises for all that isn't loaded.
+def refuse_omissions(strict: StrictHandling, left_out: Sequence[str], unfilled: Sequence[str]) -> None:
+    """Raise if stored plain values can't be returned, or plain tensors not filled, where a mode raises for all.
+
+    Args:
+        strict: the mode.
+        left_out: paths of the stored values.
+        unfilled: paths of the target's plain tensors.
 
     Raises:
-        KeyMismatch: there is such a value.
+        KeyMismatch: there is such a value or tensor.
     """
-    if paths and strict is _S.RAISE_ALL:
+    if strict is not _S.RAISE_ALL:
+        return
+    if left_out:
         fix = "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
-        raise KeyMismatch(error_text(_LEFT_OUT, offenders=paths, fix=fix))
+        raise KeyMismatch(error_text(_LEFT_OUT, offenders=left_out, fix=fix))
+    if unfilled:
+        fix = "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."
+        raise KeyMismatch(error_text(_UNFILLED, offenders=unfilled, fix=fix))
 
 
 def log_left_out(paths: Sequence[str]) -> None:
     """Log the paths of stored plain values that can't be returned, if there are any."""
     if paths:
         logger.warning("\n  ".join([_LEFT_OUT, *map(error_text, paths)]))
+
+
+def log_unfilled(paths: Sequence[str]) -> None:
+    """Log the paths of a target's plain tensors for which nothing is stored, if there are any."""
+    if paths:
+        logger.warning("\n  ".join([_UNFILLED, *map(error_text, paths)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,12 +10,16 @@ import torch
 
 from ... import trees
 from ...codec import as_integers
-from ...errors import CheckpointingException, KeyMismatch, MetadataError, error_text, render_path
+from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
+from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor, lacks_memory
 from ...storage import collector_paused, copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")
+
+Kinds = Mapping[str, TensorKind]
+"""What is stored of the tensors that a target asks for, by key."""
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:
@@ -225,6 +229,7 @@ class Target:
         rebuild: from new leaves to a tree of the same structure.
         merge: from the joined tree to one with the factories merged.
         types: the namedtuple classes that it is made of.
+        plain: the paths of the plain tensors among the leaves, by number of the leaf.
     """
 
     leaves: tuple[Any, ...]
@@ -233,11 +238,17 @@ class Target:
     rebuild: Callable[[Sequence[Any]], Any]
     merge: Callable[[Any], Any]
     types: tuple[type, ...]
+    plain: Mapping[int, TreePath]
 
     @property
     def keys(self) -> set[str]:
-        """The keys of what is asked for."""
+        """The keys of the shards and objects that are asked for."""
         return {leaf.key for leaf in (*self.tensors, *self.objects)}
+
+    @property
+    def plain_keys(self) -> set[str]:
+        """The keys that plain tensors ask for, where they are stored."""
+        return set(map(trees.path_key, self.plain.values()))
 
 
 @collector_paused()
@@ -263,7 +274,10 @@ def take_apart(tree: Any) -> Target:
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
-    return Target(leaves, tensors, objects, rebuild, merge, types)
+    plain = dict[int, TreePath]()
+    if any(isinstance(leaf, torch.Tensor) for _, leaf in others):
+        plain = {number: path for number, (path, leaf) in enumerate(pairs) if isinstance(leaf, torch.Tensor)}
+    return Target(leaves, tensors, objects, rebuild, merge, types, plain)
 
 
 def _unmerged(loaded: Any) -> Any:

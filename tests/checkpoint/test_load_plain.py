@@ -1,0 +1,183 @@
+"""Plain tensors in a load's target: each asks for the whole stored tensor of its path's key, or is named."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import shardtree as st
+from shardtree.errors import KeyMismatch, ShapeError
+from shardtree.interop.dtensor import from_dtensors, to_dtensors
+from shardtree.storage import MemoryStorage, ReadReport
+from tests.options import load_keywords
+
+W, STEP = torch.arange(12.0).view(3, 4), torch.tensor(7.0)
+
+
+def whole(key: str, tensor: torch.Tensor, *cuts: Any, **fields: Any) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
+
+
+def stored(tree: Any, *backend: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder, *backend)
+    return folder
+
+
+def module() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def shards(state: Any, prefix: str = "model.") -> dict[str, Any]:
+    return {name: whole(prefix + name, tensor) for name, tensor in state.items()}
+
+
+def load(target: Any, folder: Any, **options: Any) -> tuple[Any, ReadReport]:
+    reports: list[ReadReport] = []
+    loaded = st.load(target, folder, **load_keywords(report=reports.append, **options))
+    explained = st.explain(target, folder, **load_keywords(**options))
+    assert explained.ok and explained.unfilled == reports[0].unfilled
+    return loaded, reports[0]
+
+
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)])
+def test_the_state_dict_of_a_module_is_a_target(backend: tuple[str, int]) -> None:
+    saved, fresh = module().state_dict(), module().state_dict()
+    folder = stored({"model": shards(saved), "step": 1}, backend)
+    loaded, report = load({"model": fresh, "step": 0}, folder, strict="raise_all")
+    assert list(loaded["model"]) == list(saved) and loaded["step"] == 1 and report.unfilled == ()
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in saved.items())
+
+
+def test_what_dcp_saved_comes_back_whole_and_through_dtensors(tmp_path: Path) -> None:
+    model = module().state_dict()
+    state = {"model": model, "optim": {name: {"step": torch.tensor(5.0)} for name in model}}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dcp.save(state, checkpoint_id=tmp_path)
+    finally:
+        dist.destroy_process_group()
+    empty = st.map_shards(torch.zeros_like, state)
+    loaded, _ = load(empty, tmp_path, strict="raise_all")
+    assert not st.diff(loaded, state)
+    like = st.map_shards(torch.zeros_like, state)
+    through = to_dtensors(st.load(from_dtensors(like), tmp_path), like=like)
+    assert not st.diff(through, state)
+
+
+def test_a_plain_tensor_is_filled_in_place_where_it_is_donated() -> None:
+    folder, parameter = stored({"w": whole("w", W)}), torch.nn.Parameter(torch.zeros(3, 4))
+    loaded = st.load({"w": parameter}, folder, donate=True)
+    assert loaded["w"] is parameter and torch.equal(parameter, W)
+    given = torch.zeros(3, 4)
+    assert st.load({"w": given}, folder)["w"] is not given and not given.any()
+
+
+def test_a_meta_tensor_gets_memory() -> None:
+    assert torch.equal(load({"w": torch.empty(3, 4, device="meta")}, stored({"w": whole("w", W)}))[0]["w"], W)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [((), (1,)), ((1,), ()), ((1, 1), (1,))])
+@pytest.mark.parametrize("donate", [False, True])
+def test_one_element_fills_one_element_of_any_shape(asked: Any, kept: Any, donate: bool) -> None:
+    given = torch.zeros(asked)
+    loaded = st.load({"step": given}, stored({"step": whole("step", STEP.reshape(kept))}), donate=donate)["step"]
+    assert loaded.shape == torch.Size(asked) and loaded.item() == 7 and given.item() == (7 if donate else 0)
+
+
+@pytest.mark.parametrize("asked", [torch.zeros(4, 3), torch.zeros(12), torch.zeros(3, 4, dtype=torch.int32)])
+def test_another_shape_or_dtype_is_an_error(asked: torch.Tensor) -> None:
+    folder = stored({"w": whole("w", W)})
+    with pytest.raises(ShapeError, match=r"'w': checkpoint has \(3, 4\) float32, target asks for"):
+        st.load({"w": asked}, folder)
+    assert st.explain({"w": asked}, folder).ok is False
+
+
+def test_a_dtype_is_cast_on_request() -> None:
+    loaded = st.load({"w": torch.zeros(3, 4, dtype=torch.float64)}, stored({"w": whole("w", W)}), cast=True)["w"]
+    assert loaded.dtype == torch.float64 and torch.equal(loaded, W.double())
+
+
+def test_the_common_state_fills_what_no_tensor_does() -> None:
+    folder = stored({"w": whole("w", W), "step": STEP, "epoch": 3})
+    loaded, report = load({"w": torch.zeros(3, 4), "step": torch.zeros(()), "epoch": torch.zeros(())}, folder)
+    assert torch.equal(loaded["step"], STEP) and loaded["epoch"] == 3 and report.unfilled == ()
+
+
+# What isn't stored under the path's key.
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({"model": {"w": whole("decoder.w", W)}}, "'model.w' isn't stored, but a shard .* perhaps 'decoder.w'"),
+        ({"model": {"w": whole("decoder.w", W), "n": 1}}, ".*but a shard or object was saved there"),
+        ({"w": whole("w", W)}, "'model.w' isn't stored, but 'w' is"),
+        ({"model": {"w": st.ShardedObject("o", 1, (1,), (0,))}}, ".*but a shard or object was saved there"),
+    ],
+)
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
+def test_a_tensor_that_is_stored_under_another_key_is_an_error(saved: Any, said: str, strict: str) -> None:
+    folder, target = stored(saved), {"model": {"w": torch.zeros(3, 4)}}
+    with pytest.raises(KeyMismatch, match=rf"(?s)another key.*tree\['model'\]\['w'\]: {said}"):
+        st.load(target, folder, strict=strict)
+    assert st.explain(target, folder, strict=strict).ok is False
+    _, report = load(target, folder, strict="log_unexpected")
+    assert report.unfilled == ("tree['model']['w']",)
+
+
+def test_a_buffer_that_the_model_has_since_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    folder = stored({"model": shards({"w": W})})
+    target = {"model": {"w": torch.zeros(3, 4), "since": torch.zeros(2)}}
+    loaded, report = load(target, folder)
+    assert list(loaded["model"]) == ["w"] and report.unfilled == ("tree['model']['since']",)
+    assert "tree['model']['since']" in caplog.text
+    with pytest.raises(KeyMismatch, match=r"plain tensors of the target that aren't stored"):
+        st.load(target, folder, strict="raise_all")
+
+
+def test_plain_tensors_ask_for_their_keys_in_strict_modes() -> None:
+    folder = stored({"w": whole("w", W), "v": whole("v", W)})
+    _, missing, unexpected = st.load({"w": torch.zeros(3, 4)}, folder, strict="return_all")
+    assert (missing, unexpected) == ({"v"}, set())
+    assert st.explain({"w": torch.zeros(3, 4)}, folder).missing == ("v",)
+
+
+# Several ranks.
+
+
+def test_one_warning_names_what_any_rank_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    folder = stored({"w": whole("w", W)})
+    with caplog.at_level(logging.WARNING, "shardtree"):
+        st.simulate(2, lambda world: st.load({"w": torch.zeros(3, 4), f"x{world.rank}": STEP}, folder, world=world))
+    assert [record.getMessage().count("tree['x") for record in caplog.records] == [2]
+
+
+@pytest.mark.parametrize("exchange", ["always", "never"])
+def test_each_rank_gets_the_whole_tensor_which_is_read_once_where_ranks_exchange(exchange: Any) -> None:
+    folder = stored({"w": whole("w", W), "cut": whole("cut", W)})
+    reports: list[ReadReport] = []
+
+    def one(world: Any) -> Any:
+        # A rank that has none of its own takes part too.
+        plain = {"w": torch.zeros(3, 4)} if world.rank < 3 else {}
+        target = plain | {"cut": whole("cut", torch.zeros(3, 1), (1, world.rank, 4))}
+        options = st.LoadOptions(exchange=exchange, report=reports.append, verify=None)
+        return st.load(target, folder, world=world, options=options)
+
+    loaded = st.simulate(4, one)
+    assert all(torch.equal(each["w"], W) for each in loaded[:3]) and "w" not in loaded[3]
+    assert torch.equal(torch.cat([each["cut"] for each in loaded], 1), W)
+    if exchange == "always":
+        assert sum(report.bytes_read for report in reports) == 2 * W.nbytes
+    targets = [{"w": torch.zeros(3, 4)}] * 3
+    how = st.LoadOptions(exchange=exchange, verify=None)
+    explained = st.explain_ranks(targets, folder, options=how)
+    assert explained.ok and explained.cost is not None
+    assert explained.cost.bytes_read == (1 if exchange == "always" else 3) * W.nbytes
