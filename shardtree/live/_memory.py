@@ -14,8 +14,8 @@ from ..geometry import Column
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor
 from ..plans import Schedule
-from ..plans.moving import SourceTree, TargetTree, complete, take_source, take_target
-from ..trees import HOLE, join, refuse_too_deep
+from ..plans.moving import SourceTree, TargetTree, complete, join_filled, take_source, take_target
+from ..trees import HOLE, refuse_too_deep
 
 # A rank's source and target trees, either of which may be missing.
 
@@ -84,14 +84,14 @@ def check_joins(ends: Ends, common: Any) -> None:
     """Raise unless a rank's target fits the common state: checked before tensors move.
 
     Raises:
-        TreeError: it doesn't.
+        TreeError: it doesn't, or a plain tensor of it is no plain value of the sources.
     """
     if ends.wanted is None:
         return
     filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
     leaves = [leaf if isinstance(leaf, filled) else HOLE for leaf in ends.wanted.leaves]
     with refuse_too_deep(DOING):
-        join(common, ends.wanted.rebuild(leaves))
+        join_filled(common, ends.wanted.rebuild(leaves), ends.wanted.plain, DOING)
 
 
 def joined_target(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: Sequence[ShardedObject]) -> Any:

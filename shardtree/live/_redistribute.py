@@ -241,7 +241,7 @@ def redistribute(
         ShapeError: a tensor isn't its shard's any more, donated tensors share memory, or a dtype differs that isn't or
             can't be cast.
         CheckpointingException: a source shard has no data, or there is no memory.
-        TreeError: a target doesn't fit the common state.
+        TreeError: a target doesn't fit the common state, or has a plain tensor that no source has.
         RemoteError: on every rank where one of several failed; also of the class above that the failures share.
 
     Examples:

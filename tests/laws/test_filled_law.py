@@ -12,7 +12,7 @@ from hypothesis import strategies as hy
 
 import shardtree as st
 from shardtree.checkpoint.loading import _checks
-from shardtree.errors import KeyMismatch, render_path
+from shardtree.errors import KeyMismatch, TreeError, render_path
 from shardtree.storage import MemoryStorage
 from shardtree.trees import leaves_with_paths, path_key
 from tests.trees.samples import assert_caught
@@ -102,3 +102,16 @@ def test_the_law_catches_tensors_that_go_in_silence(monkeypatch: pytest.MonkeyPa
             return load_all(targets, folder)
 
     assert_caught(filled_or_named, ignoring, MANY, ASKED, hy.just(FORMATS[0]))
+
+
+def in_memory(source: Any, target: Any) -> Any:
+    return st.reshard([source], [target])[0]
+
+
+@pytest.mark.parametrize("move", [in_memory, st.redistribute], ids=["reshard", "redistribute"])
+def test_in_memory_a_plain_tensor_is_a_plain_value_of_the_sources_or_refused(move: Callable[[Any, Any], Any]) -> None:
+    shard, plain = st.ShardedTensor.from_rank_offsets("model.w", torch.ones(2)), torch.ones(2)
+    moved = move({"model": {"w": shard}, "buffer": plain}, {"model": {"w": shard}, "buffer": torch.zeros(2)})
+    assert torch.equal(moved["buffer"], plain) and torch.equal(moved["model"]["w"].data, shard.data)
+    with pytest.raises(TreeError, match=r"plain tensors of the target that no source has.*\n  tree\['model'\]\['w'\]"):
+        move({"model": {"w": shard}, "step": 1}, {"model": {"w": torch.zeros(2)}})

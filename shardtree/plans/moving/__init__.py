@@ -13,4 +13,4 @@ from ._copy import (
     target_regions,
     write_boxes,
 )
-from ._reshard import SourceTree, TargetTree, agreed_common, complete, reshard, take_source, take_target
+from ._reshard import SourceTree, TargetTree, agreed_common, complete, join_filled, reshard, take_source, take_target

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import CheckpointingException, IntegrityError, TreePath, error_text, render_path
+from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
 from ...layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import check_unchanged, given_tensor
@@ -23,6 +23,7 @@ from ...trees import (
     check_is_tree,
     common_with_holes,
     comparable,
+    deepest,
     flatten_with_paths,
     join,
     leaves_with_paths,
@@ -62,12 +63,14 @@ class TargetTree:
         inner: for each, whether a factory built it.
         rebuild: from new leaves to a tree of the same structure.
         merge: from the joined tree to one with factories that hold their merged tensors.
+        plain: the paths of the plain tensors among the leaves.
     """
 
     leaves: tuple[Any, ...]
     inner: tuple[bool, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     merge: Callable[[Any], Any]
+    plain: tuple[TreePath, ...]
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
@@ -169,7 +172,8 @@ def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
     refuse_hidden(doing, pairs)
     refuse_dtensors(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
-    return TargetTree(tuple(leaf for _, leaf in pairs), inner, rebuild, merge)
+    plain = tuple(path for path, leaf in pairs if isinstance(leaf, torch.Tensor))
+    return TargetTree(tuple(leaf for _, leaf in pairs), inner, rebuild, merge, plain)
 
 
 def _keep_factory(leaf: Any) -> Any:
@@ -212,7 +216,28 @@ def complete(
     tree = target.rebuild([_leaf_with_data(leaf, data, held, inner=inner) for leaf, inner in pairs])
     own = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
     with refuse_too_deep(doing):
-        return target.merge(join(own, tree))
+        return target.merge(join_filled(own, tree, target.plain, doing))
+
+
+def join_filled(common: Any, tree: Any, plain: Sequence[TreePath], doing: str) -> Any:
+    """Return a target joined with the plain values of the sources, after checking that its plain tensors get one.
+
+    Args:
+        common: the plain values; a hole if there are none.
+        tree: the target, with holes for its plain values.
+        plain: the paths of its plain tensors.
+        doing: for messages.
+
+    Raises:
+        TreeError: the target doesn't fit the common state, or a plain tensor isn't in it: it would be lost.
+    """
+    joined = join(common, tree)
+    lacking = [render_path(path) for path in plain if deepest(joined, path)[1] < len(path)]
+    if lacking:
+        what = f"{doing}: plain tensors of the target that no source has as a plain value"
+        fix = "Make each a shard, as `shard_at` does, or put what is the rank's own into a LocalNonpersistentObject."
+        raise TreeError(error_text(what, offenders=lacking, fix=fix))
+    return joined
 
 
 def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], held: Iterator[ShardedObject], *, inner: bool) -> Any:
@@ -244,7 +269,8 @@ def reshard(
             way, on any device. Plain values must be the same on all ranks, but those whose tree is empty.
         targets: likewise the trees that are wanted, on as many ranks as there are then. Shards say what they want;
             their data may be a tensor, whose device the new one gets, or None or a meta tensor: then it gets the
-            device of a shard that it comes from. Plain values are ignored, as in `load`.
+            device of a shard that it comes from. Plain tensors must be plain values of the sources; other plain values
+            are ignored.
         rules: what becomes of arrays of objects that change their shape, by patterns of keys; see `reshard_objects`.
         empty: makes a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`: pinned, or shared
             between processes, if it says so.
@@ -255,7 +281,7 @@ def reshard(
         with their data, nonpersistent objects as they are, joined with the plain values.
 
     Raises:
-        TreeError: there is no tree, or a target doesn't fit the plain values.
+        TreeError: there is no tree, or a target doesn't fit the plain values, or no source has its plain tensor.
         IntegrityError: source ranks disagree, targets ask for more than is there, or objects need a rule.
         KeyMismatch: a target asks for a key that isn't there.
         ShapeError: a tensor's global shape differs, or its dtype, and it isn't or can't be cast; or a shard's tensor
