@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ._many import frozen_values, stored_each
 from ._sources import Fetch, Source
-from ._tensor import LazyTensor, lazy_map, of_whole, stored
+from ._tensor import LazyTensor, computed, lazy_map, stored

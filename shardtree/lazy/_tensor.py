@@ -415,23 +415,33 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     return _whole(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
 
 
-def of_whole(
-    function: Callable[[torch.Tensor], torch.Tensor], lazy: LazyTensor, shape: Sequence[int], dtype: torch.dtype
-) -> LazyTensor:
-    """Return the lazy tensor of what a function of a whole tensor returns; it is called at the first read.
+def computed(
+    function: Callable[[torch.Tensor], torch.Tensor], data: Any, shape: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """Return what a function makes of a shard's data, whatever that is: for lenses of one's own that compute.
+
+    Of a lazy tensor the result is lazy: the function is called once, at the first read, with all elements. So it may do
+    what isn't recorded (a maximum, quantising), and one tensor at a time is whole in memory.
 
     Args:
-        function: from all elements to a tensor of that shape and dtype; pure.
-        lazy: its argument.
+        function: from a tensor to a tensor of that shape and dtype; pure.
+        data: a tensor, a lazy tensor, or None, which stays None.
         shape: of the result.
         dtype: of the result.
 
+    Returns:
+        A tensor, a lazy tensor or None, as the data.
+
     Examples:
         >>> weight = stored(lambda offset, shape: torch.ones(shape), (4, 2), torch.float32, name="weight")
-        >>> of_whole(lambda table: table.sum(0), weight, (2,), torch.float32).read()
+        >>> computed(lambda table: table.sum(0), weight, (2,), torch.float32).read()
         tensor([4., 4.])
+        >>> computed(torch.abs, torch.tensor([-1.0]), (1,), torch.float32)
+        tensor([1.])
     """
-    return _whole(OfWhole(function, lazy, tuple(shape), dtype))
+    if isinstance(data, LazyTensor):
+        return _whole(OfWhole(function, data, tuple(shape), dtype))
+    return None if data is None else function(data)
 
 
 def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:

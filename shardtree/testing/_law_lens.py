@@ -115,7 +115,12 @@ LENS_CASES: dict[str, LensCase] = {
 _STATE = "optimizer.state.exp_avg."
 
 
-def check_lens(lens: lenses.Lens, shards: Sequence[ShardedTensor]) -> dict[str, torch.Tensor]:
+def check_lens(
+    lens: lenses.Lens,
+    shards: Sequence[ShardedTensor],
+    *,
+    lossy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
     """Check the laws of lenses for shards of a tensor, and return the stored tensors, by key.
 
     - *Boxes agree*: all ranks' stored boxes together equal what is stored for the whole tensor, bit for bit.
@@ -124,10 +129,18 @@ def check_lens(lens: lenses.Lens, shards: Sequence[ShardedTensor]) -> dict[str, 
     - *States are cut alike*: an optimizer state of another dtype has the same boxes, under its own key.
     - *Data don't matter*: without data the boxes are the same.
 
+    A lossy lens, such as one that quantises, must instead of the second and third law keep these:
+
+    - *The error is the format's*: merging what was built of the whole gives each element within `lossy`, and each
+      shard what the whole gives there.
+    - *Idempotent*: what is stored is stored again unchanged, once it was loaded.
+
     Args:
         lens: any.
         shards: all ranks' shards of a tensor as the model has it, with data; boxes or flat ranges, also replicas. Of
             several tensors, if the lens stores them as one.
+        lossy: from a whole tensor, as the model has it, to the largest error that each of its elements may get, in the
+            same shape or one that broadcasts to it. None for a lens that loses nothing.
 
     Raises:
         AssertionError: names the law, and says what differs.
@@ -144,18 +157,41 @@ def check_lens(lens: lenses.Lens, shards: Sequence[ShardedTensor]) -> dict[str, 
     built = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
     expected = _stored([tree for _, tree in built])
     held = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
+    if lossy is not None:
+        _check_errors(held, given, lossy)
     # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
-    if _elements(expected) == _elements(given):
+    elif _elements(expected) == _elements(given):
         _check_same("merge doesn't undo build on the whole", held, given)
     factories = [lenses.as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
-        what = f"merge doesn't undo build on {_describe(shard)}"
+        broken = "merge doesn't undo build" if lossy is None else "the lens doesn't commute with cuts"
+        what = f"{broken} on {_describe(shard)}"
         _check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(held[shard.key], shard)})
         _check_state(factory, tree)
     _check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
-    check_build_undoes_merge(factories, expected)
+    if lossy is None:
+        check_build_undoes_merge(factories, expected)
+    else:
+        _check_built_again(
+            factories, expected, "not idempotent: what is stored is stored otherwise after a load,"
+        )
     return expected
+
+
+def _check_errors(
+    held: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    lossy: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    for key, tensor in given.items():
+        error = (held[key].double() - tensor.double()).abs()
+        most = lossy(tensor).double().expand(error.shape)
+        worse = torch.nonzero(~(error <= most))  # a NaN is worse than any bound
+        if len(worse):
+            at = tuple(worse[0].tolist())
+            what = f"{len(worse)} of {error.numel()} elements of {key!r} lose more than `lossy` says, the first at {at}"
+            raise AssertionError(f"{what}: {tensor[at].item()} comes back as {held[key][at].item()}")
 
 
 def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: Mapping[str, torch.Tensor]) -> None:
@@ -163,14 +199,21 @@ def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: 
     # Other bits than before: a lens that remembers what it built would pass with the same ones.
     sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
+    _check_built_again(factories, other, "build doesn't undo merge")
+
+
+def _check_built_again(
+    factories: Sequence[ShardedTensorFactory], stored: Mapping[str, torch.Tensor], broken: str
+) -> None:
+    """Raise, with the broken law, unless stored tensors, after merging, are built again unchanged."""
     for factory in factories:
-        built = map_shards(lambda leaf: _filled(leaf, other), apply_factories([factory]))
+        built = map_shards(lambda leaf: _filled(leaf, stored), apply_factories([factory]))
         merged = apply_factory_merges(map_shards(_data, built), [factory])[0]
         again = apply_factories([replace(factory, data=merged)])
         pairs = zip(_shards(built), _shards(again), strict=True)
         for put, found in pairs:
             wrong = first_difference(found.data, put.data)
-            assert wrong is None, f"build doesn't undo merge on {_describe(put)}: {wrong}"
+            assert wrong is None, f"{broken} on {_describe(put)}: {wrong}"
 
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:

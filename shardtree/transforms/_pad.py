@@ -11,7 +11,7 @@ import torch
 
 from ..errors import MetadataError, ShapeError, error_text
 from ..geometry import integer, integers, refuse
-from ..lazy import LazyTensor, of_whole
+from ..lazy import computed
 from ..mapping import ShardedTensor
 from ..trees import join_data, padding_like
 from ._flat import Flat, check_plain, map_tensors, resized, whole_axis
@@ -123,15 +123,14 @@ def _repeated(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torc
     shape = (*data.shape[:at], *data.shape[at + 1 :])
 
     def checked(elements: torch.Tensor) -> torch.Tensor:
-        found: Any = fill(elements)
+        found: Any = fill(elements.detach())
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
             kind = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             expected = f"a tensor of {shape}, without axis {at}"
             raise ShapeError(error_text(f"pad_tensors: fill of {shard.key!r}", found=kind, expected=expected))
         return found.detach().to(data.dtype)
 
-    lazy = isinstance(data, LazyTensor)
-    return (of_whole(checked, data, shape, data.dtype) if lazy else checked(data.detach())).unsqueeze(at)
+    return computed(checked, data, shape, data.dtype).unsqueeze(at)
 
 
 # Axes in another order, as where a program stores matrices transposed.

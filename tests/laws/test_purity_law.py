@@ -184,7 +184,7 @@ CALLS: dict[str, Call] = {
     "mapping.whole_tensors": (mapping.whole_tensors, ["w"], [torch.float32], [(4, 2)]),
     "mapping.with_data": (mapping.with_data, [WEIGHT], [None]),
     "mapping.with_keys": (mapping.with_keys, [WEIGHT], ["v"]),
-    "lazy.of_whole": (lambda whole: lazy.of_whole(torch.mean, whole, (), torch.float32).read(), LAZY),
+    "lazy.computed": (lambda whole: lazy.computed(torch.mean, whole, (), torch.float32).read(), LAZY),
     "lazy.frozen_values": (
         lambda columns: lazy.frozen_values(mapping.ShardedObject, 1, columns),
         {name: [getattr(OBJECT, name)] for name in ("key", "data", "global_shape", "global_offset", "replica_id")},
