@@ -208,11 +208,14 @@ class Explanation:
             *_listed((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]
         lines += [self.exchange] if self.exchange else []
-        return "\n".join([*lines, "", *table_lines(_table(self))])
+        over = self.cost is not None and self.cost.bytes_read > self.cost.bytes_wanted
+        return "\n".join([*lines, "", *table_lines(_table(self)), *([_OVER_READ] if over else [])])
 
     def _failure_text(self, failed: FailedCheck) -> str:
         return f"{rank_text(failed.ranks)}: {failed}" if len(failed.ranks) < len(self.reads) else str(failed)
 
+
+_OVER_READ = "More is read than asked for: what lies between pieces, and the rest of blocks whose hashes are checked."
 
 _VERDICTS = {
     True: "The target fits the checkpoint.",

@@ -375,6 +375,7 @@ def test_the_table_says_all() -> None:
         "   0       1        0    16.0 kB  28.0 kB       1.75       1      1",
         "   1       1        0    16.0 kB  28.0 kB       1.75       1      1",
         " all       2        0    32.0 kB  56.0 kB       1.75       2      2",
+        "More is read than asked for: what lies between pieces, and the rest of blocks whose hashes are checked.",
     ]
 
 
@@ -394,3 +395,10 @@ def test_a_near_name_has_the_same_numbers_where_there_is_one() -> None:
     assert near[keys[0]] == "layers.3.experts.3.weight"
     assert near[keys[1]] == "layers.3.experts.11.weight"
     assert near[keys[2]].startswith("layers.2.experts.")
+
+
+def test_one_rank_of_several_is_told_of_explain_ranks() -> None:
+    quarter = {"w": whole("layers.0.weight", ROWS[:2], (0, 0, 4))}
+    alone = str(st.explain(quarter, FOLDER))
+    assert "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`." in alone
+    assert "explain_ranks" not in str(st.explain_ranks([quarter] * 2, FOLDER))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ... import plans
-from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
+from ...errors import CheckpointReplaced, CorruptCheckpoint, IntegrityError, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import Explanation
@@ -209,9 +209,20 @@ def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed:
         with failed.recorded(ranks):
             if faults:
                 raise faults[0]
-            check_held("load", columns, said, layouts[0], tiling=request.validate)
+            _check_held(columns, said, layouts[0], len(trees), tiling=request.validate)
             agreed = True
     return _Asked(ranks, keys, tensors, columns if agreed else None)
+
+
+def _check_held(
+    columns: AlikeColumns, said: Sequence[Description], known: KnownLayout | None, ranks: int, *, tiling: bool
+) -> None:
+    try:
+        check_held("load", columns, said, known, tiling=tiling)
+    except IntegrityError as error:
+        if ranks == 1:
+            error.add_note("This is one rank's target: if others load the rest, pass all of them to `explain_ranks`.")
+        raise
 
 
 def _rank_fit(
