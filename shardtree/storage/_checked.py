@@ -171,10 +171,7 @@ def _checks_all(file: StoredFile, verify: Verify) -> bool:
 
 
 def read_modes(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tuple[Strided, bool | None]]:
-    """Yield a file's strided pieces by how they are read: mapped (None), hashed (False), hashed in whole blocks (True).
-
-    Pieces that are to be hashed aren't mapped: another program could change a mapped file between hash and copy.
-    """
+    """Yield a file's strided pieces by how they are read: unchecked (None), hashed (False), in whole blocks (True)."""
     if verify is None or file.hashes is None:
         parts: list[tuple[Flags, bool | None]] = [(np.ones(strided.file.size, dtype=np.bool_), None)]
     elif _checks_all(file, verify):

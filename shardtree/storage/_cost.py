@@ -24,13 +24,13 @@ from ._checked import (
 )
 from ._ranged_fetch import planned_requests
 from ._runs import clipped, windows_of
-from ._strided import hashed_ranges, split_pieces, strided_ranges
+from ._strided import hashed_ranges, split_pieces
 
 
 def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
     """Return what `fetch` would read for a plan.
 
-    A byte range that would be mapped counts as read whole, which is what happens on remote storage.
+    A byte range in which strided pieces lie counts as read whole, as it is.
 
     Args:
         files: by their number in the plan.
@@ -88,11 +88,8 @@ def _extra_bytes(file: StoredFile, runs: Runs, strided: Strided, verify: Verify)
 
 
 def _strided_bytes(pieces: Strided, length: int, whole_blocks: bool | None) -> int:
-    """Return how many bytes are read or mapped for strided pieces."""
-    if whole_blocks is None:
-        ranges = strided_ranges(pieces)
-    else:
-        ranges = hashed_ranges(split_pieces(pieces), length, whole_blocks=whole_blocks)
+    """Return how many bytes are read for strided pieces."""
+    ranges = hashed_ranges(split_pieces(pieces), length, whole_blocks=bool(whole_blocks))
     return sum(end - begin for _, begin, end in ranges)
 
 

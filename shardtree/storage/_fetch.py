@@ -165,7 +165,7 @@ def _fetch_file(
         hasher = BlockHasher(file.length, hashes)
         for pieces, whole_blocks in read_modes(file, strided, verify):
             if whole_blocks is None:
-                done += copy_strided(reader, pieces, memories, progress=progress)
+                done += copy_strided(storage, file.name, pieces, memories, length=file.length, progress=progress)
             else:
                 done += copy_hashed(reader, pieces, memories, hasher, whole_blocks=whole_blocks, progress=progress)
         if hashes is not None:
@@ -199,7 +199,7 @@ def _fetch_byte_ranges(
             storage, file.name, runs, views, hashes=parts, length=file.length, progress=progress, hasher=hasher
         )
         if strided.file.size:
-            done += copy_strided(reader, strided, memories, progress=progress)
+            done += copy_strided(storage, file.name, strided, memories, length=file.length, progress=progress)
         checked = 0
         if parts is not None:
             chosen = ranges_to_check(ranges, runs, everything=verify == "all")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import stat
 import sys
@@ -48,14 +47,13 @@ class LocalReader:
         length: in bytes, when it was opened.
     """
 
-    __slots__ = ("_mapped", "descriptor", "length", "path")
+    __slots__ = ("descriptor", "length", "path")
 
     descriptor: int
     length: int
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._mapped: Buffer | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -81,8 +79,8 @@ class LocalReader:
         """Fill the buffers from consecutive bytes; raises where the file ends first."""
         pending = [*filter(len, buffers)]
         while pending:
-            # preadv rather than a copy out of a mapping: if another program cuts the file short, that is an error here,
-            # and a bus error, which ends the process, there. It also has no file position that threads would share.
+            # preadv, never a mapping: if another program cuts the file short, that is an error here, and a bus error,
+            # which ends the process, there. Nor can every file system map files.
             try:
                 count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
             except OSError as error:
@@ -95,28 +93,22 @@ class LocalReader:
             byte += count
             pending = remaining(pending, count) if len(pending) > 1 or count < pending[0].nbytes else []
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
-        """Return a byte range of the file as writable memory; writing to it doesn't change the file."""
-        whole = self._whole()
-        part = whole[begin:end]
-        if end is not None and part.nbytes < end - begin:
-            what = f"{self.path!r} ends at byte {whole.nbytes}"
-            raise StorageError(error_text(what, expected=f"bytes {begin} to {end}"))
-        return part
-
-    def _whole(self) -> Buffer:
-        if self._mapped is not None:
-            return self._mapped
-        # A private mapping is writable without touching the file, and tensors want writable memory.
-        if not self.length:
-            return memoryview(bytearray())
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a byte range of the file, by default up to its end, as new memory; raises where it ends first."""
+        stop = self.length if end is None else end
+        # Compared before memory is made: a damaged header may ask for any number of bytes.
+        if stop > self.length:
+            what = f"{self.path!r} ends at byte {self.length}"
+            raise StorageError(error_text(what, expected=f"bytes {begin} to {stop}"))
         try:
-            mapped = mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except (OSError, ValueError) as error:  # a ValueError where the file has become empty meanwhile
-            found = getattr(error, "strerror", None) or error
-            raise StorageError(error_text(f"cannot map {self.path!r}", found=found)) from error
-        self._mapped = memoryview(mapped)
-        return self._mapped
+            data = memoryview(bytearray(max(stop - begin, 0)))
+        except MemoryError as error:
+            what = f"no memory for bytes {begin} to {stop} of {self.path!r}"
+            raise StorageError(
+                error_text(what, fix="Is the file what it should be? It may consist of holes.")
+            ) from error
+        self.read_into(begin, [data])
+        return data
 
 
 def remaining(buffers: list[Buffer], count: int) -> list[Buffer]:

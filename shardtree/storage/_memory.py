@@ -270,7 +270,7 @@ class BytesReader:
             buffer[:] = part
             byte += buffer.nbytes
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
         """Return a copy of a byte range of the file."""
         part = memoryview(bytearray((self.length if end is None else end) - begin))
         self.read_into(begin, [part])

@@ -150,7 +150,7 @@ class ObjectReader:
         for buffer in buffers:
             buffer[:], data = data[: buffer.nbytes], data[buffer.nbytes :]
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
         return memoryview(bytearray(self._bytes(begin, self.length if end is None else end)))
 
     def _bytes(self, begin: int, end: int) -> Buffer:

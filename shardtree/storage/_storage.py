@@ -85,10 +85,10 @@ class Reader(Protocol):
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         """Fill the buffers, one after the other, from consecutive bytes; raises where the file ends first."""
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> Buffer:
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
         """Return a byte range of the file, by default up to its end, as memory; writing to it doesn't change the file.
 
-        A local file is mapped; of a remote one only these bytes are fetched. Raises where the file ends first.
+        Raises where the file ends first.
         """
 
 

@@ -1,4 +1,4 @@
-"""Copies boxes that consist of many small pieces of a file: faster than a read call for each piece."""
+"""Copies boxes that consist of many small pieces out of wider reads: faster than a read call for each piece."""
 
 from __future__ import annotations
 
@@ -8,41 +8,58 @@ from math import prod
 import numpy as np
 import torch
 
+from ..codec import byte_buffer
 from ..geometry import Column
 from ..plans import Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags
-from ._storage import Buffer, Reader
+from ._buffers import host_memory
+from ._storage import Buffer, Reader, Storage
+from ._threads import in_threads, in_turn
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAIR = 16
-"""Items of this size are copied as two of half the size: torch has no integer of 16 bytes, and reads complex128 only
-at aligned addresses, while files may have it at any byte."""
+"""Items of this size are staged as two of half the size: torch has no integer of 16 bytes."""
+
+_ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""Items of each size are copied as these, since only their bits matter."""
 
 _READ_BYTES = 16 * BLOCK_BYTES
 """How much is read at once if it is hashed; little enough to stay in the processor's cache until it is copied."""
 
 
 def copy_strided(
-    reader: Reader, strided: Strided, memories: Sequence[torch.Tensor], *, progress: Callable[[int], None]
+    storage: Storage,
+    name: str,
+    strided: Strided,
+    memories: Sequence[torch.Tensor],
+    *,
+    length: int,
+    progress: Callable[[int], None],
 ) -> int:
-    """Copy a file's strided pieces out of a mapping, and return how many bytes were copied.
+    """Read strided pieces of a file, unchecked, in windows shared among a few threads; return the bytes copied.
 
     Args:
-        reader: of the file; only the byte ranges that the pieces lie in are mapped.
+        storage: where the file is.
+        name: of the file.
         strided: all of that file.
         memories: for each requested shard its bytes, uint8 (bytes,).
-        progress: called with the bytes copied since the last call.
+        length: of the file, in bytes.
+        progress: called with the bytes copied since the last call, never by two threads at once.
     """
-    # Mapped, since reads are slower here: for rows of 4 and 8 KiB of which half is wanted, a preadv with a part for
-    # each row took about 1.5 times as long, and wide reads into a buffer about twice.
-    total = 0
-    for rows, begin, end in strided_ranges(strided):
-        mapped = reader.mapped(begin, end)
-        for row in rows.tolist():
-            size = copy_piece(mapped, begin, strided, row, memories[int(strided.target[row])])
-            total += size
-            progress(size)
-    return total
+    pieces, report = split_pieces(strided), in_turn(progress)
+
+    def copy(window: tuple[Column, int, int]) -> int:
+        rows, begin, end = window
+        # Memory that was used before: filling new memory takes longer than all else here.
+        lent = host_memory.lend(end - begin)
+        data = byte_buffer(lent)[: end - begin]
+        with storage.open(name) as reader:
+            reader.read_into(begin, [data])
+        size = sum(copy_piece(data, begin, pieces, row, memories[int(pieces.target[row])]) for row in rows.tolist())
+        report(size)
+        return size
+
+    return sum(in_threads(copy, hashed_ranges(pieces, length, whole_blocks=False)))
 
 
 def copy_hashed(
@@ -64,7 +81,6 @@ def copy_hashed(
         whole_blocks: whether every block that is touched is read whole.
         progress: called with the bytes copied since the last call.
     """
-    # Private memory, not a mapping: what is copied must be what was hashed, even if another program writes to the file.
     total = 0
     pieces = split_pieces(strided)
     scratch = memoryview(bytearray(_READ_BYTES + 2 * BLOCK_BYTES))
@@ -77,14 +93,6 @@ def copy_hashed(
             total += size
             progress(size)
     return total
-
-
-def strided_ranges(strided: Strided) -> Iterator[tuple[Column, int, int]]:
-    """Yield (rows, begin, end): pieces that overlap in the file, and the bytes that contain them."""
-    order = np.argsort(strided.byte, kind="stable")
-    begin, end = strided.byte[order], np.maximum.accumulate(last_byte(strided)[order])
-    for rows in np.split(np.arange(order.size), np.flatnonzero(begin[1:] >= end[:-1]) + 1):
-        yield order[rows], int(begin[rows[0]]), int(end[rows[-1]])
 
 
 def hashed_ranges(pieces: Strided, length: int, *, whole_blocks: bool) -> Iterator[tuple[Column, int, int]]:
@@ -154,52 +162,46 @@ def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: t
     """Copy one piece out of the byte range that begins at `begin`, and return how many bytes it has.
 
     Args:
-        stored: the range, writable though it isn't written to: torch minds other memory.
+        stored: the range.
         begin: where it begins in the file, in bytes.
         strided: pieces.
         row: which of them.
         memory: its target's, uint8 (bytes,).
     """
-    # Copied as integers: a plan knows the size of items, not their dtype, and only their bits matter.
-    shape, stride, target_stride, size = _items_of(strided, row)
-    byte, target_byte = int(strided.byte[row]), int(strided.target_byte[row])
-    items = torch.frombuffer(stored, dtype=_CARRIERS[size], count=_items(shape, stride), offset=byte - begin)
-    piece = items.as_strided(shape, stride)
-    _box(memory[target_byte:], size, shape, target_stride).copy_(piece)
-    return piece.numel() * size
+    # NumPy, since torch would share each small copy among threads of its own, which wait for each other.
+    kind, size = _ITEMS[int(strided.item_size[row])], int(strided.item_size[row])
+    shape, stride, target_stride = (
+        column[row].tolist() for column in (strided.shape, strided.stride, strided.target_stride)
+    )
+    piece = np.ndarray(shape, kind, stored, int(strided.byte[row]) - begin, [step * size for step in stride])
+    place = int(strided.target_byte[row])
+    np.ndarray(shape, kind, memory.numpy(), place, [step * size for step in target_stride])[...] = piece
+    return piece.nbytes
 
 
 def piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
     """Return a piece in the memory of its target, as integers."""
-    shape, _, target_stride, size = _items_of(strided, row)
-    return _box(memory[int(strided.target_byte[row]) :], size, shape, target_stride)
+    shape, target_stride, size = _items_of(strided, row)
+    memory = memory[int(strided.target_byte[row]) :]
+    return memory[: memory.numel() // size * size].view(_CARRIERS[size]).as_strided(shape, target_stride)
 
 
 def row_major_piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
     """Return a piece that lies as a row-major box at the beginning of some memory, as integers."""
-    shape, _, _, size = _items_of(strided, row)
+    shape, _, size = _items_of(strided, row)
     return memory[: prod(shape) * size].view(_CARRIERS[size]).view(shape)
 
 
-def _box(memory: torch.Tensor, size: int, shape: list[int], stride: list[int]) -> torch.Tensor:
-    return memory[: memory.numel() // size * size].view(_CARRIERS[size]).as_strided(shape, stride)
-
-
-def _items_of(strided: Strided, row: int) -> tuple[list[int], list[int], list[int], int]:
-    """Return a piece's shape, its strides in the file and in the target, both in items, and an item's size."""
-    shape, stride, target_stride = (
-        column[row].tolist() for column in (strided.shape, strided.stride, strided.target_stride)
+def _items_of(strided: Strided, row: int) -> tuple[list[int], list[int], int]:
+    """Return a piece's shape, its strides in the target in items, and an item's size."""
+    shape, target_stride, size = (
+        strided.shape[row].tolist(),
+        strided.target_stride[row].tolist(),
+        int(strided.item_size[row]),
     )
-    size = int(strided.item_size[row])
     if size != _PAIR:
-        return shape, stride, target_stride, size
-    doubled, target_doubled = ([2 * step for step in steps] for steps in (stride, target_stride))
-    return [*shape, 2], [*doubled, 1], [*target_doubled, 1], size // 2
-
-
-def _items(shape: list[int], stride: list[int]) -> int:
-    """Return how many elements a piece spans, gaps included."""
-    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        return shape, target_stride, size
+    return [*shape, 2], [*(2 * step for step in target_stride), 1], size // 2
 
 
 def last_byte(strided: Strided) -> Column:

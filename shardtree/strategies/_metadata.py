@@ -355,7 +355,7 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
         if storage.length(name) != length:
             raise missing_file(checkpoint, name, length)
         with storage.open(name) as reader:
-            data = reader.mapped()
+            data = reader.read()
     if digest(data) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))

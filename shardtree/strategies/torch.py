@@ -184,7 +184,7 @@ def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, COMMON_FILE)
     with checkpoint.storage.open(COMMON_FILE) as reader:
-        return reader.mapped(), where
+        return reader.read(), where
 
 
 # A single archive of torch.save: which of its bytes have a CRC32

@@ -173,9 +173,7 @@ def check_lens(
     if lossy is None:
         check_build_undoes_merge(factories, expected)
     else:
-        _check_built_again(
-            factories, expected, "not idempotent: what is stored is stored otherwise after a load,"
-        )
+        _check_built_again(factories, expected, "not idempotent: what is stored is stored otherwise after a load,")
     return expected
 
 

@@ -33,8 +33,8 @@ class SpanReader:
         self.spans.append((self.name, byte, byte + sum(buffer.nbytes for buffer in buffers)))
         self.reader.read_into(byte, buffers)
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
-        found = self.reader.mapped(begin, end)
+    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
+        found = self.reader.read(begin, end)
         self.spans.append((self.name, begin, begin + found.nbytes))
         return found
 

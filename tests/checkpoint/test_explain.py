@@ -41,8 +41,8 @@ class CountedReader:
         self.counts[self.name] = self.counts.get(self.name, 0) + sum(buffer.nbytes for buffer in buffers)
         self.reader.read_into(byte, buffers)
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
-        found = self.reader.mapped(begin, end)
+    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
+        found = self.reader.read(begin, end)
         self.counts[self.name] = self.counts.get(self.name, 0) + found.nbytes
         return found
 

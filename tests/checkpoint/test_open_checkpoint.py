@@ -31,8 +31,8 @@ class Counted:
         self.count.append(sum(buffer.nbytes for buffer in buffers))
         self.reader.read_into(byte, buffers)
 
-    def mapped(self, begin=0, end=None):
-        return self.reader.mapped(begin, end)
+    def read(self, begin=0, end=None):
+        return self.reader.read(begin, end)
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,7 +69,7 @@ class LyingReader:
                     buffer[self.byte - byte] ^= 1
             byte += buffer.nbytes
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
+    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
         data = memoryview(bytearray((self.length if end is None else end) - begin))
         self.read_into(begin, [data])
         return data

@@ -50,11 +50,11 @@ def test_what_is_read_is_the_file_and_what_was_fetched_is_not_read_again(data: s
         fetch_ahead(reader, ahead)
         fetched = list(storage.spans)
         for begin, end in read:
-            assert bytes(reader.mapped(begin, end)) == storage.content[begin:end]
+            assert bytes(reader.read(begin, end)) == storage.content[begin:end]
         inside = [span for span in read if any(span[0] >= low and span[1] <= high for low, high in ahead)]
         before = len(storage.spans)
         for begin, end in inside:
-            assert bytes(reader.mapped(begin, end)) == storage.content[begin:end]
+            assert bytes(reader.read(begin, end)) == storage.content[begin:end]
         assert len(storage.spans) == before
     assert all(any(low <= begin and end <= high for low, high in fetched) for begin, end in ahead)
 

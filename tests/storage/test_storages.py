@@ -58,9 +58,9 @@ def gives_back(storage: Storage, parts: list[bytes], cuts: list[int], write: Cal
         assert b"".join(read_ranges(storage, "f", edges[0], sizes)) == whole[edges[0] : edges[-1]]
     with storage.open("f") as reader:
         assert reader.length == len(whole)
-        assert bytes(reader.mapped()) == whole
+        assert bytes(reader.read()) == whole
         for begin, end in pairwise(edges):
-            assert bytes(reader.mapped(begin, end)) == whole[begin:end]
+            assert bytes(reader.read(begin, end)) == whole[begin:end]
 
 
 @per_example
@@ -94,7 +94,7 @@ def test_a_large_file_in_few_buffers(storage: Storage) -> None:
 def test_a_mapping_may_be_written_to_and_the_file_stays(storage: Storage) -> None:
     storage.write("f", views([b"abc"]), durable=False)
     with storage.open("f") as reader:
-        mapped = reader.mapped()
+        mapped = reader.read()
         mapped[0] = ord("x")
         assert bytes(mapped) == b"xbc"
     assert storage.read("f") == b"abc"
@@ -103,7 +103,7 @@ def test_a_mapping_may_be_written_to_and_the_file_stays(storage: Storage) -> Non
 def test_a_mapping_outlives_its_reader(storage: Storage) -> None:
     storage.write("f", views([b"abc"]), durable=False)
     with storage.open("f") as reader:
-        mapped = reader.mapped()
+        mapped = reader.read()
     storage.remove("f")
     assert bytes(mapped) == b"abc"
 
@@ -113,7 +113,7 @@ def test_reading_past_the_end_says_where_the_file_ends(storage: Storage) -> None
     with pytest.raises(StorageError, match=r"(?s)f' ends at byte .*expected"):
         read_ranges(storage, "f", 4, [1, 4])
     with storage.open("f") as reader, pytest.raises(StorageError, match=r"(?s)f' ends at byte .*expected"):
-        reader.mapped(4, 9)
+        reader.read(4, 9)
 
 
 @pytest.mark.parametrize("name", ["f", "folder/f", "no/such/folder/f"])

@@ -176,7 +176,7 @@ def _record_at(read: Read, entry: Entry, directory: int) -> Record:
 # Writing records and directory.
 
 ALIGNMENT = 64
-"""A record's bytes begin at a multiple of this, so that they can be mapped as tensors."""
+"""A record's bytes begin at a multiple of this, so that they are tensors where they lie."""
 
 _FULL = 0xFFFFFFFF
 

@@ -64,7 +64,7 @@ def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor
 
 
 def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
-    read: Callable[[int, int], Buffer] = reader.mapped
+    read: Callable[[int, int], Buffer] = reader.read
     return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
 
 

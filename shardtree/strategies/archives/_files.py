@@ -57,7 +57,7 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
             what = f"open: {where!r}"
             # The pickle is the first record of most, and the directory the last.
             fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
-            found = describe_archive(reader.mapped, reader.length, what=what, file=name, classes=classes, types=types)
+            found = describe_archive(reader.read, reader.length, what=what, file=name, classes=classes, types=types)
             return ArchiveFile(name, reader.length, found.value, found.records)
 
     return in_threads(read, names, threads_of(checkpoint.storage, checkpoint.options.threads))
@@ -78,6 +78,6 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
         if not isinstance(leaf, StoredTensor):
             return leaf
         with opened_at(checkpoint, leaf) as reader:
-            return filled_tensor(reader.mapped, leaf, f"load: {checkpoint.storage.where(leaf.file)!r}")
+            return filled_tensor(reader.read, leaf, f"load: {checkpoint.storage.where(leaf.file)!r}")
 
     return map_shards(fill, value)

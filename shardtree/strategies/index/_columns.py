@@ -1,6 +1,6 @@
 """The global index in columns: which tensor, which box, which file, which byte; its texts, and lookups in its rows.
 
-Columns, since a checkpoint may have a million chunks: they stay in the mapped file, and nothing is made for each row.
+Columns, since a checkpoint may have a million chunks: they stay in the file's bytes, and nothing is made for each row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The index, built of shards and their places, and as a file: mapped when it is read, and checked before it is used."""
+"""The index, built of shards and their places, and as a file: checked before it is used."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def encode_index(index: Index) -> bytes:
     """Return the index as the bytes of a safetensors file."""
     present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
     columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
-    # 8-byte columns first: each is then aligned in the mapped file, so that a reader uses it where it lies.
+    # 8-byte columns first: each is then aligned in the file's bytes, so that a reader uses it where it lies.
     ordered = sorted(columns.items(), key=lambda column: -column[1].itemsize)
     entries, offset = [], 0
     for name, column in ordered:
@@ -145,7 +145,7 @@ def decode_index(data: Buffer, what: str) -> Index:
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
-    """Return the index that `save_with_index` wrote, its columns as views of the mapped file.
+    """Return the index that `save_with_index` wrote, its columns as views of the file's bytes.
 
     Raises:
         CorruptCheckpoint: the file isn't what was saved.

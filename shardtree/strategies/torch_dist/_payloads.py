@@ -164,7 +164,7 @@ def archive_name(checkpoint: Checkpoint, listing: Listing, number: int) -> str:
 
 def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
     """Return the bytes from one up to another of the archive that begins at a byte of a file."""
-    return reader.mapped(byte + begin, byte + end)
+    return reader.read(byte + begin, byte + end)
 
 
 def _remembered(checkpoint: Checkpoint, listing: Listing) -> Payloads:

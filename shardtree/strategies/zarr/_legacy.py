@@ -74,7 +74,7 @@ def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]
 def _read_object(checkpoint: Checkpoint, name: str) -> Any:
     storage, options = checkpoint.storage, checkpoint.options
     with storage.open(name) as reader:
-        data = reader.mapped()
+        data = reader.read()
     checkpoint.options.progress(data.nbytes)
     return decode_archive(data, what=storage.where(name), types=options.types, allow_pickle=options.allow_pickle)
 
@@ -96,6 +96,6 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
             with suppress(UnsafeFile):  # a class that we won't make: the bytes may still be what was saved
                 _read_object(checkpoint, name)
             with storage.open(name) as reader:
-                yield from archive_unchecked(name, reader.mapped())
+                yield from archive_unchecked(name, reader.read())
         except CheckpointingException as error:
             yield Damage(name, str(error))

@@ -36,8 +36,8 @@ class CountingReader:
         self.counts.append(sum(buffer.nbytes for buffer in buffers))
         self.reader.read_into(byte, buffers)
 
-    def mapped(self, begin: int = 0, end: int | None = None) -> memoryview:
-        found = self.reader.mapped(begin, end)
+    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
+        found = self.reader.read(begin, end)
         self.counts.append(found.nbytes)
         return found
 

@@ -1,0 +1,114 @@
+"""A file that another program cuts short while it is read is an error, and none is mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, StorageError
+from shardtree.storage._local import LocalReader
+from tests.options import load_keywords
+
+ROWS = torch.arange(4096 * 64, dtype=torch.float32).view(4096, 64)
+
+
+def saved(folder: Path, backend: tuple[str, int] = ("safetensors", 1)) -> Path:
+    shard = st.ShardedTensor.from_rank_offsets("w", ROWS)
+    st.save({"w": shard, "table": torch.arange(300_000), "step": 3}, folder, backend)
+    return folder
+
+
+def columns() -> dict[str, st.ShardedTensor]:
+    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4096, 16), (1, 1, 4))}
+
+
+def test_a_range_beyond_the_end_is_an_error_before_memory_is_made(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abcdef")
+    with LocalReader(str(tmp_path / "a")) as reader:
+        assert bytes(reader.read(2, 4)) == b"cd" and bytes(reader.read()) == b"abcdef"
+        with pytest.raises(StorageError, match="ends at byte 6"):
+            reader.read(0, 1 << 60)
+        os.truncate(tmp_path / "a", 3)
+        with pytest.raises(StorageError, match="ends at byte 3"):
+            reader.read()
+
+
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)])
+@pytest.mark.parametrize("verify", ["whole", "all", None])
+def test_nothing_is_mapped(backend: Any, verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "a", backend)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(19, "No such device")  # as some FUSE mounts say
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    loaded = st.load(columns(), folder, **load_keywords(verify=verify, validate_access_integrity=False))
+    assert torch.equal(loaded["w"], ROWS[:, 16:32]) and loaded["step"] == 3
+    assert torch.equal(loaded["table"], torch.arange(300_000))
+    assert torch.equal(st.open_checkpoint(folder)["w"].data[:, 3].read(), ROWS[:, 3])
+    assert not st.verify(folder)
+
+
+CUT = """
+import os, sys, pathlib, torch, shardtree as st
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+opened = st.open_checkpoint(folder)
+list(opened)
+files = [(path, path.stat().st_size) for path in folder.rglob(name) if path.is_file()]
+column = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4096, 16), (1, 1, 4))
+
+def load(**options):
+    how = st.LoadOptions(**options)
+    return st.load({"w": column}, folder, validate_access_integrity=False, options=how)
+
+calls = [lambda: opened["w"].data[:, 1].read(), lambda: opened["w"].data[7].read(), load, lambda: load(verify=None)]
+for keep in (0.5, 0):
+    for path, size in files:
+        os.truncate(path, int(size * keep))
+    for call in [*calls, lambda: st.load_common_state_dict(folder), lambda: st.verify(folder)]:
+        try:
+            call()
+        except st.errors.CheckpointingException as error:
+            print(type(error).__name__)
+print("alive")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        (("safetensors", 1), "*.safetensors"),
+        (("torch_dist", 1), "*.distcp"),
+        (("torch_dist", 1), "common.pt"),
+        (("dcp", 1), "*.distcp"),
+        (("zarr", 3), "c*"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_file_that_is_cut_while_it_is_open_ends_no_process(
+    backend: tuple[str, int], name: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "a", backend)
+    done = subprocess.run([sys.executable, "-c", CUT, str(folder), name], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr
+
+
+def test_a_file_that_is_cut_after_a_load_is_an_error_of_the_next(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a")
+
+    def cut_short(_: int) -> None:
+        for path in folder.rglob("*-of-*.safetensors"):
+            os.truncate(path, 4096)
+
+    st.load(columns(), folder, **load_keywords(progress=cut_short, validate_access_integrity=False))
+    with pytest.raises(CheckpointingException):
+        st.load(columns(), folder, validate_access_integrity=False)
