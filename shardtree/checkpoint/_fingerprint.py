@@ -22,7 +22,7 @@ from ..fingerprints import (
 from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns, tensor_shards
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
-from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, stored_parts
+from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, stored_parts, unreplaced
 from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
@@ -154,4 +154,4 @@ def _own_parts(checkpoint: Checkpoint, strategies: Strategies | None) -> list[Pa
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     tensors = (shard for shard in metadata.values() if isinstance(shard, ShardedTensor))
     load = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, strategies)
-    return list(stored_parts(tensors, partial(load, checkpoint), rank=world.rank, ranks=world.size))
+    return list(stored_parts(tensors, partial(unreplaced, checkpoint, load), rank=world.rank, ranks=world.size))

@@ -219,13 +219,13 @@ def sharded_metadata(
 ) -> Metadata:
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
-    metadata: Metadata = strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies)(checkpoint)
+    metadata: Metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies))
     # A format without a row for objects, such as the zarr of old Megatron-Core, leaves them to the common backend.
     alone = common is None and common_backend(checkpoint.fields) == backend
     if alone or find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
         return metadata
     fallback = strategy_of(StrategyAction.LOAD_METADATA, common, common_backend(checkpoint.fields), strategies)
-    return {**dict(metadata.items()), **dict(fallback(checkpoint).items())}
+    return {**dict(metadata.items()), **dict(unreplaced(checkpoint, fallback).items())}
 
 
 def stored_keys(metadata: Metadata) -> set[str]:

@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import KeyMismatch, StrategyError, error_text
 from ..layouts import ShardColumns, StoredLayout
 from ..plans import near_names
-from ..strategies import Checkpoint, Strategies, StrategyAction
+from ..strategies import Checkpoint, Strategies, StrategyAction, unreplaced
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, chunks_of, find_texts, kind_at, texts
 from ._dispatch import sharded_backend, strategy_of
 
@@ -25,7 +25,7 @@ def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Itera
     """
     # From the format: where two formats are joined, what they have together is a plain dict without the index.
     backend = sharded_backend(checkpoint.fields)
-    metadata = strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies)(checkpoint)
+    metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies))
     if isinstance(metadata, DeferredMetadata):
         return metadata.of(names)
     return metadata if isinstance(metadata, IndexMetadata) else None

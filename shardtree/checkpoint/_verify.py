@@ -23,6 +23,8 @@ from ..strategies import (
     find_strategy,
     is_of_others,
     manifest_findings,
+    refuse_replaced,
+    unless_replaced,
 )
 from ..world import one_process
 from ._dispatch import common_backend, sharded_backend, strategy_of
@@ -51,6 +53,7 @@ def verify(
 
     Raises:
         NotACheckpoint: there is none.
+        CheckpointReplaced: another save took its place meanwhile, and what was read looks damaged.
         StrategyError: the format carries nothing to check.
         StorageError: `threads` isn't a number of threads.
 
@@ -98,8 +101,11 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     if common != sharded and verify_common is not None:
         rows.append(verify_common)
     # A file whose hash is in the manifest was checked whole, whatever its own format can't check of it.
-    by_manifest, whole = manifest_findings(checkpoint)
-    found = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
+    with unless_replaced(checkpoint):
+        by_manifest, whole = manifest_findings(checkpoint)
+        found = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
+    if any(isinstance(one, Damage) for one in found):
+        refuse_replaced(checkpoint)
     return tuple(one for one in found if not (isinstance(one, Unchecked) and one.file in whole))
 
 

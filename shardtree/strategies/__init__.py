@@ -36,7 +36,9 @@ from ._metadata import (
     metadata_bytes,
     not_a_checkpoint,
     read_metadata,
+    refuse_replaced,
     replace_metadata,
+    unless_replaced,
     unreplaced,
 )
 from ._save_folders import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -283,16 +283,25 @@ def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) 
     Raises:
         CheckpointReplaced: another save took its place meanwhile; also in place of any error of the strategy.
     """
-    try:
+    with unless_replaced(checkpoint):
         found = read(checkpoint, *arguments)
-    except CheckpointReplaced:
-        raise
-    except CheckpointingException as error:
-        if was_replaced(checkpoint):
-            raise _replaced(checkpoint) from error
-        raise
     check_unreplaced(checkpoint)
     return found
+
+
+@contextmanager
+def unless_replaced(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise CheckpointReplaced in place of any error inside where another save took the checkpoint's place meanwhile.
+
+    Files that another save has replaced look damaged, and aren't.
+    """
+    try:
+        yield
+    except CheckpointReplaced:
+        raise
+    except CheckpointingException:
+        refuse_replaced(checkpoint)
+        raise
 
 
 def check_unreplaced(checkpoint: Checkpoint) -> None:
@@ -303,7 +312,13 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
     """
     # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
     # is named after their save need no check.
-    if checkpoint.stamp and not checkpoint.traits.in_save_folder and was_replaced(checkpoint):
+    if checkpoint.stamp and not checkpoint.traits.in_save_folder:
+        refuse_replaced(checkpoint)
+
+
+def refuse_replaced(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointReplaced if the folder now holds another checkpoint than the one that was opened."""
+    if was_replaced(checkpoint):
         raise _replaced(checkpoint)
 
 

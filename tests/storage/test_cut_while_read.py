@@ -102,6 +102,20 @@ def test_a_file_that_is_cut_while_it_is_open_ends_no_process(
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr
 
 
+MANY = """
+import resource, sys, torch, shardtree as st
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+opened = [st.open_checkpoint(sys.argv[1]) for _ in range(100)]
+assert all(float(one["w"].data[1, 1].read()) == 65 for one in opened)
+"""
+
+
+def test_open_checkpoints_hold_no_descriptors(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a")
+    done = subprocess.run([sys.executable, "-c", MANY, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_file_that_is_cut_after_a_load_is_an_error_of_the_next(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a")
 

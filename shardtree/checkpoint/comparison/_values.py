@@ -17,7 +17,7 @@ from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
 from ...storage import HostMemory, Ranged
-from ...strategies import StrategyAction, traits_of
+from ...strategies import StrategyAction, traits_of, unreplaced
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
 from ..loading._targets import new_memory
@@ -281,7 +281,7 @@ class BoxReader:
         shards = [self._target(*box) for box in boxes]
         checkpoint = self.opened.checkpoint
         backend = sharded_backend(checkpoint.fields)
-        strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.opened.strategies)(checkpoint, shards)
+        unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.opened.strategies), shards)
         return [shard.data for shard in shards]
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:

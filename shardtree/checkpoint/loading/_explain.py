@@ -16,7 +16,7 @@ from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import Explanation
 from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_held, describe
 from .._dispatch import Choice
@@ -403,4 +403,5 @@ def explain_ranks(
     request = LoadRequest(
         None, choices, layout, strict, validate=validate, cast=cast, donate=donate, device=device, options=options
     )
-    return explanation(checkpoint, request, sharded_state_dicts)
+    with unless_replaced(checkpoint):
+        return explanation(checkpoint, request, sharded_state_dicts)

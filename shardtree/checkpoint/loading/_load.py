@@ -11,7 +11,7 @@ import torch
 
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
-from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, share, step
 from .._dispatch import Choice
@@ -190,7 +190,11 @@ def load(
     resolve(local.checkpoint, sharded_strategy, strategies, partial(wanted_by, local))
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)
-    fits = partial(check, request, local, messages, missing, unexpected)
+
+    def fits() -> CheckedLoad:
+        with unless_replaced(local.checkpoint):
+            return check(request, local, messages, missing, unexpected)
+
     checked, lacking = share(ranks, "load: check", fits, lambda found: found.omitted.unfilled, steps=CHECK_STEPS)
     if ranks.rank == 0:
         log_unfilled(list(dict.fromkeys(path for paths in lacking for path in paths)))

@@ -21,6 +21,7 @@ from ...strategies import (
     StrategyAction,
     check_unreplaced,
     find_strategy,
+    unless_replaced,
 )
 from ...trees import HOLE
 from ...world import agree, gather, share, step
@@ -239,7 +240,8 @@ def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadRep
 def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     backend = sharded_backend(reading.checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
-    report = load_sharded(reading.checkpoint, shards)
+    with unless_replaced(reading.checkpoint):
+        report = load_sharded(reading.checkpoint, shards)
     if not isinstance(report, ReadReport):
         # A function that returns tensors, as in other libraries, has left the shards' memory unfilled.
         what, found = "load: not what a function that loads shards returns", type(report).__name__
@@ -294,7 +296,8 @@ def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=reading.strategies) is None:
         backend = common_backend(reading.checkpoint.fields)
     load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, reading.strategies)
-    loaded: list[Any] = load_objects(reading.checkpoint, objects)
+    with unless_replaced(reading.checkpoint):
+        loaded: list[Any] = load_objects(reading.checkpoint, objects)
     return loaded
 
 
