@@ -6,6 +6,7 @@ A node is either a plain JSON value or an object with the member `"$"`, which na
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -98,6 +99,21 @@ def path_to(path: TreePath) -> TreePath:
         11
     """
     return path if len(path) <= 11 else (*path[:10], f"… {len(path) - 10} more")
+
+
+def plainer(value: Any) -> str:
+    """Return what to store instead of a value that only a pickle can hold, for errors.
+
+    Examples:
+        >>> plainer(print)[:32]
+        'Store plain values made from it,'
+    """
+    base = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
+    made = "plain values made from it" if base is None else f"{base.__name__}(value)"
+    return (
+        f"Store {made}, or wrap it in LocalNonpersistentObject if it needn't be stored; "
+        "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
+    )
 
 
 # Records: how enum members, dataclasses and named tuples are stored. Their class's name is data, and never imported.

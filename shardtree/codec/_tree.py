@@ -38,6 +38,7 @@ from ._nodes import (
     named_types,
     path_to,
     plain_blob,
+    plainer,
     record_of,
     step_of,
 )
@@ -124,18 +125,12 @@ def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
             check_storable(value.dtype, what)
-        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_described(value), fix=_FIX))
+        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_described(value), fix=plainer(value)))
     try:
         return {"$": "pickle", "entry": plain_blob(pickle.dumps(value, protocol=4))}
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UnsupportedValue(error_text(f"{what} can't be pickled", found=_described(value), fix=reason)) from error
-
-
-_FIX = (
-    "Store plain values made from it, or wrap it in LocalNonpersistentObject if it needn't be stored; "
-    "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
-)
 
 
 def _described(value: Any) -> str:

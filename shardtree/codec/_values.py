@@ -7,7 +7,7 @@ import math
 import re
 import struct
 from argparse import Namespace
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, TypeVar
@@ -248,8 +248,8 @@ def _encode_dict(value: dict[Any, Any], child: Child) -> Node:
     return {"$": "dict", "items": _encode_pairs(value, child)}
 
 
-def _encode_ordered(value: OrderedDict[Any, Any], child: Child) -> Node:
-    return {"$": "OrderedDict", "items": _encode_pairs(value, child)}
+def _encode_named(value: dict[Any, Any], child: Child) -> Node:
+    return {"$": type(value).__name__, "items": _encode_pairs(value, child)}
 
 
 def _encode_defaultdict(value: defaultdict[Any, Any], child: Child) -> Node:
@@ -286,6 +286,10 @@ def _decode_dict(fields: dict[str, Any], child: Child, take: Take) -> dict[Any, 
 
 def _decode_ordered(fields: dict[str, Any], child: Child, take: Take) -> OrderedDict[Any, Any]:
     return _fill(OrderedDict(), fields, child)
+
+
+def _decode_counter(fields: dict[str, Any], child: Child, take: Take) -> Counter[Any]:
+    return _fill(Counter(), fields, child)
 
 
 def _decode_defaultdict(fields: dict[str, Any], child: Child, take: Take) -> defaultdict[Any, Any]:
@@ -335,7 +339,8 @@ ENCODERS: dict[type, Encoder] = {
     set: _encode_set,
     frozenset: _encode_set,
     dict: _encode_dict,
-    OrderedDict: _encode_ordered,
+    OrderedDict: _encode_named,
+    Counter: _encode_named,
     defaultdict: _encode_defaultdict,
     Namespace: _encode_namespace,
 }
@@ -357,6 +362,7 @@ DECODERS: dict[str, Decoder] = {
     "frozenset": (("items",), _decode_set_of(frozenset)),
     "dict": (("items",), _decode_dict),
     "OrderedDict": (("items",), _decode_ordered),
+    "Counter": (("items",), _decode_counter),
     "defaultdict": (("factory", "items"), _decode_defaultdict),
     "argparse.Namespace": (("fields",), _decode_namespace),
 }

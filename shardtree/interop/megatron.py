@@ -6,7 +6,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from ..errors import CheckpointingException, MetadataError, TreePath, UnsupportedValue, error_text, render_path
 from ..mapping import (
@@ -19,35 +19,9 @@ from ..mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from ..trees import apply_factories, apply_factory_merges, flatten_with_paths, map_shards
+from ..trees import apply_factories, apply_factory_merges, flatten_with_paths, map_shards, megatron_kind
 
 __all__ = ["from_megatron", "to_megatron"]
-
-# Recognising Megatron-Core's leaves.
-
-# By name and attributes rather than by isinstance: trees of any version are read without importing Megatron-Core. The
-# name alone isn't enough, since torch.distributed has a ShardedTensor too.
-_ATTRIBUTES: Final = {
-    "ShardedTensor": ("key", "data", "local_shape", "global_shape", "global_offset"),
-    "ShardedObject": ("key", "data", "global_shape", "global_offset"),
-    "ShardedTensorFactory": ("key", "data", "build_fn", "merge_fn"),
-    "LocalNonpersistentObject": ("obj",),
-}
-
-
-def kind_of(leaf: Any) -> str | None:
-    """Return the name of a leaf's Megatron-Core class, or None if it is ours or anything else.
-
-    Examples:
-        >>> kind_of(LocalNonpersistentObject(3)), kind_of(3.5)
-        (None, None)
-    """
-    if isinstance(leaf, (ShardedBase, LocalNonpersistentObject, type)):
-        return None
-    names = (base.__name__ for base in type(leaf).__mro__)
-    return next(
-        (name for name in names if name in _ATTRIBUTES and all(hasattr(leaf, a) for a in _ATTRIBUTES[name])), None
-    )
 
 
 def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Exception, fix: str | None = None) -> str:
@@ -172,7 +146,7 @@ def from_megatron(tree: Any) -> Any:
 
 
 def _from_leaf(leaf: Any, path: TreePath) -> Any:
-    kind = kind_of(leaf)
+    kind = megatron_kind(leaf)
     if kind is None:
         return leaf
     try:

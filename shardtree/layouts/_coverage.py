@@ -14,7 +14,7 @@ from .._deferred import notebook_html
 from ..errors import TreeError, error_text, plural, shorten
 from ..geometry import Column, volumes
 from ..mapping import ShardedTensor
-from ..trees import apply_factories, leaves_with_paths, refuse_dtensors
+from ..trees import apply_factories, leaves_with_paths, refuse_hidden
 from ._columns import ShardColumns, TensorKind, select_rows, shard_columns
 from .integrity import Faults, Problem, access_problems, join_columns, problem_lines, sharding_faults
 
@@ -87,7 +87,7 @@ def tensor_shards(tree: Any) -> list[ShardedTensor]:
         'w'
     """
     pairs = leaves_with_paths(apply_factories(tree))
-    refuse_dtensors("layout", pairs)
+    refuse_hidden("layout", pairs)
     return [leaf for _, leaf in pairs if isinstance(leaf, ShardedTensor)]
 
 

@@ -28,7 +28,7 @@ from ..trees import (
     map_shards,
     merge,
     prune,
-    refuse_dtensors,
+    refuse_hidden,
 )
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes, shard_columns
 from ._coverage import RankTrees, trees_by_rank
@@ -213,7 +213,7 @@ def _flatten(tree: Any) -> _RankTree:
 
 def _check_plain(trees: Mapping[int, Any]) -> None:
     for rank, tree in trees.items():
-        refuse_dtensors(f"unshard: rank {rank}", leaves_with_paths(tree))
+        refuse_hidden(f"unshard: rank {rank}", leaves_with_paths(tree))
     problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in trees.items()})
     if problems:
         what, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."

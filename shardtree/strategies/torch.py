@@ -18,7 +18,7 @@ from ..errors import (
     render_path,
 )
 from ..storage import Buffer
-from ..trees import HOLE, leaves_with_paths, map_shards, without_holes
+from ..trees import HOLE, leaves_with_paths, map_sharing, without_holes
 from ._findings import Damage, Finding, Unchecked, uncovered
 from ._manifest import check_listed
 from ._metadata import was_replaced
@@ -39,7 +39,7 @@ def filled(common: Any) -> tuple[Any, list[TreePath]]:
     """
     left = without_holes(common)
     paths = [path for path, leaf in leaves_with_paths(left) if leaf is HOLE]
-    return (map_shards(_empty, left) if paths else left), paths
+    return map_sharing(_empty, left), paths
 
 
 def _empty(leaf: Any) -> Any:

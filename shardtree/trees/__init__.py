@@ -4,7 +4,7 @@ A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes t
 changes its argument; results have new containers where something changed, and share tensors.
 """
 
-from ._checks import check_is_tree, refuse_dtensors, refuse_hidden, refuse_too_deep
+from ._checks import check_is_tree, megatron_kind, refuse_hidden, refuse_too_deep
 from ._compose import bind, compose
 from ._difference import Difference, diff, value_at
 from ._edit import (
@@ -24,7 +24,17 @@ from ._join import Record, common_with_holes, comparable, deepest, is_hollow, jo
 from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
 from ._nested import flat, nested
-from ._nodes import HOLE, NAMESPACE, Hole, call_at, namedtuple_types, register_nodes, with_data
+from ._nodes import (
+    HOLE,
+    NAMESPACE,
+    Hole,
+    call_at,
+    is_subclass,
+    map_sharing,
+    namedtuple_types,
+    register_nodes,
+    with_data,
+)
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._unbox import rebox, unbox
 

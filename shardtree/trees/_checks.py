@@ -1,25 +1,31 @@
-"""Checks of whole trees: that a value is a tree, and that no shard or DTensor in it would be overlooked."""
+"""Checks of whole trees: that a value is a tree, and that no part of a tensor in it would be overlooked."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from ..lazy import LazyTensor
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype))
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
-"""Values that hold no shards, or are pickled by name."""
+"""Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
+_BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
+"""Values that are stored item by item, so that what lies in them is stored as it would be outside."""
+_OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
 _REGISTER = (
     "Of a class of yours, pass a dict of its fields (`vars` gives one), or register the class: "
     f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
@@ -65,40 +71,102 @@ def refuse_too_deep(doing: str) -> Iterator[None]:
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a shard or local object lies in a value that tree maps don't enter: it would count as plain.
+    """Raise where a leaf hides shards or tensors from tree maps: they would be stored as a plain value, or not at all.
 
     Raises:
-        UnsupportedValue: names every such place.
+        TreeError: names all leaves that are another library's parts of tensors (DTensors, Megatron-Core's leaves) or
+            have a state_dict, and says what to give instead.
+        UnsupportedValue: names all values in which shards, such parts or local objects lie, and all instances of
+            dataclasses and attrs classes that hold tensors.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
     """
-    hidden = [(path, leaf) for path, leaf in leaves if type(leaf) not in _PLAIN and _holds_shards(_inside(leaf), set())]
+    others = [(path, leaf) for path, leaf in leaves if type(leaf) not in _PLAIN and type(leaf) is not ShardedTensor]
+    forms = {path: form for path, leaf in others if (form := _other_form(leaf))}
+    if forms:
+        what, fix = f"{doing}: objects where shards are meant", " ".join(dict.fromkeys(forms.values()))
+        names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in others if path in forms]
+        raise TreeError(error_text(what, offenders=names, fix=fix))
+    hidden = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
     if hidden:
-        fix = "Put shards and local objects in dicts, lists and tuples; those are entered."
-        fix += f" {_REGISTER}" * any(is_dataclass(leaf) and not isinstance(leaf, ShardedBase) for _, leaf in hidden)
+        fix = "Put shards, tensors and local objects in dicts, lists and tuples; those are entered."
+        fix += f" {_REGISTER}" * any(_has_fields(leaf) for _, leaf in hidden)
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hidden]
-        raise UnsupportedValue(error_text(f"{doing}: shards hidden in values", offenders=names, fix=fix))
+        raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))
 
 
-def refuse_dtensors(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
-    """Raise where a leaf is a DTensor: it is a part of a tensor, and would be saved as a plain value.
+def _other_form(leaf: Any) -> str:
+    """Return in which form a leaf is to be given instead; nothing where it is right as it is."""
+    kind = type(leaf)
+    if _is_dtensor(leaf):
+        return "Use `from_dtensors` of shardtree.interop.dtensor on each rank's tree: DTensors know their own layout."
+    if megatron_kind(leaf) is not None:
+        return "Use `from_megatron` of shardtree.interop.megatron on each rank's tree: it makes our leaves of theirs."
+    if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
+        return "Put its state_dict() in its place, and give what is loaded there to its load_state_dict."
+    return ""
 
-    Raises:
-        TreeError: names every such place.
+
+def _hides_any(leaf: Any) -> bool:
+    """Return whether parts lie anywhere in a leaf, or tensors where it would be stored without its class."""
+    if any(map(_is_part, _reached(_inside(leaf)))):
+        return True
+    return any(_has_fields(value) and holds_tensors(value) for value in _reached([leaf], into=_BY_VALUE))
+
+
+# Recognised by names and attributes: importing the classes would load torch.distributed, or need Megatron-Core. A
+# name alone isn't enough, since torch.distributed has a ShardedTensor too.
+_MEGATRON: Final = {
+    "ShardedTensor": ("key", "data", "local_shape", "global_shape", "global_offset"),
+    "ShardedObject": ("key", "data", "global_shape", "global_offset"),
+    "ShardedTensorFactory": ("key", "data", "build_fn", "merge_fn"),
+    "LocalNonpersistentObject": ("obj",),
+}
+
+
+def megatron_kind(leaf: Any) -> str | None:
+    """Return the name of a leaf's Megatron-Core class, of any version; None if it is ours or anything else.
 
     Examples:
-        >>> refuse_dtensors("save", [(("step",), torch.tensor(3))])
+        >>> megatron_kind(LocalNonpersistentObject(3)), megatron_kind(3.5)
+        (None, None)
     """
-    # Recognised by an attribute: importing the class would load torch.distributed.
-    cut = [render_path(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements")]
-    if cut:
-        fix = "Use `from_dtensors` of shardtree.interop.dtensor on each rank's tree: DTensors know their own layout."
-        raise TreeError(error_text(f"{doing}: DTensors where shards are meant", offenders=cut, fix=fix))
+    if isinstance(leaf, (ShardedBase, LocalNonpersistentObject, type)):
+        return None
+    names = (base.__name__ for base in type(leaf).__mro__)
+    return next((name for name in names if name in _MEGATRON and all(hasattr(leaf, a) for a in _MEGATRON[name])), None)
+
+
+def _is_dtensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "placements")
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether a value is a part of a whole that ranks hold together, or stays with its rank."""
+    ours = isinstance(value, (ShardedBase, LocalNonpersistentObject))
+    return ours or _is_dtensor(value) or megatron_kind(value) is not None
+
+
+def _has_fields(value: Any) -> bool:
+    """Return whether a value is of a dataclass or an attrs class of the user's."""
+    return (is_dataclass(type(value)) or hasattr(type(value), "__attrs_attrs__")) and not isinstance(value, _OURS)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, or has one in its items or attributes, however deep.
+
+    Examples:
+        >>> holds_tensors({"a": [torch.zeros(2)]}), holds_tensors({1, 2})
+        (True, False)
+    """
+    return any(isinstance(each, (torch.Tensor, LazyTensor)) for each in _reached([value]))
 
 
 def _inside(value: Any) -> Iterable[Any]:
     """Return what a value that tree maps don't enter holds: its items, or what a pickle of it would include."""
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return value.flat
     if type(value) in _PLAIN or isinstance(value, _CLOSED):
         return ()
     if isinstance(value, Mapping):
@@ -118,16 +186,14 @@ def _slot_names(kind: type) -> Iterable[str]:
     return (name for name in found if isinstance(vars(kind).get(name), MemberDescriptorType))
 
 
-def _holds_shards(values: Iterable[Any], seen: set[int], depth: int = 0) -> bool:
-    """Return whether a shard lies anywhere below; `seen` holds the ids of visited values, which ends cycles."""
-    if depth > _DEEPEST:
-        return False
-    for value in values:
-        if isinstance(value, (ShardedBase, LocalNonpersistentObject)):
-            return True
-        if type(value) in _PLAIN or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if _holds_shards(_inside(value), seen, depth + 1):
-            return True
-    return False
+def _reached(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
+    """Yield values and what lies in those of some types, each value once, which ends cycles."""
+    seen: set[int] = set()
+    left = [(value, 0) for value in values]
+    while left:
+        value, depth = left.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            if depth < _DEEPEST and isinstance(value, into):
+                left += [(inner, depth + 1) for inner in _inside(value)]

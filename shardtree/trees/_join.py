@@ -16,7 +16,19 @@ import torch
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
-from ._nodes import HOLE, Tree, depth_error, describe, entries, flatten, is_known_leaf, is_sequence, like, stored_like
+from ._nodes import (
+    HOLE,
+    Tree,
+    depth_error,
+    describe,
+    entries,
+    flatten,
+    is_known_leaf,
+    is_sequence,
+    is_subclass,
+    like,
+    stored_like,
+)
 
 # Records replace instances of classes, since no file may name a class to import.
 
@@ -116,7 +128,7 @@ def _without_holes(tree: Tree) -> Tree:
     if children is None:
         return tree
     new = {entry: _without_holes(child) for entry, child in children.items()}
-    return like(tree, _drop_holes(new)) if isinstance(tree, dict) else like(tree, new)
+    return stored_like(tree, _drop_holes(new) if isinstance(tree, dict) else new)
 
 
 def comparable(common: Any) -> Any:
@@ -241,7 +253,8 @@ def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
     if stored is HOLE:
         # Most places of a target are leaves, and optree's own lookup of types takes longer.
         return target if is_known_leaf(target) else _finish_target(target, path)
-    if target is HOLE:
+    # The target's own Counter was read as a dict.
+    if target is HOLE or (is_subclass(stored) and not _holds_any(target)):
         return _keep_whole(stored)
     if (pair := _aligned(stored, target)) is not None:
         mine, theirs = pair

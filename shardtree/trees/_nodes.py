@@ -51,6 +51,7 @@ SameTree = TypeVar("SameTree")
 NAMESPACE: Final = "shardtree"
 
 _OPEN_KINDS = (dict, list, deque)
+_MAPPED_KINDS = (*_OPEN_KINDS, OrderedDict, defaultdict)
 TOO_DEEP = "the tree is too deep, or contains itself"
 _DEEP = 100  # levels; the codec stores no deeper values
 _SHOWN = 4  # of them, in an error
@@ -93,9 +94,25 @@ def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
 def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     """Return the stored form of a container with these children: for a registered class, a dict of its entries.
 
-    A file names no class to be imported, so only a load's target knows the node's class.
+    A file names no class to be imported, so only a load's target knows the node's class. Another container that keeps
+    all its children is returned as it is: a subclass of dict, list or deque is then a value, which the codec knows, as
+    a Counter, or refuses.
     """
-    return like(node, new) if isinstance(node, (dict, list, tuple, deque)) else dict(new)
+    if not isinstance(node, (dict, list, tuple, deque)):
+        return dict(new)
+    unchanged = all(new.get(entry) is child for entry, child in (entries(node) or {}).items())
+    return node if unchanged else like(node, new)
+
+
+def is_subclass(node: Tree) -> bool:
+    """Return whether a container is of a subclass of dict, list or deque, which tree maps read as that type.
+
+    Examples:
+        >>> from collections import Counter
+        >>> is_subclass(Counter("ab")), is_subclass(OrderedDict(a=1))
+        (True, False)
+    """
+    return isinstance(node, _OPEN_KINDS) and type(node) not in _MAPPED_KINDS
 
 
 def is_sequence(node: Tree) -> bool:
@@ -174,7 +191,13 @@ def _plain(leaf: Any) -> Tree:
 
 
 def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
-    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared."""
+    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
+
+    Examples:
+        >>> tree = {"a": [1], "b": 2}
+        >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
+        True
+    """
     try:
         mapped: SameTree = _map_sharing(f, tree, ())
     except RecursionError as error:

@@ -116,7 +116,7 @@ class Options:
 )
 @pytest.mark.parametrize("leaf", [shard("w", torch.ones(2)), st.LocalNonpersistentObject(3)])
 def test_a_shard_hidden_in_a_value_is_refused(hide: Any, leaf: Any) -> None:
-    with pytest.raises(st.errors.UnsupportedValue, match=r"save: shards hidden in values\n.*tree\['a'\]"):
+    with pytest.raises(st.errors.UnsupportedValue, match=r"save: shards or tensors hidden in values\n.*tree\['a'\]"):
         st.save({"a": hide(leaf)}, st.storage.MemoryStorage())
 
 

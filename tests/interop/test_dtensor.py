@@ -405,7 +405,9 @@ def test_dtensors_are_not_taken_for_plain_values_where_shards_are_meant() -> Non
         lambda trees: st.load(trees[0], folder),
     ]
     for ask in asks:
-        with pytest.raises(TreeError, match=r"DTensors where shards are meant\n  tree\['w'\]\n  Use `from_dtensors`"):
+        with pytest.raises(
+            TreeError, match=r"objects where shards are meant\n  tree\['w'\]: DTensor\n  Use `from_dtensors`"
+        ):
             ask([tree])
 
 

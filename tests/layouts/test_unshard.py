@@ -147,5 +147,5 @@ def test_what_does_not_fit_is_refused() -> None:
     refused(TreeError, "these aren't ranks\n  -1", {-1: left})
     refused(TreeError, "not a tree for each rank\n  found ShardedTensor", left["w"])
     cut = DTensor.from_local(torch.arange(2), DeviceMesh("cpu", [0], _init_backend=False, _rank=0), [Replicate()])
-    refused(TreeError, "unshard: rank 1: DTensors where shards are meant\n  tree['w']", [left, {"w": cut}])
+    refused(TreeError, "unshard: rank 1: objects where shards are meant\n  tree['w']", [left, {"w": cut}])
     refused(IntegrityError, "tree['list'][1]", [{"list": [left["w"], HOLE]}, {"list": [right["w"], HOLE]}])

@@ -171,7 +171,7 @@ def test_dtensors_are_refused_on_both_sides(side: int) -> None:
 
     trees = [[{"w": data_of(ALL)}], [{"w": ALL}]]
     trees[side] = [{"w": data_of(ALL), "d": Cut()}]
-    with pytest.raises(st.errors.TreeError, match=r"reshard: DTensors where shards are meant\n  tree\['d'\]\n"):
+    with pytest.raises(st.errors.TreeError, match=r"reshard: objects where shards are meant\n  tree\['d'\]: Cut\n"):
         st.reshard(*trees)
 
 

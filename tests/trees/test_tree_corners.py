@@ -33,7 +33,6 @@ from shardtree.trees import (
     namedtuple_types,
     partition,
     prune,
-    refuse_dtensors,
     refuse_hidden,
     rename,
     select,
@@ -105,7 +104,6 @@ def test_shards_in_what_trees_do_not_enter_are_refused(value: Any) -> None:
 )
 def test_what_holds_no_shards_is_let_pass(value: Any) -> None:
     refuse_hidden("save", [(("a",), value)])
-    refuse_dtensors("save", [(("a",), value)])
 
 
 def test_values_nested_without_end_are_let_pass() -> None:

@@ -31,11 +31,14 @@ from shardtree.trees import (
     extract_sharded,
     flatten_with_paths,
     is_hollow,
+    is_subclass,
     join,
     leaves_with_paths,
     left_out,
     map_data,
     map_shards,
+    map_sharing,
+    megatron_kind,
     merge,
     namedtuple_types,
     narrow,
@@ -43,7 +46,6 @@ from shardtree.trees import (
     prefix,
     prune,
     rebox,
-    refuse_dtensors,
     refuse_hidden,
     rename,
     select,
@@ -80,8 +82,6 @@ NEW: dict[str, Of] = {
     "partition": lambda tree: partition(tree, lambda leaf: leaf is None),
     "extract_sharded": extract_sharded,
     "extract_nonpersistent": extract_nonpersistent,
-    "common_with_holes": common_with_holes,
-    "without_holes": without_holes,
     "extract_metadata": extract_metadata,
     "flatten_with_paths": lambda tree: (lambda pairs, rebuild: rebuild([leaf for _, leaf in pairs]))(
         *flatten_with_paths(tree)
@@ -92,6 +92,9 @@ NEW: dict[str, Of] = {
     "diff": lambda tree: diff(tree, map_shards(lambda leaf: leaf, tree)),
 }
 SHARING: dict[str, Of] = {
+    "common_with_holes": common_with_holes,
+    "without_holes": without_holes,
+    "map_sharing": lambda tree: map_sharing(lambda leaf: leaf, tree),
     "apply_factories": apply_factories,
     "build_factories": lambda tree: build_factories(tree)[0],
     "prefix": lambda tree: prefix(tree, "p."),
@@ -117,7 +120,8 @@ JOINING: dict[str, Of] = {
     "comparable": comparable,
     "is_hollow": is_hollow,
     "check_is_tree": lambda tree: check_is_tree("save", tree),
-    "refuse_dtensors": lambda tree: refuse_dtensors("save", leaves_with_paths(tree)),
+    "is_subclass": is_subclass,
+    "megatron_kind": megatron_kind,
     "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
 }
 OF_NO_TREE = {

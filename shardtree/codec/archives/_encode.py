@@ -18,7 +18,7 @@ from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_
 from ...trees import Hole, Record
 from .._arrays import NUMPY_NAME, NUMPY_SCALARS
 from .._dtypes import check_storable, is_quantised, row_major_bits
-from .._nodes import MAX_DEPTH, Child, path_to, record_of, step_of, type_name
+from .._nodes import MAX_DEPTH, Child, path_to, plainer, record_of, step_of, type_name
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
 
@@ -138,11 +138,6 @@ REBUILDS: dict[type, Callable[[Any, Child], Any]] = {
     BytesIO: _buffer,
 }
 
-_FIX = (
-    "Store plain values made from it, or wrap it in LocalNonpersistentObject if it needn't be stored; "
-    "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
-)
-
 
 def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     """Return the bytes that torch.save writes for a value, which `decode_archive` and torch.load read.
@@ -173,7 +168,7 @@ def encode_archive(value: Any, *, allow_pickle: bool = False) -> bytes:
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise UnsupportedValue(
-            error_text("encode_archive: the value can't be pickled", found=reason, fix=_FIX)
+            error_text("encode_archive: the value can't be pickled", found=reason, fix=plainer(value))
         ) from error
     data = file.getvalue()
     if classes - {Record} and not allow_pickle:
@@ -210,7 +205,7 @@ def plain_copy(
     what = f"encode_archive: {render_path(path_to(path))}"
     if isinstance(value, torch.Tensor):
         check_storable(value.dtype, what)
-    raise UnsupportedValue(error_text(f"{what} can't be stored", found=type_name(kind), fix=_FIX))
+    raise UnsupportedValue(error_text(f"{what} can't be stored", found=type_name(kind), fix=plainer(value)))
 
 
 def _record(value: Any, child: Any, classes: set[type]) -> Any:

@@ -12,7 +12,7 @@ from ...errors import IntegrityError, MetadataError, TreeError, TreePath, error_
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping._tensor import SHAPE_FIX, without_shape
-from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_dtensors
+from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
 from .._columns import TensorKind
 from ._columns import Placement
 from ._mesh import Mesh
@@ -170,7 +170,7 @@ def _check_leaves(pairs: Sequence[tuple[TreePath, Any]]) -> None:
     if parts:
         fix = "Shard whole tensors: `unshard` puts shards together, and DTensors know their own layout."
         raise TreeError(error_text("shard: not whole", offenders=parts, fix=fix))
-    refuse_dtensors("shard", pairs)
+    refuse_hidden("shard", pairs)
 
 
 def _is_partial(leaf: Any) -> bool:

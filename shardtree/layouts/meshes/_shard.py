@@ -12,7 +12,7 @@ import torch
 from ...errors import MetadataError, ShapeError, TreePath, error_text, render_path
 from ...geometry import integers
 from ...mapping import ShardedObject, ShardedTensor
-from ...trees import HOLE, empty_data, flatten_with_paths, prune, refuse_dtensors, without_data
+from ...trees import HOLE, empty_data, flatten_with_paths, prune, refuse_hidden, without_data
 from .._columns import ShardColumns, TensorKind
 from ._columns import placed_columns
 from ._keyed import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_leaves
@@ -207,7 +207,7 @@ def from_local(
     check_mesh(mesh)
     mesh.coordinates(rank)
     pairs, rebuild = flatten_with_paths(tree)
-    refuse_dtensors("from_local", pairs)
+    refuse_hidden("from_local", pairs)
     tensors = keyed_tensors("from_local", pairs, key)
     copies = copies_by_path("from_local", tensors.items(), dict(pairs), key)
     spec_of = spec_finder(specs, tree)

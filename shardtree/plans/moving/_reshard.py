@@ -28,7 +28,6 @@ from ...trees import (
     join,
     leaves_with_paths,
     map_shards,
-    refuse_dtensors,
     refuse_hidden,
     refuse_too_deep,
     with_data,
@@ -106,7 +105,6 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
         built = apply_factories(tree)
         pairs = leaves_with_paths(built)
     refuse_hidden(doing, pairs)
-    refuse_dtensors(doing, pairs)
     shards = [(path, leaf) for path, leaf in pairs if isinstance(leaf, ShardedTensor)]
     _check_tensors(shards, doing)
     objects = tuple(leaf for _, leaf in pairs if isinstance(leaf, ShardedObject))
@@ -170,7 +168,6 @@ def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
         built, merge = build_factories(map_shards(_keep_factory, tree))
         pairs, rebuild = flatten_with_paths(built)
     refuse_hidden(doing, pairs)
-    refuse_dtensors(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
     plain = tuple(path for path, leaf in pairs if isinstance(leaf, torch.Tensor))
     return TargetTree(tuple(leaf for _, leaf in pairs), inner, rebuild, merge, plain)

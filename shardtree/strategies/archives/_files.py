@@ -10,7 +10,7 @@ from typing import Any
 from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of
-from ...trees import map_shards
+from ...trees import map_sharing
 from .._values import Checkpoint
 
 Classes = Mapping[tuple[str, str], Any]
@@ -80,4 +80,4 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
         with opened_at(checkpoint, leaf) as reader:
             return filled_tensor(reader.read, leaf, f"load: {checkpoint.storage.where(leaf.file)!r}")
 
-    return map_shards(fill, value)
+    return map_sharing(fill, value)

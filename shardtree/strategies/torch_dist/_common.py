@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
-from ...trees import HOLE, is_hollow, leaves_with_paths, path_key, without_holes
+from ...trees import HOLE, is_hollow, is_subclass, leaves_with_paths, path_key, without_holes
 from .._values import Checkpoint
 from ._listing import COMMON_OBJECT, is_object, read_listing
 from ._load import unboxed
@@ -131,7 +131,8 @@ def named_values(common: Any) -> dict[str, Value]:
     Dicts are flattened, and lists that hold such dicts; anything else is one value, stored whole. That is DCP's own
     rule but for what it would lose, which is stored whole too: an empty dict (DCP forgets it), a dict whose keys aren't
     all texts (DCP makes texts of them), a list of tensors (DCP doesn't find the names of plain values in it again when
-    a checkpoint is converted), and a list that shards stood in (DCP loses the positions before a value).
+    a checkpoint is converted), a list that shards stood in (DCP loses the positions before a value), and an instance of
+    a subclass, as a Counter.
 
     Args:
         common: as `common_with_holes` gives it.
@@ -186,6 +187,8 @@ def _has_texts(node: dict[Any, Any]) -> bool:
 
 def _is_one_value(node: Any) -> bool:
     """Return whether a node is stored whole: it is neither a dict to flatten nor a list with such a dict in it."""
+    if is_subclass(node):
+        return True
     if isinstance(node, dict):
         return not node or not _has_texts(node)
     return not isinstance(node, list) or any(child is HOLE for child in node) or all(map(_is_one_value, node))

@@ -1,0 +1,177 @@
+"""Nothing that holds a tensor is lost in silence: what is saved comes back as what it was, or the call raises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, render_path
+from shardtree.storage import MemoryStorage
+from shardtree.trees import map_shards, without_data
+from tests.laws.leaf_kinds import KINDS, PICKLED, REFUSED, STORED, Unregistered, dtensor, values_in
+from tests.trees.samples import assert_caught, at
+
+FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
+Places = list[tuple[tuple[Any, ...], str]]
+"""Where a leaf stands, and of what kind it is."""
+Save = Callable[[Any, MemoryStorage], None]
+
+CONTAINERS: list[tuple[Callable[[Any], Any], tuple[Any, ...]]] = [
+    (lambda leaf: leaf, ()),
+    (lambda leaf: {"x": leaf, "step": 1}, ("x",)),
+    (lambda leaf: [0.5, leaf], (1,)),
+    (lambda leaf: ({"x": [leaf]}, None), (0, "x", 0)),
+]
+
+
+def tree_of(kinds: list[str], wraps: list[int]) -> tuple[dict[str, Any], Places]:
+    """Return a tree with a leaf of each kind, in containers, and where they are."""
+    tree: dict[str, Any] = {"step": 7}
+    places: Places = []
+    for number, (kind, wrap) in enumerate(zip(kinds, wraps, strict=True)):
+        hold, path = CONTAINERS[wrap]
+        tree[f"leaf{number}"] = hold(KINDS[kind](f"key{number}", torch.arange(4.0) + 10 * number))
+        places.append(((f"leaf{number}", *path), kind))
+    return tree, places
+
+
+def nothing_is_lost(save: Save, kinds_and_wraps: list[tuple[str, int]]) -> None:
+    """A save stores every tensor of a tree, which a load gives back as what it was, or it names all that it refuses."""
+    tree, places = tree_of([kind for kind, _ in kinds_and_wraps], [wrap for _, wrap in kinds_and_wraps])
+    folder = MemoryStorage()
+    try:
+        save(tree, folder)
+    except CheckpointingException as error:
+        # A format that stores each value for itself says in a note whose path it is.
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        assert any(render_path(path[:1], "") in text for path, kind in places if kind not in STORED), text
+        return
+    # The target has the tree's structure and none of its elements.
+    loaded = st.load(without_data(tree), folder, options=st.LoadOptions(allow_pickle=True))
+    for path, kind in places:
+        assert values_in(at(loaded, path)) == values_in(at(tree, path)), (kind, path)
+
+
+def plain(backend: tuple[str, int], tree: Any, folder: MemoryStorage) -> None:
+    st.save(tree, folder, backend)
+
+
+def pickled(backend: tuple[str, int], tree: Any, folder: MemoryStorage) -> None:
+    st.save(tree, folder, backend, options=st.SaveOptions(allow_pickle=True))
+
+
+LEAVES = some.lists(some.tuples(some.sampled_from(sorted(KINDS)), some.integers(0, 3)), min_size=1, max_size=4)
+KEPT = some.lists(some.tuples(some.sampled_from(sorted(STORED)), some.integers(0, 3)), min_size=1, max_size=6)
+
+
+@given(LEAVES, some.sampled_from(FORMATS), some.booleans())
+def test_what_is_saved_comes_back_as_what_it_was_or_is_named(
+    leaves: list[tuple[str, int]], backend: tuple[str, int], pickles: bool
+) -> None:
+    nothing_is_lost(partial(pickled if pickles else plain, backend), leaves)
+
+
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_stored_whole_or_refused_by_its_path(kind: str, backend: tuple[str, int]) -> None:
+    for wrap in range(len(CONTAINERS)):
+        nothing_is_lost(partial(plain, backend), [(kind, wrap)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_list_says_which_kinds_are_refused(kind: str) -> None:
+    tree, _ = tree_of([kind], [1])
+    for save, refused in ((plain, {**REFUSED, **PICKLED}), (pickled, REFUSED)):
+        if kind in refused:
+            with pytest.raises(CheckpointingException):
+                save(FORMATS[0], tree, MemoryStorage())
+        else:
+            save(FORMATS[0], tree, MemoryStorage())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tree: st.load(tree, saved({"step": 7})),
+        lambda tree: explained(st.explain(tree, saved({"step": 7}))),
+        lambda tree: st.redistribute(tree, {}),
+        lambda tree: st.redistribute({}, tree),
+        st.fingerprint,
+        lambda tree: st.shard(tree, st.Mesh(tp=2), st.PartitionSpec()),
+        lambda tree: st.layouts.unshard([tree]),
+    ],
+    ids=["load", "explain", "redistribute from", "redistribute to", "fingerprint", "shard", "unshard"],
+)
+def test_what_a_save_refuses_is_refused_by_all_that_take_trees(kind: str, use: Callable[[Any], Any]) -> None:
+    tree, _ = tree_of([kind], [1])
+    with pytest.raises(CheckpointingException, match=r"tree\['leaf0'\]\['x'\]"):
+        use(tree)
+
+
+def explained(explanation: Any) -> None:
+    """Raise what an explanation says that a load would raise."""
+    assert explanation.ok is False
+    raise CheckpointingException(str(explanation))
+
+
+def saved(tree: Any) -> MemoryStorage:
+    folder = MemoryStorage()
+    st.save(tree, folder)
+    return folder
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "DTensors stored as the part that a rank has": lambda leaf: (
+        leaf.to_local()[:2] if type(leaf) is type(dtensor(torch.ones(1))) else leaf
+    ),
+    "dataclasses stored by their fields": lambda leaf: vars(leaf) if type(leaf) is Unregistered else leaf,
+    "tensors in sets left out": lambda leaf: set() if isinstance(leaf, set) else leaf,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_law_of_what_is_saved_catches(fault: str) -> None:
+    def save(tree: Any, folder: MemoryStorage) -> None:
+        st.save(map_shards(FAULTS[fault], tree), folder)
+
+    assert_caught(nothing_is_lost, save, LEAVES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_megatron_s_leaves_are_refused_on_every_rank_with_what_converts_them(ranks: int) -> None:
+    def save(world: Any) -> None:
+        tree, _ = tree_of(["Megatron's tensor"], [1])
+        tree["leaf0"]["x"].global_offset = (world.rank,)
+        with pytest.raises(CheckpointingException, match="from_megatron"):
+            st.save(tree, folder, world=world)
+
+    folder = MemoryStorage()
+    st.simulate(ranks, save)
+
+
+def test_a_scheduler_s_counter_comes_back_in_every_format() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    state = {"scheduler": scheduler.state_dict(), "w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    for backend in FORMATS:
+        folder = MemoryStorage()
+        st.save(state, folder, backend)
+        # With a target of the same values, and without.
+        for target in (state, {}):
+            assert type(st.load(target, folder)["scheduler"]["milestones"]) is Counter
+
+
+def test_the_error_says_how_to_register_a_class() -> None:
+    with pytest.raises(CheckpointingException, match=r"tree\['config'\]: Layer\n(.|\n)*register_pytree_node"):
+        st.save({"config": KINDS["equinox-like module"]("", torch.ones(1))}, MemoryStorage())
+    folder = saved({"config": Unregistered(0.1)})
+    assert st.load({}, folder)["config"].fields == {"w": 0.1}
