@@ -16,7 +16,7 @@ from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
 from .._columns import TensorKind
 from ._columns import Placement
 from ._mesh import Mesh
-from ._specs import Specs, check_spec, spec_finder
+from ._specs import Specs, check_patterns, check_spec, spec_finder
 
 KeyFunction = Callable[[TreePath], str]
 """From a leaf's path to the key of its tensor."""
@@ -138,6 +138,7 @@ def placed_leaves(
     Raises:
         TreeError: a leaf is a factory, no whole tensor, or has a key that another leaf has by its path.
         MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or `key` isn't a function.
+        KeyMismatch: a pattern of `specs_by_pattern` fits no tensor.
         IntegrityError: leaves were given one key, and aren't the same tensor.
     """
     # A mapping that isn't a dict would be a leaf.
@@ -158,6 +159,7 @@ def placed_leaves(
         placement = Placement(leaf.key, kind, spec_of(path, leaf.key, given), copies[path])
         check_spec(leaf.key, kind, mesh, placement.spec)
         placed.append(Placed(leaf, placement))
+    check_patterns("shard", specs, [shard.key for _, shard in shards], whole=True)
     return placed, rebuild
 
 

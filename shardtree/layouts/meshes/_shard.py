@@ -18,7 +18,7 @@ from ._columns import placed_columns
 from ._keyed import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_leaves
 from ._mesh import Mesh, check_mesh
 from ._shards import RankShard, mesh_shard, rank_data, rank_leaf
-from ._specs import PartitionSpec, Specs, check_spec, spec_finder, splits
+from ._specs import PartitionSpec, Specs, check_patterns, check_spec, spec_finder, splits
 
 # shard, abstract and layout_of: from whole tensors.
 
@@ -48,6 +48,7 @@ def shard(tree: Any, mesh: Mesh, specs: Specs, *, key: KeyFunction | None = None
     Raises:
         MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh.
         TreeError: a leaf is a factory or no whole tensor, or two paths have one key.
+        KeyMismatch: a pattern of `specs_by_pattern` fits no tensor, and `unused="allow"` isn't given.
         IntegrityError: different tensors were given one key.
 
     Examples:
@@ -191,6 +192,7 @@ def from_local(
         MetadataError: a tensor has no spec, or one that doesn't fit it or the mesh; or the rank isn't there.
         ShapeError: a tensor isn't of the shape that the rank has of the global one, or the rank has nothing of it.
         IntegrityError: different tensors have one key.
+        KeyMismatch: a pattern of `specs_by_pattern` fits no tensor, and nearly fits one that got the default.
         TreeError: the tree holds DTensors, which know their own layout, or tensors that aren't dense; or two paths
             have one key, and no `key` says so.
 
@@ -210,6 +212,7 @@ def from_local(
     refuse_hidden("from_local", pairs)
     tensors = keyed_tensors("from_local", pairs, key)
     copies = copies_by_path("from_local", tensors.items(), dict(pairs), key)
+    check_patterns("from_local", specs, [tensor.key for tensor in tensors.values()], whole=False)
     spec_of = spec_finder(specs, tree)
     shapes = _checked_shapes(global_shapes)
     leaves = []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from difflib import get_close_matches
+from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...geometry import integer, refuse
-from ...trees import call_at, key_expression, leaves_with_paths
+from ...trees import call_at, key_expression, leaves_with_paths, match_key, stars
 from .._columns import TensorKind
 from ._mesh import Mesh, check_mesh
 
@@ -197,48 +198,132 @@ Specs: TypeAlias = Any
 place and below, as in JAX; plain values need none."""
 
 
-def specs_by_pattern(patterns: Mapping[str, PartitionSpec], default: PartitionSpec | None = None) -> SpecFunction:
+_NEAR: Final = 0.75  # difflib's measure: `uup` is 0.8 from `up`, `gate` 0.75 from `agte`, `head` 0.44 from `embed`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatternSpecs:
+    """Specs by patterns of keys; a `SpecFunction`. `specs_by_pattern` makes it.
+
+    Attributes:
+        rows: the patterns, as texts and compiled, and their specs; the first that fits a key counts.
+        default: the spec of keys that no pattern fits; None where they are an error.
+        allow_unused: whether patterns may fit no key.
+
+    Examples:
+        >>> specs_by_pattern({"**.bias": PartitionSpec("tp")})("layers.3.up.bias", None)
+        PartitionSpec('tp')
+    """
+
+    rows: tuple[tuple[str, re.Pattern[str], PartitionSpec], ...]
+    default: PartitionSpec | None
+    allow_unused: bool
+
+    def __call__(self, key: str, leaf: Any) -> PartitionSpec:
+        """Return a tensor's spec; KeyMismatch where no pattern fits its key, and there is no default."""
+        found = next((spec for _, expression, spec in self.rows if expression.fullmatch(key)), self.default)
+        if found is None:
+            fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that aren't cut."
+            listed = ", ".join(repr(pattern) for pattern, _, _ in self.rows)
+            what = f"specs_by_pattern: no pattern matches {key!r}"
+            raise KeyMismatch(error_text(what, found=listed[:1000] or "no patterns", fix=fix))
+        return found
+
+
+def specs_by_pattern(
+    patterns: Mapping[str, PartitionSpec],
+    default: PartitionSpec | None = None,
+    *,
+    unused: Literal["raise", "allow"] = "raise",
+) -> SpecFunction:
     """Return the function that gives a tensor the spec of the first pattern that fits its key.
 
     Args:
         patterns: keys, in which ``*`` matches one part between dots and ``**`` any number of them.
         default: for keys that no pattern matches; without, they are an error.
+        unused: what becomes of a pattern that is no key's first one, most likely a typing error. `shard` and others
+            that see the whole tree raise; `from_local` sees one rank's tensors, and raises only where the pattern
+            nearly fits a key that got the default. "allow" is for specs that models share.
 
     Returns:
         ``(key, leaf) -> PartitionSpec``, which raises KeyMismatch for a key that no pattern matches.
 
     Raises:
         TreeError: a pattern isn't a text, or is empty.
-        MetadataError: a pattern's value, or the default, isn't a PartitionSpec; or `patterns` isn't a dict.
+        MetadataError: a pattern's value, or the default, isn't a PartitionSpec; or `patterns` isn't a dict, or `unused`
+            neither of the two.
 
     Examples:
         >>> specs = specs_by_pattern({"layers.*.up.weight": PartitionSpec("tp")}, default=PartitionSpec())
         >>> specs("layers.3.up.weight", None), specs("norm.weight", None)
         (PartitionSpec('tp'), PartitionSpec())
-        >>> specs_by_pattern({"**.bias": PartitionSpec("tp")})("layers.3.up.bias", None)
-        PartitionSpec('tp')
     """
     if not isinstance(patterns, Mapping):
         found, fix = type(patterns).__name__, "Say which keys a spec is for: {'**.weight': PartitionSpec('tp')}."
         raise MetadataError(error_text("specs_by_pattern: not a dict of specs", found=found, fix=fix))
+    if unused not in ("raise", "allow"):
+        fix = "Pass 'allow' for specs shared by models."
+        refuse("specs_by_pattern", "unused", repr(unused)[:200], "'raise' or 'allow'", fix, error=MetadataError)
     if default is not None:
         checked_spec("default", default)
     # Compiled once: the function is called for each tensor of a tree.
-    rows = [
-        (re.compile(key_expression(pattern), re.DOTALL), checked_spec(f"pattern {pattern!r}", spec))
+    rows = (
+        (pattern, re.compile(key_expression(pattern), re.DOTALL), checked_spec(f"pattern {pattern!r}", spec))
         for pattern, spec in patterns.items()
-    ]
-    listed = ", ".join(map(repr, patterns))
+    )
+    return PatternSpecs(tuple(rows), default, unused == "allow")
 
-    def spec_of(key: str, leaf: Any) -> PartitionSpec:
-        found = next((spec for expression, spec in rows if expression.fullmatch(key)), default)
+
+def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool) -> None:
+    """Raise where a pattern was most likely meant for a tensor that has another spec now.
+
+    Args:
+        doing: for the message.
+        specs: of any form; only those of `specs_by_pattern` are looked at.
+        keys: of the tree's tensors.
+        whole: whether these are all tensors that there are, or those of one rank.
+
+    Raises:
+        KeyMismatch: a pattern is the first one of no key, if these are all; else, one nearly fits a key that got the
+            default.
+
+    Examples:
+        >>> specs = specs_by_pattern({"embed.weight": PartitionSpec("tp")}, default=PartitionSpec())
+        >>> check_patterns("from_local", specs, ["layers.0.weight"], whole=False)
+    """
+    if not isinstance(specs, PatternSpecs) or specs.allow_unused:
+        return
+    first = {
+        key: next((pattern for pattern, expression, _ in specs.rows if expression.fullmatch(key)), None) for key in keys
+    }
+    unused = [pattern for pattern, _, _ in specs.rows if pattern not in first.values()]
+    # One key of those that differ in numbers alone, which layers have.
+    rest = {re.sub(r"\d+", "0", key): key for key, pattern in first.items() if pattern is None}.values()
+    near = {pattern: next((key for key in rest if _nearly_fits(pattern, key)), "") for pattern in unused}
+    wrong = [f"{pattern!r}" + f", nearly {key!r}" * bool(key) for pattern, key in near.items() if whole or key]
+    if wrong:
+        fix = (
+            "Correct it, put it before those that fit its keys too, or pass unused='allow' for specs shared by models."
+        )
+        raise KeyMismatch(error_text(f"{doing}: patterns of specs that fit no tensor", offenders=wrong, fix=fix))
+
+
+def _nearly_fits(pattern: str, key: str) -> bool:
+    """Return whether a key would fit a pattern if one part of the pattern were spelled a little differently."""
+    parts = pattern.split(".")
+    for at, part in enumerate(parts):
+        found = None if "*" in part else match_key(".".join([*parts[:at], "*", *parts[at + 1 :]]), key)
         if found is None:
-            fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that aren't cut."
-            what = f"specs_by_pattern: no pattern matches {key!r}"
-            raise KeyMismatch(error_text(what, found=listed[:1000] or "no patterns", fix=fix))
-        return found
+            continue
+        own = found[stars(".".join(parts[:at]))]
+        # Numbers are told apart on purpose: `layers.0` isn't meant for `layers.1`.
+        if _letters(own) != _letters(part) and get_close_matches(part, [own], cutoff=_NEAR):
+            return True
+    return False
 
-    return spec_of
+
+def _letters(part: str) -> str:
+    return "".join(filter(str.isalpha, part))
 
 
 def spec_finder(specs: Specs, tree: Any) -> Callable[[TreePath, str, Any], PartitionSpec]:
