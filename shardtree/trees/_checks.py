@@ -20,7 +20,9 @@ from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
-_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.Size, torch.dtype))
+_PLAIN = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype)
+)
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
 """Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
