@@ -233,7 +233,7 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
     if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()
     stored = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
-    own = local.target.keys | (local.target.plain_keys & stored)
+    own = local.target.asked_of(stored)
     everywhere = stored
     if local.mode in WITH_MISSING:
         # Only what no known layout covers travels: every rank has the keys of that already.

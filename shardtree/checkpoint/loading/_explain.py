@@ -136,9 +136,8 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         for rank in asked.ranks:
             own = replace(request, tree=trees[rank])
             target = take_apart(own.tree)
-            keys = Keys(
-                mode, *mismatched_keys(mode, _keys_of(target, stored), stored, claimed), lambda: stored, lambda _: kinds
-            )
+            differing = mismatched_keys(mode, target.asked_of(stored), stored, claimed)
+            keys = Keys(mode, *differing, lambda: stored, lambda _: kinds)
             run = partial(failed.recorded, [rank])
             yield _rank_fit(run, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
 
@@ -166,6 +165,16 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     )
 
 
+@contextmanager
+def _said_of_one(ranks: int) -> Iterator[None]:
+    try:
+        yield
+    except IntegrityError as error:
+        if ranks == 1:
+            error.add_note("This is one rank's target: if others load the rest, pass all of them to `explain_ranks`.")
+        raise
+
+
 def _both(one: _Fit, other: _Fit) -> _Fit:
     """Return how the targets of some ranks and of others fit; ranks mostly have problems in common, kept once."""
     return _Fit(
@@ -182,11 +191,6 @@ def _both(one: _Fit, other: _Fit) -> _Fit:
     )
 
 
-def _keys_of(target: Target, stored: set[str]) -> set[str]:
-    """Return the keys that a target asks for: those of plain tensors count where they are stored."""
-    return target.keys | (target.plain_keys & stored)
-
-
 def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed: _Failures) -> _Asked:
     """Return what ranks ask for, once it is known whether that fits together."""
     ranks: list[int] = []
@@ -196,7 +200,7 @@ def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed:
         with failed.recorded([rank]):
             target, known = matched_target(replace(request, tree=trees[rank]), rank, len(trees))
             ranks.append(rank)
-            keys |= _keys_of(target, stored)
+            keys |= target.asked_of(stored)
             tensors.update((shard.key for shard in target.tensors), target.plain_keys)
             layouts = layouts or [known]
             try:
@@ -209,20 +213,10 @@ def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed:
         with failed.recorded(ranks):
             if faults:
                 raise faults[0]
-            _check_held(columns, said, layouts[0], len(trees), tiling=request.validate)
+            with _said_of_one(len(trees)):
+                check_held("load", columns, said, layouts[0], tiling=request.validate)
             agreed = True
     return _Asked(ranks, keys, tensors, columns if agreed else None)
-
-
-def _check_held(
-    columns: AlikeColumns, said: Sequence[Description], known: KnownLayout | None, ranks: int, *, tiling: bool
-) -> None:
-    try:
-        check_held("load", columns, said, known, tiling=tiling)
-    except IntegrityError as error:
-        if ranks == 1:
-            error.add_note("This is one rank's target: if others load the rest, pass all of them to `explain_ranks`.")
-        raise
 
 
 def _rank_fit(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -249,6 +249,10 @@ class Target:
     def plain_keys(self) -> set[str]:
         """The keys that plain tensors ask for, where they are stored."""
         return set(map(trees.path_key, self.plain.values()))
+
+    def asked_of(self, stored: Set[str]) -> set[str]:
+        """Return the keys of all that is asked for: those of plain tensors count where they are stored."""
+        return self.keys | (self.plain_keys & stored)
 
 
 @collector_paused()
