@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import UnsupportedValue, error_text
+from .._header import element_count
 from .._nodes import exactly
 from ..pickles import Constructor, Stub, inert
 
@@ -85,8 +86,9 @@ def _wrapped(kind: Any, dtype: Any, shape: Any, *rest: Any) -> Wrapped:
     if kind is not _DTENSOR:
         raise TypeError("a subclass of torch.Tensor that isn't a DTensor")
     lengths = tuple(exactly(int, length) for length in _items(shape))
-    if type(dtype) is not torch.dtype or min(lengths, default=0) < 0:
-        raise ValueError(f"a DTensor of shape {lengths}"[:200])
+    if type(dtype) is not torch.dtype:
+        raise TypeError("a DTensor without a dtype")
+    element_count(lengths)
     return Wrapped(dtype, lengths)
 
 

@@ -3,3 +3,4 @@
 from ._contents import Contents, Piece, Tensors, contents_of, state_key
 from ._files import ArchiveFile, filled, read_archives
 from ._rows import rows_from_contents
+from ._values_at import ValueAt

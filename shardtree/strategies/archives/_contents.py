@@ -129,8 +129,11 @@ class Tensors:
 
     def add_number(self, key: str, value: float) -> None:
         """Add a number without axes, as torch's optimizers have their `step`."""
-        self.numbers[key] = torch.tensor(float(value), dtype=torch.float32)
         self.add(key, torch.float32, ())
+        try:
+            self.numbers[key] = torch.tensor(float(value), dtype=torch.float32)
+        except OverflowError:  # an int of more than 1024 bits
+            self.refused[key] = "a number that float32 can't hold"
 
     def add_derived(self, key: str, dtype: torch.dtype, shape: Sequence[int], master: str) -> None:
         """Add a tensor that is its master, rounded to a dtype."""

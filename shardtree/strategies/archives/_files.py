@@ -12,6 +12,7 @@ from ...errors import CorruptCheckpoint, error_text
 from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of
 from ...trees import map_sharing
 from .._values import Checkpoint
+from ._values_at import ValueAt
 
 Classes = Mapping[tuple[str, str], Any]
 """What names in pickles are: (module, qualified name) -> a constructor or a value."""
@@ -23,15 +24,22 @@ class ArchiveFile:
 
     Attributes:
         name: in the checkpoint's storage.
+        where: its place, for messages.
         length: in bytes.
         value: what was saved, with `StoredTensor` and `StoredDTensor` in place of tensors.
         records: of the zip, in the order of their bytes.
     """
 
     name: str
+    where: str
     length: int
     value: Any
     records: tuple[Record, ...]
+
+    @property
+    def saved(self) -> ValueAt:
+        """The value, to be read by type."""
+        return ValueAt(self.value, self.where)
 
 
 def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes) -> list[ArchiveFile]:
@@ -58,7 +66,7 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
             # The pickle is the first record of most, and the directory the last.
             fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
             found = describe_archive(reader.read, reader.length, what=what, file=name, classes=classes, types=types)
-            return ArchiveFile(name, reader.length, found.value, found.records)
+            return ArchiveFile(name, where, reader.length, found.value, found.records)
 
     return in_threads(read, names, threads_of(checkpoint.storage, checkpoint.options.threads))
 

@@ -27,7 +27,7 @@ from ..archives import (
 )
 from ._flat import Parameter, Vector, group_pieces, split_length, split_paddings, split_pieces
 from ._listing import check_count, tag_folder, zero_files
-from ._model import CLASSES, Model, check_length, plain, read_model
+from ._model import CLASSES, Model, check_flat, check_length, plain, read_model
 from ._optimizer import Optimizer, read_optimizer
 
 
@@ -48,7 +48,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         model = read_model(checkpoint, models, None, tensors)
         _check_whole(checkpoint, models, model)
         return contents_of(files, tensors, common=plain(model.common), where=storage.where)
-    optimizer = read_optimizer(checkpoint, optimizers, len(models), _ranks(models[0]))
+    saved_by = models[0].saved.member("dp_world_size", 0).count()
+    optimizer = read_optimizer(checkpoint, optimizers, len(models), saved_by)
     by = f"partition_count in {storage.where(optimizers[0].name)!r}"
     check_count(storage, listed.folder, "optimizer", len(optimizers), optimizer.ranks, by)
     if optimizer.is_zero3:
@@ -67,10 +68,6 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     common = model.common | {"zero": optimizer.scaler, "optimizer": {"param_groups": groups}}
     check = partial(_check_paddings, model.groups, optimizer) if optimizer.is_zero3 else None
     return contents_of(files, tensors, common=plain(common), check=check, where=storage.where)
-
-
-def _ranks(model: ArchiveFile) -> Any:
-    return model.value.get("dp_world_size") if isinstance(model.value, dict) else None
 
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
@@ -186,8 +183,11 @@ def _add_flat(
 ) -> None:
     """Add a state that has an element for each of the parameters'."""
     cut = split_pieces if is_zero3 else group_pieces
+    what = f"the flat vector of {state!r}"
     if is_zero3:
-        check_length(checkpoint, vectors, split_length(parameters, len(vectors)), f"the flat vector of {state!r}")
+        check_length(checkpoint, vectors, split_length(parameters, len(vectors)), what)
+    else:
+        check_flat(checkpoint, vectors, what)
     for parameter in parameters:
         tensors.add(state_key(state, parameter.name), vectors[0].tensor.dtype, parameter.shape)
     tensors.pieces.extend(cut(partial(state_key, state), parameters, vectors))

@@ -12,7 +12,7 @@ from ...codec.pickles import Constructor, Stub, inert
 from ...errors import CorruptCheckpoint, error_text
 from ...trees import map_shards
 from .._values import Checkpoint
-from ..archives import ArchiveFile, Piece, Tensors, state_key
+from ..archives import ArchiveFile, Piece, Tensors, ValueAt, state_key
 from ._flat import Parameter, Vector, split_pieces
 
 # What pickles of DeepSpeed name, beside tensors and plain data. None of it is imported.
@@ -62,35 +62,16 @@ class Model:
         return {parameter.name: parameter for group in self.groups for parameter in group}
 
 
-def field(value: Any, name: str, kind: type[Any] | tuple[type[Any], ...], where: str) -> Any:
-    """Return a field of a dict in a file.
-
-    Raises:
-        CorruptCheckpoint: it isn't there, or is of another type.
-    """
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, kind):
-        raise _unlike_deepspeed(where, f"{name} is a {type(found).__name__}")
-    return found
+def _shapes(saved: ValueAt) -> dict[str, tuple[int, ...]]:
+    return {name: shape.shape() for name, shape in saved.members(str).items()}
 
 
-def _unlike_deepspeed(where: str, found: str) -> CorruptCheckpoint:
-    what, fix = f"open: {where!r} isn't as DeepSpeed writes it", "It was damaged, or made by another program."
-    return CorruptCheckpoint(error_text(what, found=found, fix=fix))
-
-
-def _shapes(value: Any, name: str, where: str) -> dict[str, tuple[int, ...]]:
-    """Return shapes by name, checked."""
-    if not isinstance(value, dict):
-        raise _unlike_deepspeed(where, f"{name} has a {type(value).__name__}")
-    for key, shape in value.items():
-        is_shape = isinstance(shape, (tuple, list)) and all(type(size) is int and size >= 0 for size in shape)
-        if not (isinstance(key, str) and is_shape):
-            raise _unlike_deepspeed(where, f"{name} has {key!r}: {str(shape)[:100]}")
-    return {key: tuple(shape) for key, shape in value.items()}
-
-
-def read_model(checkpoint: Checkpoint, files: Sequence[ArchiveFile], paddings: Any, tensors: Tensors) -> Model:
+def read_model(
+    checkpoint: Checkpoint,
+    files: Sequence[ArchiveFile],
+    paddings: Sequence[Sequence[int]] | None,
+    tensors: Tensors,
+) -> Model:
     """Return what the model files say, and add the tensors that aren't trained: buffers, frozen parameters.
 
     Args:
@@ -100,19 +81,19 @@ def read_model(checkpoint: Checkpoint, files: Sequence[ArchiveFile], paddings: A
         tensors: filled with the model's own tensors.
 
     Raises:
-        CorruptCheckpoint: the files contradict each other.
+        CorruptCheckpoint: a file isn't as DeepSpeed writes it, or the files contradict each other.
     """
-    first = files[0]
-    where = checkpoint.storage.where(first.name)
-    module = field(first.value, "module", dict, where)
-    listed = first.value.get("param_shapes") or []
-    shapes = [_shapes(each, "param_shapes", where) for each in (listed if isinstance(listed, list) else [listed])]
+    first = files[0].saved
+    modules = [file.saved.member("module") for file in files]
+    module = {name: one.value for name, one in modules[0].members(str).items()}
+    listed = first.member("param_shapes", [])
+    shapes = map(_shapes, [listed] if isinstance(listed.value, dict) and listed.value else listed.items())
     groups = [_group(names, paddings, number) for number, names in enumerate(shapes)]
     trained = {parameter.name: parameter for group in groups for parameter in group}
     own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
     # Only the first rank's file names them under ZeRO-3.
-    shared = field({"shared_params": {}} | first.value, "shared_params", dict, where)
-    frozen = _shapes(first.value.get("frozen_param_shapes") or {}, "frozen_param_shapes", where)
+    shared = {name: owner.of(str) for name, owner in first.member("shared_params", {}).members(str).items()}
+    frozen = _shapes(first.member("frozen_param_shapes", {}))
     for name, stored in own.items():
         owner = shared.get(name, name)
         if owner in trained and stored.shape != trained[owner].shape:
@@ -121,14 +102,16 @@ def read_model(checkpoint: Checkpoint, files: Sequence[ArchiveFile], paddings: A
             _add_frozen(checkpoint, files, name, Parameter(owner, frozen[owner]), tensors)
         else:
             tensors.add(name, stored.dtype, stored.shape, _whole(name, 0, stored))
-            _compare_replicas(checkpoint, files, name, stored, tensors)
+            _compare_replicas(checkpoint, files, modules, name, stored, tensors)
     others = {name: value for name, value in module.items() if name not in own}
     common = {key: value for key, value in first.value.items() if key not in _NOT_COMMON}
     return Model(groups, own, common | ({"module": others} if others else {}))
 
 
-def _group(shapes: Mapping[str, tuple[int, ...]], paddings: Any, number: int) -> list[Parameter]:
-    skipped = paddings[number] if paddings else [0] * len(shapes)
+def _group(
+    shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[Sequence[int]] | None, number: int
+) -> list[Parameter]:
+    skipped: Sequence[int] = next(iter(paddings[number:]), ()) if paddings else [0] * len(shapes)
     if len(skipped) != len(shapes):
         raise CorruptCheckpoint(
             error_text(
@@ -146,17 +129,21 @@ def _whole(key: str, number: int, stored: StoredTensor) -> list[Piece]:
 
 
 def _compare_replicas(
-    checkpoint: Checkpoint, files: Sequence[ArchiveFile], name: str, stored: StoredTensor, tensors: Tensors
+    checkpoint: Checkpoint,
+    files: Sequence[ArchiveFile],
+    modules: Sequence[ValueAt],
+    name: str,
+    stored: StoredTensor,
+    tensors: Tensors,
 ) -> None:
     """Refuse a tensor of which each rank of ZeRO-3 has a copy of its own, unless all are alike."""
     if not stored.is_row_major:
         tensors.refused[name] = f"{checkpoint.storage.where(stored.file)!r} has elements that aren't in row-major order"
-    for file in files[1:]:
-        other = file.value.get("module", {}).get(name) if isinstance(file.value, dict) else None
+    for file, module in zip(files[1:], modules[1:], strict=True):
+        other = module.member(name).value
         if not prod(stored.shape):
             return
-        pair = (checkpoint.storage.where(one) for one in (stored.file, file.name))
-        differ = "{!r} and {!r} have different copies of it".format(*pair)
+        differ = f"{files[0].where!r} and {file.where!r} have different copies of it"
         tensors.add_copy(name, stored, other if isinstance(other, StoredTensor) else None, differ)
 
 
@@ -164,37 +151,47 @@ def _add_frozen(
     checkpoint: Checkpoint, files: Sequence[ArchiveFile], name: str, parameter: Parameter, tensors: Tensors
 ) -> None:
     """Add a frozen parameter of ZeRO-3: each rank has its part, cut as trained ones are."""
-    vectors = []
-    for number, file in enumerate(files):
-        where = checkpoint.storage.where(file.name)
-        fragments = field(file.value, "frozen_param_fragments", dict, where)
-        vectors.append(Vector(number, field(fragments, parameter.name, StoredTensor, where)))
+    parts = (file.saved.member("frozen_param_fragments").member(parameter.name) for file in files)
+    vectors = [Vector(number, part.of(StoredTensor)) for number, part in enumerate(parts)]
     check_length(checkpoint, vectors, -(-prod(parameter.shape) // len(vectors)), f"its part of {parameter.name!r}")
     pieces = split_pieces(lambda _: name, [parameter], vectors)
     tensors.add(name, vectors[0].tensor.dtype, parameter.shape, pieces)
 
 
 def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: int, what: str) -> None:
-    """Raise unless each rank's vector has one axis, of that many elements.
+    """Raise unless each rank's vector has that many elements.
 
     Raises:
         CorruptCheckpoint: one hasn't.
     """
+    check_flat(checkpoint, vectors, what)
     wrong = [
         f"{checkpoint.storage.where(vector.tensor.file)!r}: {vector.tensor.shape}"
         for vector in vectors
-        if vector.tensor.shape != (expected,) or not vector.tensor.is_row_major
+        if vector.tensor.shape != (expected,)
     ]
     if wrong:
+        what = f"open: {what} has another length than the parameters"
         fix = "A file is of another save, or of another number of ranks; copy all files of one save."
-        raise CorruptCheckpoint(
-            error_text(
-                f"open: {what} has another length than the parameters",
-                offenders=wrong,
-                expected=f"({expected},)",
-                fix=fix,
-            )
-        )
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=f"({expected},)", fix=fix))
+
+
+def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> None:
+    """Raise unless the ranks' vectors are adjacent elements of one dtype, as the places of parameters in them assume.
+
+    Raises:
+        CorruptCheckpoint: one isn't.
+    """
+    dtype = vectors[0].tensor.dtype
+    wrong = [
+        f"{checkpoint.storage.where(one.file)!r}: {one.shape} {str(one.dtype).removeprefix('torch.')}"
+        for one in (vector.tensor for vector in vectors)
+        if len(one.shape) != 1 or not one.is_row_major or one.dtype != dtype
+    ]
+    if wrong:
+        what = f"open: {what} isn't adjacent elements of one axis and one dtype on each rank"
+        fix = "A file was damaged, or is of another save; copy all files of one save."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
 def plain(value: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from .._values import Checkpoint
-from ..archives import ArchiveFile
+from ..archives import ArchiveFile, ValueAt
 from ._flat import Vector
-from ._model import field
+from ._model import check_flat
 
 _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}
 
@@ -49,48 +49,62 @@ class Optimizer:
         return {} if owner is None else self.param_groups[owner]
 
 
-def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: Any) -> Optimizer:
+def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: int) -> Optimizer:
     """Return what the optimizer files say.
 
     Args:
         checkpoint: where they are.
         files: by rank.
         first: the number of the first file.
-        saved_by: how many ranks saved, by the model file; for files that don't say it.
+        saved_by: how many ranks saved, by the model file, for files that don't say it; 0 where it doesn't either.
 
     Raises:
         CorruptCheckpoint: a file isn't as DeepSpeed writes it, or files have different groups.
     """
-    where = [checkpoint.storage.where(file.name) for file in files]
-    inner = [field(file.value, "optimizer_state_dict", dict, at) for file, at in zip(files, where, strict=True)]
+    inner = [file.saved.member("optimizer_state_dict") for file in files]
     # By the keys, since BF16_Optimizer names no stage, and the stages are cut in different ways.
-    is_zero3 = _MASTERS[True] in inner[0]
-    vectors = [field(one, _MASTERS[is_zero3], list, at) for one, at in zip(inner, where, strict=True)]
+    is_zero3 = _MASTERS[True] in inner[0].of(dict)
+    vectors = [[tensor.of(StoredTensor) for tensor in one.member(_MASTERS[is_zero3]).items()] for one in inner]
     counts = {len(one) for one in vectors}
-    if len(counts) > 1 or not all(isinstance(tensor, StoredTensor) for one in vectors for tensor in one):
-        what = f"open: {where[0]!r} and the other ranks' files have different groups of parameters"
+    if len(counts) > 1:
+        what = f"open: {files[0].where!r} and the other ranks' files have different groups of parameters"
         raise CorruptCheckpoint(error_text(what, found=f"{sorted(counts)} groups", fix="Copy all files of one save."))
     masters = [[Vector(first + rank, one[group]) for rank, one in enumerate(vectors)] for group in range(max(counts))]
-    count = inner[0].get("partition_count") or saved_by or len(files)
-    base = [one.get("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for one in inner]
-    states: list[Mapping[Any, Any]] = []
-    for one, at in zip(base, where, strict=True):
-        # elastic_checkpoint: a list by group, and no hyperparameters
-        states.append(dict(enumerate(one)) if isinstance(one, list) else field(one, "state", dict, at))
-    groups: list[Any] = [] if isinstance(base[0], list) else list(field(base[0], "param_groups", list, where[0]))
-    owners = [group.get("params", [number]) if is_zero3 else [number] for number, group in enumerate(groups)]
-    scaler = {key: inner[0][key] for key in _SCALER if key in inner[0]}
+    for number, ranks in enumerate(masters):
+        check_flat(checkpoint, ranks, f"the flat vector of group {number}")
+    base = [one.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for one in inner]
+    groups = [] if isinstance(base[0].value, list) else base[0].member("param_groups").items()
     return Optimizer(
         is_zero3=is_zero3,
-        ranks=count if isinstance(count, int) else max(count),
-        paddings=inner[0].get("param_alignment_paddings"),
+        ranks=_ranks(inner[0].member("partition_count", saved_by or len(files))),
+        paddings=_paddings(inner[0].member("param_alignment_paddings", [])),
         masters=masters,
-        states=states,
-        param_groups=groups,
-        owners=owners,
-        step=inner[0].get("base_optimizer_state_step"),
-        scaler=scaler,
+        states=[_states(one) for one in base],
+        param_groups=[group.of(dict) for group in groups],
+        owners=[_owned(group, number) if is_zero3 else [number] for number, group in enumerate(groups)],
+        step=inner[0].member("base_optimizer_state_step").value,
+        scaler={key: value for key, value in inner[0].of(dict).items() if key in _SCALER},
     )
+
+
+def _ranks(count: ValueAt) -> int:
+    """Return how many ranks saved: one number, or one for each group."""
+    counts = count.items() if isinstance(count.value, (list, tuple)) else [count]
+    return max((each.count() for each in counts), default=0)
+
+
+def _paddings(listed: ValueAt) -> list[list[int]] | None:
+    return [[number.count() for number in group.items()] for group in listed.items()] or None
+
+
+def _states(base: ValueAt) -> dict[Any, dict[str, Any]]:
+    # elastic_checkpoint: a list by group, and no hyperparameters
+    by_group = dict(enumerate(base.items())) if isinstance(base.value, list) else base.member("state").members(int)
+    return {group: {name: one.value for name, one in states.members(str).items()} for group, states in by_group.items()}
+
+
+def _owned(group: ValueAt, number: int) -> list[int]:
+    return [owned.count() for owned in group.member("params", [number]).items()]
 
 
 _SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")

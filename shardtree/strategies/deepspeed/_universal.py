@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..archives import (
     Contents,
     Piece,
     Tensors,
+    ValueAt,
     contents_of,
     read_archives,
     rows_from_contents,
@@ -78,7 +80,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     files = [*models, *read_archives(checkpoint, wanted, CLASSES)]
     for number, (file, place) in enumerate(zip(files[len(models) :], names.values(), strict=False), len(models)):
         _add_state(checkpoint, tensors, model, file, number, *place)
-    optimizer = files[-1].value if len(wanted) > len(names) and isinstance(files[-1].value, dict) else {}
+    optimizer = files[-1].saved if len(wanted) > len(names) else ValueAt({}, "")
     groups = _groups(optimizer)
     _add_steps(tensors, model, optimizer, groups, len(files) - 1)
     kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -118,7 +120,7 @@ def _add_state(
         return
     shape: tuple[int, ...] = () if state == STEP else parameter.shape
     if isinstance(value, StoredTensor) and isinstance(file.value, Mapping) and "vocab_tensor" in file.value:
-        shape = (value.shape[0], *shape[1:])  # without the rows that pad the vocabulary
+        shape = value.shape[:1] + shape[1:]  # without the rows that pad the vocabulary
     # From ZeRO-3, tensors are flat.
     if not isinstance(value, StoredTensor) or not _fits(value.shape, shape) or not value.is_row_major:
         found = value.shape if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
@@ -136,17 +138,18 @@ def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return found in (shape, (prod(shape),))
 
 
-def _groups(optimizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list(_inner(optimizer).get("param_groups") or optimizer.get("param_groups") or [])
+def _groups(optimizer: ValueAt) -> list[Mapping[str, Any]]:
+    inner, own = (holder.member("param_groups", []).items() for holder in (_inner(optimizer), optimizer))
+    return [group.of(dict) for group in inner or own]
 
 
-def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = optimizer.get("optimizer_state_dict") or optimizer.get("base_optimizer_state")
-    return inner if isinstance(inner, Mapping) else {}
+def _inner(optimizer: ValueAt) -> ValueAt:
+    inner = optimizer.member("optimizer_state_dict", optimizer.member("base_optimizer_state", {}).value)
+    return replace(inner, value={}) if isinstance(inner.value, list) else inner
 
 
 def _add_steps(
-    tensors: Tensors, model: Model, optimizer: Mapping[str, Any], groups: list[Mapping[str, Any]], file: int
+    tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int
 ) -> None:
     """Add the steps that aren't in files of their own, as from ZeRO-3: once for each group of the flat vectors."""
     for parameter, step in _steps(model, optimizer, groups):
@@ -159,12 +162,10 @@ def _add_steps(
             tensors.add(key, step.dtype, (), [Piece(key, file, step.begin, (), ())])
 
 
-def _steps(
-    model: Model, optimizer: Mapping[str, Any], groups: list[Mapping[str, Any]]
-) -> Iterator[tuple[Parameter, Any]]:
-    state = _inner(optimizer).get("state") or {}
+def _steps(model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]]) -> Iterator[tuple[Parameter, Any]]:
+    states = _inner(optimizer).member("state", {}).members(int, str)
     for number, parameters in enumerate(model.groups):
-        step = state.get(number, {}).get(STEP) if isinstance(state, Mapping) else None
+        step = states[number].member(STEP).value if number in states else None
         own = groups[number].get(STEP) if number < len(groups) else None
         yield from ((parameter, own if step is None else step) for parameter in parameters)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...codec.archives import StoredDTensor, StoredTensor
@@ -14,6 +14,7 @@ from ..archives import (
     Contents,
     Piece,
     Tensors,
+    ValueAt,
     contents_of,
     read_archives,
     rows_from_contents,
@@ -24,6 +25,9 @@ from ._placement import Box, placed_box
 
 Held = tuple[int, StoredTensor | StoredDTensor]
 """The number of the file, and what a rank has of a tensor."""
+
+Entries = Callable[[ArchiveFile], Iterable[tuple[str, Any]]]
+"""Returns keys and values of a file."""
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -42,12 +46,12 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         kind: list(enumerate(files))[number * listed.world_size : (number + 1) * listed.world_size]
         for number, kind in enumerate(kinds)
     }
-    model = _held(checkpoint, of_kind.get("model", []), _named)
+    model = _held(of_kind.get("model", []), _named)
     shapes = {key: ranks[0][1].shape for key, ranks in model.items()}
     optimizers = of_kind.get("optim", [])
     names = _names(checkpoint, optimizers, shapes) if optimizers else {}
     tensors = Tensors()
-    states = _held(checkpoint, optimizers, lambda file: _states(file, names, tensors))
+    states = _held(optimizers, lambda file: _states(file, names, tensors))
     for key, ranks in {**model, **states}.items():
         tensor = ranks[0][1]
         tensors.add(key, _local(tensor).dtype, tensor.shape)
@@ -60,23 +64,18 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _named(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
-    yield from file.value.items()
+    return ((key, one.value) for key, one in file.saved.members(str).items())
 
 
-def _held(checkpoint: Checkpoint, files: Sequence[tuple[int, ArchiveFile]], entries: Any) -> dict[str, list[Held]]:
+def _held(files: Sequence[tuple[int, ArchiveFile]], entries: Entries) -> dict[str, list[Held]]:
     """Return what ranks have of each tensor, by rank; a rank may lack one, as of another pipeline stage."""
     found: dict[str, list[Held]] = {}
     for rank, (number, file) in enumerate(files):
-        where = checkpoint.storage.where(file.name)
-        if not isinstance(file.value, dict):
-            raise CorruptCheckpoint(
-                error_text(f"open: {where!r} isn't a state dict", found=type(file.value).__name__, expected="a dict")
-            )
         for key, value in entries(file):
-            if not isinstance(key, str) or not isinstance(value, (StoredTensor, StoredDTensor)):
+            if not isinstance(value, (StoredTensor, StoredDTensor)):
                 continue  # a module's extra state, say, which isn't a tensor
             if isinstance(value, StoredDTensor) and value.parts.rank not in (None, rank):
-                what = f"open: {where!r} is another rank's file"
+                what = f"open: {file.where!r} is another rank's file"
                 fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
                 found_rank = f"the part of rank {value.parts.rank} of {key[:200]!r}"
                 raise CorruptCheckpoint(error_text(what, found=found_rank, expected=f"that of rank {rank}", fix=fix))
@@ -136,22 +135,28 @@ def _shown(tensor: StoredTensor | StoredDTensor) -> str:
 # The optimizer: states by index, whose names no file has, or by name
 
 
-def _groups(file: ArchiveFile) -> list[Any]:
-    return list(file.value.get("param_groups", ()))
+def _groups(file: ArchiveFile) -> list[ValueAt]:
+    return file.saved.member("param_groups", []).items()
 
 
-def _states(file: ArchiveFile, names: Mapping[Any, str], tensors: Tensors) -> Iterator[tuple[str, Any]]:
-    for parameter, states in file.value.get("state", {}).items():
-        for state, value in states.items():
-            key = state_key(state, names.get(parameter, parameter))
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                tensors.add_number(key, value)
-            yield key, value
+def _states_of(file: ArchiveFile) -> Iterator[tuple[int | str, str, Any]]:
+    """Yield each state: the parameter's number or name, the state's name, and its value."""
+    for parameter, states in file.saved.member("state", {}).members(int, str).items():
+        for state, one in states.members(str).items():
+            yield parameter, state, one.value
+
+
+def _states(file: ArchiveFile, names: Mapping[int | str, str], tensors: Tensors) -> Iterator[tuple[str, Any]]:
+    for parameter, state, value in _states_of(file):
+        key = state_key(state, names.get(parameter, parameter))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            tensors.add_number(key, value)
+        yield key, value
 
 
 def _names(
     checkpoint: Checkpoint, optimizers: Sequence[tuple[int, ArchiveFile]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[Any, str]:
+) -> dict[int | str, str]:
     """Return the parameter's name of each index, as the caller gave them; {} if he gave none.
 
     Raises:
@@ -161,7 +166,7 @@ def _names(
     if given is None:
         return {}
     _, file = optimizers[0]
-    members = [list(group.get("params", ())) for group in _groups(file)]
+    members = [[one.of(int, str) for one in group.member("params", []).items()] for group in _groups(file)]
     flat = [name for group in given for name in ([group] if isinstance(group, str) else group)]
     ids = [index for group in members for index in group]
     doing = f"open: parameter_names for {checkpoint.storage.where(file.name)!r}"
@@ -175,10 +180,10 @@ def _names(
         raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} in groups of {sizes}", fix=fix))
     names = dict(zip(ids, flat, strict=True))
     wrong = [
-        f"{name!r}: its state {state!r} has shape {value.shape}, the parameter {shapes.get(name, 'is not there')}"
-        for index, name in names.items()
-        for state, value in file.value.get("state", {}).get(index, {}).items()
-        if isinstance(value, StoredDTensor) and value.shape != shapes.get(name)
+        f"{names[index]!r}: its state {state!r} has shape {value.shape}, "
+        f"the parameter {shapes.get(names[index], 'is not there')}"
+        for index, state, value in _states_of(file)
+        if isinstance(value, StoredDTensor) and index in names and value.shape != shapes.get(names[index])
     ]
     if wrong:
         fix = "The names are in another order than the optimizer's, or of another model."
@@ -191,7 +196,8 @@ def _common(optimizers: Sequence[tuple[int, ArchiveFile]], extra: Sequence[Any])
     if optimizers:
         # Without the numbers of parameters: an optimizer has its own, and `optim` leaves them out of saves too.
         groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in _groups(optimizers[0][1])
+            {key: value for key, value in group.of(dict).items() if key != "params"}
+            for group in _groups(optimizers[0][1])
         ]
         common["optimizer"] = {"param_groups": groups}
     if extra and isinstance(extra[0], dict):
