@@ -67,15 +67,24 @@ def entry_points(folder: Path, elsewhere: Path, sound: Path) -> Iterator[tuple[s
     yield "open_checkpoint", lambda: [tree[key] for tree in [st.open_checkpoint(folder)] for key in list(tree)[:100]]
     yield "verify", partial(st.verify, folder)
     yield "compare", partial(st.compare, sound, folder)
+    yield "compare with itself", partial(st.compare, folder, folder)
+    yield "fingerprint", partial(st.fingerprint, folder)
+    yield "explain", lambda: repr(st.explain(dict(st.load_sharded_metadata(folder)), folder))
+    yield "draw", lambda: repr(st.draw(st.open_checkpoint(folder)))
     yield "convert", partial(st.convert, folder, elsewhere, backend="zarr")
     commands = (
         ["inspect"],
         ["inspect", "--json"],
         ["verify"],
         ["diff", str(sound)],
+        ["diff", str(folder)],
+        ["report"],
+        ["picture"],
         ["convert", f"{elsewhere}-2", "--to", "safetensors"],
     )
     for name, *rest in commands:
+        if name == "report":
+            rest = ["-o", f"{elsewhere}.html"]
         yield f"command {name}{' --json' * (rest == ['--json'])}", partial(command, name, str(folder), *rest)
     yield "remove_sharded_tensors", partial(st.remove_sharded_tensors, folder, "w")
     yield "remove_sharded_tensors, all", partial(st.remove_sharded_tensors, folder, "")
@@ -255,6 +264,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "256 axes": one_tensor([1] * 256, [1] * 256),
     "an axis of 2^57, nearly empty": one_tensor([2**57], [4]),
     "a gigabyte, nearly empty": one_tensor([2**30], [4]),
+    "rows of 2^44, nearly empty": one_tensor([2**44, 6], [4, 6]),
+    "columns of 2^44, nearly empty": one_tensor([6, 2**44], [4, 6]),
+    "planes of 2^22 squared, nearly empty": one_tensor([2**22, 2**22, 6], [1, 4, 6]),
     "nothing times 2^57": one_tensor([0, 2**57], [0, 2**57]),
     "bytes that overflow": one_tensor([2**62, 4], [1, 4]),
     "a dtype of no torch": one_tensor([4], [4], "float31"),

@@ -143,6 +143,21 @@ def _others_v2() -> Files:
     }
 
 
+def deepspeed() -> list[Files]:
+    """Return checkpoints of ZeRO-1 and of ZeRO-3."""
+    return [folder_files(_FIXTURES / name) for name in ("deepspeed_zero1_dp2", "deepspeed_zero3_dp4")]
+
+
+def universal() -> list[Files]:
+    """Return a Universal Checkpoint."""
+    return [folder_files(_FIXTURES / "deepspeed_universal" / "global_step3_universal")]
+
+
+def dtensor_files() -> list[Files]:
+    """Return a checkpoint of verl's: a file of DTensors for each rank."""
+    return [folder_files(_FIXTURES / "dtensor_fsdp2_w4")]
+
+
 def huggingface() -> list[Files]:
     """Return a model in one file, and one in two files with an index."""
     one = saved(("huggingface", 1))

@@ -51,11 +51,15 @@ FORMATS: dict[str, Callable[[], list[Files]]] = {
     "torch": seeds.torch_common,
     "zarr": seeds.zarr,
     "huggingface": seeds.huggingface,
+    "deepspeed": seeds.deepspeed,
+    "universal": seeds.universal,
+    "dtensor_files": seeds.dtensor_files,
 }
 
 WANTED = {
     "torch": ("common.pt", "metadata.json"),
     "torch_dist": (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
+    "universal": ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/emb.weight/"),
 }
 """How the names of the places begin that a format is about, where not all of them are."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,9 @@ def test_frozen_parameters_buffers_and_tied_names_of_zero3() -> None:
         ("param_shapes", [{"a": (2, -1)}]),
         ("param_shapes", [{1: (2,)}]),
         ("shared_params", ["a"]),
+        ("shared_params", {"a": [1]}),
+        ("module", {7: torch.zeros(2)}),
+        ("dp_world_size", "3"),
         ("frozen_param_shapes", {"ice": "7"}),
     ],
 )
@@ -339,8 +343,40 @@ def test_fields_of_other_types_are_named(name: str, value: object) -> None:
     for file in folder.names("step_3"):
         if file.endswith("model_states.pt"):
             folder.replace(f"step_3/{file}", saved(model_file(SAVE, 0) | {name: value}), durable=False)
-    with pytest.raises(CorruptCheckpoint, match=rf"isn't as the program of its format writes it[\s\S]*found saved\['{name}'\]"):
+    with pytest.raises(
+        CorruptCheckpoint, match=rf"isn't as the program of its format writes it[\s\S]*found saved\['{name}'\]"
+    ):
         st.load_plain_tensors(folder)
+
+
+def of_two_axes(inner: dict[str, Any]) -> None:
+    inner["single_partition_of_fp32_groups"][0] = torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            lambda inner: inner.update(partition_count=1.5),
+            r"found saved\['optimizer_state_dict'\]\['partition_count'\] is 1.5",
+        ),
+        (lambda inner: inner["base_optimizer_state"].update(param_groups=[7]), r"\['param_groups'\]\[0\] is 7, an int"),
+        (lambda inner: inner["base_optimizer_state"].update(state={0: 1}), r"\['state'\]\[0\] is 1, an int"),
+        (of_two_axes, r"the flat vector of group 0 isn't adjacent elements of one axis and one dtype"),
+    ],
+)
+def test_values_of_other_types_in_the_optimizer_are_named(change: Callable[[dict[str, Any]], None], found: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=found):
+        st.load_plain_tensors(with_inner(change))
+
+
+def test_a_step_that_no_float_holds_is_refused_by_name() -> None:
+    def change(inner: dict[str, Any]) -> None:
+        step_in_group(inner)
+        inner["base_optimizer_state"]["param_groups"][0]["step"] = 10**400
+
+    with pytest.raises(UnsupportedValue, match="a number that float32 can't hold"):
+        st.load_plain_tensors(with_inner(change))
 
 
 def test_copies_of_a_buffer_that_differ_are_refused_by_name() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ...codec import row_major_bits
+from ...errors import ShapeError, error_text
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
@@ -48,32 +49,44 @@ def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
     return ()
 
 
-def boxes(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
+_MOST_BOXES = 2**20  # of a tensor: guards against a file whose tensor of 2**57 elements would be read without end
+
+
+def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) -> Iterator[Box]:
     """Yield the boxes of a grid, those at its ends perhaps smaller; none of a tensor without elements.
 
     Args:
         shape: the tensor's.
         cell: a box's, at least 1 along each axis that has elements.
+        doing: what they are for, for the error.
+        most: how many boxes there may be.
+
+    Raises:
+        ShapeError: there are more.
 
     Examples:
-        >>> list(boxes((3, 4), (2, 4)))
+        >>> list(boxes((3, 4), (2, 4), "compare: 'w'", 100))
         [((0, 0), (2, 4)), ((2, 0), (1, 4))]
     """
     if not prod(shape):
         return
+    count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True))
+    if count > most:
+        what, fix = f"{doing} of shape {shape} is too large for its pieces", "Give it more bytes in flight."
+        raise ShapeError(error_text(what, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
     for offset in product(*(range(0, size, step) for size, step in zip(shape, cell, strict=True))):
         ends = zip(offset, cell, shape, strict=True)
         yield offset, tuple(min(step, size - start) for start, step, size in ends)
 
 
-def boxes_within(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield boxes of at most so many elements, each a run of the row-major tensor, in order.
+def boxes_within(shape: tuple[int, ...], most: int, doing: str) -> Iterator[Box]:
+    """Yield boxes of at most so many elements, each a run of the row-major tensor, in order; raises as `boxes` does.
 
     Examples:
-        >>> [offset for offset, _ in boxes_within((2, 3), 2)]
+        >>> [offset for offset, _ in boxes_within((2, 3), 2, "compare: 'w'")]
         [(0, 0), (0, 2), (1, 0), (1, 2)]
     """
-    yield from boxes(shape, box_shape(shape, most))
+    return boxes(shape, box_shape(shape, most), doing, _MOST_BOXES)
 
 
 Number = bool | int | float | complex | str
@@ -126,13 +139,16 @@ def value_difference(
         most_bytes: how much memory that may take, but at least enough for an element.
         progress: called with the bytes of each that were compared since the last call.
 
+    Raises:
+        ShapeError: they are too large to be compared in so little memory.
+
     Examples:
         >>> left, right = torch.tensor([1.0, float("nan")]), torch.tensor([1.5, float("nan")])
         >>> print(value_difference("w", left, right, 2**20, lambda nbytes: None))
         'w': 1 of 2 elements differ, by at most 0.5; the first at (0,): 1.0 and 1.5
     """
     shape, found = tuple(left.shape), None
-    for offset, size in boxes_within(shape, max(1, most_bytes // _BYTES_PER_ELEMENT)):
+    for offset, size in boxes_within(shape, max(1, most_bytes // _BYTES_PER_ELEMENT), f"compare: {key!r}"):
         part = _part_difference(key, shape, offset, _box(left, offset, size), _box(right, offset, size))
         found = part if found is None else combined(found, part)
         progress(int(np.prod(size, dtype=np.int64)) * left.dtype.itemsize)

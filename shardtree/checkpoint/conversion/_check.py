@@ -207,7 +207,7 @@ def _read_all(reader: FingerprintReader, tensors: Sequence[ShardedTensor], progr
         whole = [_box(reader, shard) for shard in group]
         reader.reader.expect(fetch for box in whole for fetch in box.fetches)
         for box in whole:
-            for offset, shape in boxes_within(tuple(box.shape), max(1, most // box.itemsize)):
+            for offset, shape in boxes_within(tuple(box.shape), max(1, most // box.itemsize), f"convert: {box.name!r}"):
                 progress(box.read_box(offset, shape).nbytes)
 
 

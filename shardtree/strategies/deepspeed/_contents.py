@@ -48,8 +48,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         model = read_model(checkpoint, models, None, tensors)
         _check_whole(checkpoint, models, model)
         return contents_of(files, tensors, common=plain(model.common), where=storage.where)
-    saved_by = models[0].saved.member("dp_world_size", 0).count()
-    optimizer = read_optimizer(checkpoint, optimizers, len(models), saved_by)
+    optimizer = read_optimizer(checkpoint, optimizers, len(models), models[0].saved.member("dp_world_size", 0).count())
     by = f"partition_count in {storage.where(optimizers[0].name)!r}"
     check_count(storage, listed.folder, "optimizer", len(optimizers), optimizer.ranks, by)
     if optimizer.is_zero3:

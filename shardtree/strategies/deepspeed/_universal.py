@@ -148,9 +148,7 @@ def _inner(optimizer: ValueAt) -> ValueAt:
     return replace(inner, value={}) if isinstance(inner.value, list) else inner
 
 
-def _add_steps(
-    tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int
-) -> None:
+def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]], file: int) -> None:
     """Add the steps that aren't in files of their own, as from ZeRO-3: once for each group of the flat vectors."""
     for parameter, step in _steps(model, optimizer, groups):
         key = state_key(STEP, parameter.name)

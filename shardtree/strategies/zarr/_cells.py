@@ -14,6 +14,10 @@ from ...geometry import Column, row_major_strides
 from ...storage import Storage
 from ._array import Shape, StoredArray
 
+_MOST_FILLED = 2**40
+"""The most bytes of a tensor that no file holds: zarr's writers leave out what is the fill value, moments of a new
+optimizer, say, but not a tebibyte of it."""
+
 MOST_CELLS = 2**21
 """The most cells without a file, which are listed one by one: guards against a tiny file that names a huge grid."""
 
@@ -137,6 +141,10 @@ def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) ->
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+    unstored = min(prod(array.box) * array.dtype.itemsize, (total - len(stored)) * array.file_bytes)
+    if unstored > _MOST_FILLED:
+        what, expected = f"open: array {array.name!r} is too sparse to be a tensor", f"at most {_MOST_FILLED}"
+        raise UnsupportedValue(error_text(what, found=f"{unstored} bytes that no file holds", expected=expected))
     if total == len(stored):
         return stored[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))

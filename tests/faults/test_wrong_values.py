@@ -1,0 +1,106 @@
+"""A value of another type in any place of DeepSpeed's and verl's files is an error of ours, or changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, CorruptCheckpoint
+from shardtree.strategies.archives import ValueAt
+from tests.faults.sampling import EXHAUSTIVE, SEED
+from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
+from tests.fuzz.seeds import Files
+from tests.fuzz.slots import Slot, slots
+
+FORMATS = ("deepspeed", "universal", "dtensor_files")
+
+SHARES = 240
+"""Parts of all cases, of which a usual run tries one."""
+
+
+@cache
+def cases(name: str) -> list[tuple[Slot, int, str]]:
+    """Return each place of the pickles of a format's files with each value, in an order of no kind."""
+    places = [(slot, end) for slot in slots(name) if slot.kind == "pickle" for end, _ in value_ends(slot.seed)]
+    chosen = Random(f"{SEED} {name}")
+    # One value in each of very many places, and all values in some.
+    found = [(*place, chosen.choice(list(OTHER_TYPES))) for place in chosen.sample(places, min(len(places), 4000))]
+    found += [(*place, value) for place in chosen.sample(places, 200) for value in OTHER_TYPES]
+    return chosen.sample(found, len(found))
+
+
+def stored(files: Files) -> st.storage.MemoryStorage:
+    storage = st.storage.MemoryStorage()
+    for name, data in files.items():
+        storage.write(name, [memoryview(data)], durable=False)
+    return storage
+
+
+Call = Callable[[Any], object]
+
+CALLS: tuple[Call, ...] = (
+    st.load_sharded_metadata,
+    st.load_common_state_dict,
+    st.load_plain_tensors,
+    st.verify,
+    lambda place: st.compare(place, place),
+)
+
+
+def foreign(files: Files, calls: Sequence[Call] = CALLS) -> list[str]:
+    """Return the errors that aren't ours, of every way to read a checkpoint."""
+    storage, found = stored(files), []
+    for call in calls:
+        try:
+            call(storage)
+        except CheckpointingException as error:
+            assert 0 < len(str(error)) < 10_000
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}"[:200])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "share", [0, *(pytest.param(share, marks=EXHAUSTIVE) for share in range(1, SHARES))], ids=lambda share: f"{share}"
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_value_of_another_type_is_an_error_of_ours(name: str, share: int) -> None:
+    wrong = {}
+    for slot, end, value in cases(name)[share::SHARES]:
+        found = foreign(slot.files(with_value(slot.seed, end, OTHER_TYPES[value])))
+        wrong |= {f"{slot.name}, byte {end}: {value}": found} if found else {}
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_the_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that takes any type raises what isn't ours."""
+    monkeypatch.setattr(ValueAt, "of", lambda self, *kinds: self.value)
+    calls = [st.load_sharded_metadata]
+    changed = (slot.files(with_value(slot.seed, end, OTHER_TYPES[value])) for slot, end, value in cases("universal"))
+    assert any(foreign(files, calls) for files in changed)
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        (lambda at: at.member("a").items()[1].of(int), "saved['a'][1] is True, a bool, expected an int"),
+        (lambda at: at.member("a").items()[2].count(), "saved['a'][2] is -1, an int, expected 0 or more"),
+        (lambda at: at.member("b").of(dict, list), "saved['b'] is nothing, expected a dict or a list"),
+        (lambda at: at.member("d").shape(), "saved['d'] is a list, expected a shape whose elements 64 bits can count"),
+        (lambda at: at.members(str), "saved is a dict, expected keys that are each a str, not 7, an int"),
+        (lambda at: at.member("e").of(str), "saved['e'] is an int, expected a str"),
+    ],
+)
+def test_the_error_names_the_file_and_the_place(read: Any, found: str) -> None:
+    value = {"a": [1, True, -1], "d": [2**40, 2**40], "e": 10**5000, 7: 0}
+    with pytest.raises(CorruptCheckpoint, match=rf"'f\.pt' isn't as .*\n  found {re.escape(found)}\n"):
+        read(ValueAt(value, "f.pt"))
