@@ -84,8 +84,8 @@ def test_the_law_catches_a_comparison_that_reads_half(monkeypatch: pytest.Monkey
     left, right = saved_tree([tensor("w", torch.arange(8))]), saved_tree([tensor("w", flipped(torch.arange(8), 500))])
     check_finds(state, left, right, "w", 64)
 
-    def half(shape: tuple[int, ...], most: int) -> Any:
-        return list(boxes_within(shape, most))[:4]
+    def half(shape: tuple[int, ...], most: int, doing: str) -> Any:
+        return list(boxes_within(shape, most, doing))[:4]
 
     monkeypatch.setattr(_values, "boxes_within", half)
     with pytest.raises(AssertionError):
@@ -97,7 +97,7 @@ def test_boxes_follow_each_other_in_row_major_order(shape: tuple[int, ...], most
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     parts = [
         whole[tuple(slice(low, low + size) for low, size in zip(offset, sizes, strict=True))].flatten()
-        for offset, sizes in boxes_within(shape, most)
+        for offset, sizes in boxes_within(shape, most, "compare")
     ]
     assert torch.cat([*parts, torch.arange(0)]).tolist() == whole.flatten().tolist()
     assert all(part.numel() <= most for part in parts)

@@ -298,6 +298,13 @@ def test_an_array_of_very_many_chunks_that_arent_there_takes_little_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < MOST_BYTES / 1024
 
 
+@pytest.mark.parametrize("shape", [[2**44, 6], [6, 2**44], [2**22, 2**21]])
+def test_an_array_of_one_chunk_that_isnt_there_is_no_tensor_of_tebibytes(shape: list[int], tmp_path: Path) -> None:
+    place = zarr_v2(tmp_path / "z", shape=shape, chunks=shape)
+    with pytest.raises(CheckpointingException, match="too sparse to be a tensor"):
+        st.compare(place, place)
+
+
 def test_links_in_a_circle_are_walked_once(tmp_path: Path) -> None:
     place = zarr_v2(tmp_path / "z", bytes(16))
     for name in ("a", "b", "c"):
