@@ -138,8 +138,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
             target = take_apart(own.tree)
             differing = mismatched_keys(mode, target.asked_of(stored), stored, claimed)
             keys = Keys(mode, *differing, lambda: stored, lambda _: kinds)
-            run = partial(failed.recorded, [rank])
-            yield _rank_fit(run, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
+            yield _rank_fit(failed, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
 
     fit = reduce(_both, fits(), _Fit())
     problems = _each_once([fit.problems, fit.unexpected if mode in RAISING else ()])
@@ -193,8 +192,7 @@ def _both(one: _Fit, other: _Fit) -> _Fit:
 
 def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed: _Failures) -> _Asked:
     """Return what ranks ask for, once it is known whether that fits together."""
-    ranks: list[int] = []
-    said, columns = list[Description](), AlikeColumns()
+    ranks, said, columns = list[int](), list[Description](), AlikeColumns()
     keys, tensors, layouts, faults = set[str](), set[str](), list[KnownLayout | None](), list[Exception]()
     for rank in range(len(trees)):
         with failed.recorded([rank]):
@@ -220,7 +218,7 @@ def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed:
 
 
 def _rank_fit(
-    run: Run,
+    failed: _Failures,
     rank: int,
     checkpoint: Checkpoint,
     request: LoadRequest,
@@ -231,6 +229,7 @@ def _rank_fit(
     common_of: CommonOf,
 ) -> _Fit:
     choice, _, strategies = request.choices
+    run: Run = partial(failed.recorded, [rank])
     listed = objects_metadata(checkpoint, metadata, choice, strategies)
 
     def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
