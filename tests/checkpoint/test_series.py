@@ -213,6 +213,39 @@ def test_a_series_applies_its_policy_after_each_save(root: Storage) -> None:
     assert str(series.plan_removal()) == str(series.plan_removal(KEEP_LAST))
 
 
+def test_after_going_back_a_step_stays_and_what_lies_ahead_can_be_dropped(
+    root: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    series = st.CheckpointSeries(root, keep=KEEP_LAST)
+    for number in (100, 200, 300):
+        series.save(tree(), number)
+    assert not caplog.records
+    series.save(tree(), 110)
+    assert numbers(series) == [110, 200, 300] and series.latest().number == 300  # type: ignore[union-attr]
+    assert "step 110 is saved behind step 300" in caplog.text
+    series.pin(200)
+    assert series.drop_after(110) == (300,) and numbers(series) == [110, 200]
+    series.unpin(200)
+    assert series.drop_after(110) == (200,) and series.drop_after(110) == () and numbers(series) == [110]
+    with pytest.raises(st.errors.NotACheckpoint, match="no step 100"):
+        series.drop_after(100)
+    caplog.clear()
+    series.save(tree(), 120)
+    assert numbers(series) == [110, 120] and not caplog.records
+
+
+def test_all_ranks_drop_together() -> None:
+    root = MemoryStorage()
+
+    def on_rank(world: World) -> Any:
+        series = st.CheckpointSeries(root, world=world)
+        for number in (1, 2, 3):
+            series.save(tree(world=world), number)
+        return series.drop_after(1), series.steps()
+
+    assert st.simulate(2, on_rank) == [((3, 2), st.CheckpointSeries(root).steps())] * 2
+
+
 def test_with_a_queue_saves_are_scheduled_and_the_policy_is_applied_at_each_commit(root: Storage) -> None:
     with st.AsyncCallsQueue() as queue:
         series = st.CheckpointSeries(root, keep=KEEP_LAST, queue=queue)

@@ -50,20 +50,47 @@ def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategi
         return _plan(seen, steps, dict(kept_steps(policy, steps)), strategies)
 
 
-def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> None:
-    """Remove what a policy doesn't keep, after a save; what the policy itself raises is raised.
+def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None, saved: int) -> None:
+    """Remove what a policy doesn't keep, after a step was saved, which stays; what the policy itself raises is raised.
 
     What can't be removed is a warning in the log: the save that was just committed is whole, and the next one tries
     again.
     """
+
+    def choose(steps: Sequence[SavedStep]) -> set[int]:
+        # After the run went back, higher numbers would count as newer, and the step would be gone at once.
+        return {saved, *kept_steps(policy, steps)} & {step.number for step in steps}
+
     try:
-        removal = plan_removal(root, names, policy, strategies)
-        for number, reasons in removal.kept.items():
-            if reasons[0].startswith(_IRREMOVABLE):
-                logger.warning("series: step %d stays: it %s", number, reasons[0])
+        removal = plan_removal(root, names, choose, strategies)
+        _warn_of_irremovable(removal)
         remove_steps(root, names, removal, strategies)
     except StorageError as error:
         logger.warning("series: a step is saved, and others couldn't be removed: %s", error)
+
+
+def _warn_of_irremovable(removal: Removal) -> None:
+    for number, reasons in removal.kept.items():
+        if reasons[0].startswith(_IRREMOVABLE):
+            logger.warning("series: step %d stays: it %s", number, reasons[0])
+
+
+def drop_after(root: Storage, names: str, number: int, strategies: Strategies | None) -> tuple[int, ...]:
+    """Remove the finished steps after one, the highest first; return their numbers. Pinned ones stay.
+
+    Raises:
+        StorageError: some can't be removed; all others were.
+    """
+    with listed(root) as seen:
+        steps = list_steps(seen, names, strategies)
+        kept: dict[int, tuple[str, ...]] = {
+            step.number: (PINNED if step.pinned else "not after it",)
+            for step in steps
+            if step.pinned or step.number <= number
+        }
+        removal = _plan(seen, steps, kept, strategies)
+        _warn_of_irremovable(removal)
+        return _remove_steps(seen, names, removal, strategies, newest=number)
 
 
 def _plan(
@@ -105,13 +132,17 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
         return _remove_steps(seen, names, removal, strategies)
 
 
-def _remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
+def _remove_steps(
+    root: Storage, names: str, removal: Removal, strategies: Strategies | None, newest: int | None = None
+) -> tuple[int, ...]:
+    """Execute a plan; where steps after one are dropped, that is the newest, and the highest go first."""
     failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
-    held = {step.number: NEWEST for step in steps[-1:]} | {step.number: PINNED for step in steps if step.pinned}
+    held = dict.fromkeys([step.number for step in steps[-1:]] if newest is None else [newest], NEWEST)
+    held |= {step.number: PINNED for step in steps if step.pinned}
     going: list[StepFiles] = []
-    for item in sorted(removal.going, key=lambda item: item.number):
+    for item in sorted(removal.going, key=lambda item: item.number, reverse=newest is not None):
         if item.number in held:
             logger.warning("series: step %d stays: by now it is %s", item.number, held[item.number])
         else:

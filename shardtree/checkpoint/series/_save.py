@@ -69,7 +69,16 @@ def checked_step(number: object) -> int:
 def folder_for(root: Storage, names: str, number: int) -> str:
     """Return the folder of a step, the one that it has or else its own name; finishes an interrupted removal there."""
     own = step_folder(names, number)
-    there = [folder for folder in root.names() if step_number(names, folder) == number]
+    numbers = {folder: step_number(names, folder) for folder in root.names()}
+    there = [folder for folder, found in numbers.items() if found == number]
+    ahead = sorted(found for found in numbers.values() if found is not None and found > number)
+    if ahead:
+        logger.warning(
+            "series: step %d is saved behind step %d, which is still the newest to `latest` and to policies;"
+            " if the run went back, `drop_after` removes what lies ahead",
+            number,
+            ahead[-1],
+        )
     # A step may have been saved under another number of leading zeros, by Megatron-LM, say.
     folder = own if own in there or not there else there[0]
     if there:

@@ -21,7 +21,7 @@ from ..loading._load import load
 from ..saving._save import save
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
-from ._remove import apply_policy, check_removal, clean, plan_removal, remove_steps
+from ._remove import apply_policy, check_removal, clean, drop_after, plan_removal, remove_steps
 from ._save import Place, change_record, checked_step, folder_for, nothing, recorded
 
 logger = logging.getLogger("shardtree")
@@ -86,7 +86,10 @@ class CheckpointSeries:
         return on_rank_zero(self._ranks(), "series: list", self._list)
 
     def latest(self) -> SavedStep | None:
-        """Return the newest finished step, None if there is none."""
+        """Return the newest finished step, None if there is none: that of the highest number, whenever it was saved.
+
+        After a run went back to an earlier step, that is a step of the time before, until `drop_after` removes it.
+        """
         return on_rank_zero(self._ranks(), "series: list", self._newest)
 
     def latest_verified(self) -> SavedStep | None:
@@ -162,7 +165,9 @@ class CheckpointSeries:
         async_sharded_save: bool = False,
         **keywords: Any,
     ) -> AsyncRequest[Any] | None:
-        """Save a step, and apply the series' policy once it is committed.
+        """Save a step, and apply the series' policy once it is committed, which never removes this step.
+
+        A step with a lower number than others that are there is saved with a warning: the run has gone back.
 
         With a queue, what is written by now is committed, this save is scheduled, and its request is returned: its
         `result()` waits for the save. With `async_sharded_save` and no queue, the request is returned as it is.
@@ -197,7 +202,7 @@ class CheckpointSeries:
         place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
         noting = recorded(request, place)
         if self.keep is not None:
-            noting = noting.add_finalize_fn(self._apply(self.keep) if ranks.rank == 0 else nothing)
+            noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
         if self.queue is not None:
             self.queue.schedule_async_request(noting)
             return noting
@@ -265,6 +270,30 @@ class CheckpointSeries:
         run = partial(remove_steps, self._storage, self.names, check_removal(removal), self.strategies)
         return on_rank_zero(self._ranks(), "series: remove", run)
 
+    def drop_after(self, step: int | SavedStep) -> tuple[int, ...]:
+        """Remove the finished steps with higher numbers than one that stays; return their numbers.
+
+        For a run that goes back: what lies ahead of it would still count as the newest. The highest goes first, so that
+        a crash leaves no gap. Pinned steps stay.
+
+        Raises:
+            NotACheckpoint: there is no such step.
+            StorageError: some can't be removed; all others were.
+
+        Examples:
+            >>> import torch, shardtree as st
+            >>> series = CheckpointSeries(st.storage.MemoryStorage())
+            >>> for number in (100, 200, 300):
+            ...     series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, number)
+            >>> series.drop_after(100), series.latest().number
+            ((300, 200), 100)
+        """
+
+        def run() -> tuple[int, ...]:
+            return drop_after(self._storage, self.names, self._find(step).number, self.strategies)
+
+        return on_rank_zero(self._ranks(), "series: remove", run)
+
     def clean(self, *, stale_after: float = STALE_AFTER) -> tuple[str, ...]:
         """Finish interrupted removals, and remove orphaned files of steps that were never finished.
 
@@ -289,8 +318,8 @@ class CheckpointSeries:
     def _ranks(self) -> World:
         return current_world(self.world)
 
-    def _apply(self, policy: Choose) -> Callable[[], None]:
-        return partial(apply_policy, self._storage, self.names, policy, self.strategies)
+    def _apply(self, policy: Choose, saved: int) -> Callable[[], None]:
+        return partial(apply_policy, self._storage, self.names, policy, self.strategies, saved)
 
     def _list(self) -> tuple[SavedStep, ...]:
         return list_steps(self._storage, self.names, self.strategies)
