@@ -12,7 +12,7 @@ import torch
 from ..errors import CheckpointingException, ShapeError, error_text
 from ..geometry import Column
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor
+from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, given_tensor, tied
 from ..plans import Schedule
 from ..plans.moving import SourceTree, TargetTree, complete, join_filled, take_source, take_target
 from ..trees import HOLE, refuse_too_deep
@@ -45,12 +45,13 @@ class Ends:
         return () if self.wanted is None else self.wanted.objects
 
 
-def take_ends(tree: Any, target: Any) -> Ends:
+def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
     """Return a rank's trees, flattened.
 
     Args:
         tree: its source; None or an empty tree for a rank without one.
         target: its target; None for a rank without one.
+        donate: whether the target's tensors are given away.
 
     Raises:
         CheckpointingException: as `take_source` and `take_target`.
@@ -63,7 +64,7 @@ def take_ends(tree: Any, target: Any) -> Ends:
     # An engine beside trainers has no state, and mustn't be asked for plain values that equal theirs.
     gives_nothing = tree is None or (isinstance(tree, (dict, list, tuple)) and not tree)
     given = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
-    return Ends(given, None if target is None else take_target(target, DOING))
+    return Ends(given, None if target is None else take_target(target, DOING, donate=donate))
 
 
 def device_of_tensors(ends: Ends) -> torch.device | None:
@@ -119,7 +120,7 @@ Empty = Callable[..., torch.Tensor]
 def target_memories(
     shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], *, donate: bool, empty: Empty = torch.empty
 ) -> list[torch.Tensor]:
-    """Return the tensors to be filled: donated ones, or new ones on the same devices.
+    """Return the tensors to be filled: donated ones, or new ones on the same devices, for tied ones too.
 
     Args:
         shards: of the target.
@@ -144,7 +145,23 @@ def target_memories(
     # Sources are read while targets are filled: an alias would be overwritten before it was sent.
     read = [(shard, shard.data) for shard in sources if shard.data.layout is torch.strided]
     check_no_aliases(DOING, donated, read)
-    return [_new(shard, None, empty) if data is None else data for shard, data in zip(shards, given, strict=True)]
+    apart = {number for group in tied(list(zip(shards, given, strict=True))) for number in group}
+    pairs = enumerate(zip(shards, given, strict=True))
+    return [_new(shard, data, empty) if data is None or number in apart else data for number, (shard, data) in pairs]
+
+
+def donated_once(shards: Sequence[ShardedTensor], filled: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return donated targets' tensors, with tied ones filled once.
+
+    Args:
+        shards: of the target.
+        filled: the tensors of `target_memories`, with what came for them.
+
+    Raises:
+        ShapeError: what came for several keys of one memory differs.
+    """
+    once = fill_once(DOING, [(shard, given_tensor(shard)) for shard in shards], filled)
+    return [once.get(number, data) for number, data in enumerate(filled)]
 
 
 def _new(shard: ShardedTensor, like: torch.Tensor | None, empty: Empty) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ._memory import (
     Ends,
     check_joins,
     device_of_tensors,
+    donated_once,
     joined_target,
     make_buffers,
     take_ends,
@@ -222,7 +223,7 @@ def redistribute(
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.
         donate: whether the target's tensors are donated: they are filled in place, on any device, and
-            returned. If it fails, their content is lost.
+            returned, as `load` does. If it fails, their content is lost.
         rules: what becomes of sharded objects whose global shape changes, by key pattern.
         transport: moves the buffers, instead of the world.
         device: where the transport's buffers are: the CPU's memory by default. The world's own are where the tensors
@@ -257,7 +258,7 @@ def redistribute(
         ([[1], [3], [5], [7]], 3)
     """
     ranks = current_world(world)
-    prepare = partial(_prepare, tree, target, plan, max_bytes_in_flight, device, relay=relay, cast=cast)
+    prepare = partial(_prepare, tree, target, plan, max_bytes_in_flight, device, relay=relay, cast=cast, donate=donate)
     ends, options, own, place = agree(ranks, "redistribute: prepare", prepare)
     descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, place, ranks))
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
@@ -274,11 +275,11 @@ def redistribute(
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
     failure = move(route, transport)
-    return agree(ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects))
+    return agree(ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects, donate=donate))
 
 
 def _prepare(
-    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, device: Any, *, relay: bool, cast: bool
+    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, device: Any, *, relay: bool, cast: bool, donate: bool
 ) -> tuple[Ends, Options, ReshardPlan | None, torch.device | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
@@ -286,7 +287,7 @@ def _prepare(
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
-    ends = take_ends(tree, target)
+    ends = take_ends(tree, target, donate=donate)
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):
@@ -316,8 +317,14 @@ def _allocate(
 
 
 def _join(
-    failure: Exception | None, ends: Ends, common: Any, filled: Sequence[torch.Tensor], objects: Sequence[ShardedObject]
+    failure: Exception | None,
+    ends: Ends,
+    common: Any,
+    filled: Sequence[torch.Tensor],
+    objects: Sequence[ShardedObject],
+    *,
+    donate: bool,
 ) -> Any:
     if failure is not None:
         raise failure
-    return joined_target(ends, common, filled, objects)
+    return joined_target(ends, common, donated_once(ends.tensors, filled) if donate else filled, objects)

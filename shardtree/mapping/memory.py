@@ -118,6 +118,25 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def overwrite(held: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy a dense tensor's elements into one of the same shape and dtype, bit for bit, without autograd.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> overwrite(weight, torch.ones(2))
+        >>> weight.tolist()
+        [1.0, 1.0]
+    """
+    held, new = held.detach(), new.detach()
+    if not (held.is_conj() or held.is_neg()):  # as integers, since torch can't copy every dtype
+        word = _WORDS.get(held.itemsize, held.dtype)
+        held, new = held.view(word), new.resolve_conj().resolve_neg().view(word)
+    held.copy_(new)
+
+
 # Aliasing between donated tensors: filling one would overwrite what another has received.
 
 _MOST_CELLS = 10_000_000
@@ -149,10 +168,11 @@ def check_no_aliases(
     donated: Sequence[tuple[ShardedTensor, torch.Tensor]],
     read: Sequence[tuple[ShardedTensor, torch.Tensor]] = (),
 ) -> None:
-    """Check that no donated tensor shares an element with another, except with one for the same box of the same key.
+    """Check that no donated tensor shares an element with another, except with all of one for an equal box.
 
-    Elements are compared only where ranges of addresses, from a tensor's first byte to its last, intersect: tensors
-    of other libraries may have one memory in several storages.
+    What such tensors receive is compared later, by `fill_once`. Elements are compared only where ranges of addresses,
+    from a tensor's first byte to its last, intersect: tensors of other libraries may have one memory in several
+    storages.
 
     Args:
         doing: what is being done, for the message.
@@ -212,8 +232,13 @@ def _clashes(group: Sequence[_Span]) -> Iterator[str]:
     read are compared, but not marked.
     """
     distinct: dict[tuple[object, ...], _Span] = {}
+    filled = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
     for span in group:
-        distinct.setdefault(_identity(span), span)
+        identity = _identity(span.shard, span.tensor)
+        if span.written:
+            distinct.setdefault(identity, span)
+        elif (span.shard.key, identity) not in filled:
+            distinct.setdefault((span.shard.key, identity), span)
     spans = list(distinct.values())
     if len(spans) == 1 or not spans[0].written:
         return
@@ -250,14 +275,93 @@ def _lengths(layout: _Bytes) -> Iterable[int]:
     return run, *(stride for stride, _ in axes)
 
 
-def _identity(span: _Span) -> tuple[object, ...]:
-    """Return what is equal for tensors that are filled with the same data: elements, and the box of one key."""
-    shard, tensor = span.shard, span.tensor
+def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is equal for tensors that are the same elements, for equal boxes of tensors of any key."""
     flat = shard.flattened_range
-    box = (shard.key, shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
-    view = (span.begin, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return *box, *view
+    box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
+    view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return tensor.device, *box, *view
 
 
 def _name(span: _Span) -> str:
     return f"{span.shard.key!r} at {span.shard.global_offset}"
+
+
+# Tied weights: one memory under several keys, which is filled once, if what is stored under them is the same.
+
+_Donated = Sequence[tuple[ShardedTensor, torch.Tensor | None]]
+
+
+def tied(donated: _Donated) -> list[list[int]]:
+    """Return groups of positions: shards of equal boxes of several keys, whose tensors are the same elements.
+
+    Args:
+        donated: shards with their `given_tensor`.
+
+    Examples:
+        >>> weight, own = torch.zeros(2), torch.zeros(2)
+        >>> held = {"embedding": weight, "norm": own, "output": weight}
+        >>> tied([(ShardedTensor.from_rank_offsets(key, data), data) for key, data in held.items()])
+        [[0, 2]]
+    """
+    given = [
+        (number, shard, tensor)
+        for number, (shard, tensor) in enumerate(donated)
+        if tensor is not None and tensor.layout is torch.strided and tensor.numel()
+    ]
+    groups: dict[tuple[object, ...], list[int]] = {}
+    if len({tensor.data_ptr() for _, _, tensor in given}) < len(given):
+        for number, shard, tensor in given:
+            groups.setdefault(_identity(shard, tensor), []).append(number)
+    return [group for group in groups.values() if len({donated[number][0].key for number in group}) > 1]
+
+
+def fill_once(doing: str, donated: _Donated, filled: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copy to each tied tensor what came for its keys, and return it by position.
+
+    Args:
+        doing: what is being done, for the message.
+        donated: shards with their `given_tensor`.
+        filled: what came for each; for tied ones contiguous, in memory of its own.
+
+    Raises:
+        ShapeError: what came for two keys of one memory differs; then no tied tensor was written.
+    """
+    groups = tied(donated)
+    differ = [
+        f"{donated[number][0].key!r} and {donated[group[0]][0].key!r}"
+        for group in groups
+        for number in group[1:]
+        if not torch.equal(*(filled[one].reshape(-1).view(torch.uint8) for one in (number, group[0])))
+    ]
+    if differ:
+        what = f"{doing}: donated tensors share memory, and what came for them differs"
+        fix = (
+            f"Donate tensors with memory of their own (tied weights that aren't tied any more), or {doing} one of them."
+        )
+        raise ShapeError(error_text(what, offenders=differ, fix=fix))
+    for group in groups:
+        overwrite(donated[group[0]][1], filled[group[0]])  # type: ignore[arg-type]
+    return {number: donated[number][1] for group in groups for number in group}  # type: ignore[misc]
+
+
+# Factories: parts that are views of a held tensor, and were filled, have filled it.
+
+
+def is_all_of(parts: Sequence[torch.Tensor], held: torch.Tensor) -> bool:
+    """Return whether tensors, of which no two share elements, are views that make up all of another.
+
+    Examples:
+        >>> fused = torch.zeros(4, 2)
+        >>> is_all_of(fused.chunk(2), fused), is_all_of([fused[:3]], fused), is_all_of([fused.clone()], fused)
+        (True, False, False)
+    """
+    if not parts or held.layout is not torch.strided or sum(part.numel() for part in parts) != held.numel():
+        return False
+    begin, end = held.data_ptr(), held.data_ptr() + _reach(held)
+    return all(
+        part.layout is torch.strided
+        and (part.device, part.itemsize) == (held.device, held.itemsize)
+        and (not part.numel() or begin <= part.data_ptr() <= part.data_ptr() + _reach(part) <= end)
+        for part in parts
+    )

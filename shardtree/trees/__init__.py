@@ -19,7 +19,15 @@ from ._edit import (
     rename,
     without_data,
 )
-from ._factories import apply_factories, apply_factory_merges, build_factories, extract_metadata
+from ._factories import (
+    MergeOne,
+    apply_factories,
+    apply_factory_merges,
+    build_factories,
+    extract_metadata,
+    merge_anew,
+    merge_into_held,
+)
 from ._join import Record, common_with_holes, comparable, deepest, is_hollow, join, left_out, without_holes
 from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves

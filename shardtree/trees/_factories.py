@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+import torch
 
 from ..errors import IntegrityError, TreeError, TreePath, error_text, render_path
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..mapping.memory import check_no_aliases, check_writable, given_tensor, has_elements, is_all_of, overwrite
 from ._edit import without_data
 from ._maps import leaves_with_paths
 from ._nodes import Tree, call_at, depth_error, describe, entries, is_sequence, like, map_sharing
@@ -18,6 +23,7 @@ from ._nodes import Tree, call_at, depth_error, describe, entries, is_sequence, 
 _MAX_CHAIN = 32
 
 _Inner = Callable[[ShardedTensorFactory], Tree]
+MergeOne = Callable[[ShardedTensorFactory, Tree], Any]
 
 
 def apply_factories(sharded_state_dict: Tree) -> Tree:
@@ -41,15 +47,24 @@ def apply_factories(sharded_state_dict: Tree) -> Tree:
     return build_factories(sharded_state_dict)[0]
 
 
-def build_factories(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+def merge_anew(factory: ShardedTensorFactory, loaded: Tree) -> Any:
+    """Return what a factory merges."""
+    return factory.merge_fn(loaded)
+
+
+def build_factories(tree: Tree, merge_one: MergeOne = merge_anew) -> tuple[Tree, Callable[[Tree], Tree]]:
     """Return `apply_factories(tree)`, and the function that merges what was loaded in its place.
 
     The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers what factories built, so that
     nothing is built twice.
+
+    Args:
+        tree: with factories.
+        merge_one: merges what was loaded for one factory.
     """
     built: dict[int, Tree] = {}
     expanded = _build(tree, built, 0)
-    return expanded, lambda loaded: _merge_from_root(loaded, tree, (), lambda factory: built[id(factory)])
+    return expanded, lambda loaded: _merge_from_root(loaded, tree, (), lambda factory: built[id(factory)], merge_one)
 
 
 def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
@@ -96,28 +111,80 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
         {'w': tensor([0., 1.]), 'step': 3}
     """
-    return _merge_from_root(x1, x2, tuple(key), _build_again)
+    return _merge_from_root(x1, x2, tuple(key), _build_again, merge_anew)
+
+
+def merge_into_held(doing: str, tree: Tree) -> MergeOne:
+    """Return how factories of a donated tree merge: into the tensors that they hold.
+
+    Nothing is left to merge where what was loaded are views that make up all of the tensor: it is filled already. Else
+    a tensor that several factories hold isn't written, since what each merges may differ.
+
+    Args:
+        doing: what is being done, for messages.
+        tree: the target.
+
+    Raises:
+        ShapeError: such a tensor shares memory with another leaf's, or elements of it do.
+
+    Examples:
+        >>> import torch
+        >>> fused = torch.zeros(4)
+        >>> factory = ShardedTensorFactory("w", fused, list, torch.cat)
+        >>> merge = merge_into_held("load", {"w": factory})
+        >>> merge(factory, [torch.zeros(2), torch.ones(2)]) is fused, fused.tolist()
+        (True, [0.0, 0.0, 1.0, 1.0])
+    """
+    leaves = [leaf for _, leaf in leaves_with_paths(tree)]
+    factories = [leaf for leaf in leaves if isinstance(leaf, ShardedTensorFactory)]
+    held = [
+        (ShardedTensor.from_rank_offsets(leaf.key, leaf.data), leaf.data)
+        for leaf in factories
+        if isinstance(leaf.data, torch.Tensor) and has_elements(leaf.data)
+    ]
+    for shard, data in held:
+        check_writable(doing, shard, data)
+    others = [(leaf, given_tensor(leaf)) for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    strided = [(leaf, data) for leaf, data in others if data is not None and data.layout is torch.strided]
+    check_no_aliases(doing, held, strided)
+    times = Counter(data.data_ptr() for _, data in held)
+    may_write = {id(data): times[data.data_ptr()] == 1 for _, data in held}
+
+    def merge(factory: ShardedTensorFactory, loaded: Tree) -> Any:
+        own = factory.data
+        parts = [leaf for _, leaf in leaves_with_paths(loaded) if isinstance(leaf, torch.Tensor)]
+        if id(own) in may_write and is_all_of(parts, own):
+            return own
+        merged = factory.merge_fn(loaded)
+        fits = isinstance(merged, torch.Tensor) and (merged.shape, merged.dtype) == (own.shape, own.dtype)
+        if not may_write.get(id(own)) or not fits:
+            return merged
+        overwrite(own, merged)
+        return own
+
+    return merge
 
 
 def _build_again(factory: ShardedTensorFactory) -> Tree:
     return None if factory.data is None else factory.build()
 
 
-def _merge_from_root(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
+def _merge_from_root(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
     try:
-        return _merge(loaded, tree, path, inner)
+        return _merge(loaded, tree, path, inner, merge_one)
     except RecursionError as error:
         raise depth_error(error, loaded, tree) from None
 
 
-def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner) -> Tree:
+def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
     if isinstance(tree, ShardedTensorFactory):
-        return call_at(path, tree.merge_fn, _merge(loaded, call_at(path, inner, tree), path, inner))
+        parts = _merge(loaded, call_at(path, inner, tree), path, inner, merge_one)
+        return call_at(path, partial(merge_one, tree), parts)
     wanted = {entry: child for entry, child in (entries(tree) or {}).items() if _holds_factory(child)}
     if not wanted:
         return loaded
     places = _checked_entries(loaded, tree, wanted, path)
-    merged = {entry: _merge(places[entry], child, (*path, entry), inner) for entry, child in wanted.items()}
+    merged = {entry: _merge(places[entry], child, (*path, entry), inner, merge_one) for entry, child in wanted.items()}
     return like(loaded, {**places, **merged})
 
 

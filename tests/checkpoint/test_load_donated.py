@@ -38,7 +38,6 @@ def donate(target, folder):
 CLASHING = {
     "overlapping slices": lambda b: (b[:4], b[2:6]),
     "one inside the other": lambda b: (b[:9], b[3:5]),
-    "the same tensor": lambda b: (b, b),
     "a view of the same": lambda b: (b, b.view(3, 4)),
     "a transposed view": lambda b: (b.view(3, 4), b.view(3, 4).t()),
     "columns that overlap": lambda b: (b.view(3, 4)[:, :3], b.view(3, 4)[:, 2:]),
@@ -85,9 +84,15 @@ def byte_set(view):
     return set(BUFFER.nonzero().flatten().tolist())
 
 
+def elements_of(view):
+    return view.data_ptr(), view.shape, view.stride(), view.dtype
+
+
 def refuses_what_has_common_bytes(check, tensors):
     sets = [byte_set(view) for view in tensors]
-    clash = len(set().union(*sets)) < sum(map(len, sets))
+    # Of tensors that are the same elements one counts: what is stored under their keys is compared.
+    same = dict(zip(map(elements_of, tensors), sets, strict=True))
+    clash = len(set().union(*sets)) < sum(map(len, same.values()))
     try:
         check([(whole(str(number), view), view) for number, view in enumerate(tensors)])
     except ShapeError:
@@ -103,7 +108,10 @@ def test_donated_tensors_are_refused_exactly_where_they_have_common_bytes(tensor
 
 def refuses_what_is_read(check, donated, read):
     sets = [byte_set(view) for view in donated]
-    clash = len(set().union(*sets)) < sum(map(len, sets)) or any(one & byte_set(view) for one in sets for view in read)
+    same = dict(zip(map(elements_of, donated), sets, strict=True))
+    clash = len(set().union(*sets)) < sum(map(len, same.values())) or any(
+        one & byte_set(view) for one in sets for view in read
+    )
     pairs = [[(whole(str(number), view), view) for number, view in enumerate(views)] for views in (donated, read)]
     try:
         check(pairs[0], [(replace(shard, key="read"), view) for shard, view in pairs[1]])
@@ -177,6 +185,122 @@ def test_one_tensor_may_be_donated_twice_for_the_same_box_of_one_key():
     tied = torch.zeros(3, 4)
     loaded = donate({"in": whole("w", tied), "out": whole("w", tied, replica_id=1)}, stored(w=W))
     assert loaded["in"] is loaded["out"] is tied and torch.equal(tied, W)
+
+
+TIED = {
+    "whole": lambda b: b,
+    "a parameter": torch.nn.Parameter,
+    "transposed": lambda b: b.view(4, 3).t(),
+    "conjugated": lambda b: b.to(torch.complex64).conj(),
+    "complex of 16 bytes, with nan": lambda b: b.to(torch.complex128).fill_(complex("nan")),
+    "without axes": lambda b: b.view(-1)[0],
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize("exchange", ["never", "always"])
+def test_tied_weights_are_filled_once_with_what_is_stored_under_both_keys(case, exchange):
+    tied = TIED[case](torch.zeros(3, 4))
+    data = (tied.detach() + 1).resolve_conj()
+    loaded = st.load(
+        {"in": whole("in", tied), "own": whole("own", torch.zeros(2)), "out": whole("out", tied)},
+        stored(**{"in": data, "own": torch.ones(2), "out": data}),
+        donate=True,
+        options=st.LoadOptions(exchange=exchange),
+    )
+    assert loaded["in"] is loaded["out"] is tied and torch.equal(tied.nan_to_num(7), data.nan_to_num(7))
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_tied_weights_that_were_stored_untied_are_refused_before_their_memory_is_touched(case):
+    tied = TIED[case](torch.zeros(3, 4))
+    before, version = tied.detach().clone(), tied._version
+    data = tied.detach().clone().resolve_conj()
+    folder = stored(**{"in": data, "out": data.fill_(3) + 1})
+    with pytest.raises(ShapeError, match=r"share memory, and what came for them differs\n  'out' and 'in'"):
+        donate({"in": whole("in", tied), "out": whole("out", tied)}, folder)
+    assert torch.equal(before.nan_to_num(7), tied.detach().nan_to_num(7)) and tied._version == version
+
+
+def halves(key, data, replica_id, flattened_range):
+    return [whole(key, half, (0, part, 2), replica_id=replica_id) for part, half in enumerate(data.chunk(2))]
+
+
+def doubled_halves(key, data, replica_id, flattened_range):
+    """Build what isn't views."""
+    return halves(key, data.clone(), replica_id, flattened_range)
+
+
+FUSED = {
+    "views": (halves, lambda: torch.zeros(4, 3)),
+    "views of a parameter": (halves, lambda: torch.nn.Parameter(torch.zeros(4, 3))),
+    "views with strides": (halves, lambda: torch.zeros(3, 4).t()),
+    "copies": (doubled_halves, lambda: torch.zeros(4, 3)),
+    "copies with strides": (doubled_halves, lambda: torch.zeros(3, 4).t()),
+}
+
+
+def by_load(target, data):
+    return donate(target, stored(w=data))["w"]
+
+
+def by_redistribute(target, data):
+    found = st.redistribute({"w": whole("w", data)}, target, donate=True)["w"]
+    assert found.merge_fn is target["w"].merge_fn
+    return found.data
+
+
+@pytest.mark.parametrize("case", FUSED)
+@pytest.mark.parametrize("fill", [by_load, by_redistribute])
+def test_what_a_donated_factory_holds_is_filled_and_returned(case, fill):
+    build, make = FUSED[case]
+    fused, data, merged = make(), torch.arange(12.0).view(4, 3), []
+
+    def merge(parts):
+        merged.append(parts)
+        return torch.cat(parts)
+
+    target = {"w": st.ShardedTensorFactory("w", fused, build, merge)}
+    version = fused._version
+    assert fill(target, data) is fused and torch.equal(fused, data) and fused._version > version
+    assert len(merged) == case.startswith("copies")  # views are filled where they are, without a second tensor
+
+
+@pytest.mark.parametrize("case", ["views", "copies"])
+def test_what_tied_factories_hold_is_filled_once_or_refused_and_never_filled_over(case):
+    fused = torch.zeros(4, 3)
+    target = {key: st.ShardedTensorFactory(key, fused, FUSED[case][0], torch.cat) for key in ("in", "out")}
+    same = stored(**{"in": torch.ones(4, 3), "out": torch.ones(4, 3)})
+    found = donate(target, same)
+    assert all(torch.equal(each, torch.ones(4, 3)) and (each is fused) == (case == "views") for each in found.values())
+    other = stored(**{"in": torch.ones(4, 3), "out": torch.zeros(4, 3)})
+    if case == "views":
+        with pytest.raises(ShapeError, match="differs\n  'out' and 'in'"):
+            donate(target, other)
+    else:
+        assert [found.sum() for found in donate(target, other).values()] == [12, 0]
+
+
+@pytest.mark.parametrize("case", ["views", "copies"])
+def test_what_a_donated_factory_holds_shares_memory_with_no_other_leaf(case):
+    fused = torch.zeros(4, 3)
+    target = {"w": st.ShardedTensorFactory("w", fused, FUSED[case][0], torch.cat), "row": whole("row", fused[3])}
+    folder = stored(w=torch.ones(4, 3), row=torch.ones(3))
+    with pytest.raises(ShapeError, match=r"share memory\n  'w' at .* and 'row'"):
+        donate(target, folder)
+    report = st.explain(target, folder, donate=True)
+    assert not report.ok and "share memory" in str(report)
+    assert not fused.any()
+
+
+def test_tied_weights_are_filled_once_from_memory():
+    tied = torch.zeros(3, 4)
+    target = {"in": whole("in", tied), "out": whole("out", tied)}
+    found = st.redistribute({"a": whole("in", W), "b": whole("out", W.clone())}, target, donate=True)
+    assert found["in"].data is found["out"].data is tied and torch.equal(tied, W)
+    with pytest.raises(ShapeError, match="redistribute: donated tensors share memory, and what came for them differs"):
+        st.redistribute({"a": whole("in", W), "b": whole("out", W + 1)}, target, donate=True)
+    assert torch.equal(tied, W)
 
 
 def test_two_boxes_of_one_key_may_not_overlap_in_memory():

@@ -64,12 +64,12 @@ def updates_an_engine(world: World, right: str = "", wrong: str = "") -> list[st
     trained, served = names["trainer_weights"](world.rank), names["engine_weights"](world.rank)
     places = {name: tensor.data_ptr() for name, tensor in served.items()}
     source, target = names["trainer_tree"](trained, world.rank), names["engine_tree"](served, world.rank)
-    names["update"](source, target, served, world)
+    names["update"](source, target, world)
     expected = served_by_torch(page(), world.rank)
     differ = [name for name, tensor in expected.items() if first_difference(served[name], tensor) is not None]
     for tensor in trained.values():
         tensor.mul_(2)
-    names["update"](source, target, served, world, plan=names["plan_update"](trained, served))
+    names["update"](source, target, world, plan=names["plan_update"](trained, served))
     for name, tensor in expected.items():
         assert name in differ or torch.equal(served[name], 2 * tensor), name
     assert {name: tensor.data_ptr() for name, tensor in served.items()} == places

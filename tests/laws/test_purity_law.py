@@ -231,6 +231,8 @@ CALLS: dict[str, Call] = {
     "trees.apply_factories": (trees.apply_factories, TREE),
     "trees.apply_factory_merges": (trees.apply_factory_merges, LOADED, {"g": FACTORY}),
     "trees.build_factories": (merged, TREE),
+    "trees.merge_anew": (trees.merge_anew, FACTORY, list(torch.zeros(2, 2, 2))),
+    "trees.merge_into_held": (trees.merge_into_held, "load", TREE),
     "trees.common_with_holes": (trees.common_with_holes, TREE),
     "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}}), ASKED),
     "trees.comparable": (trees.comparable, trees.common_with_holes(TREE)),

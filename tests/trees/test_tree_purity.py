@@ -40,6 +40,7 @@ from shardtree.trees import (
     map_sharing,
     megatron_kind,
     merge,
+    merge_into_held,
     namedtuple_types,
     narrow,
     partition,
@@ -122,6 +123,7 @@ JOINING: dict[str, Of] = {
     "check_is_tree": lambda tree: check_is_tree("save", tree),
     "is_subclass": is_subclass,
     "megatron_kind": megatron_kind,
+    "merge_into_held": lambda tree: merge_into_held("load", tree),
     "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
 }
 OF_NO_TREE = {
@@ -200,4 +202,4 @@ def test_an_unchanged_subtree_is_shared_catches_copies() -> None:
 
 def test_every_public_function_is_held_to_this() -> None:
     functions = {name for name in vars(shardtree.trees) if not name.startswith("_") and name.islower()}
-    assert functions <= {*EVERY, "apply_factory_merges", "bind", "compose", "register_nodes"} | OF_NO_TREE
+    assert functions <= {*EVERY, "apply_factory_merges", "bind", "compose", "merge_anew", "register_nodes"} | OF_NO_TREE

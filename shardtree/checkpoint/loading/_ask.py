@@ -174,7 +174,7 @@ def _message(local: LocalLoad, ranks: int) -> Message:
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
     """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
-    target = take_apart(request.tree)
+    target = take_apart(request.tree, donate=request.donate)
     return target, known_layout("load", request.layout, target.tensors, rank, ranks)
 
 

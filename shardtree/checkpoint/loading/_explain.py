@@ -135,7 +135,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     def fits() -> Iterator[_Fit]:
         for rank in asked.ranks:
             own = replace(request, tree=trees[rank])
-            target = take_apart(own.tree)
+            target = take_apart(own.tree, donate=own.donate)
             differing = mismatched_keys(mode, target.asked_of(stored), stored, claimed)
             keys = Keys(mode, *differing, lambda: stored, lambda _: kinds)
             yield _rank_fit(failed, rank, checkpoint, own, target, keys, metadata, kinds, common_of)

@@ -129,8 +129,9 @@ def load(
             by exactly one main replica.
         strict: what to do about keys that only the target or only the checkpoint has.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
-        donate: whether the target's tensors are given away: they are filled in place and returned. If the
-            load fails, their content is lost.
+        donate: whether the target's tensors are given away: they are filled in place and returned, those that
+            factories hold too. Tied weights, one memory under several keys, are filled once. If the load fails, their
+            content is lost.
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
@@ -151,7 +152,8 @@ def load(
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
-            can't be converted, donated tensors share memory, or objects of another shape have no rule.
+            can't be converted, donated tensors share memory (tied ones: and what is stored differs), or objects of
+            another shape have no rule.
         IntegrityError: elements don't have one main replica each, or `layout` isn't what the ranks ask for, or not the
             same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.

@@ -13,7 +13,16 @@ from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, given_tensor, lacks_memory
+from ...mapping.memory import (
+    check_no_aliases,
+    check_unchanged,
+    check_writable,
+    fill_once,
+    given_tensor,
+    lacks_memory,
+    overwrite,
+    tied,
+)
 from ...storage import collector_paused, copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")
@@ -115,8 +124,14 @@ def with_memories(
         ShapeError: as `with_memory`, or donated tensors are aliases of each other.
     """
     pairs = [(shard, given_tensor(shard)) for shard in shards]
+    # What is stored under several keys is compared before it goes into the one memory that they have.
+    apart = {number for group in tied(pairs) for number in group} if donate else set()
     memories = []
-    for shard, given in pairs:
+    for number, (shard, given) in enumerate(pairs):
+        if number in apart and given is not None:
+            _check_given(shard, given, donate=True)
+            memories.append(with_memory(shard, given, donate=False))
+            continue
         if given is not None and donate and _is_memory(shard, given):
             memories.append(shard)
             continue
@@ -186,9 +201,19 @@ def deliver_all(
         memories: the same shards with the memory that was filled.
         donate: whether the target's tensors were given away.
         device: where tensors are put whose target has none.
+
+    Raises:
+        ShapeError: what is stored under several keys of one donated memory differs.
     """
+    once = {}
+    if donate:
+        pairs = [(shard, given_tensor(shard)) for shard in shards]
+        once = fill_once("load", pairs, [memory.data for memory in memories])
     delivered = []
-    for shard, memory in zip(shards, memories, strict=True):
+    for number, (shard, memory) in enumerate(zip(shards, memories, strict=True)):
+        if number in once:
+            delivered.append(once[number])
+            continue
         filled = memory.data
         given = filled if memory is shard else given_tensor(shard)
         if given is None or not donate:
@@ -198,21 +223,13 @@ def deliver_all(
             # The bytes were written without torch: autograd has to notice that tensors saved for backward have changed.
             torch.autograd.graph.increment_version(given)
         else:
-            with torch.no_grad():
-                _copy(given, filled)
+            overwrite(given, filled)
         delivered.append(given)
     return delivered
 
 
 def _fillable(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.is_conj() or target.is_neg():
-        target.copy_(source)
-    else:  # as integers, since torch can't copy every dtype
-        as_integers(target).copy_(as_integers(source))
 
 
 # The target taken apart: the shards that it asks for, and the functions that put a tree together again
@@ -230,6 +247,7 @@ class Target:
         merge: from the joined tree to one with the factories merged.
         types: the namedtuple classes that it is made of.
         plain: the paths of the plain tensors among the leaves, by number of the leaf.
+        donate: whether its tensors are given away.
     """
 
     leaves: tuple[Any, ...]
@@ -239,6 +257,7 @@ class Target:
     merge: Callable[[Any], Any]
     types: tuple[type, ...]
     plain: Mapping[int, TreePath]
+    donate: bool = False
 
     @property
     def keys(self) -> set[str]:
@@ -256,12 +275,17 @@ class Target:
 
 
 @collector_paused()
-def take_apart(tree: Any) -> Target:
+def take_apart(tree: Any, *, donate: bool = False) -> Target:
     """Return a target taken apart.
+
+    Args:
+        tree: the target.
+        donate: whether its tensors are given away, those that factories hold too.
 
     Raises:
         TreeError: it isn't a tree, or too deep.
         UnsupportedValue: a shard is hidden in a value that isn't entered.
+        ShapeError: what a donated factory holds shares memory with others, or can't be written.
     """
     trees.check_is_tree("load", tree)
     with trees.refuse_too_deep("load"):
@@ -269,7 +293,8 @@ def take_apart(tree: Any) -> Target:
         merge: Callable[[Any], Any] = _unmerged
         pairs, rebuild = trees.flatten_with_paths(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
-            built, merge = trees.build_factories(tree)
+            merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
+            built, merge = trees.build_factories(tree, merge_one)
             pairs, rebuild = trees.flatten_with_paths(built)
         types = trees.namedtuple_types(built)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
@@ -280,7 +305,7 @@ def take_apart(tree: Any) -> Target:
     plain = dict[int, TreePath]()
     if any(isinstance(leaf, torch.Tensor) for _, leaf in others):
         plain = {number: path for number, (path, leaf) in enumerate(pairs) if isinstance(leaf, torch.Tensor)}
-    return Target(leaves, tensors, objects, rebuild, merge, types, plain)
+    return Target(leaves, tensors, objects, rebuild, merge, types, plain, donate)
 
 
 def _unmerged(loaded: Any) -> Any:
@@ -305,7 +330,8 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
         what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(
-        trees.map_shards(lambda leaf: trees.HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree)
+        trees.map_shards(lambda leaf: trees.HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree),
+        donate=target.donate,
     )
 
 

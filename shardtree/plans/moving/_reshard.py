@@ -18,6 +18,7 @@ from ...mapping.memory import check_unchanged, given_tensor
 from ...objects import ObjectRule, own_copy, reshard_objects
 from ...trees import (
     HOLE,
+    MergeOne,
     apply_factories,
     build_factories,
     check_is_tree,
@@ -28,6 +29,8 @@ from ...trees import (
     join,
     leaves_with_paths,
     map_shards,
+    merge_anew,
+    merge_into_held,
     refuse_hidden,
     refuse_too_deep,
     with_data,
@@ -147,16 +150,18 @@ def agreed_common(commons: Mapping[int, Any], doing: str = "reshard") -> Any:
     return next(iter(given.values()), HOLE)
 
 
-def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
+def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> TargetTree:
     """Return a rank's target tree, flattened.
 
     Args:
         tree: of shards, with tensors or without.
         doing: for messages.
+        donate: whether its tensors are given away, those that factories hold too.
 
     Raises:
         TreeError: it isn't a tree, or too deep.
         UnsupportedValue: a shard is hidden in a value that tree maps don't enter.
+        ShapeError: what a donated factory holds shares memory with others, or can't be written.
 
     Examples:
         >>> [shard.key for shard in take_target({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}).tensors]
@@ -165,7 +170,8 @@ def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
     check_is_tree(doing, tree)
     with refuse_too_deep(doing):
         factories = {path for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)}
-        built, merge = build_factories(map_shards(_keep_factory, tree))
+        merge_one = merge_into_held(doing, tree) if donate and factories else merge_anew
+        built, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree))
         pairs, rebuild = flatten_with_paths(built)
     refuse_hidden(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
@@ -173,13 +179,11 @@ def take_target(tree: Any, doing: str = "reshard") -> TargetTree:
     return TargetTree(tuple(leaf for _, leaf in pairs), inner, rebuild, merge, plain)
 
 
-def _keep_factory(leaf: Any) -> Any:
+def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
     """Return a factory that merges to itself with the merged tensor as its data; another leaf as it is."""
-    return replace(leaf, merge_fn=partial(_merged, leaf)) if isinstance(leaf, ShardedTensorFactory) else leaf
-
-
-def _merged(factory: ShardedTensorFactory, loaded: Any) -> ShardedTensorFactory:
-    return replace(factory, data=factory.merge_fn(loaded))
+    if not isinstance(leaf, ShardedTensorFactory):
+        return leaf
+    return replace(leaf, merge_fn=lambda loaded: replace(leaf, data=merge_one(leaf, loaded)))
 
 
 def complete(
