@@ -148,9 +148,8 @@ def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
 def from_the_root(module: str) -> list[str]:
     """Return what a module imports of ours that is no room's: the root, or a name that would load all that waits."""
     ours = [name for name in imports(TEXTS[module], module) if name.startswith(".")]
-    return [
-        name for name in ours if name.removeprefix(".").split(".")[0] not in PURE | EFFECT | {"testing", "_deferred"}
-    ]
+    known = PURE | EFFECT | {"testing", "_deferred", "_shielded"}
+    return [name for name in ours if name.removeprefix(".").split(".")[0] not in known]
 
 
 def test_a_module_imports_from_our_packages_not_from_the_root() -> None:
@@ -167,6 +166,27 @@ def test_a_module_says_what_it_holds() -> None:
 def test_a_module_is_short_or_says_why() -> None:
     lines = {name: len(text.splitlines()) for name, text in TEXTS.items()}
     assert {name for name, count in lines.items() if count > LONGEST} == set(LONGER_BECAUSE)
+
+
+MAKERS = {
+    *("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "asarray", "eye", "linspace", "scalar_tensor"),
+    *("empty_strided", "rand", "randn", "randint", "randperm"),
+}
+
+
+def made_anywhere(source: str) -> list[str]:
+    """Return where a tensor is made on whatever device is torch's default, as `line: code`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in MAKERS}]
+    bare = [call for call in made if not {"device", None} & {word.arg for word in call.keywords}]
+    return [f"line {call.lineno}: {ast.unparse(call)}" for call in bare]
+
+
+def test_tensors_are_made_on_a_device_that_is_said() -> None:
+    assert {module: bare for module, text in TEXTS.items() if (bare := made_anywhere(text))} == {}
+    assert made_anywhere("x = torch.zeros(2, dtype=d)\ny = torch.zeros(2, device=d)") == [
+        "line 1: torch.zeros(2, dtype=d)"
+    ]
 
 
 @pytest.mark.slow

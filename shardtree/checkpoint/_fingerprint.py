@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._shielded import shielded
 from ..errors import IntegrityError, StrategyError, TreeError, error_text, render_path
 from ..fingerprints import (
     PartialFingerprint,
@@ -31,6 +32,7 @@ from ._open import open_together, sharded_metadata
 Parts = Mapping[str, PartialFingerprint]
 
 
+@shielded
 def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strategies | None = None) -> dict[str, int]:
     """Return one number for each tensor of a tree, or of a checkpoint; every rank of the world calls it.
 

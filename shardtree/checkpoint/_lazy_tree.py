@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._deferred import notebook_html
+from .._shielded import shielded
 from ..errors import KeyMismatch, error_text
 from ..layouts import StoredLayout
 from ..lazy import stored_each
@@ -145,6 +146,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         return nested(dict(self.items()), separator=separator)
 
 
+@shielded
 def open_checkpoint(
     checkpoint_dir: Directory,
     *,

@@ -8,6 +8,7 @@ from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from .._shielded import shielded
 from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
 from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor
@@ -130,6 +131,7 @@ def _own_metadata(storage: Storage) -> bytes | None:
     return None if data is None or is_of_others(data) else data
 
 
+@shielded
 def load_common_state_dict(
     checkpoint_dir: Directory,
     *,
@@ -167,6 +169,7 @@ def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies |
     return unreplaced(checkpoint, strategy)
 
 
+@shielded
 def load_tensors_metadata(
     checkpoint_dir: Directory,
     sharded_strategy: Choice = None,
@@ -193,6 +196,7 @@ def tensors_of(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | 
     return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
 
 
+@shielded
 def load_sharded_metadata(
     checkpoint_dir: Directory,
     sharded_strategy: Choice = None,
@@ -247,6 +251,7 @@ def stored_kinds(metadata: Metadata, keys: Sequence[str]) -> dict[str, TensorKin
     }
 
 
+@shielded
 def load_content_metadata(
     checkpoint_dir: Directory | None = None,
     *,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from .._shielded import shielded
 from ..errors import CorruptCheckpoint, StorageError, error_text, plural
 from ..storage import Directory, in_turn
 from ..strategies import (
@@ -33,6 +34,7 @@ from ._open import open_at
 logger = logging.getLogger("shardtree")
 
 
+@shielded
 def verify(
     checkpoint_dir: Directory,
     *,

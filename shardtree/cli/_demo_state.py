@@ -91,7 +91,8 @@ def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 def _made_up(name: str, shape: Sequence[int]) -> Tensor:
     # A seed of its own for each name, so that every process makes the same tensor, in whatever order.
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(crc32(name.encode()))) * 0.02
+    seeded = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randn(tuple(shape), generator=seeded, dtype=torch.float32, device="cpu") * 0.02
 
 
 # The state in two layouts.

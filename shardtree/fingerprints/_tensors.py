@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._shielded import shielded
 from ..errors import IntegrityError, error_text
 from ..layouts import ShardColumns, TensorKind, shard_columns, tensor_shards
 from ..mapping import ShardedTensor, is_main_replica
@@ -41,6 +42,7 @@ class PartialFingerprint:
     total: int
 
 
+@shielded
 def partial_fingerprints(tree: Any) -> dict[str, PartialFingerprint]:
     """Return the contribution of one rank's tree to the fingerprint of each tensor; replicas are ignored.
 
@@ -77,6 +79,7 @@ def main_shards(tree: Any) -> tuple[ShardedTensor, ...]:
     return tuple(shard for shard in tensor_shards(tree) if is_main_replica(shard.replica_id))
 
 
+@shielded
 def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> Words:
     """Return each shard's contribution to its tensor's sum, uint64 (shards,).
 
@@ -97,6 +100,7 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
     return np.array(sums, dtype=np.uint64)
 
 
+@shielded
 def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -> dict[str, PartialFingerprint]:
     """Return the contribution of shards to the fingerprint of each tensor, replicas or not.
 
@@ -115,6 +119,7 @@ def shard_parts(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) -
     return column_parts(shard_columns(shards), shard_totals(shards, totals))
 
 
+@shielded
 def box_part(
     kind: TensorKind, data: torch.Tensor, offset: Sequence[int], totals: Totals = _one_by_one
 ) -> PartialFingerprint:

@@ -211,7 +211,7 @@ def _step(
     if _STEP in parts.states[name]:
         return _lazy(checkpoint, f"optimizer.state.{_STEP}.{name}").read()
     steps = {float(group["step"]) for group in groups if "step" in group}
-    return torch.tensor(steps.pop()) if len(steps) == 1 else None
+    return torch.tensor(steps.pop(), dtype=torch.float32, device="cpu") if len(steps) == 1 else None
 
 
 def _lazy(checkpoint: OpenCheckpoint, key: str) -> LazyTensor:

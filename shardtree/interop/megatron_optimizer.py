@@ -226,12 +226,12 @@ def _boxes_in(leaf: Any) -> Iterator[tuple[ShardedTensor, int]]:
     if isinstance(leaf, ShardedTensor):
         yield leaf, 0
         return
-    numbers = torch.arange(leaf.data.numel()).view(leaf.data.shape)
+    numbers = torch.arange(leaf.data.numel(), device="cpu").view(leaf.data.shape)
     boxes = [box for box in shard_leaves(replace(leaf, data=numbers).build()) if isinstance(box, ShardedTensor)]
     for box in boxes:
         places = box.data.reshape(-1)
         first = int(places[0]) if places.numel() else 0
-        if not torch.equal(places, torch.arange(first, first + places.numel())):
+        if not torch.equal(places, torch.arange(first, first + places.numel(), device="cpu")):
             fix = "Save this optimizer with Megatron-Core, as fully_reshardable."
             raise UnsupportedValue(
                 error_text(f"optimizer_shards: {leaf.key!r} is stored in boxes that aren't contiguous in it", fix=fix)

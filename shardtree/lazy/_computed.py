@@ -59,7 +59,7 @@ class Elementwise:
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
-        found = torch.empty(shape, dtype=self.dtype)
+        found = torch.empty(shape, dtype=self.dtype, device="cpu")
         for start, window in self._windows(shape):
             place = tuple(map(sum, zip(offset, start, strict=True)))
             values = [each.read_box(place, window) if isinstance(each, Source) else each for each in self.operands]
@@ -100,7 +100,7 @@ class Elementwise:
         """Return a window's elements along one axis, each computed as all others are, however the window is cut."""
         flat = [value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
         count = next(value.numel() for value in flat if isinstance(value, torch.Tensor) and value.ndim)
-        found = torch.empty(count, dtype=self.dtype)
+        found = torch.empty(count, dtype=self.dtype, device="cpu")
         for start in range(0, count, _CHUNK):
             stop = min(count, start + _CHUNK)
             parts = [
@@ -252,7 +252,7 @@ class Product:
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
-        found, inner = torch.zeros(shape, dtype=self.dtype), self.left.shape[1]
+        found, inner = torch.zeros(shape, dtype=self.dtype, device="cpu"), self.left.shape[1]
         height, width = self._block()
         for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
             # Each column of the right is read once; rows of the left are read again for each block of columns.

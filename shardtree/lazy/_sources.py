@@ -210,7 +210,7 @@ class Concatenated:
             part, box, _ = pieces[0]
             return part.read_box(*box)
         # Read piece by piece into the result: a `cat` would hold all pieces beside it.
-        whole = torch.empty(shape, dtype=self.dtype)
+        whole = torch.empty(shape, dtype=self.dtype, device="cpu")
         for part, box, at in pieces:
             whole.narrow(self.dim, at, box.shape[self.dim]).copy_(part.read_box(*box))
         return whole

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from .._shielded import shielded
 from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
 from . import _operations as operations
 from ._computed import Elementwise, OfWhole, Product, check_kind, check_one_shape
@@ -136,6 +137,7 @@ class LazyTensor:
         """The length in bytes of what ``read()`` fetches, which steps and merged dimensions can make more."""
         return sum(fetch.nbytes for fetch in self.fetches)
 
+    @shielded
     def read(self) -> torch.Tensor:
         """Return the elements: a new dense row-major tensor that the caller owns.
 
@@ -146,6 +148,7 @@ class LazyTensor:
         """
         return _elements(self.source, self.place, self.casts)
 
+    @shielded
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return one box of the elements, as ``read()`` would.
 
@@ -379,6 +382,7 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
     return _whole(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
 
 
+@shielded
 def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> LazyTensor:
     """Return the lazy tensor of a function of each element, computed window by window when it is read.
 
@@ -408,7 +412,7 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
         what, fix = "lazy_map: operands that aren't lazy tensors", "Give it what open_checkpoint has as shards' data."
         raise UnsupportedValue(error_text(what, found=", ".join(others) or "none", fix=fix))
     check_one_shape(lazies[0].name, "lazy_map", [one.shape for one in lazies])
-    sample = function(*(torch.ones(1).to(one.dtype) for one in lazies))
+    sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(one.dtype) for one in lazies))
     check_kind(sample, (1,), None)
     name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
     shape = tuple(lazies[0].shape)
@@ -447,7 +451,7 @@ def computed(
 def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:
     """Return the elements of a view of a source, read and cast: a new dense tensor."""
     if 0 in view.size:
-        return torch.empty(view.size, dtype=casts[-1] if casts else source.dtype)
+        return torch.empty(view.size, dtype=casts[-1] if casts else source.dtype, device="cpu")
     box, inner = covering(view, source.shape)
     found = source.read_box(*box)
     if inner != dense(box.shape) or not found.is_contiguous():

@@ -78,7 +78,7 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
         return replace(shard, data=given[0], dtype=given[0].dtype)
     parts = [_flattened_part(tensor) for tensor in given]
     if not parts:
-        return replace(shard, data=torch.empty(0, dtype=shard.dtype))
+        return replace(shard, data=torch.empty(0, dtype=shard.dtype, device="cpu"))
     data = parts[0] if len(parts) == 1 else join_data(torch.cat, parts, 0)
     return replace(shard, data=data, dtype=data.dtype)
 

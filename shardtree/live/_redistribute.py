@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .._shielded import shielded
 from ..errors import IntegrityError, MetadataError, error_text
 from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns
@@ -191,6 +192,7 @@ BYTES_IN_FLIGHT = 32 * 1024 * 1024
 stay in the processor's caches."""
 
 
+@shielded
 def redistribute(
     tree: Any,
     target: Any,

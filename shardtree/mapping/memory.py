@@ -250,7 +250,7 @@ def _clashes(group: Sequence[_Span]) -> Iterator[str]:
     if (end - begin) // cell > _MOST_CELLS:
         yield f"{_name(spans[0])} and {_name(spans[1])}, or are too finely interleaved to check"
         return
-    owners = torch.zeros((end - begin) // cell, dtype=torch.int32)
+    owners = torch.zeros((end - begin) // cell, dtype=torch.int32, device="cpu")
     for number, (span, (run, axes)) in enumerate(zip(spans, layouts, strict=True)):
         shape, strides = [size for _, size in axes], [stride // cell for stride, _ in axes]
         own = owners.as_strided([*shape, run // cell], [*strides, 1], (span.begin - begin) // cell)

@@ -106,7 +106,7 @@ def _held(name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Seq
     if count > _MOST_ELEMENTS:
         found, fix = f"{count:,} elements", "Draw it with a smaller tensor: the lens does the same to that."
         raise ShapeError(error_text("draw: too large to follow each element", found=found, fix=fix))
-    stored = build(torch.arange(count).reshape(shape))
+    stored = build(torch.arange(count, device="cpu").reshape(shape))
     axes = max([1, *(len(one.global_shape) for one in stored)])
     shard, place = np.full(count, -1, dtype=np.int64), np.zeros((count, axes), dtype=np.int64)
     for number, one in enumerate(stored):

@@ -42,7 +42,7 @@ def _rank(dtype: torch.dtype) -> int:
 def _torch_converts(stored: torch.dtype, asked: torch.dtype) -> bool:
     try:
         # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
-        torch.zeros(stored.itemsize, dtype=torch.uint8).view(stored).to(asked)
+        torch.zeros(stored.itemsize, dtype=torch.uint8, device="cpu").view(stored).to(asked)
     except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
         return False
     return True

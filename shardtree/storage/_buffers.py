@@ -26,13 +26,13 @@ _LEAST_BYTES = 4 * 1024 * 1024
 
 
 def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return what ``torch.empty`` returns; large tensors in the CPU's memory get huge pages.
+    """Return what ``torch.empty`` returns, on the CPU by default; large tensors in the CPU's memory get huge pages.
 
     Examples:
         >>> empty_tensor((2, 3), dtype=torch.bfloat16).shape
         torch.Size([2, 3])
     """
-    tensor = torch.empty(*shape, **options)
+    tensor = torch.empty(*shape, **{"device": "cpu"} | options)
     if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu:
         _prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
@@ -209,7 +209,7 @@ def plain_copies(device: torch.device) -> DeviceCopies:
         for target, source in pairs:
             target.copy_(source)
 
-    return DeviceCopies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), start, lambda _: None)
+    return DeviceCopies(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu"), start, lambda _: None)
 
 
 def _stream_copies(device: torch.device) -> DeviceCopies:
@@ -252,7 +252,7 @@ def _pinned(nbytes: int) -> torch.Tensor:
         fix = "Start processes by 'spawn' or 'forkserver', or use no device before they are forked."
         raise StorageError(error_text("memory can't be pinned: this process was forked from one that did", fix=fix))
     # A copy from pageable memory would block.
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 @cache

@@ -123,7 +123,7 @@ def _fetch_to_host(
     # part of a larger one.
     with collector_paused():
         views = _target_views(runs.target, memories, byte_buffer, memoryview(b""))
-        bits = _target_views(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8))
+        bits = _target_views(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8, device="cpu"))
     if isinstance(storage, Ranged):
         return fetch_ranged(storage, files, plan, views, bits, verify=verify, progress=progress)
     read = partial(_fetch_file, storage, views=views, memories=bits, verify=verify, progress=progress)

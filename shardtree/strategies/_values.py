@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
+from .._shielded import shielded
 from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_text
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
@@ -283,6 +284,7 @@ class AsyncRequest(Generic[T]):
             raise WorldError(error_text(f"async save{where}: it isn't in progress in this process", fix=fix))
         return outcome.fields
 
+    @shielded
     def finish(self, written: Callable[[], T]) -> Fields:
         """Commit and finalize what was written, and return the fields of metadata.json; collective.
 

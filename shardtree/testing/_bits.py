@@ -129,9 +129,9 @@ def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
 
 def _whole(key: str, shards: list[ShardedTensor]) -> torch.Tensor:
     shape, dtype = shards[0].global_shape, shards[0].dtype
-    number = torch.arange(torch.Size(shape).numel()).view(shape)
-    whole = carried(torch.empty(number.numel(), dtype=dtype)).zero_()
-    held = torch.zeros(number.numel(), dtype=torch.bool)
+    number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)
+    whole = carried(torch.empty(number.numel(), dtype=dtype, device="cpu")).zero_()
+    held = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
     for shard in shards:
         at = number[shard.global_slice()].reshape(-1)[shard.flattened_range or slice(None)]
         new, known = carried(shard.data).reshape(-1), held[at]

@@ -138,11 +138,13 @@ def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list
         for number, element in enumerate(carried(tensors[place.name]).reshape(-1).tolist()):
             elements[place.start + number] = element
     dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
-    carrier = carried(torch.empty(0, dtype=dtype)).dtype
+    carrier = carried(torch.empty(0, dtype=dtype, device="cpu")).dtype
     lengths = [(start, (stop - start) // plan.data_parallel) for start, stop in plan.buckets]
     return [
         [
-            torch.tensor(elements[start + rank * length : start + (rank + 1) * length], dtype=carrier).view(dtype)
+            torch.tensor(
+                elements[start + rank * length : start + (rank + 1) * length], dtype=carrier, device="cpu"
+            ).view(dtype)
             for start, length in lengths
         ]
         for rank in range(plan.data_parallel)

@@ -250,8 +250,8 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
         tensor([ True,  True,  True, False])
     """
     shape = tuple(factory.data.shape)
-    stored = torch.zeros(factory.data.numel(), dtype=torch.bool)
-    numbers = torch.arange(stored.numel(), dtype=torch.int64).view(shape)
+    stored = torch.zeros(factory.data.numel(), dtype=torch.bool, device="cpu")
+    numbers = torch.arange(stored.numel(), dtype=torch.int64, device="cpu").view(shape)
     stored[list(_stored_elements(replace(factory, data=numbers)).values())] = True
     return stored.view(shape)
 
@@ -293,7 +293,7 @@ def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) 
 def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
     """Raise unless a flat range's elements are stored where the whole tensor stores them."""
     # Data are the elements' numbers, so that each stored value says which element it is.
-    numbers = torch.arange(factory.data.numel(), dtype=torch.int64)
+    numbers = torch.arange(factory.data.numel(), dtype=torch.int64, device="cpu")
     whole = _stored_elements(replace(factory, data=numbers.view(tuple(factory.data.shape))))
     found = _stored_elements(replace(factory, data=numbers[part], flattened_range=part))
     inside = range(part.start, part.stop)

@@ -216,7 +216,7 @@ def _check_built_again(
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
     # Of another dtype, as the moments of a bfloat16 parameter are: boxes must not depend on it.
-    empty = torch.zeros(tuple(factory.data.shape), dtype=torch.float64)
+    empty = torch.zeros(tuple(factory.data.shape), dtype=torch.float64, device="cpu")
     state = replace(factory, key=_STATE + factory.key, data=empty)
     boxes = [_box(shard) for shard in _shards(tree)]
     as_state = [(_STATE + key, *rest) for key, *rest in boxes]

@@ -99,7 +99,7 @@ def _trigger_warnings(dtype: torch.dtype) -> None:
     """Make a tensor, so that torch's warning about its dtype, once in each process, doesn't appear during a test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.empty(0, dtype=dtype)
+        torch.empty(0, dtype=dtype, device="cpu")
 
 
 def tensors(

@@ -141,7 +141,11 @@ class DistributedWorld(World):
         with self._backend_errors("gather") as group:
             heard = [_read("gather", each) for each in self._exchange_frames(group, frame)]
             late = {rank: length for rank, (length, _) in enumerate(heard) if length and rank != root}
-            rooms = {rank: torch.empty(length, dtype=torch.uint8) for rank, length in late.items() if self.rank == root}
+            rooms = {
+                rank: torch.empty(length, dtype=torch.uint8, device="cpu")
+                for rank, length in late.items()
+                if self.rank == root
+            }
             works = [group.recv([room], rank, _VALUE) for rank, room in rooms.items()]
             if self.rank in late:
                 works = [group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], root, _VALUE)]
@@ -167,7 +171,7 @@ class DistributedWorld(World):
     def barrier(self) -> None:
         # Not the group's barrier: with several backends it may be that of the accelerator.
         with self._backend_errors("barrier") as group:
-            self._wait(group.allreduce(torch.zeros(1, dtype=torch.int32)))
+            self._wait(group.allreduce(torch.zeros(1, dtype=torch.int32, device="cpu")))
 
     def all_to_all(self, values: Sequence[T]) -> list[T]:
         check_one_each(self, values)
@@ -233,11 +237,11 @@ class DistributedWorld(World):
 
     def _exchange_pieces(self, group: Gloo, mine: list[bytes]) -> list[memoryview]:
         """Return what each rank sent to this one, by rank."""
-        sizes = torch.tensor([len(piece) for piece in mine])
+        sizes = torch.tensor([len(piece) for piece in mine], dtype=torch.int64, device="cpu")
         incoming_sizes = torch.empty_like(sizes)
         self._wait(group.alltoall_base(incoming_sizes, sizes, [], []))
         outgoing = torch.frombuffer(bytearray(b"".join(mine)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
-        incoming = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8)
+        incoming = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8, device="cpu")
         splits = incoming_sizes.tolist()
         self._wait(group.alltoall_base(incoming, outgoing, splits, sizes.tolist()))
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
@@ -252,8 +256,8 @@ class DistributedWorld(World):
     def _empty_frame(self, head: torch.Tensor | None = None) -> torch.Tensor:
         """Return an empty head, or a frame that begins with the given head and is empty otherwise."""
         if head is None:
-            return torch.zeros(self._head, dtype=torch.uint8)
-        frame = torch.empty(max(self._head, _LENGTH + _length(head)), dtype=torch.uint8)
+            return torch.zeros(self._head, dtype=torch.uint8, device="cpu")
+        frame = torch.empty(max(self._head, _LENGTH + _length(head)), dtype=torch.uint8, device="cpu")
         frame[: self._head] = head
         return frame
 
@@ -325,7 +329,7 @@ def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange
         nonlocal have_met
         if not have_met:
             # nccl connects a group in its first call, which all ranks have to make; later ones may be of two alone.
-            dist.all_reduce(torch.zeros(1, device=kind), group=group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=kind), group=group)
             have_met = True
         sent = {peer: data for peer, data in outgoing.items() if data.numel()}
         got = {peer: room for peer, room in incoming.items() if room.numel()}

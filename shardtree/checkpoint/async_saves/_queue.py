@@ -14,6 +14,7 @@ from threading import TIMEOUT_MAX, Thread, current_thread
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ..._shielded import shielded
 from ...errors import CheckpointingException, WorldError, error_text, plural
 from ...layouts import tensor_shards
 from ...storage import host_memory
@@ -119,6 +120,7 @@ class AsyncCallsQueue:
         self._user: Thread | None = None
         self._pid = os.getpid()
 
+    @shielded
     def warm_up(self, sharded_state_dict: Any) -> None:
         """Take the memory that a save of this tree needs, so that the first one blocks no longer than later ones.
 
@@ -158,6 +160,7 @@ class AsyncCallsQueue:
         watch(self._calls, self.exit_timeout)
         return index
 
+    @shielded
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Commit the saves that are written on every rank, in order, and return their indices; every rank calls it.
 
@@ -180,6 +183,7 @@ class AsyncCallsQueue:
         """Return how many saves are in progress."""
         return len(self._calls) if self._pid == os.getpid() else 0
 
+    @shielded
     def close(self, abort: bool = False) -> None:
         """Commit what is in progress, end the thread and free the memory of snapshots; every rank calls it.
 

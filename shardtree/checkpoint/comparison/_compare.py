@@ -9,6 +9,7 @@ from io import BytesIO
 from typing import Any
 
 from ..._deferred import notebook_html
+from ..._shielded import shielded
 from ...errors import shorten
 from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
@@ -82,6 +83,7 @@ class CheckpointDifference:
         return any(map(bool, lists))
 
 
+@shielded
 def compare(
     left: Directory,
     right: Directory,

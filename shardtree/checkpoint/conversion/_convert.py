@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..._deferred import notebook_html
+from ..._shielded import shielded
 from ...errors import AlreadyACheckpoint, IntegrityError, StorageError, WorldError, error_text, plural, shorten
 from ...mapping import ShardedTensor
 from ...plans import size_text
@@ -97,6 +98,7 @@ def _listed(name: str, each: Iterable[str]) -> list[str]:
     return [f"{name}: {shown}"] if shown else []
 
 
+@shielded
 def convert(
     source: Directory,
     destination: Directory,

@@ -193,7 +193,7 @@ _Messages = dict[int, torch.Tensor]
 def _messages(world: World, size: int) -> tuple[_Messages, _Messages]:
     """Return what a rank sends to some peers, so many bytes in all, and memory for what it gets from as many."""
     peers = min(world.size - 1, _SAMPLED_PEERS)
-    outgoing = torch.ones(size // peers, dtype=torch.uint8)
+    outgoing = torch.ones(size // peers, dtype=torch.uint8, device="cpu")
     after = [(world.rank + step) % world.size for step in range(1, peers + 1)]
     before = [(world.rank - step) % world.size for step in range(1, peers + 1)]
     return dict.fromkeys(after, outgoing), {peer: torch.zeros_like(outgoing) for peer in before}

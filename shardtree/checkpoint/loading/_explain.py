@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ... import plans
+from ..._shielded import shielded
 from ...errors import CheckpointReplaced, CorruptCheckpoint, IntegrityError, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
@@ -273,6 +274,7 @@ def _fitting(shards: Shards, problems: Sequence[plans.Misfit], kinds: Kinds) -> 
     return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
 
 
+@shielded
 def explain(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,
@@ -347,6 +349,7 @@ def explain(
     )
 
 
+@shielded
 def explain_ranks(
     sharded_state_dicts: Sequence[Any],
     checkpoint_dir: Directory,

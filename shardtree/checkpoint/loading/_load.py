@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
+from ..._shielded import shielded
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
@@ -85,6 +86,7 @@ def load(
     strict: str | StrictHandling = ...,
     **keywords: Unpack[_Keywords],
 ) -> Any: ...
+@shielded
 def load(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,
@@ -229,6 +231,7 @@ def _put_together(
     return tree
 
 
+@shielded
 def load_plain_tensors(
     checkpoint_dir: Directory,
     *,

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._shielded import shielded
 from ...codec import decode_tree, encode_tree
 from ...errors import IntegrityError, error_text
 from ...fingerprints import replica_problems, shard_totals
@@ -87,6 +88,7 @@ def save(
     content_metadata: Mapping[str, Any] | None = ...,
     **keywords: Unpack[_Keywords],
 ) -> AsyncRequest[Any] | None: ...
+@shielded
 def save(
     sharded_state_dict: Any,
     checkpoint_dir: Directory,

@@ -213,5 +213,5 @@ def filled_tensor(read: Read, stored: StoredTensor, what: str) -> torch.Tensor:
     if len(data) != count * stored.dtype.itemsize:
         raise CorruptCheckpoint(error_text(f"{what}: a tensor's bytes aren't there"))
     if not count:
-        return torch.empty(stored.shape, dtype=stored.dtype)
+        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     return torch.frombuffer(data, dtype=stored.dtype).as_strided(stored.shape, stored.stride).clone()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..._shielded import shielded
 from ...checkpoint import load, load_tensors_metadata
 from ...errors import IntegrityError, KeyMismatch, UnsupportedValue, error_text
 from ...mapping import ShardedTensor
@@ -36,6 +37,7 @@ class ModuleKeys:
 Tensors = dict[str, torch.Tensor]
 
 
+@shielded
 def load_module(
     module: torch.nn.Module,
     checkpoint_dir: Directory,

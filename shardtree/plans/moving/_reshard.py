@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._shielded import shielded
 from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
 from ...layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -252,6 +253,7 @@ def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], held: Iterator[Shar
     return HOLE
 
 
+@shielded
 def reshard(
     trees: RankTrees,
     targets: RankTrees,

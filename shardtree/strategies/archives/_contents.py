@@ -131,7 +131,7 @@ class Tensors:
         """Add a number without axes, as torch's optimizers have their `step`."""
         self.add(key, torch.float32, ())
         try:
-            self.numbers[key] = torch.tensor(float(value), dtype=torch.float32)
+            self.numbers[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
         except OverflowError:  # an int of more than 1024 bits
             self.refused[key] = "a number that float32 can't hold"
 

@@ -117,7 +117,7 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     found = find_texts(index.object_text, index.object_start, wanted)
     check_objects_known(wanted, [number >= 0 for number in found])
     rows = np.array(found, dtype=np.int64)
-    memories = [torch.empty(length, dtype=torch.uint8) for length in index.object_length[rows].tolist()]
+    memories = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in index.object_length[rows].tolist()]
     order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
     file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
     plan = runs_plan(Runs(file, byte, order, np.zeros(order.size, dtype=np.int64), length))

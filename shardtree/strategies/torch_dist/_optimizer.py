@@ -76,7 +76,9 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
         orders = known_orders(_flat(checkpoint.options.parameter_names))
         # The same memory for one bucket after the other: its pages take the system longer than the read itself.
-        memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0))
+        memory = torch.empty(
+            max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu"
+        )
         groups = [
             [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype], memory)]
             for _, group in groupby(buckets, key=attrgetter("group"))
@@ -102,7 +104,7 @@ def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
     """Return all that a parameter may be, by hashes of the values."""
     kind, known = dtype_from_name(dtype), dict[Piece, str]()
     groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, _GROUP_BYTES)]
-    memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind)
+    memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
     for group in groups:
         known.update(zip(group, _hashes_of(fill, group, memory), strict=True))
     found: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
@@ -134,7 +136,7 @@ def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
     """Yield elements as another dtype has them, step by step in one memory."""
-    rounded = torch.empty(_STEP, dtype=dtype)
+    rounded = torch.empty(_STEP, dtype=dtype, device="cpu")
     buffer = byte_buffer(rounded)
     for begin in range(0, len(values), _STEP):
         part = values[begin : begin + _STEP]
@@ -192,7 +194,7 @@ def _agree(fill: Fill, held: Sequence[Match]) -> bool:
 
 
 def _hashes(fill: Fill, held: Unit | Match) -> Iterator[str]:
-    data = torch.empty(held.end - held.begin)
+    data = torch.empty(held.end - held.begin, dtype=torch.float32, device="cpu")
     for state in sorted(held.bucket.states):
         _read(fill, held.bucket, state, data, held.begin)
         yield _hash(data, data.dtype)

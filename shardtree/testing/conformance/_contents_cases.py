@@ -69,8 +69,8 @@ def _check_object_metadata(subject: Subject) -> None:
 
 def explanations(subject: Subject) -> Iterator[Case]:
     """Yield targets for which `explain` must predict whether they can be loaded."""
-    fits = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (1, 1, 2))
-    unknown = ShardedTensor.from_rank_offsets("v", torch.zeros(2))
+    fits = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3, dtype=torch.float32, device="cpu"), (1, 1, 2))
+    unknown = ShardedTensor.from_rank_offsets("v", torch.zeros(2, dtype=torch.float32, device="cpu"))
     yield Case("a target that fits", partial(_check_explanation, subject, fits, None))
     yield Case("a key that isn't stored", partial(_check_explanation, subject, unknown, Unexpected))
     yield Case("another shape", partial(_check_explanation, subject, _zeros(4, 7), Mismatch))
@@ -78,7 +78,7 @@ def explanations(subject: Subject) -> Iterator[Case]:
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets("w", torch.zeros(shape, dtype=dtype))
+    return ShardedTensor.from_rank_offsets("w", torch.zeros(shape, dtype=dtype, device="cpu"))
 
 
 def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | None) -> None:

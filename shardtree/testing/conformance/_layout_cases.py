@@ -25,7 +25,7 @@ def numbers(shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
         >>> numbers((3,), 10)
         tensor([11., 12., 13.])
     """
-    return torch.arange(first + 1, first + 1 + math.prod(shape), dtype=torch.float32).reshape(shape)
+    return torch.arange(first + 1, first + 1 + math.prod(shape), dtype=torch.float32, device="cpu").reshape(shape)
 
 
 def in_ranges(layout: Layout, *, parts: int = 2) -> Layout:

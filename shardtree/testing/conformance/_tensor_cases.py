@@ -166,7 +166,8 @@ def donated_memory(subject: Subject) -> Iterator[Case]:
 def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     place = saved(subject, trees_of(state, {"w": ROWS}))
-    memory = torch.full(shape, -1.0)  # a value that isn't stored, so that every write shows
+    # A value that isn't stored, so that every write shows.
+    memory = torch.full(shape, -1.0, dtype=torch.float32, device="cpu")
     target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
     (found,) = loaded(subject, [{"w": target}], place, donate=True)
     assert found["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
@@ -180,12 +181,13 @@ def mismatched_targets(subject: Subject) -> Iterator[Case]:
     """Yield targets that don't match what is stored."""
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
     kinds = {
-        "a key that isn't stored": ShardedTensor.from_rank_offsets("v", torch.zeros(SHAPE)),
-        "another shape": ShardedTensor.from_rank_offsets("w", torch.zeros(4, 7)),
-        "another dtype": ShardedTensor.from_rank_offsets("w", torch.zeros(SHAPE, dtype=torch.int32)),
-        "another number of axes": ShardedTensor.from_rank_offsets("w", torch.zeros(24)),
+        "a key that isn't stored": ("v", SHAPE, torch.float32),
+        "another shape": ("w", (4, 7), torch.float32),
+        "another dtype": ("w", SHAPE, torch.int32),
+        "another number of axes": ("w", (24,), torch.float32),
     }
-    for name, target in kinds.items():
+    for name, (key, shape, dtype) in kinds.items():
+        target = ShardedTensor.from_rank_offsets(key, torch.zeros(shape, dtype=dtype, device="cpu"))
         yield Case(name, partial(_check_mismatch, subject, state, target))
 
 

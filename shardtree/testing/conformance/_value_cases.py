@@ -36,7 +36,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "a dict of dicts": lambda: {"a": {"b": 1, "c": [2]}},
     "a dict with ints as keys": lambda: {0: "a", 1: "b"},
     "a set": lambda: {1, 2},
-    "a tensor": lambda: torch.tensor([[1, 2], [3, 4]], dtype=torch.int16),
+    "a tensor": lambda: torch.tensor([[1, 2], [3, 4]], dtype=torch.int16, device="cpu"),
     "a dtype": lambda: torch.bfloat16,
 }
 
