@@ -454,7 +454,11 @@ class Counting(TorchDispatchMode):
         return found
 
 
-def check_copied_once(trees: Any, targets: Any, reshard: Callable[..., Any] = shardtree.reshard) -> None:
+SEEN: Callable[..., Any] = shardtree.reshard.__wrapped__  # type: ignore[attr-defined]
+"""`reshard` without the shield that keeps torch's modes, the counting one too, from what it does."""
+
+
+def check_copied_once(trees: Any, targets: Any, reshard: Callable[..., Any] = SEEN) -> None:
     with Counting() as counted:
         found = reshard(trees, targets)
     held = sum(leaf.data.nbytes for tree in found for _, leaf in shardtree.trees.leaves_with_paths(tree))
@@ -462,7 +466,7 @@ def check_copied_once(trees: Any, targets: Any, reshard: Callable[..., Any] = sh
 
 
 def by_way_of_copies(trees: Any, targets: Any) -> Any:
-    return shardtree.reshard([shardtree.map_data(torch.clone, tree) for tree in trees], targets)
+    return SEEN([shardtree.map_data(torch.clone, tree) for tree in trees], targets)
 
 
 def test_each_byte_is_copied_once_and_no_other_memory_is_made() -> None:
