@@ -280,3 +280,13 @@ def test_an_engines_inference_tensors_are_filled_and_stay_what_they_are(around: 
         assert all(torch.equal(data, MATRIX) for data in held.values())
     with pytest.raises(RuntimeError, match="outside InferenceMode"):
         held["whole"].zero_()  # the planted fault: what is written as any tensor is
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.uint4])
+def test_what_torch_cannot_fill_is_loaded_under_deterministic_algorithms(dtype: torch.dtype) -> None:
+    place, data = MemoryStorage(), torch.arange(8, dtype=torch.uint8).view(dtype)
+    shard = st.ShardedTensor.from_rank_offsets("w", data)
+    st.save({"w": shard}, place)
+    with deterministic():
+        found = st.load({"w": shard.without_data()}, place)["w"]
+    assert bits(found) == bits(data)

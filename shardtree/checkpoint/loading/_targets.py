@@ -186,6 +186,8 @@ def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: tor
     """
     try:
         return empty_tensor(size=shape, dtype=dtype, device=device)  # torch parses a named size faster
+    except NotImplementedError:  # deterministic algorithms fill new memory, which torch can't do for some dtypes
+        return trees.empty_data(shape, dtype, device)
     except RuntimeError as error:
         # torch raises a plain RuntimeError when it is out of memory on the CPU.
         raise CheckpointingException(error_text(f"load: no memory for {key!r}", found=f"{shape} {dtype}")) from error
