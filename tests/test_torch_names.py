@@ -21,6 +21,15 @@ USED = {
     "torch._utils": "the module of the two that follow",
     "torch._utils._rebuild_tensor_v2": "what torch.save names in an archive as the function that makes a tensor",
     "torch._utils._rebuild_tensor_v3": "the same, for dtypes without a storage class",
+    "torch._C": "the module of the four that follow: modes of a thread, which no public function counts or leaves",
+    "torch._C._DisableAutocast": "no autocast inside of a call",
+    "torch._C._is_any_autocast_enabled": "whether there is any, of whatever device",
+    "torch._C._len_torch_dispatch_stack": "whether there are dispatch modes, such as FakeTensorMode",
+    "torch._C._len_torch_function_stack": "how many function modes there are, a default device among them",
+    "torch.overrides._pop_mode": "a function mode is left for a call",
+    "torch.overrides._push_mode": "and entered again",
+    "torch.utils._python_dispatch": "the module of the one that follows",
+    "torch.utils._python_dispatch._disable_current_modes": "dispatch modes are left for a call",
     "torch.distributed.distributed_c10d._get_default_store": "a gloo group beside the job's needs its store, and no "
     "public function gives it; new_group has to be called by every rank",
 }

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 import shardtree as st
 from shardtree import fingerprints
 from shardtree._shielded import shielded
-from shardtree.lazy import lazy_map, of_whole
+from shardtree.lazy import computed, lazy_map
 from shardtree.storage import MemoryStorage
 from shardtree.testing import bits
 
@@ -156,7 +156,7 @@ def redistributes(state: Any) -> Any:
 def computes(state: Any) -> Any:
     lazy = st.open_checkpoint(saved())[f"w.{torch.float32}"].data
     many = (lazy @ lazy.T, lazy_map(torch.tanh, lazy) * 0.5 + lazy, lazy.to(torch.bfloat16)[1:, ::2], lazy[:0])
-    norms = of_whole(lambda whole: whole @ whole.T, lazy, (6, 6), torch.float32)
+    norms = computed(lambda whole: whole @ whole.T, lazy, (6, 6), torch.float32)
     place = MemoryStorage()
     with state():
         read = [one.read() for one in (*many, norms)]

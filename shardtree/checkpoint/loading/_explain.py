@@ -115,11 +115,9 @@ class _Fit:
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
-    """Return what a load of these targets would do.
+    """Return what a load of these targets would do: the checks of every rank run in this process, one after the other.
 
-    The load's world isn't there: the checks of every rank run in this process, one after the other. Trees are taken
-    apart anew for each step and not kept, so that a sequence that makes them when they are asked for needs the memory
-    of one.
+    Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
     ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
     exchange_choice(request.options.exchange, checkpoint.storage, len(trees))  # an unknown one is an error at once
@@ -145,8 +143,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     problems = _each_once([fit.problems, fit.unexpected if mode in RAISING else ()])
 
     def fitting() -> Iterator[Shards]:
-        for rank in asked.ranks:
-            yield _fitting(asking_whole(take_apart(trees[rank]), kinds).tensors, problems, kinds)
+        yield from (_fitting(trees[rank], problems, kinds) for rank in asked.ranks)
 
     planned, columns = PlannedReads(), None if failed.ranks else asked.columns
     with failed.recorded(ranks):
@@ -261,17 +258,17 @@ def _rank_fit(
 
 def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
     """Return the problems of all ranks, each once: what isn't stored first, then the rest in the ranks' order."""
-    found: dict[tuple[Any, ...], P] = {}
+    found = dict[tuple[Any, ...], P]()
     for problem in (problem for part in parts for problem in part):
         found.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
     return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)))
 
 
-def _fitting(shards: Shards, problems: Sequence[plans.Misfit], kinds: Kinds) -> Shards:
-    """Return the shards of which something would be read."""
-    # Of a tensor with gaps, the part that is stored would still be read.
+def _fitting(tree: Any, problems: Sequence[plans.Misfit], kinds: Kinds) -> Shards:
+    """Return the shards of a target of which something would be read: of a tensor with gaps, what is stored."""
     wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
-    return [shard for shard in shards if shard.key in kinds and shard.key not in wrong]
+    asked = asking_whole(take_apart(tree), kinds).tensors
+    return [shard for shard in asked if shard.key in kinds and shard.key not in wrong]
 
 
 @shielded
