@@ -28,7 +28,6 @@ USED = {
     "torch._C._len_torch_function_stack": "how many function modes there are, a default device among them",
     "torch.overrides._pop_mode": "a function mode is left for a call",
     "torch.overrides._push_mode": "and entered again",
-    "torch.utils._python_dispatch": "the module of the one that follows",
     "torch.utils._python_dispatch._disable_current_modes": "dispatch modes are left for a call",
     "torch.distributed.distributed_c10d._get_default_store": "a gloo group beside the job's needs its store, and no "
     "public function gives it; new_group has to be called by every rank",

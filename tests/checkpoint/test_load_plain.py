@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,8 +139,21 @@ def test_a_buffer_that_the_model_has_since_is_named(caplog: pytest.LogCaptureFix
     loaded, report = load(target, folder)
     assert list(loaded["model"]) == ["w"] and report.unfilled == ("tree['model']['since']",)
     assert "tree['model']['since']" in caplog.text
-    with pytest.raises(KeyMismatch, match=r"plain tensors of the target that aren't stored"):
+    with pytest.raises(KeyMismatch, match=r"tensors of the target, or values that hold some, that aren't stored"):
         st.load(target, folder, strict="raise_all")
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.w = W
+
+
+@pytest.mark.parametrize("value", [Holder(), {W}, SimpleNamespace(inner=[W])], ids=lambda value: type(value).__name__)
+def test_a_value_that_holds_tensors_and_is_not_entered_is_named(value: Any) -> None:
+    folder = stored({"w": whole("w", W), "n": 1})
+    assert load({"w": W, "x": value}, folder)[1].unfilled == ("tree['x']",)
+    local = st.LocalNonpersistentObject(value)
+    assert load({"w": W, "x": local}, folder)[0]["x"] is value
 
 
 def test_plain_tensors_ask_for_their_keys_in_strict_modes() -> None:

@@ -237,6 +237,7 @@ CALLS: dict[str, Call] = {
     "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}}), ASKED),
     "trees.comparable": (trees.comparable, trees.common_with_holes(TREE)),
     "trees.is_hollow": (trees.is_hollow, trees.common_with_holes(TREE)),
+    "trees.holds_tensors": (trees.holds_tensors, TREE),
     "trees.deepest": (trees.deepest, trees.common_with_holes(TREE), ("model",)),
     "trees.left_out": (trees.left_out, trees.common_with_holes(TREE), {}),
     "trees.check_is_tree": (trees.check_is_tree, "load", TREE),

@@ -31,7 +31,8 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
         target: a rank's, taken apart.
         kinds: what is stored of the tensors that it may ask for, by key.
     """
-    asked = {number: path_key(path) for number, path in target.plain.items() if path_key(path) in kinds}
+    tensors = {number for number in target.plain if isinstance(target.leaves[number], torch.Tensor)}
+    asked = {number: key for number in tensors if (key := path_key(target.plain[number])) in kinds}
     if not asked:
         return target
     leaves, shapes = list(target.leaves), dict[int, torch.Size]()

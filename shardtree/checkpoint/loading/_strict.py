@@ -155,7 +155,7 @@ def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
 
 
 _LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
-_UNFILLED = "load: plain tensors of the target that aren't stored: they aren't in the result"
+_UNFILLED = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
 
 
 def refuse_omissions(strict: StrictHandling, left_out: Sequence[str], unfilled: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from ... import trees
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
-from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import (
     check_no_aliases,
     check_unchanged,
@@ -248,7 +248,7 @@ class Target:
         rebuild: from new leaves to a tree of the same structure.
         merge: from the joined tree to one with the factories merged.
         types: the namedtuple classes that it is made of.
-        plain: the paths of the plain tensors among the leaves, by number of the leaf.
+        plain: the paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
         donate: whether its tensors are given away.
     """
 
@@ -304,10 +304,17 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
+    # By the same test: what tree maps don't enter, such as an object with a tensor in an attribute, can't be filled.
     plain = dict[int, TreePath]()
-    if any(isinstance(leaf, torch.Tensor) for _, leaf in others):
-        plain = {number: path for number, (path, leaf) in enumerate(pairs) if isinstance(leaf, torch.Tensor)}
+    if any(_is_plain(leaf) for _, leaf in others):
+        plain = {number: path for number, (path, leaf) in enumerate(pairs) if _is_plain(leaf)}
     return Target(leaves, tensors, objects, rebuild, merge, types, plain, donate)
+
+
+def _is_plain(leaf: Any) -> bool:
+    if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)):
+        return False
+    return isinstance(leaf, torch.Tensor) or trees.holds_tensors(leaf)
 
 
 def _unmerged(loaded: Any) -> Any:
