@@ -37,6 +37,7 @@ from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
 from shardtree.strategies.huggingface._contents import read_headers
 from shardtree.strategies.huggingface._layout import model_files, shard_pieces
+from shardtree.strategies.huggingface._listing import Listing
 from shardtree.testing import (
     GlobalState,
     Layout,
@@ -527,6 +528,18 @@ def test_an_unsound_index_is_an_error_that_names_it(index):
     assert st.verify(folder)
 
 
+def test_of_a_model_without_all_of_its_tensors_or_files_the_rest_loads():
+    tied = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "lm_head": "model-00001-of-00002.safetensors"}}'
+    both = two_files(**{"model.safetensors.index.json": tied})
+    half = {name: data for name, data in two_files().items() if name != "model-00002-of-00002.safetensors"}
+    for files, absent in ((both, "lm_head"), (half, "b")):
+        folder = folder_of(files)
+        assert list(st.load_plain_tensors(folder)) == ["a"] == list(st.open_checkpoint(folder))
+        with pytest.raises(CheckpointingException, match=f"'{absent}': .*lists it, and"):
+            st.load({"x": st.ShardedTensor.from_rank_offsets(absent, torch.zeros(2))}, folder)
+        assert absent in st.verify(folder)[0].keys
+
+
 def entry(begin, end, tag="U8", shape=None):
     return {"dtype": tag, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
 
@@ -718,5 +731,5 @@ def test_headers_of_a_remote_model_are_in_flight_together():
     names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
     for name in names:
         storage.write(name, [memoryview(safetensors.torch.save({name: torch.zeros(2, 3)}))], durable=False)
-    found = read_headers(storage, names)
+    found = read_headers(storage, Listing("model.safetensors.index.json", tuple(names)))
     assert [file.name for file in found] == names == [file.entries[0].name for file in found]

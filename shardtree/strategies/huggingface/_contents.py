@@ -49,11 +49,17 @@ def read_header(storage: Storage, name: str) -> WeightFile:
     Raises:
         CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
     """
-    where = storage.where(name)
-    known = storage.length(name)
+    found = _header_if_there(storage, name)
+    if found is None:
+        what, fix = f"open: {storage.where(name)!r} belongs to the checkpoint", "Fetch it again, or load another one."
+        raise CorruptCheckpoint(error_text(what, found="no such file", fix=fix))
+    return found
+
+
+def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
+    where, known = storage.where(name), storage.length(name)
     if known is None:
-        fix = "Fetch the file again, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(f"open: {where!r} belongs to the checkpoint", found="no such file", fix=fix))
+        return None
     with opened(storage, name, known) as reader:
         length = reader.length
         first = _bytes(reader, 0, min(length, _FIRST_BYTES))
@@ -67,13 +73,21 @@ def read_header(storage: Storage, name: str) -> WeightFile:
             raise CorruptCheckpoint(error_text(what, found=_found(first, error), fix=_fix(first))) from error
 
 
-def read_headers(storage: Storage, names: Sequence[str]) -> list[WeightFile]:
-    """Return the headers of several files, read side by side: where each is a request, all of them at once.
+def read_headers(storage: Storage, listing: Listing) -> list[WeightFile]:
+    """Return the headers of a model's files, read side by side: where each is a request, all of them at once.
+
+    Of a model with an index, files may be missing, as in a download that wasn't finished; not all of them.
 
     Raises:
         CorruptCheckpoint: as `read_header`.
     """
-    return in_threads(partial(read_header, storage), names, threads_of(storage, None, _MOST_REQUESTS))
+    names, threads = listing.files, threads_of(storage, None, _MOST_REQUESTS)
+    found = in_threads(partial(_header_if_there, storage), names, threads)
+    if listing.weight_map is None or not any(found):
+        return [
+            read_header(storage, name) if header is None else header for name, header in zip(names, found, strict=True)
+        ]
+    return [header for header in found if header is not None]
 
 
 def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
@@ -105,7 +119,7 @@ class Contents:
 
     Attributes:
         index: its tensors, each as one chunk.
-        refused: why a tensor can't be loaded, for those that can't be.
+        refused: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
         texts: the strings that the files keep beside their tensors, without the framework's name.
     """
 
@@ -124,8 +138,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         # An entry for each tensor and no garbage, through which the collector would look again and again.
         with collector_paused():
             listing = read_listing(checkpoint)
-            files = read_headers(checkpoint.storage, listing.files)
-            checkpoint.memo[BACKEND] = contents(listing, files)
+            checkpoint.memo[BACKEND] = contents(listing, read_headers(checkpoint.storage, listing))
     found: Contents = checkpoint.memo[BACKEND]
     return found
 
@@ -138,13 +151,14 @@ def parse(checkpoint: Checkpoint) -> dict[str, Contents]:
 def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
     """Return what is in a model's files, given their headers.
 
-    A tensor that the index doesn't list isn't part of the model, whatever file it lies in.
+    A tensor that the index doesn't list isn't part of the model, whatever file it lies in. One that it lists and that
+    isn't in its file, such as a tied one, or whose file isn't there, is missing; the others load.
 
     Raises:
-        CorruptCheckpoint: a listed tensor isn't in its file, or a tensor is in two.
+        CorruptCheckpoint: a tensor is in two files, or in another one than is listed; or none is there.
     """
     rows = _rows(listing, files)
-    refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))}
+    refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
     kept = sorted(((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name)
     if len(kept) * max((len(entry.shape) for _, entry in kept), default=0) > _MOST_NUMBERS:
         raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
@@ -170,13 +184,25 @@ def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entr
                 what = f"open: tensor {entry.name[:200]!r} is in two files"
                 raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}"))
             rows[entry.name] = number, entry
-    missing = (key for key in listing.weight_map or () if key not in rows)
-    lacking = [f"{key[:200]!r} in {listing.weight_map[key]!r}" for key in missing] if listing.weight_map else []
-    if lacking:
+    listed, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
+    wrong = [
+        f"{key[:200]!r} in {file!r}" for key, file in listed.items() if key not in rows and (key in there or not rows)
+    ]
+    if wrong:
         what = f"open: {listing.name!r} lists tensors that aren't in their files"
         fix = "Files and index are of different saves; fetch them again."
-        raise CorruptCheckpoint(error_text(what, offenders=lacking, fix=fix))
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
     return list(rows.values())
+
+
+def absent(listing: Listing, files: Sequence[WeightFile]) -> dict[str, str]:
+    """Return why tensors aren't there that the index lists, by key."""
+    there = {file.name: {entry.name for entry in file.entries} for file in files}
+    lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
+    return {
+        key: f"{listing.name!r} lists it, and {file!r} " + ("doesn't have it" if file in there else "isn't there")
+        for key, file in lacking.items()
+    }
 
 
 def _refusal(entry: Entry) -> str:

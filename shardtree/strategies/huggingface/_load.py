@@ -14,7 +14,7 @@ from .._findings import Damage, Finding, Unchecked
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
-from ._contents import Contents, WeightFile, contents, read_contents, read_header
+from ._contents import Contents, WeightFile, absent, contents, read_contents, read_header
 from ._listing import Listing, find_weights, read_listing
 
 
@@ -106,6 +106,9 @@ def _contradictions(listing: Listing, files: list[WeightFile]) -> tuple[Damage, 
         contents(listing, files)
     except CheckpointingException as error:
         return (Damage(listing.name, str(error)),)
+    if lacking := absent(listing, files):
+        why = "tensors that it lists aren't in their files, as where a tied one isn't stored twice"
+        return (Damage(listing.name, why, keys=tuple(sorted(lacking))),)
     if listing.weight_map is None or listing.total_size is None:
         return ()
     entries = (entry for file in files for entry in file.entries if listing.weight_map.get(entry.name) == file.name)
