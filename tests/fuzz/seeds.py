@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import struct
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -117,6 +118,9 @@ def _others_v3() -> Files:
     plain = {"name": "bytes", "configuration": {"endian": "little"}}
     inner = {"chunk_shape": [2, 6], "codecs": [plain], "index_codecs": [plain, {"name": "crc32c"}]}
     sharding = {"name": "sharding_indexed", "configuration": inner | {"index_location": "end"}}
+    blosc = [plain, {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 1, "shuffle": "noshuffle"}}]
+    packed = sharding | {"configuration": inner | {"chunk_shape": [4], "codecs": blosc}}
+    grid = {"name": "regular", "configuration": {"chunk_shape": [4]}}
     turned = {"name": "transpose", "configuration": {"order": [1, 0]}}
     data = torch.arange(24.0).numpy().tobytes()
     zipped = zlib.compressobj(wbits=31)
@@ -126,6 +130,8 @@ def _others_v3() -> Files:
         "s/c/0/0": data + encode_shard_index(np.array([0, 48]), np.array([48, 48])),
         "z/zarr.json": json.dumps(node | {"codecs": [plain, {"name": "gzip", "configuration": {"level": 1}}]}).encode(),
         "z/c/0/0": zipped.compress(data) + zipped.flush(),
+        "b/zarr.json": json.dumps(node | {"codecs": [packed], "shape": [4], "chunk_grid": grid}).encode(),
+        "b/c/0": _RAW["blosc"] + encode_shard_index(np.array([0]), np.array([32])),
         "t/zarr.json": json.dumps(node | {"codecs": [turned, plain]}).encode(),
         "t/c/0/0": data,
     }
@@ -140,6 +146,11 @@ def _others_v2() -> Files:
         "p/0": bytes(16),
         "z/.zarray": json.dumps(node | zipped | {"filters": None}).encode(),
         "z/0": zlib.compress(bytes(16)),
+        **{
+            f"{name}/.zarray": json.dumps(node | {"compressor": {"id": name}, "filters": None}).encode()
+            for name in _RAW
+        },
+        **{f"{name}/0": chunk for name, chunk in _RAW.items()},
     }
 
 
@@ -156,6 +167,14 @@ def universal() -> list[Files]:
 def dtensor_files() -> list[Files]:
     """Return a checkpoint of verl's: a file of DTensors for each rank."""
     return [folder_files(_FIXTURES / "dtensor_fsdp2_w4")]
+
+
+_RAW = {
+    "blosc": struct.pack("<BBBBIII", 2, 1, 2, 4, 16, 16, 32) + bytes(16),
+    "lz4": struct.pack("<I", 16) + b"\xf0\x01" + bytes(16),
+    "zstd": b"\x28\xb5\x2f\xfd\x20\x10" + struct.pack("<I", 16 << 3 | 1)[:3] + bytes(16),
+}
+"""Sixteen zeros as each of these stores what doesn't get shorter."""
 
 
 def huggingface() -> list[Files]:

@@ -33,7 +33,7 @@ from ..index import (
 )
 from ._array import Shape, StoredArray, fill_item, zarr_name
 from ._blobs import decode_columns
-from ._codecs import check_expansion
+from ._chunk_headers import check_headers
 from ._group import Group, find_arrays, read_group
 
 # Chunks that aren't plain bytes: the zarr package decodes them, one at a time
@@ -54,8 +54,8 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
     _check_size(array, array.file_bytes)
     package = zarr_package(array.name)
     data = storage.read(name)
-    # Measured before it is decoded: a small file could otherwise fill the memory.
-    check_expansion(array, data, repr(storage.where(name)))
+    # Looked at before it is decoded: a small file could fill the memory, and a short one be read beyond its end.
+    check_headers(array, data, repr(storage.where(name)))
     try:
         values = _values(package, array, name.removeprefix(f"{array.name}/"), data, cell)
     except CheckpointingException:
