@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -22,6 +22,22 @@ from ..plans import (
     prefix_difference,
     wants_names,
 )
+
+
+def check_taken(untaken: Mapping[str, str], keys: Collection[str]) -> None:
+    """Raise if a target asks for what is stored in a way that can't be read.
+
+    Args:
+        untaken: why it can't, by key.
+        keys: that are asked for.
+
+    Raises:
+        UnsupportedValue: it does.
+    """
+    wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
+    if wrong:
+        fix = "Leave them out of the target, or load them with the program that wrote them."
+        raise UnsupportedValue(error_text("load: tensors that can't be read", offenders=wrong, fix=fix))
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +143,19 @@ def uncovered(file: str, why: str, length: int, covered: Iterable[tuple[int, int
     spans = gaps(length, covered)
     nbytes = sum(end - begin for begin, end in spans)
     return (Unchecked(file, why, nbytes, spans if nbytes < length else ()),) if spans else ()
+
+
+def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
+    """Return what a reader of a format doesn't take, so that it is named where all else is checked.
+
+    Args:
+        untaken: why it isn't taken, by key or name.
+
+    Examples:
+        >>> untaken_findings({"text": "torch has no such dtype"})
+        [Unchecked(file='text', why="'text' isn't taken: torch has no such dtype", nbytes=0, spans=())]
+    """
+    return [Unchecked(name, f"{name!r} isn't taken: {why}", 0) for name, why in sorted(untaken.items())]
 
 
 def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:

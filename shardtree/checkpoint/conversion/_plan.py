@@ -18,6 +18,7 @@ from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
+from ...strategies.index import untaken_of
 from ...trees import HOLE, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
@@ -258,7 +259,7 @@ class Plan:
         objects: what is written.
         common: the common tree that is written, with holes where shards were; `HOLE` where it is left out.
         batches: pieces of the tensors, and the objects, in the order in which they are written.
-        left_out: keys and unique keys that the transform didn't get.
+        left_out: keys and unique keys that the transform didn't get, and what of the source can't be read.
         unused: (key, elements) of tensors of which the output has only a part.
         unchanged: keys of tensors that the transform returned as they were.
     """
@@ -309,7 +310,7 @@ def plan_conversion(
         stored = load_common(opened.checkpoint, None, opened.strategies)
         common = stored if transform_common is None else transform_common(stored)
     batches = batches_of(output.tensors, output.objects, layout, most_bytes, cuts=cuts)
-    listed = (*left_out, *pruned, *([COMMON] if COMMON in leave_out else []))
+    listed = (*left_out, *pruned, *untaken_of(opened.metadata), *([COMMON] if COMMON in leave_out else []))
     listed_unused = tuple(sorted(unused.items()))
     unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)

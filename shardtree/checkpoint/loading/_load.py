@@ -13,6 +13,7 @@ from ..._shielded import shielded
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
+from ...strategies.index import untaken_of
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, share, step
 from .._dispatch import Choice
@@ -21,7 +22,7 @@ from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_key
 from ._auto import exchange_choice
 from ._checks import joined
 from ._read import Destination, Reading, deliver, destination_of, read_into
-from ._strict import RETURNING, StrictHandling, log_unfilled
+from ._strict import RETURNING, StrictHandling, log_unfilled, log_untaken
 
 _Key = TypeVar("_Key")
 
@@ -264,8 +265,12 @@ def load_plain_tensors(
         return reading, destination_of(reading, list(target.values()))
 
     reading, destination = agree(ranks, "load: make memory", with_memory)
-    objects, _ = read_into(reading, destination)
+    objects, read = read_into(reading, destination)
     loaded = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
+    untaken = untaken_of(sharded_metadata(checkpoint, None, None, strategies))
+    log_untaken(untaken)
+    if how.report is not None:
+        how.report(replace(read, left_out=tuple(untaken), exchange=destination.exchange.why))
     return dict(zip(target, loaded, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from ...errors import KeyMismatch, error_text
@@ -177,6 +177,13 @@ def refuse_omissions(strict: StrictHandling, left_out: Sequence[str], unfilled: 
     if unfilled:
         fix = "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."
         raise KeyMismatch(error_text(_UNFILLED, offenders=unfilled, fix=fix))
+
+
+def log_untaken(untaken: Mapping[str, str]) -> None:
+    """Log what is stored and can't be loaded, with why, by key; nothing if there is nothing."""
+    if untaken:
+        lines = [error_text(f"{name!r}: {why}") for name, why in sorted(untaken.items())]
+        logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))
 
 
 def log_left_out(paths: Sequence[str]) -> None:

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import CheckpointingException, UnsupportedValue, error_text
+from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
 from ...storage import ReadReport
-from .._findings import Damage, Finding, Unchecked
+from .._checks import check_taken
+from .._findings import Damage, Finding, Unchecked, untaken_findings
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
-from ._contents import Contents, WeightFile, absent, contents, read_contents, read_header
+from ._contents import WeightFile, absent, contents, read_contents, read_header
 from ._listing import Listing, find_weights, read_listing
 
 
@@ -28,7 +29,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         CorruptCheckpoint: the files aren't sound, or don't fit each other.
     """
     found = read_contents(checkpoint)
-    _check_loadable(found, [shard.key for shard in shards])
+    check_taken(found.refused, [shard.key for shard in shards])
     return load_from_index(checkpoint, found.index, shards)
 
 
@@ -41,20 +42,14 @@ def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool)
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
-    return IndexMetadata(read_contents(checkpoint).index)
+    found = read_contents(checkpoint)
+    return IndexMetadata(found.index, untaken=found.refused)
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} if there are none."""
     texts = read_contents(checkpoint).texts
     return {"__metadata__": dict(texts)} if texts else {}
-
-
-def _check_loadable(found: Contents, keys: Sequence[str]) -> None:
-    wrong = [f"{key!r}: {found.refused[key]}" for key in sorted({*keys} & found.refused.keys())]
-    if wrong:
-        fix = "Leave them out of the target."
-        raise UnsupportedValue(error_text("load: tensors that torch can't hold", offenders=wrong, fix=fix))
 
 
 # Checking a Hugging Face model as far as its format allows: lengths, headers and the index
@@ -71,7 +66,9 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         listing = read_listing(checkpoint)
     except CheckpointingException as error:
         return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
-    return (*_damage(checkpoint, listing), *_unchecked(checkpoint, listing))
+    damage = _damage(checkpoint, listing)
+    untaken = () if damage else untaken_findings(read_contents(checkpoint).refused)
+    return (*damage, *_unchecked(checkpoint, listing), *untaken)
 
 
 def _unchecked(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeVar
 
@@ -61,10 +61,12 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         index: where they lie, as loads are planned.
         on_files: the index with files as they are named in the folder, where `index` has a virtual one; None where it
             hasn't.
+        untaken: why something that is stored can't be loaded and isn't listed, by its key or name.
     """
 
     index: Index
     on_files: Callable[[], Index] | None = None
+    untaken: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> Index:
@@ -167,6 +169,12 @@ class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     def of(self, names: Iterable[str]) -> IndexMetadata:
         """Return metadata that has some names; nothing is read if all of them are stored ones."""
         return self.stored if all(name in self.stored for name in names) else self.whole()
+
+
+def untaken_of(metadata: object) -> Mapping[str, str]:
+    """Return why something that is stored isn't in a checkpoint's metadata, by its key or name."""
+    stored = metadata.stored if isinstance(metadata, DeferredMetadata) else metadata
+    return stored.untaken if isinstance(stored, IndexMetadata) else {}
 
 
 def _key_of(unique_key: str) -> str:

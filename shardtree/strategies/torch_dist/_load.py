@@ -18,7 +18,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
 from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost, in_threads, threads_of
 from .._actions import Resolution
-from .._checks import check_objects_known
+from .._checks import check_objects_known, check_taken
 from .._findings import Damage
 from .._values import Checkpoint
 from ..index import DeferredMetadata, Index, IndexMetadata, explain_from_index, plan_shards
@@ -163,7 +163,7 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     listing = read_listing(checkpoint)
 
     def metadata_of(index: Index) -> IndexMetadata:
-        return IndexMetadata(index, partial(index_on_files, listing, index))
+        return IndexMetadata(index, partial(index_on_files, listing, index), listing.unknown)
 
     stored = metadata_of(listing.index)
     if not any(map(is_bucket, listing.contents.tensors)):
@@ -182,7 +182,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     """
     listing = read_listing(checkpoint)
     keys = {shard.key for shard in shards}
-    _check_known(listing, keys)
+    check_taken(refused_among(listing, keys), keys)
     uncompared = _compare(checkpoint, listing, keys)
     index = _index_for(checkpoint, listing, keys)
     return replace(_load(checkpoint, listing, index, shards), uncompared=uncompared)
@@ -268,17 +268,6 @@ def master_damage(checkpoint: Checkpoint) -> list[Damage]:
     listing = read_listing(checkpoint)
     wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
     return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]
-
-
-def _check_known(listing: Listing, keys: set[str]) -> None:
-    """Raise if a tensor is stored in a way that can't be read."""
-    refused = refused_among(listing, keys)
-    unknown = [f"{key!r}: {refused[key]}" for key in sorted(keys & refused.keys())]
-    if unknown:
-        fix = "Load them with the program that wrote them, or leave them out of the target."
-        raise UnsupportedValue(
-            error_text("load: tensors are stored in ways that can't be read", offenders=unknown, fix=fix)
-        )
 
 
 def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:

@@ -12,7 +12,7 @@ from ...codec import dtype_name
 from ...codec.archives import archive_records, decode_archive, tensor_place
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
-from .._findings import Damage, Finding, Region, Unchecked, uncovered
+from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
 from ..torch import HEADERS
@@ -172,7 +172,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         found.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
     if not any(isinstance(one, Damage) for one in found):  # damaged masters differ from their weights in any case
         found += master_damage(checkpoint)
-    return (*found, *_unchecked(checkpoint, listing, checked))
+    return (*found, *untaken_findings(listing.unknown), *_unchecked(checkpoint, listing, checked))
 
 
 def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:

@@ -137,6 +137,10 @@ _EXTENSIONS = {"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "f
 
 _V2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 _V2 = re.compile(r"([<>|=])([biufc])(\d{1,2})")
+_V2_FOREIGN = re.compile(r"\|O|[<>|=][SUV]\d{1,9}|[<>=][mM]8(\[\w{1,20}\])?|[<>=](f12|f16|c24|c32)")
+"""Objects, texts, raw bytes, dates, and numbers of more than 64 bits: NumPy's, and none of torch's."""
+_V3_FAMILY = re.compile(r"(bool|u?int|float|complex)\d*")
+_V3_FOREIGN = {"int2", "int4", "uint2", "uint4"}
 _PLAIN_BITS = {"<V2", "|V2", "bfloat16"}
 
 
@@ -151,37 +155,50 @@ def zarr_name(dtype: torch.dtype) -> str:
     return name if name in _V3 else f"uint{dtype.itemsize * 8}"
 
 
-def dtype_of_v3(name: Any) -> torch.dtype | None:
+def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
     """Return the dtype of a zarr v3 data type, None if torch has none.
 
+    Raises:
+        CorruptCheckpoint: it is no data type.
+
     Examples:
-        >>> dtype_of_v3("int16"), dtype_of_v3("bfloat16"), dtype_of_v3({"name": "fixed_length_utf32"})
+        >>> dtype_of_v3("int16", "'w'"), dtype_of_v3("bfloat16", "'w'"), dtype_of_v3({"name": "struct"}, "'w'")
         (torch.int16, torch.bfloat16, None)
     """
-    known = isinstance(name, str) and (name in _V3 or name in _EXTENSIONS)
-    return _found(name) if known else None
+    if isinstance(name, str) and (name in _V3 or name in _EXTENSIONS):
+        return _found(name)
+    named = name.get("name") if isinstance(name, dict) else name
+    # Any other name may be an extension of another program's; only those of zarr's own families are known to be wrong.
+    if not isinstance(named, str) or not named or (_V3_FAMILY.fullmatch(named) and named not in _V3_FOREIGN):
+        raise unsound_array(what, f"data_type {name!r}"[:200], "a data type of zarr")
+    return None
 
 
-def dtype_of_v2(text: Any) -> tuple[torch.dtype | None, bool]:
+def dtype_of_v2(text: Any, what: str) -> tuple[torch.dtype | None, bool]:
     """Return the dtype of a zarr v2 array, None if torch has none, and whether its items are little-endian.
 
     Two raw bytes are a bfloat16: Megatron-Core creates the array with them, and puts the metadata right afterwards.
 
+    Raises:
+        CorruptCheckpoint: it is no dtype.
+
     Examples:
-        >>> dtype_of_v2("<f4"), dtype_of_v2(">i2"), dtype_of_v2("bfloat16"), dtype_of_v2("<M8[ns]")
-        ((torch.float32, True), (torch.int16, False), (torch.bfloat16, True), (None, True))
+        >>> [dtype_of_v2(text, "'w'") for text in ("<f4", ">i2", "bfloat16", "<M8[ns]")]
+        [(torch.float32, True), (torch.int16, False), (torch.bfloat16, True), (None, True)]
     """
-    if not isinstance(text, str):
-        return None, True
+    if isinstance(text, list) and text:
+        return None, True  # records of named fields
     # Megatron-Core makes the array as raw bytes, and writes bfloat16 into the metadata afterwards, if it gets that far.
-    if text in _PLAIN_BITS:
+    if isinstance(text, str) and text in _PLAIN_BITS:
         return torch.bfloat16, True
-    parts = _V2.fullmatch(text)
-    if parts is None:
+    if isinstance(text, str) and _V2_FOREIGN.fullmatch(text):
         return None, True
-    order, kind, size = parts.groups()
+    parts = _V2.fullmatch(text) if isinstance(text, str) else None
+    order, kind, size = parts.groups() if parts else ("", "b", "0")
     name = "bool" if kind == "b" and size == "1" else f"{_V2_KINDS[kind]}{int(size) * 8}"
-    return (_found(name) if name in _V3 else None), order != ">"
+    if name not in _V3:
+        raise unsound_array(what, f"dtype {text!r}"[:200], "a dtype of NumPy's, such as '<f4'")
+    return _found(name), order != ">"
 
 
 def _found(name: str) -> torch.dtype | None:

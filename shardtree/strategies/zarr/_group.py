@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -35,11 +34,13 @@ class Group:
         arrays: all of them.
         made: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for bytes
             of the fill value.
+        untaken: why an array or a file isn't taken, by its name.
     """
 
     index: Index
     arrays: tuple[StoredArray, ...]
     made: dict[int, tuple[StoredArray, Shape | None]]
+    untaken: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +73,19 @@ class _Files:
         return np.arange(first, len(self.files), dtype=np.int64)
 
 
-def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequence[Object] = ()) -> Group:
+def read_group(
+    storage: Storage,
+    arrays: Sequence[StoredArray],
+    objects: Sequence[Object] = (),
+    untaken: Mapping[str, str] | None = None,
+) -> Group:
     """Return the content of a folder; lists its chunk files.
 
     Args:
         storage: the folder.
         arrays: by their metadata.
         objects: files that each hold one object.
+        untaken: as in `Group`.
 
     Raises:
         CorruptCheckpoint: two arrays have the same tensor's key, or a file with several chunks isn't sound.
@@ -96,7 +103,7 @@ def read_group(storage: Storage, arrays: Sequence[StoredArray], objects: Sequenc
     columns = array_columns(ordered, rows)
     file, byte = (np.concatenate([_none(), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
     index = build_index(columns, file, byte, files=files.files, objects=found)
-    return Group(index, tuple(ordered), files.made)
+    return Group(index, tuple(ordered), files.made, untaken or {})
 
 
 def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> ShardColumns:
@@ -226,24 +233,27 @@ _LOCKS = ".sync"
 _METADATA_FILES = frozenset({ARRAY_FILE, NODE_FILE, ".zattrs", ".zgroup", ".zmetadata"})
 _OBJECT_SUFFIX = ".pt"
 
-logger = logging.getLogger("shardtree")
 
+def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict[str, str]]:
+    """Return the arrays in a folder and the folders in it, the objects in files of their own, and what isn't taken.
 
-def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object]]:
-    """Return the arrays in a folder and the folders in it, and the objects in files of their own.
-
-    Arrays of types that torch lacks, such as texts and dates, are left out, with a warning in the log.
+    Arrays of types that torch lacks, such as texts and dates, aren't, and files that are named like no object.
 
     Raises:
         CorruptCheckpoint: the metadata of an array isn't sound.
     """
-    arrays, objects = [], []
+    arrays, objects, untaken = [], [], dict[str, str]()
     for folder, names, node in _folders(storage, "", 0):
-        array = _array(storage, folder, names, node)
-        if array is not None:
-            arrays.append(array)
-        objects += _objects(storage, folder, names)
-    return arrays, objects
+        if _is_array(storage, folder, names, node):
+            array = _array(storage, folder, names, node)
+            if array is not None:
+                arrays.append(array)
+            else:
+                untaken[folder] = "torch has no such dtype"
+        found, others = _objects(storage, folder, names)
+        objects += found
+        untaken |= dict.fromkeys(others, "its name isn't that of a sharded object")
+    return arrays, objects, untaken
 
 
 def metadata_files(storage: Storage) -> Iterator[str]:
@@ -293,31 +303,33 @@ def read_node(storage: Storage, folder: str) -> Node:
     return dict(fields)
 
 
-def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> StoredArray | None:
-    """Return the array that a folder is, None if it is none."""
+def _is_array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> bool:
     if folder and ARRAY_FILE in names:
+        # Locks of zarr's ProcessSynchronizer look like empty ones.
+        return not folder.endswith(_LOCKS) or bool(storage.length(f"{folder}/{ARRAY_FILE}"))
+    return node is not None and node["node_type"] == "array"
+
+
+def _array(storage: Storage, folder: str, names: tuple[str, ...], node: Node | None) -> StoredArray | None:
+    """Return the array that a folder is, None if torch has no such dtype."""
+    if ARRAY_FILE in names:
         name = f"{folder}/{ARRAY_FILE}"
-        if folder.endswith(_LOCKS) and not storage.length(name):
-            return None  # locks of zarr's ProcessSynchronizer
-        array = decode_v2(storage.read(name), folder, storage.where(name))
-    elif node is not None and node["node_type"] == "array":
-        array = decode_v3(node, folder, storage.where(f"{folder}/{NODE_FILE}"))
-    else:
-        return None
-    if array is None:
-        logger.warning("open: %s is left out: torch has no dtype for it", storage.where(folder))
-    return array
+        return decode_v2(storage.read(name), folder, storage.where(name))
+    return decode_v3(node or {}, folder, storage.where(f"{folder}/{NODE_FILE}"))
 
 
-def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> list[Object]:
-    files = {}
-    for name in names:
+def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[list[Object], list[str]]:
+    """Return the objects in a folder, and the names of files that only end as theirs do."""
+    files, others = {}, []
+    for name in names if folder else ():
+        length = storage.length(f"{folder}/{name}") if name.endswith(_OBJECT_SUFFIX) else None
         unique_key = f"{folder}/{name.removesuffix(_OBJECT_SUFFIX)}"
-        if folder and name.endswith(_OBJECT_SUFFIX) and _is_unique_key(unique_key):
-            length = storage.length(f"{folder}/{name}")
-            files.update({} if length is None else {unique_key: (f"{folder}/{name}", length)})
+        if length is not None and _is_unique_key(unique_key):
+            files[unique_key] = (f"{folder}/{name}", length)
+        elif length is not None:
+            others.append(f"{folder}/{name}")
     whole = whole_keys(list(files))
-    return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()]
+    return [(whole[unique_key], name, length) for unique_key, (name, length) in files.items()], others
 
 
 def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:

@@ -34,7 +34,8 @@ def legacy_group(checkpoint: Checkpoint) -> Group:
 
 def load_legacy_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
-    return IndexMetadata(legacy_group(checkpoint).index)
+    group = legacy_group(checkpoint)
+    return IndexMetadata(group.index, untaken=group.untaken)
 
 
 def load_legacy_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:

@@ -20,6 +20,7 @@ from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided
 from ...storage import MemoryStorage, ReadReport, Storage, fetch
+from .._checks import check_taken
 from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint, Fields
 from ..index import (
@@ -145,8 +146,10 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
     Raises:
         KeyMismatch: the checkpoint lacks a key.
         ShapeError: a tensor is stored with another global shape or dtype, or not all of it is.
+        UnsupportedValue: torch has no such dtype.
         CorruptCheckpoint: stored bytes aren't what the metadata says.
     """
+    check_taken(group.untaken, [shard.key for shard in shards])
     plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
     memories = [shard.data for shard in shards]
     plain, made = _split(group, plan)
@@ -158,7 +161,7 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
 
 def explain_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
     """Return what loading shards would cost; a chunk that has to be decoded counts with its whole file."""
-    return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused={})
+    return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused=group.untaken)
 
 
 def _cost(checkpoint: Checkpoint, group: Group, plan: LoadPlan) -> ReadCost:
@@ -231,9 +234,9 @@ def read_arrays(checkpoint: Checkpoint) -> Group:
         if is_own(checkpoint.fields):
             group = Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
         else:
-            arrays, _ = find_arrays(checkpoint.storage)
+            arrays, _, untaken = find_arrays(checkpoint.storage)
             # Not for Megatron-Core's old format, in which a missing chunk is an error.
-            group = read_group(checkpoint.storage, [_with_fill(array) for array in arrays])
+            group = read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
         checkpoint.memo["group"] = group
     found: Group = checkpoint.memo["group"]
     return found
@@ -246,7 +249,8 @@ def _with_fill(array: StoredArray) -> StoredArray:
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
-    return IndexMetadata(read_arrays(checkpoint).index)
+    group = read_arrays(checkpoint)
+    return IndexMetadata(group.index, untaken=group.untaken)
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:

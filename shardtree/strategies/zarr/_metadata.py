@@ -34,7 +34,7 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
     fields = parse_json(data, where)
     if not isinstance(fields, dict) or fields.get("zarr_format") != 2:
         raise CorruptCheckpoint(error_text(f"open: {what} is not sound", expected="the metadata of a zarr v2 array"))
-    dtype, is_little = dtype_of_v2(fields.get("dtype"))
+    dtype, is_little = dtype_of_v2(fields.get("dtype"), what)
     if dtype is None:
         return None
     filters = codec_list(fields.get("filters") or [], what)
@@ -85,7 +85,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         UnsafeFile: a codec could run code.
     """
     what = repr(where)
-    stored = dtype_of_v3(fields.get("data_type"))
+    stored = dtype_of_v3(fields.get("data_type"), what)
     if stored is None:
         return None
     codecs = codec_list(fields.get("codecs"), what)

@@ -14,7 +14,7 @@ from ...codec import canonical_json, parse_json
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
 from ...storage import Storage, digest, in_threads, read_if_there, remove_files, takes_late_requests, threads_of
-from .._findings import Damage, Finding, Region, Unchecked, uncovered
+from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
 from .._manifest import MANIFEST_FILE
 from .._metadata import read_checked, read_metadata, replace_metadata
 from .._values import Checkpoint
@@ -68,6 +68,7 @@ def group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
         chunks += [_Chunk(array, tuple(cell)) for cell in cells.tolist()]
     threads = threads_of(checkpoint.storage, checkpoint.options.threads)
     checked = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
+    found += untaken_findings(group.untaken)
     return (*found, *(finding for one in checked for finding in one), *_metadata(checkpoint.storage))
 
 
@@ -307,8 +308,8 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
         CorruptCheckpoint: the metadata of an array isn't sound.
     """
     storage = checkpoint.storage
-    arrays, objects = find_arrays(storage)
-    folders = {array.name for array in arrays}
+    arrays, objects, untaken = find_arrays(storage)
+    folders = {array.name for array in arrays} | {name for name in untaken if not name.endswith(".pt")}
     groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
     nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
     chunks = [name for folder in sorted(folders) for name in _chunks(storage, folder)]
