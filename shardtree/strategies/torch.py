@@ -152,21 +152,31 @@ def load_common(checkpoint: Checkpoint) -> Any:
         CorruptCheckpoint: there is no such file, or it isn't what was saved.
         UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
     """
-    data, what = _read(checkpoint)
+    return load_archive(checkpoint, COMMON_FILE)
+
+
+def load_archive(checkpoint: Checkpoint, name: str) -> Any:
+    """Return the tree in one of a checkpoint's files; it raises as `load_common`."""
+    data, what = _read(checkpoint, name)
     return decode_with_holes(data, what, checkpoint.options)
 
 
 def verify_common(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    """Return whether common.pt is damaged: a checksum differs, or it can't be read at all."""
+    """Return whether common.pt is damaged."""
+    return verify_archive(checkpoint, COMMON_FILE)
+
+
+def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
+    """Return whether one of a checkpoint's files is damaged: a checksum differs, or it can't be read at all."""
     try:
-        load_common(checkpoint)
+        load_archive(checkpoint, name)
     except CorruptCheckpoint as error:
-        return (Damage(COMMON_FILE, str(error)),)
+        return (Damage(name, str(error)),)
     except (UnsafeFile, UnsupportedValue):
         pass  # its checksums are right; whether we can read its values isn't the question here
-    data, _ = _read(checkpoint)
+    data, _ = _read(checkpoint, name)
     checkpoint.options.progress(data.nbytes)
-    return archive_unchecked(COMMON_FILE, data)
+    return archive_unchecked(name, data)
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -174,16 +184,16 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (COMMON_FILE,)
 
 
-def _read(checkpoint: Checkpoint) -> tuple[Buffer, str]:
-    where = checkpoint.storage.where(COMMON_FILE)
-    if checkpoint.storage.length(COMMON_FILE) is None:
+def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
+    where = checkpoint.storage.where(name)
+    if checkpoint.storage.length(name) is None:
         if was_replaced(checkpoint):
             raise CheckpointReplaced(error_text(f"open: {where!r} was replaced by a later save", fix="Open it again."))
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: the common state {where!r} isn't there", fix=fix))
     if checkpoint.options.verify is not None:
-        check_listed(checkpoint, COMMON_FILE)
-    with checkpoint.storage.open(COMMON_FILE) as reader:
+        check_listed(checkpoint, name)
+    with checkpoint.storage.open(name) as reader:
         return reader.read(), where
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
 from ...trees import HOLE, is_hollow, is_subclass, leaves_with_paths, path_key, without_holes
 from .._values import Checkpoint
-from ._listing import COMMON_OBJECT, is_object, read_listing
+from ..torch import load_archive
+from ._listing import COMMON_OBJECT, META_FILE, has_meta, is_object, read_listing
 from ._load import unboxed
 from ._metadata_file import INDEX_FILE
 from ._payloads import decoded
@@ -38,10 +39,10 @@ def load_common(checkpoint: Checkpoint) -> Any:
 
 
 def load_dcp_common(checkpoint: Checkpoint) -> Any:
-    """Return the nested state that was saved, with holes where tensors were.
+    """Return the nested state that was saved, with holes where tensors were, and what Lightning keeps beside it.
 
     Raises:
-        CorruptCheckpoint: the places of its values contradict each other.
+        CorruptCheckpoint: the places of its values contradict each other, or what is beside them can't be read.
         UnsafeFile: a value needs code to run, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
@@ -51,11 +52,19 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
     leaves = dict.fromkeys(listing.contents.tensors, HOLE) | {name: values[number] for name, number in numbers.items()}
     paths = listing.contents.paths or {}
     try:
-        return nested({paths.get(name, (name,)): value for name, value in leaves.items()})
+        state = nested({paths.get(name, (name,)): value for name, value in leaves.items()})
+        return _with_meta(state, load_archive(checkpoint, META_FILE)) if has_meta(checkpoint) else state
     except ValueError as error:
         what = f"open: {checkpoint.storage.where(INDEX_FILE)!r} is not sound"
         fix = "It was damaged or made by another program; load another checkpoint."
         raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from error
+
+
+def _with_meta(state: dict[str, Any], meta: Any) -> dict[str, Any]:
+    twice = sorted(map(str, state.keys() & meta.keys())) if isinstance(meta, dict) else ["not a dict"]
+    if twice:
+        raise ValueError(f"{META_FILE} doesn't go with the rest: {', '.join(twice)[:200]}")
+    return {**state, **meta}
 
 
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:

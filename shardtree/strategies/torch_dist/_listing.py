@@ -384,7 +384,16 @@ def _int64(values: Sequence[int]) -> Column:
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
+META_FILE = "meta.pt"
+"""Beside DCP's files, Lightning keeps the rest of a checkpoint in this archive: epoch, loops, callbacks, schedulers."""
+
+
+def has_meta(checkpoint: Checkpoint) -> bool:
+    """Return whether a folder of DCP's files is one of Lightning's."""
+    return checkpoint.fields["sharded_backend"] == "dcp" and checkpoint.storage.length(META_FILE) is not None
+
+
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the index, the ranks' data files, and Megatron-Core's list of hashes."""
+    """Return the names of the index, the ranks' data files, Megatron-Core's list of hashes, and Lightning's archive."""
     own = (name for name in checkpoint.storage.names() if _DATA_FILE.fullmatch(name))
-    return INDEX_FILE, MANIFEST_FILE, *own
+    return INDEX_FILE, MANIFEST_FILE, *own, *([META_FILE] if has_meta(checkpoint) else [])

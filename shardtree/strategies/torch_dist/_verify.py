@@ -15,8 +15,8 @@ from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, re
 from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
-from ..torch import HEADERS
-from ._listing import Listing, read_listing
+from ..torch import HEADERS, verify_archive
+from ._listing import META_FILE, Listing, has_meta, read_listing
 from ._load import master_damage
 from ._metadata_file import INDEX_FILE
 from ._payloads import archive_name, batches, check_kind, check_tensor, ends_of, part_of, wholes_of
@@ -172,7 +172,8 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         found.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
     if not any(isinstance(one, Damage) for one in found):  # damaged masters differ from their weights in any case
         found += master_damage(checkpoint)
-    return (*found, *untaken_findings(listing.unknown), *_unchecked(checkpoint, listing, checked))
+    meta = verify_archive(checkpoint, META_FILE) if has_meta(checkpoint) else ()
+    return (*found, *meta, *untaken_findings(listing.unknown), *_unchecked(checkpoint, listing, checked))
 
 
 def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:
