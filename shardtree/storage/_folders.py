@@ -19,6 +19,7 @@ from ._memory import MemoryStorage
 from ._object_store import ObjectStorage
 from ._object_uploads import abort_uploads
 from ._object_url import SCHEMES, object_storage
+from ._secrets import without_secrets
 from ._storage import Buffer, Reader, Storage, inside
 from ._sync import parents_of_missing
 
@@ -226,7 +227,10 @@ def storage_at(directory: Directory) -> Storage:
 
 
 def _behind(url: str) -> Storage:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise StorageError(error_text(f"not a URL: {without_secrets(url)!r}", found=str(error))) from None
     # A signed URL's query goes with every request, which obstore can't do.
     if parts.scheme in SCHEMES and not parts.query and find_spec("obstore") is not None:
         return object_storage(url)

@@ -36,7 +36,7 @@ def fsspec_storage(url: str) -> Storage:
         url: ``protocol://path``, as fsspec reads it; ``file://`` is the local file system.
 
     Raises:
-        StorageError: fsspec, or what it needs for that protocol, isn't installed.
+        StorageError: fsspec, or what it needs for that protocol, isn't installed, or it can't use the URL.
 
     Examples:
         >>> storage = fsspec_storage("memory://runs/step_10")
@@ -56,9 +56,11 @@ def fsspec_storage(url: str) -> Storage:
         raise StorageError(error_text(f"{shown!r} needs fsspec, which isn't installed", fix=fix)) from error
     try:
         files, root = url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # a file system's constructor may raise anything: TypeError for what the URL lacks
         fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
-        found = without_secrets(str(error))
+        if not isinstance(error, (ImportError, ValueError)):
+            fix = "Name in the URL all that this file system needs, or pass another URL or a local path."
+        found = without_secrets(f"{type(error).__name__}: {error}")
         raise StorageError(error_text(f"no file system for {shown!r}", found=found, fix=fix)) from None
     # fsspec's local file system neither syncs nor exchanges folders.
     if isinstance(files, LocalFileSystem):

@@ -4,7 +4,14 @@ A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes t
 changes its argument; results have new containers where something changed, and share tensors.
 """
 
-from ._checks import check_is_tree, holds_tensors, megatron_kind, refuse_hidden, refuse_too_deep
+from ._checks import (
+    check_is_tree,
+    holds_tensors,
+    megatron_kind,
+    refuse_hidden,
+    refuse_too_deep,
+    refuse_without_elements,
+)
 from ._compose import bind, compose
 from ._difference import Difference, diff, value_at
 from ._edit import (

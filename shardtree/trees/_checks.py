@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from ..mapping.memory import lacks_memory
 from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries
 
@@ -163,6 +165,32 @@ def holds_tensors(value: Any) -> bool:
         (True, False)
     """
     return any(isinstance(each, (torch.Tensor, LazyTensor)) for each in _reached([value]))
+
+
+def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
+    """Raise where a plain tensor, or one in an object, has no memory: torch would read what isn't there.
+
+    Raises:
+        UnsupportedValue: names every such place.
+
+    Examples:
+        >>> refuse_without_elements("save", [(("step",), torch.tensor(3))])
+    """
+    found = []
+    for path, leaf in leaves:
+        held = leaf.data if isinstance(leaf, ShardedObject) else leaf
+        found += [f"{render_path(path)}: {kind}" for value in _reached([held]) if (kind := _lacking(value))]
+    if found:
+        fix = "Save while their memory is there; run a module with lazy parameters once before."
+        raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=found, fix=fix))
+
+
+def _lacking(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return ""
+    if is_lazy(value):
+        return "not initialised yet"
+    return "its storage is freed" if lacks_memory(value) else ""
 
 
 def _inside(value: Any) -> Iterable[Any]:

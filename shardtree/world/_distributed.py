@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from ..errors import WorldError, error_text
+from ..errors import WorldError, error_text, rank_text
 from ._world import (
     DEFAULT_TIMEOUT,
     Exchange,
@@ -38,8 +39,13 @@ Gloo: TypeAlias = Any
 
 # A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to
 # ours, and they are dropped with the caller's group, or at exit.
-_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[str | None, Gloo]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[str | None, tuple[float, Gloo]]] = WeakKeyDictionary()
 _use_counts: Counter[str] = Counter()
+
+_stores: WeakKeyDictionary[Gloo, torch.distributed.Store] = WeakKeyDictionary()
+"""Of each group that was made here: where ranks that have given up waiting say so, for errors that name the others."""
+
+_GRACE = 2.0  # seconds in which the others give up too: a rank's closed connections end their waiting
 
 
 def is_initialised() -> bool:
@@ -52,20 +58,18 @@ def is_initialised() -> bool:
 def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
     """Return a gloo group with the members of a group.
 
-    It is the group itself if that uses gloo for CPU tensors and no purpose is given; else one that is made when all
-    members ask for it the first time, and kept as long as the group.
+    It is made when all members ask for it the first time, or for a longer timeout, and kept as long as the group.
 
     Raises:
         WorldError: if it can't be made.
     """
-    if purpose is None and _backends(group).get("cpu") == "gloo":
-        return group
+    # Also beside a group that uses gloo: gloo gives up after the timeout of the group, whatever a call asks for.
     made = _made.setdefault(group, {})
-    if purpose not in made:
-        made[purpose] = _make(group, timeout, purpose)
+    if purpose not in made or made[purpose][0] < timeout:
+        made[purpose] = timeout, _make(group, timeout, purpose)
         atexit.unregister(_made.clear)
         atexit.register(_made.clear)
-    return made[purpose]
+    return made[purpose][1]
 
 
 def _member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
@@ -97,11 +101,13 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
         store.set(f"seen by {group.rank()}", "yes")
         if store.get(f"seen by {group.rank()}") != b"yes":
             raise RuntimeError("the group's store doesn't return what was set")
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
+        made = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"
         fix = "Start the processes with torchrun, or pass world=one_process() for a process by itself."
         raise WorldError(error_text(what, found=found, fix=fix)) from error
+    _stores[made] = store
+    return made
 
 
 # Values are sent as frames: a length, then the pickle. The first bytes of a frame, its head, have a fixed size, so that
@@ -273,13 +279,32 @@ class DistributedWorld(World):
         try:
             yield group
         except (RuntimeError, ValueError) as error:
+            absent = self._absent(group)
+            who = f"{rank_text(absent)} of {self.size} didn't take part; " if absent else ""
             raise WorldError(
                 error_text(
-                    f"{what}: rank {self.rank} of {self.size} can't reach its peers",
+                    f"{what}: {who}rank {self.rank} of {self.size} can't reach its peers",
                     found=f"{type(error).__name__}: {error}",
                     fix=f"A peer died, was silent for {self.timeout:g} seconds, or called another collective.",
                 )
             ) from error
+
+    def _absent(self, group: Gloo) -> list[int]:
+        """Return the ranks that don't give up waiting as this one does; none where that can't be found out."""
+        store = _stores.get(group)
+        if store is None:
+            return []
+        try:
+            times = store.add(f"gave up: {self.rank}", 1)
+            end = time.monotonic() + min(_GRACE, self.timeout)
+            while True:
+                counts = [store.add(f"gave up: {rank}", 0) for rank in range(self.size)]
+                absent = [rank for rank, count in enumerate(counts) if count < times]
+                if not absent or time.monotonic() > end:
+                    return absent
+                time.sleep(0.05)
+        except RuntimeError:  # the rank that has the store is gone
+            return []
 
 
 def distributed(
@@ -287,13 +312,12 @@ def distributed(
 ) -> World:
     """Return the world of a process group.
 
-    A gloo group is used itself. For any other (nccl), a gloo group with the same members is made once, by a call on
-    every member, and kept: coordination never touches an accelerator's memory. Ranks are those of the group.
+    A gloo group with the same members and this timeout is made once, by a call on every member, and kept, whatever the
+    group's own backend and timeout are: coordination never touches an accelerator's memory. Ranks are the group's.
 
     Args:
         group: a process group that this process is in, or None for the default one.
-        timeout: seconds after which a silent peer counts as dead. gloo itself gives up pending operations only after
-            the group's own timeout, and ``destroy_process_group`` waits for that.
+        timeout: seconds after which a silent peer counts as dead, the same on every member.
         purpose: if not None, a separate gloo group is made for each purpose, so that a thread (an asynchronous save)
             can coordinate while others use the group.
 

@@ -244,6 +244,7 @@ CALLS: dict[str, Call] = {
     "trees.is_subclass": (trees.is_subclass, TREE),
     "trees.megatron_kind": (trees.megatron_kind, WEIGHT),
     "trees.refuse_hidden": (trees.refuse_hidden, "load", trees.leaves_with_paths(TREE)),
+    "trees.refuse_without_elements": (trees.refuse_without_elements, "load", trees.leaves_with_paths(TREE)),
     "trees.refuse_too_deep": (lambda doing: type(trees.refuse_too_deep(doing)), "load"),
     "trees.without_holes": (trees.without_holes, trees.common_with_holes(TREE)),
     "trees.prune": (trees.prune, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}})),

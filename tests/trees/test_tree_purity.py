@@ -50,6 +50,7 @@ from shardtree.trees import (
     prune,
     rebox,
     refuse_hidden,
+    refuse_without_elements,
     rename,
     select,
     shard_leaves,
@@ -128,6 +129,7 @@ JOINING: dict[str, Of] = {
     "is_subclass": is_subclass,
     "megatron_kind": megatron_kind,
     "merge_into_held": lambda tree: merge_into_held("load", tree),
+    "refuse_without_elements": lambda tree: refuse_without_elements("save", leaves_with_paths(tree)),
     "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
 }
 OF_NO_TREE = {

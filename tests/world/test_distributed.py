@@ -35,6 +35,12 @@ def test_lost_peer_is_a_world_error_after_the_timeout() -> None:
     assert "saw both" in printed(2, "lost_peers.py")
 
 
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_a_slow_rank_is_waited_for_as_long_as_asked_whatever_the_group_does_and_an_absent_one_is_named() -> None:
+    assert printed(3, "slow_peer.py").count("waited") == 3
+
+
 def test_no_process_group_is_a_world_error() -> None:
     with pytest.raises(WorldError, match="no default process group"):
         distributed()

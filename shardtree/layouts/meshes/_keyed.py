@@ -12,6 +12,7 @@ from ...errors import IntegrityError, MetadataError, TreeError, TreePath, error_
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping._tensor import SHAPE_FIX, without_shape
+from ...mapping.memory import lacks_memory
 from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
 from .._columns import TensorKind
 from ._columns import Placement
@@ -50,6 +51,8 @@ def keyed_tensors(
 def _why_not_dense(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor) or (shapeless := without_shape(leaf)):
         return shapeless if isinstance(leaf, torch.Tensor) else ""
+    if lacks_memory(leaf):
+        return "its storage is freed"
     return str(leaf.layout) if leaf.layout != torch.strided or leaf.is_quantized else ""
 
 
