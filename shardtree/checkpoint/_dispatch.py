@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import StrategyError, error_text
+from ..geometry import check_type
 from ..strategies import Strategies, Strategy, StrategyAction, find_strategy, get_default_strategy
 
 Choice = tuple[str, int] | Strategy | None
@@ -77,3 +78,13 @@ def sharded_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
 def common_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
     """Return the backend and version that a checkpoint's common state is in."""
     return fields["common_backend"], fields["common_backend_version"]
+
+
+def check_options(doing: str, options: object, kind: type) -> None:
+    """Raise unless options are None, for the usual ones, or of their class.
+
+    Raises:
+        MetadataError: they aren't.
+    """
+    if options is not None:
+        check_type(doing, "options", options, kind, f"Pass st.{kind.__name__}(...).")

@@ -33,8 +33,8 @@ from ..strategies import (
 )
 from ..strategies.index import IndexMetadata
 from ..trees import without_holes
-from ..world import World, current_world, on_rank_zero, one_process, share, step
-from ._dispatch import Choice, common_backend, sharded_backend, strategy_of
+from ..world import World, agree, current_world, on_rank_zero, one_process, share, step
+from ._dispatch import Choice, check_options, common_backend, sharded_backend, strategy_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
@@ -72,6 +72,7 @@ def traits_together(fields: Fields, strategies: Strategies | None) -> FormatTrai
 
 def find(directory: Directory, options: LoadOptions) -> Storage:
     """Return a checkpoint's storage, after checking the options."""
+    check_options("open", options, LoadOptions)
     if options.verify not in ("whole", "all", None):
         expected = "'whole', 'all' or None"
         raise StrategyError(error_text("open: no such verify", found=repr(options.verify)[:200], expected=expected))
@@ -307,6 +308,7 @@ def remove_sharded_tensors(
         ['w']
     """
     ranks = current_world(world)
+    agree(ranks, "remove sharded tensors: compare", lambda: None, given={"key_prefix": key_prefix})
     remove = partial(_remove, checkpoint_dir, key_prefix, ranks, strategies)
     on_rank_zero(ranks, "remove sharded tensors", remove)
 

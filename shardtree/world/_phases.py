@@ -36,6 +36,11 @@ class _Outcome:
     phase: str
     failure: _Failure | None = None
     packed: bytes = b""
+    given: Mapping[str, str] | None = None
+
+
+Given = Mapping[str, object]
+"""Arguments that must be the same on all ranks, by name. They travel as texts: what has its usual value is left out."""
 
 
 _STEP = "_shardtree_step"
@@ -77,7 +82,7 @@ class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(..
             error.__dict__[_STEP] = self.phase  # not setattr, for the same reason
 
 
-def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
+def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None) -> T:
     """Return what fn returns on this rank, after it succeeded on every rank.
 
     Args:
@@ -85,8 +90,10 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
         phase: what is being done, for the error.
         fn: takes no arguments and runs on every rank. It must not call a collective or start a phase.
         steps: the names of the steps in fn, in order. Where ranks fail in several, the first one is reported.
+        given: what has to be the same on every rank, compared before what fn returns counts.
 
     Raises:
+        WorldError: on every rank, if the ranks are in other phases, or were given other values: names who has what.
         RemoteError: on every rank, if fn failed on some or all; on a failing rank the cause is its own exception. It is
             the twin of the most specific class of `shardtree.errors` that all failing ranks' exceptions share:
             ``except NotACheckpoint`` catches a `RemoteNotACheckpoint`. In a world of one, fn's own exception is raised.
@@ -109,13 +116,15 @@ def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str]
     try:
         value = fn()
     except BaseException as error:
-        _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps)
+        _gather_outcomes(world, _Outcome(phase, _failure(error), given=_texts(given)), error, steps)
         raise
-    _gather_outcomes(world, _Outcome(phase), None, steps)
+    _gather_outcomes(world, _Outcome(phase, given=_texts(given)), None, steps)
     return value
 
 
-def gather(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
+def gather(
+    world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None
+) -> list[T]:
     """Return what fn returns on each rank, by rank, after it succeeded on every rank; one all-gather in total.
 
     The list has this rank's own value itself, and copies of the others.
@@ -128,11 +137,17 @@ def gather(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str
         >>> simulate(2, lambda world: gather(world, "count", lambda: 10 + world.rank))
         [[10, 11], [10, 11]]
     """
-    return share(world, phase, fn, lambda value: value, steps=steps)[1]
+    return share(world, phase, fn, lambda value: value, steps=steps, given=given)[1]
 
 
 def share(
-    world: World, phase: str, fn: Callable[[], T], message: Callable[[T], U], *, steps: Sequence[str] = ()
+    world: World,
+    phase: str,
+    fn: Callable[[], T],
+    message: Callable[[T], U],
+    *,
+    steps: Sequence[str] = (),
+    given: Given | None = None,
 ) -> tuple[T, list[U]]:
     """Return what fn returns on this rank, and what `message` returns for that on each rank, by rank; one all-gather.
 
@@ -153,9 +168,9 @@ def share(
         # Packed here, so that a value that can't be pickled is a failure inside the phase, reported on every rank.
         packed = pack(phase, own)
     except BaseException as error:
-        _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps)
+        _gather_outcomes(world, _Outcome(phase, _failure(error), given=_texts(given)), error, steps)
         raise
-    outcomes = _gather_outcomes(world, _Outcome(phase, packed=packed), None, steps)
+    outcomes = _gather_outcomes(world, _Outcome(phase, packed=packed, given=_texts(given)), None, steps)
     return value, [own if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
 
 
@@ -260,15 +275,25 @@ def _gather_outcomes(
     return outcomes
 
 
+def _texts(given: Given | None) -> Mapping[str, str] | None:
+    return {name: repr(value)[:200] for name, value in given.items()} if given else None
+
+
 def _check_phases(outcomes: Mapping[int, object]) -> None:
-    """Raise unless all ranks are in the same phase; they would misread each other's values."""
+    """Raise unless all ranks are in the same phase, with the same arguments; they would misread each other's values."""
+    said = {rank: dict(getattr(each, "given", None) or {}) for rank, each in outcomes.items()}
     phases = {rank: getattr(each, "phase", "no phase") for rank, each in outcomes.items()}
-    if len(set(phases.values())) > 1:
-        what = "the ranks aren't doing the same thing"
-        fix = "Make the same calls with the same options on every rank."
-        raise WorldError(
-            error_text(what, offenders=(f"rank {rank}: {phase}" for rank, phase in phases.items()), fix=fix)
+    names = dict.fromkeys(name for each in said.values() for name in each) if len(set(phases.values())) == 1 else ()
+    differing = [name for name in names if len({each.get(name) for each in said.values()}) > 1]
+    if differing or len(set(phases.values())) > 1:
+        lines = (
+            ", ".join(
+                [f"rank {rank}: {phases[rank]}", *(f"{name}={each.get(name, 'the usual')}" for name in differing)]
+            )
+            for rank, each in said.items()
         )
+        fix = "Make the same calls with the same options on every rank."
+        raise WorldError(error_text("the ranks aren't doing the same thing", offenders=lines, fix=fix))
 
 
 def _failure(error: BaseException) -> _Failure:

@@ -161,11 +161,20 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
         alone,
         partial(_message, ranks=world.size),
         steps=_ASKED_STEPS,
+        given=_given(request),
     )
     described = complete(world, local.description, [description for _, description in messages])
     messages = [(fields, description) for (fields, _), description in zip(messages, described, strict=True)]
     # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
     return replace(local, checkpoint=with_fields(local.checkpoint, messages[0][0], request.choices[2])), messages
+
+
+def _given(request: LoadRequest) -> dict[str, object]:
+    """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
+    exchange = getattr(request.options, "exchange", "auto")
+    strict = getattr(request.strict, "value", request.strict)
+    given = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
+    return given if exchange == "auto" else {**given, "exchange": exchange}
 
 
 def _message(local: LocalLoad, ranks: int) -> Message:

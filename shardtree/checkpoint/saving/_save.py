@@ -33,7 +33,7 @@ from .._consistency import (
     describe,
     known_layout,
 )
-from .._dispatch import Backends, Choice, backends_of
+from .._dispatch import Backends, Choice, backends_of, check_options
 from .._fingerprint import check_can_hold, in_usual_threads
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
@@ -162,7 +162,7 @@ def save(
     References:
         megatron.core.dist_checkpointing.serialization.save, megatron-core 0.16.1.
     """
-    options = SaveOptions() if options is None else options
+    given, options = options, options if isinstance(options, SaveOptions) else SaveOptions()
     validate, is_async = validate_access_integrity, async_sharded_save
     if is_async and options.threads is None:
         options = replace(options, threads=background_threads())
@@ -170,7 +170,11 @@ def save(
     ranks = current_world(world, purpose="async save" if is_async else None)
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
     call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
-    parts_of = partial(take_apart_for_later if is_async else take_apart, sharded_state_dict, content_metadata)
+
+    def parts_of() -> TreeParts:
+        check_options("save", given, SaveOptions)
+        return (take_apart_for_later if is_async else take_apart)(sharded_state_dict, content_metadata)
+
     with ExitStack() as undo:
         local, messages = meet(call, parts_of, checkpoint_dir, undo)
         compare_common(call, local, messages)
@@ -258,10 +262,29 @@ def meet(
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
-        call.world, "save: describe shards" if call.describes else "save: get ready", alone, message, steps=_STEPS
+        call.world,
+        "save: describe shards" if call.describes else "save: get ready",
+        alone,
+        message,
+        steps=_STEPS,
+        given=_given(call),
     )
     completed = complete(call.world, local.description, [description for description, _ in messages])
     return local, [(description, start) for description, (_, start) in zip(completed, messages, strict=True)]
+
+
+def _given(call: SaveCall) -> dict[str, object]:
+    """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
+    # By name, since a function is a choice too, and has another repr in each process.
+    choices = {"sharded_strategy": call.choices[0], "common_strategy": call.choices[1]}
+    given: dict[str, object] = {
+        name: choice if isinstance(choice, tuple) else "a function" for name, choice in choices.items() if choice
+    }
+    given |= {"overwrite": True} if call.overwrite else {}
+    flags = ("allow_pickle", "fingerprint", "checksums", "check_replicas")
+    usual = SaveOptions()
+    given |= {name: value for name in flags if (value := getattr(call.options, name)) != getattr(usual, name)}
+    return given | ({"async_sharded_save": True} if call.is_async else {})
 
 
 def _compared(call: SaveCall, parts: TreeParts) -> Any:

@@ -29,6 +29,10 @@ logger = logging.getLogger("shardtree")
 T = TypeVar("T")
 
 
+def _checked(step: object, metrics: Mapping[str, Any] | None) -> tuple[int, Mapping[str, float]]:
+    return checked_step(step), checked_metrics(metrics)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointSeries:
     """The steps of a run, each a checkpoint in a folder of its own under one root.
@@ -175,7 +179,7 @@ class CheckpointSeries:
         Args:
             sharded_state_dict: as `save` takes it.
             step: its number, 0 or more.
-            metrics: numbers by name, for policies; rank 0's count. `note` adds what is measured later.
+            metrics: numbers by name, for policies, the same on every rank. `note` adds what is measured later.
             pinned: whether no policy ever removes it.
             async_sharded_save: whether to return the request, where the series has no queue.
             keywords: of `save`.
@@ -183,6 +187,7 @@ class CheckpointSeries:
         Raises:
             AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
             MetadataError: that is no step, or these are no metrics.
+            WorldError: ranks were given other steps, names, metrics or pins.
             CheckpointingException: as `save`; or an earlier save of the queue failed, which the error's notes name:
                 this one isn't begun then.
         """
@@ -190,7 +195,9 @@ class CheckpointSeries:
         if self.queue is not None:
             # First, so that its memory is free before this save takes as much.
             self.queue.maybe_finalize_async_calls()
-        number, measured = agree(ranks, "series: check", lambda: (checked_step(step), checked_metrics(metrics)))
+        check = partial(_checked, step, metrics)
+        alike = {"step": step, "names": self.names, "pinned": bool(pinned)} | ({"metrics": metrics} if metrics else {})
+        number, measured = agree(ranks, "series: check", check, given=alike)
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
         find = partial(folder_for, self._storage, self.names, number)
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
