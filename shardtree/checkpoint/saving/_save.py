@@ -267,24 +267,10 @@ def meet(
         alone,
         message,
         steps=_STEPS,
-        given=_given(call),
+        given=call.given,
     )
     completed = complete(call.world, local.description, [description for description, _ in messages])
     return local, [(description, start) for description, (_, start) in zip(completed, messages, strict=True)]
-
-
-def _given(call: SaveCall) -> dict[str, object]:
-    """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
-    # By name, since a function is a choice too, and has another repr in each process.
-    choices = {"sharded_strategy": call.choices[0], "common_strategy": call.choices[1]}
-    given: dict[str, object] = {
-        name: choice if isinstance(choice, tuple) else "a function" for name, choice in choices.items() if choice
-    }
-    given |= {"overwrite": True} if call.overwrite else {}
-    flags = ("allow_pickle", "fingerprint", "checksums", "check_replicas")
-    usual = SaveOptions()
-    given |= {name: value for name in flags if (value := getattr(call.options, name)) != getattr(usual, name)}
-    return given | ({"async_sharded_save": True} if call.is_async else {})
 
 
 def _compared(call: SaveCall, parts: TreeParts) -> Any:

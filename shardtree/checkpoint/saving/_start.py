@@ -74,6 +74,17 @@ class SaveCall:
         """Whether each rank gets a description of the others' shards."""
         return self.validate or self.options.check_replicas or self.layout is not None
 
+    @property
+    def given(self) -> dict[str, object]:
+        """The arguments that have to be the same on all ranks, where they aren't the usual ones."""
+        flags, usual = ("allow_pickle", "fingerprint", "checksums", "check_replicas"), SaveOptions()
+        given: dict[str, object] = {name: getattr(self.options, name) for name in flags}
+        given |= {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
+        changed = {name: value for name, value in given.items() if value != getattr(usual, name, False)}
+        choices = zip(("sharded_strategy", "common_strategy"), self.choices, strict=True)
+        # A function has another repr in each process.
+        return changed | {name: one if isinstance(one, tuple) else "a function" for name, one in choices if one}
+
 
 @dataclass(frozen=True, slots=True)
 class SaveStart:
