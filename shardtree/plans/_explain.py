@@ -20,7 +20,7 @@ class ReadCost:
 
     Attributes:
         bytes_wanted: of the elements that are loaded.
-        bytes_read: from storage: those, what lies between them where a range is mapped or requested at once,
+        bytes_read: from storage: those, what lies between them where a range is read or requested at once,
             compressed chunks as they are stored, and what is read once more, or wider, to check its hash.
         pieces: consecutive bytes that go to one place, and boxes that are copied row by row.
         files: opened.

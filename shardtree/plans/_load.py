@@ -11,7 +11,7 @@ from ..geometry import Column
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
-"""Bytes. Several runs shorter than this are copied out of a mapping: one read each would cost more than the copy."""
+"""Bytes. Several runs shorter than this are read with the gaps between them: one read each would cost more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ class LoadPlan:
 
     Attributes:
         runs: read directly into the targets' memory.
-        strided: copied out of the mapped file.
+        strided: boxes of many short rows, read with the gaps between them.
         covered: how many elements of each requested shard the stored chunks hold, int64 (shards,).
         doubled: requested keys of which stored chunks overlap, int64, ascending.
     """
@@ -215,7 +215,7 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
         rows[:, axis] = np.where(joins, 1, pieces.shape[:, axis])
     count = geometry.volumes(rows)
     # Many short runs are read as one strided piece: beyond some number of calls, a read for each row costs more than
-    # mapping the file and copying the rows out of it.
+    # reading what lies between them too.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
     chosen, others = np.flatnonzero(direct), np.flatnonzero(~direct)
     runs = _runs(_rows(pieces, chosen), rows.take(chosen, axis=0), count[chosen], run[chosen])

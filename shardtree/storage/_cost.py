@@ -24,7 +24,7 @@ from ._checked import (
 )
 from ._ranged_fetch import planned_requests
 from ._runs import clipped, windows_of
-from ._strided import hashed_ranges, split_pieces
+from ._strided import GAP_BYTES, hashed_ranges, split_pieces
 
 
 def fetch_cost(files: Mapping[int, StoredFile], plan: LoadPlan, *, verify: Verify = "whole") -> ReadCost:
@@ -89,7 +89,8 @@ def _extra_bytes(file: StoredFile, runs: Runs, strided: Strided, verify: Verify)
 
 def _strided_bytes(pieces: Strided, length: int, whole_blocks: bool | None) -> int:
     """Return how many bytes are read for strided pieces."""
-    ranges = hashed_ranges(split_pieces(pieces), length, whole_blocks=bool(whole_blocks))
+    pieces = split_pieces(pieces, GAP_BYTES) if whole_blocks is None else split_pieces(pieces)
+    ranges = hashed_ranges(pieces, length, whole_blocks=bool(whole_blocks))
     return sum(end - begin for _, begin, end in ranges)
 
 

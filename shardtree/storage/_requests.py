@@ -11,7 +11,7 @@ import numpy as np
 from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES
-from ._strided import cut, last_byte, split_pieces
+from ._strided import last_byte, split_pieces
 
 _GAP_BYTES = 1024 * 1024
 """Unused bytes are fetched too if there are fewer of them in a row: a request costs more than they do."""
@@ -77,7 +77,7 @@ def requests_of(plan: LoadPlan, wanted: Mapping[int, Wanted], most_bytes: int = 
         >>> [(each.begin, each.end) for each in requests_of(runs_plan(runs), {0: block})]
         [(0, 262144), (5000000, 5000100)]
     """
-    runs, pieces = _cut_runs(plan.runs, most_bytes), _cut_pieces(plan.strided)
+    runs, pieces = _cut_runs(plan.runs, most_bytes), split_pieces(plan.strided, _GAP_BYTES)
     pieces = _rows(pieces, np.argsort(pieces.file, kind="stable"))  # runs are sorted already
     return [
         request
@@ -158,21 +158,6 @@ def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column,
     number = first[row] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
     low, high = number * most_bytes, (number + 1) * most_bytes
     return row, np.maximum(begin[row], low), np.minimum(end[row], high)
-
-
-def _cut_pieces(strided: Strided) -> Strided:
-    """Return pieces that span a few MiB each, without gaps that aren't worth fetching."""
-    for axis in range(strided.shape.shape[1] if strided.file.size else 0):
-        # Of a step over more than a gap, what lies between items needn't be fetched.
-        wide = (strided.stride[:, axis] * strided.item_size > _GAP_BYTES) & (strided.shape[:, axis] > 1)
-        if wide.any():
-            cuts = [cut(_rows(strided, slice(row, row + 1)), axis, 1) for row in np.flatnonzero(wide).tolist()]
-            strided = _joined([_rows(strided, ~wide), *cuts])
-    return split_pieces(strided)
-
-
-def _joined(parts: list[Strided]) -> Strided:
-    return Strided(*(np.concatenate([getattr(part, name) for part in parts]) for name in Strided.__slots__))
 
 
 def _rows(columns: Any, rows: Any) -> Any:

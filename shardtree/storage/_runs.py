@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ _STEP_BYTES = 4 * BLOCK_BYTES
 where blocks end."""
 
 _WINDOW_BYTES = 16 * _STEP_BYTES
+
+T = TypeVar("T")
 
 Window = tuple[int, int, int, int]
 """Of the runs that touch it, the first row and one past the last; its first byte and one past its last."""
@@ -84,7 +86,7 @@ def _drain(
     # Each thread opens the file itself: the protocol doesn't promise that threads may share a reader.
     total = 0
     with storage.open(name) as reader:
-        for window in _remaining_windows(windows):
+        for window in remaining_windows(windows):
             hasher = None if new_hasher is None else new_hasher()
             size = _read_window(reader, clipped(runs, window), views, hasher)
             if hashes is not None and hasher is not None:
@@ -94,7 +96,8 @@ def _drain(
     return total
 
 
-def _remaining_windows(windows: deque[Window]) -> Iterator[Window]:
+def remaining_windows(windows: deque[T]) -> Iterator[T]:
+    """Take from a queue that several threads share until it is empty."""
     while True:
         try:
             window = windows.popleft()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import torch
@@ -13,8 +14,9 @@ from ..geometry import Column
 from ..plans import Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags
 from ._buffers import host_memory
+from ._runs import remaining_windows
 from ._storage import Buffer, Reader, Storage
-from ._threads import in_threads, in_turn
+from ._threads import in_turn, run_workers, usual_threads
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAIR = 16
@@ -24,7 +26,10 @@ _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 """Items of each size are copied as these, since only their bits matter."""
 
 _READ_BYTES = 16 * BLOCK_BYTES
-"""How much is read at once if it is hashed; little enough to stay in the processor's cache until it is copied."""
+"""How much is read at once; little enough to stay in the processor's cache until it is copied."""
+
+GAP_BYTES = 128 * 1024
+"""A longer gap between wanted bytes isn't read: reading it takes longer than another call."""
 
 
 def copy_strided(
@@ -46,20 +51,26 @@ def copy_strided(
         length: of the file, in bytes.
         progress: called with the bytes copied since the last call, never by two threads at once.
     """
-    pieces, report = split_pieces(strided), in_turn(progress)
+    pieces, report = split_pieces(strided, GAP_BYTES), in_turn(progress)
+    windows = deque(hashed_ranges(pieces, length, whole_blocks=False))
 
-    def copy(window: tuple[Column, int, int]) -> int:
-        rows, begin, end = window
+    def work() -> int:
+        total = 0
         # Memory that was used before: filling new memory takes longer than all else here.
-        lent = host_memory.lend(end - begin)
-        data = byte_buffer(lent)[: end - begin]
+        room = byte_buffer(host_memory.lend(_READ_BYTES))
         with storage.open(name) as reader:
-            reader.read_into(begin, [data])
-        size = sum(copy_piece(data, begin, pieces, row, memories[int(pieces.target[row])]) for row in rows.tolist())
-        report(size)
-        return size
+            for rows, begin, end in remaining_windows(windows):
+                data = room[: end - begin]
+                reader.read_into(begin, [data])
+                size = sum(
+                    copy_piece(data, begin, pieces, row, memories[int(pieces.target[row])]) for row in rows.tolist()
+                )
+                report(size)
+                total += size
+        return total
 
-    return sum(in_threads(copy, hashed_ranges(pieces, length, whole_blocks=False)))
+    threads = min(usual_threads(), len(windows))
+    return work() if threads < 2 else sum(run_workers(work, threads, stop=windows.clear))
 
 
 def copy_hashed(
@@ -117,15 +128,22 @@ def hashed_ranges(pieces: Strided, length: int, *, whole_blocks: bool) -> Iterat
         yield order[first:], int(begin[first]), reached
 
 
-def split_pieces(strided: Strided) -> Strided:
-    """Return pieces, cut along their first axes so that each spans at most `_READ_BYTES` of the file."""
-    if not (last_byte(strided) - strided.byte > _READ_BYTES).any():
+def split_pieces(strided: Strided, most_gap: float = inf) -> Strided:
+    """Return pieces, cut along their first axes so that each spans at most `_READ_BYTES` of the file.
+
+    Args:
+        strided: the pieces.
+        most_gap: how many unused bytes in a row a piece may span, at most.
+    """
+    long = last_byte(strided) - strided.byte > min(most_gap, _READ_BYTES)
+    if not long.any():
         return strided
-    parts = [_split_piece(strided, row) for row in range(strided.file.size)]
-    return Strided(*(np.concatenate([getattr(part, name) for part in parts]) for name in Strided.__slots__))
+    parts = [_split_piece(strided, row, most_gap) for row in np.flatnonzero(long).tolist()]
+    whole = Strided(*(getattr(strided, name)[~long] for name in Strided.__slots__))
+    return Strided(*(np.concatenate([getattr(part, name) for part in (whole, *parts)]) for name in Strided.__slots__))
 
 
-def _split_piece(strided: Strided, row: int) -> Strided:
+def _split_piece(strided: Strided, row: int, most_gap: float) -> Strided:
     """Cut one piece."""
     piece = Strided(*(getattr(strided, name)[row : row + 1] for name in Strided.__slots__))
     for axis in range(piece.shape.shape[1]):
@@ -133,9 +151,10 @@ def _split_piece(strided: Strided, row: int) -> Strided:
             continue
         step = int(piece.stride[0, axis] * piece.item_size[0])
         inner = int((last_byte(piece) - piece.byte)[0]) - (int(piece.shape[0, axis]) - 1) * step
-        most = 1 if inner > _READ_BYTES else (_READ_BYTES - inner) // step + 1
-        piece = cut(piece, axis, most)
-        if inner <= _READ_BYTES:
+        # No gap of an inner axis is larger than that of an outer one.
+        alone = inner > _READ_BYTES or step - inner > most_gap
+        piece = cut(piece, axis, 1 if alone else max(0, _READ_BYTES - inner) // step + 1)
+        if not alone:
             break
     return piece
 

@@ -28,7 +28,7 @@ RENAMES = "rename,renameat,renameat2,link,linkat,symlink,symlinkat"
 SYNCS = "fsync,fdatasync,sync_file_range,syncfs"
 OTHERS = "ftruncate,fallocate,mkdir,mkdirat,chmod,fchmod,fchmodat,unlink,unlinkat,rmdir,open,openat"
 CALLS = f"{WRITES},{RENAMES},{SYNCS},{OTHERS}"
-READS = "read,readv,pread64,preadv,preadv2,openat,open,fstat,newfstatat,stat,statx,mmap,lseek,getdents64"
+READS = "read,readv,pread64,preadv,preadv2,openat,open,fstat,newfstatat,stat,statx,lseek,getdents64"
 HAS_STRACE = shutil.which("strace") is not None
 
 Ends = list[dict[str, Any]]
