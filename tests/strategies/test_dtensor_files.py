@@ -345,3 +345,20 @@ def test_sharded_tensors_of_fsdp1_are_named() -> None:
     folder = with_pickle(saved([]), lambda _: write_pickle({"w": made}, protocol=2))
     with pytest.raises(UnsupportedValue, match="a ShardedTensor, as FSDP1 saves"):
         st.open_checkpoint(folder)
+
+
+def test_what_is_no_tensor_is_common_state_its_own_tensors_too() -> None:
+    extra = {"amax": torch.arange(3.0), "recipe": "delayed"}
+    model = folder_of([{"w": torch.ones(2), "layer._extra_state": extra} for _ in range(2)])
+    found = st.load_common_state_dict(model)["model"]["layer._extra_state"]
+    assert torch.equal(found["amax"], extra["amax"]) and found["recipe"] == "delayed"
+    assert list(st.load_plain_tensors(model)) == ["w"]
+    copy = MemoryStorage()
+    st.convert(model, copy, backend=("safetensors", 1))
+    copied = st.load_common_state_dict(copy)["model"]["layer._extra_state"]
+    assert torch.equal(copied["amax"], extra["amax"])
+    state = {"w": {"exp_avg": torch.ones(2), "step": 3, "kind": "rows", "frozen": True}}
+    optimizer = folder_of([{"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}], "optim")
+    common = st.load_common_state_dict(optimizer)["optimizer"]
+    assert common["state"] == {"optimizer.state.kind.w": "rows", "optimizer.state.frozen.w": True}
+    assert sorted(st.load_plain_tensors(optimizer)) == ["optimizer.state.exp_avg.w", "optimizer.state.step.w"]

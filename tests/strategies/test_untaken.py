@@ -1,82 +1,137 @@
-"""What of a foreign checkpoint can't be read is named by loads, conversions and verify; what is malformed is damage."""
+"""What a reader doesn't take of another program's files is named by load, convert and verify; nonsense is damage."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
-from pathlib import Path
+import logging
+import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import shardtree as st
-from shardtree.errors import CorruptCheckpoint
-from tests.options import load_keywords
+from shardtree.codec import Entry, encode_header
+from shardtree.errors import CorruptCheckpoint, UnsupportedValue
+from shardtree.storage import MemoryStorage, ReadReport
 
-zarr = pytest.importorskip("zarr")
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def zarr_group(folder: Path, zarr_format: Any) -> Path:
-    root = zarr.create_group(str(folder), zarr_format=zarr_format)
-    root.create_array("w", data=np.arange(6, dtype="<f4").reshape(2, 3))
-    root.create_array("when", data=np.array(["2026-11-26"], dtype="datetime64[s]"))
-    return folder
+Files = dict[str, bytes]
 
 
-def two_dtypes(folder: Path, _: Any) -> Path:
-    header = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
-    header["when"] = {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [24, 27]}
-    text = json.dumps(header).encode()
-    data = np.arange(6, dtype="<f4").tobytes() + bytes(3)
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return folder
+def folder_of(files: Files) -> MemoryStorage:
+    storage = MemoryStorage()
+    for name, data in files.items():
+        storage.write(name, [memoryview(data)], durable=False)
+    return storage
 
 
-Make = Callable[[Path, Any], Path]
-SOURCES = [(zarr_group, 2), (zarr_group, 3), (two_dtypes, None)]
+def v2_node(dtype: Any) -> bytes:
+    node = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": dtype, "order": "C", "fill_value": None}
+    return json.dumps(node | {"compressor": None, "filters": None}).encode()
 
 
-@pytest.mark.parametrize(("make", "version"), SOURCES, ids=["zarr 2", "zarr 3", "huggingface"])
-def test_what_cannot_be_read_is_named_everywhere(
-    make: Make, version: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source, reports, verified = make(tmp_path / "source", version), list[Any](), list[Any]()
-    tensors = st.load_plain_tensors(source, **load_keywords(report=reports.append))
-    assert list(tensors) == ["w"] and reports[0].left_out == ("when",)
-    assert "'when'" in caplog.text
-    assert st.convert(source, tmp_path / "copy", backend="safetensors").left_out == ("when",)
-    assert not st.verify(source, report=verified.append)
-    assert any("when" in one.file for one in verified[0].unchecked)
-    target = {"x": st.ShardedTensor.from_rank_offsets("when", torch.zeros(4))}
-    with pytest.raises(st.errors.CheckpointingException, match="'when'"):
-        st.load(target, source)
+def v2(dtype: Any) -> Files:
+    """Return a group of two arrays, w of float32 and x of that dtype."""
+    nodes = {"w/.zarray": v2_node("<f4"), "x/.zarray": v2_node(dtype)}
+    return {".zgroup": b'{"zarr_format": 2}', **nodes, "w/0": bytes(16), "x/0": bytes(16)}
 
 
-@pytest.mark.parametrize(
-    ("version", "name", "change"),
-    [
-        (2, ".zarray", (b'"<f4"', b'"<d4"')),
-        (2, ".zarray", (b'"<f4"', b'"<f5"')),
-        (2, ".zarray", (b'"<f4"', b"4")),
-        (3, "zarr.json", (b'"float32"', b'"float33"')),
-        (3, "zarr.json", (b'"float32"', b"[]")),
-    ],
-)
-@pytest.mark.parametrize("use", [st.load_plain_tensors, st.open_checkpoint, st.load_tensors_metadata])
-def test_a_dtype_that_is_none_is_damage(
-    version: Any, name: str, change: tuple[bytes, bytes], use: Callable[[Path], Any], tmp_path: Path
-) -> None:
-    source = zarr_group(tmp_path / "source", version)
-    file = source / "w" / name
-    changed = file.read_bytes().replace(*change)
-    assert changed != file.read_bytes()
-    file.write_bytes(changed)
-    with pytest.raises(CorruptCheckpoint, match="w"):
-        use(source)
-    assert st.verify(source)
-    with pytest.raises(CorruptCheckpoint):
-        st.convert(source, tmp_path / "copy", backend="safetensors")
+def v3(data_type: Any) -> Files:
+    node = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [4],
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": 0,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    files = {"zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{}}'}
+    for key, each in {"w": "float32", "x": data_type}.items():
+        files |= {f"{key}/zarr.json": json.dumps(node | {"data_type": each}).encode(), f"{key}/c/0": bytes(16)}
+    return files
+
+
+def old_zarr(dtype: str) -> Files:
+    fields = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+    common = {"common_backend": "torch", "common_backend_version": 1}
+    buffer = io.BytesIO()
+    torch.save({}, buffer)
+    return v2(dtype) | {"metadata.json": json.dumps(fields | common).encode(), "common.pt": buffer.getvalue()}
+
+
+def huggingface() -> Files:
+    entries = [Entry("w", "F32", (4,), 0, 16), Entry("x", "F6_E2M3", (4,), 16, 19)]
+    return {"model.safetensors": encode_header(entries, {}) + bytes(19)}
+
+
+def dcp() -> Files:
+    """Return a folder of DCP of which one tensor has a quantised dtype."""
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(4), buffer)
+    data, zero, four = buffer.getvalue(), torch.Size([0]), torch.Size([4])
+    kinds, chunks = {"w": torch.float32, "x": torch.qint8}, [ChunkStorageMetadata(zero, four)]
+    entries = {key: TensorStorageMetadata(TensorProperties(dtype), four, chunks) for key, dtype in kinds.items()}
+    places = {MetadataIndex(key, zero): _StorageInfo("__0_0.distcp", 0, len(data)) for key in kinds}
+    metadata: Any = Metadata(dict(entries), storage_data=places)
+    return {".metadata": pickle.dumps(metadata, 4), "__0_0.distcp": data}
+
+
+FOREIGN = {
+    "zarr v2 texts": v2("<U8"),
+    "zarr v2 dates": v2("<M8[ns]"),
+    "zarr v2 records": v2([["a", "<f4"]]),
+    "zarr v3 texts": v3("string"),
+    "zarr v3 of an extension": v3({"name": "numpy.datetime64", "configuration": {"unit": "s"}}),
+    "old zarr": old_zarr("<f16"),
+    "huggingface": huggingface(),
+    "dcp": dcp(),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_taken_is_named_everywhere(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder, reads, checks = folder_of(FOREIGN[name]), list[ReadReport](), list[Any]()
+    with caplog.at_level(logging.WARNING, "shardtree"):
+        assert list(st.load_plain_tensors(folder, options=st.LoadOptions(report=reads.append))) == ["w"]
+    assert reads[0].left_out == ("x",) and "'x': " in caplog.text
+    assert st.convert(folder, MemoryStorage(), backend=("safetensors", 1)).left_out == ("x",)
+    assert st.verify(folder, report=checks.append) == ()
+    assert "'x' isn't taken" in str(checks[0])
+    target = st.ShardedTensor.from_rank_offsets("x", torch.zeros(4))
+    with pytest.raises(UnsupportedValue, match="'x'"):
+        st.load([target], folder)
+
+
+FLIPPED: list[Any] = ["<f5", "<f0", "<v4", "<d4", "8f4", "<F4", "<f", "<i5", "|b2", "", None, 4, [], {}]
+UNNAMED: list[Any] = ["float33", "int9", "", None, 4, [], {}, {"name": 3}]
+MANGLED = {
+    **{f"zarr v2 {dtype!r}": v2(dtype) for dtype in FLIPPED},
+    **{f"zarr v3 {dtype!r}": v3(dtype) for dtype in UNNAMED},
+    "old zarr": old_zarr("<f5"),
+}
+
+
+@pytest.mark.parametrize("name", MANGLED)
+def test_a_dtype_that_is_none_is_damage(name: str) -> None:
+    folder = folder_of(MANGLED[name])
+    with pytest.raises(CorruptCheckpoint, match=r"(?s)x/.*expected a d"):
+        st.load_plain_tensors(folder)
+    with pytest.raises(CorruptCheckpoint, match=r"(?s)x/.*expected a d"):
+        st.convert(folder, MemoryStorage(), backend=("safetensors", 1))
+    assert "x/" in st.verify(folder)[0].what
+
+
+def test_a_file_that_is_named_like_no_object_is_named_too() -> None:
+    folder = folder_of(old_zarr("<f4") | {"x/notes.pt": b"nothing"})
+    report = st.convert(folder, MemoryStorage(), backend=("safetensors", 1))
+    assert (report.tensors, report.left_out) == (2, ("x/notes.pt",))

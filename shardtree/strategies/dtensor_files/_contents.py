@@ -46,12 +46,12 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         kind: list(enumerate(files))[number * listed.world_size : (number + 1) * listed.world_size]
         for number, kind in enumerate(kinds)
     }
-    model = _held(of_kind.get("model", []), _named)
+    model, others = _held(of_kind.get("model", []), _named)
     shapes = {key: ranks[0][1].shape for key, ranks in model.items()}
     optimizers = of_kind.get("optim", [])
     names = _names(checkpoint, optimizers, shapes) if optimizers else {}
     tensors = Tensors()
-    states = _held(optimizers, lambda file: _states(file, names, tensors))
+    states, other_states = _held(optimizers, lambda file: _states(file, names, tensors))
     for key, ranks in {**model, **states}.items():
         tensor = ranks[0][1]
         tensors.add(key, _local(tensor).dtype, tensor.shape)
@@ -59,7 +59,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         if reason:
             tensors.refused[key] = reason
     extra = [file.value for _, file in of_kind.get("extra_state", [])]
-    common, objects = _common(optimizers, extra), _objects(extra)
+    common, objects = _common(optimizers, extra, other_states), _objects(extra)
+    common |= {"model": others} if others else {}
     return contents_of(files, tensors, common=common, objects=objects, where=storage.where)
 
 
@@ -67,20 +68,25 @@ def _named(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
     return ((key, one.value) for key, one in file.saved.members(str).items())
 
 
-def _held(files: Sequence[tuple[int, ArchiveFile]], entries: Entries) -> dict[str, list[Held]]:
-    """Return what ranks have of each tensor, by rank; a rank may lack one, as of another pipeline stage."""
+def _held(files: Sequence[tuple[int, ArchiveFile]], entries: Entries) -> tuple[dict[str, list[Held]], dict[str, Any]]:
+    """Return what ranks have of each tensor, by rank, and other values, as extra states, of the first that has them.
+
+    A rank may lack a tensor, as of another pipeline stage.
+    """
     found: dict[str, list[Held]] = {}
+    others: dict[str, Any] = {}
     for rank, (number, file) in enumerate(files):
         for key, value in entries(file):
             if not isinstance(value, (StoredTensor, StoredDTensor)):
-                continue  # a module's extra state, say, which isn't a tensor
+                others.setdefault(key, value)
+                continue
             if isinstance(value, StoredDTensor) and value.parts.rank not in (None, rank):
                 what = f"open: {file.where!r} is another rank's file"
                 fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
                 found_rank = f"the part of rank {value.parts.rank} of {key[:200]!r}"
                 raise CorruptCheckpoint(error_text(what, found=found_rank, expected=f"that of rank {rank}", fix=fix))
             found.setdefault(key, []).append((number, value))
-    return found
+    return found, others
 
 
 def _local(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
@@ -151,7 +157,8 @@ def _states(file: ArchiveFile, names: Mapping[int | str, str], tensors: Tensors)
         key = state_key(state, names.get(parameter, parameter))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             tensors.add_number(key, value)
-        yield key, value
+        else:
+            yield key, value
 
 
 def _names(
@@ -191,7 +198,9 @@ def _names(
     return names
 
 
-def _common(optimizers: Sequence[tuple[int, ArchiveFile]], extra: Sequence[Any]) -> dict[str, Any]:
+def _common(
+    optimizers: Sequence[tuple[int, ArchiveFile]], extra: Sequence[Any], states: Mapping[str, Any]
+) -> dict[str, Any]:
     common: dict[str, Any] = {}
     if optimizers:
         # Without the numbers of parameters: an optimizer has its own, and `optim` leaves them out of saves too.
@@ -199,7 +208,7 @@ def _common(optimizers: Sequence[tuple[int, ArchiveFile]], extra: Sequence[Any])
             {key: value for key, value in group.of(dict).items() if key != "params"}
             for group in _groups(optimizers[0][1])
         ]
-        common["optimizer"] = {"param_groups": groups}
+        common["optimizer"] = {"param_groups": groups} | ({"state": dict(states)} if states else {})
     if extra and isinstance(extra[0], dict):
         common |= {key: value for key, value in extra[0].items() if key != "rng"}
     return common
