@@ -85,7 +85,10 @@ def torch_dist() -> list[Files]:
 
 def dcp() -> list[Files]:
     """Return a checkpoint of torch.distributed.checkpoint."""
-    return [saved(("dcp", 1))]
+    meta = io.BytesIO()
+    torch.save({"epoch": 3, "loops": {"fit_loop": {}}, "score": torch.tensor(0.5)}, meta)
+    files = saved(("dcp", 1))
+    return [files, files | {"meta.pt": meta.getvalue()}]
 
 
 def torch_common() -> list[Files]:

@@ -18,7 +18,7 @@ from ..torch import save_common as save_torch_common
 from . import recognize
 from ._commit import collect, stored_by
 from ._common import VALUES, check_names, named_values, without_hollow
-from ._listing import DCP, TORCH_DIST
+from ._listing import DCP, META_FILE, TORCH_DIST
 from ._metadata_file import INDEX_FILE
 from ._metadata_write import Archive
 from ._write import Written, data_file, file_layout, names_of, note, write_file
@@ -37,9 +37,10 @@ def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | Shar
     Raises:
         StrategyError: a common.pt is there, with which the folder would look like an unfinished one of Megatron-Core.
     """
-    if pending.storage.length(COMMON_FILE) is not None:
-        what = f"save: {pending.storage.where()!r} has the {COMMON_FILE} of a checkpoint of Megatron-Core's"
-        raise StrategyError(error_text(what, fix="Save to another folder, or remove it if it is left over."))
+    for name, program in ((COMMON_FILE, "Megatron-Core"), (META_FILE, "Lightning")):
+        if pending.storage.length(name) is not None:
+            what = f"save: {pending.storage.where()!r} has the {name} of a checkpoint of {program}'s"
+            raise StrategyError(error_text(what, fix="Save to another folder, or remove it if it is left over."))
     return _request(pending, shards, DCP[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +17,7 @@ from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_f
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
 from ..torch import HEADERS, verify_archive
+from ._common import load_dcp_common
 from ._listing import META_FILE, Listing, has_meta, read_listing
 from ._load import master_damage
 from ._metadata_file import INDEX_FILE
@@ -172,8 +174,20 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         found.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
     if not any(isinstance(one, Damage) for one in found):  # damaged masters differ from their weights in any case
         found += master_damage(checkpoint)
-    meta = verify_archive(checkpoint, META_FILE) if has_meta(checkpoint) else ()
-    return (*found, *meta, *untaken_findings(listing.unknown), *_unchecked(checkpoint, listing, checked))
+    return (*found, *_meta(checkpoint), *untaken_findings(listing.unknown), *_unchecked(checkpoint, listing, checked))
+
+
+def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is wrong with Lightning's archive beside the data files, and which of its bytes have no checksum."""
+    if not has_meta(checkpoint):
+        return ()
+    found = verify_archive(checkpoint, META_FILE)
+    with suppress(UnsafeFile, UnsupportedValue):
+        try:
+            load_dcp_common(checkpoint)
+        except CorruptCheckpoint as error:
+            return (*found, *([] if any(isinstance(one, Damage) for one in found) else [Damage(META_FILE, str(error))]))
+    return found
 
 
 def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:
