@@ -48,8 +48,19 @@ from ._memory import BytesReader, MemoryStorage
 from ._object_store import ObjectStorage
 from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage
-from ._owner import Claim, claim, is_alive, is_claimed, owner_note, release
-from ._storage import AnyBuffer, Buffer, Exchanging, Reader, Sibling, SizedBuffers, Storage, byte_view, is_temporary
+from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_note, process_token, release
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    Exchanging,
+    Reader,
+    Sibling,
+    SizedBuffers,
+    Storage,
+    byte_view,
+    is_left_over,
+    is_temporary,
+)
 from ._threads import Begun, background_threads, collector_paused, in_threads, in_turn, read_ahead, usual_threads
 
 __all__ = [

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
+from zlib import crc32
 
 _START_FIELD = 18
 """Index of the process's start time among the fields after the state in /proc/<pid>/stat."""
@@ -83,6 +86,43 @@ def is_alive(note: bytes | None) -> bool | None:
     if _start_time(pid) != started:
         return None if _is_hidden(pid) else False  # it has ended, even if another process has its number now
     return is_claimed(str(fields.get("save_id"))) if pid == os.getpid() else True
+
+
+# What a crash leaves before there is a note is judged by its name: 16 hexadecimal digits in it say whose it is.
+
+_counter = count(secrets.randbelow(256))
+
+
+def process_token() -> str:
+    """Return 16 hexadecimal digits that no other process that may use them has, and that tell which process this is.
+
+    Examples:
+        >>> len(process_token()), maker_is_dead(process_token())
+        (16, None)
+    """
+    machine, pid = _machine_digits(), os.getpid()
+    return (
+        secrets.token_hex(8) if machine is None or pid >= 1 << 24 else f"{machine}{pid:06x}{next(_counter) % 256:02x}"
+    )
+
+
+def maker_is_dead(token: str) -> bool | None:
+    """Return True if a process of this machine that has ended made these digits; None where that can't be known.
+
+    Examples:
+        >>> maker_is_dead("0123456789abcdef") is None
+        True
+    """
+    if token[:8] != _machine_digits():
+        return None
+    pid = int(token[8:14], 16)
+    # Another process may have the number by now: only its absence tells.
+    return True if _start_time(os.getpid()) is not None and _start_time(pid) is None and not _is_hidden(pid) else None
+
+
+def _machine_digits() -> str | None:
+    machine = _machine()
+    return None if None in machine.values() else f"{crc32(json.dumps(machine, sort_keys=True).encode()):08x}"
 
 
 def _decoded(note: bytes | None) -> Mapping[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StorageError, error_text
+from ._owner import maker_is_dead, process_token
 
 Buffer = memoryview
 """Contiguous bytes."""
@@ -242,7 +242,7 @@ def temporary_name(name: str) -> str:
         >>> is_temporary(temporary_name("metadata.json"))
         True
     """
-    return f".{name}.{secrets.token_hex(8)}.new"
+    return f".{name}.{process_token()}.new"
 
 
 def is_temporary(name: str) -> bool:
@@ -253,6 +253,11 @@ def is_temporary(name: str) -> bool:
         (True, False)
     """
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_left_over(name: str) -> bool:
+    """Return whether a temporary file's process has ended, as far as its name tells."""
+    return is_temporary(name) and maker_is_dead(name[-20:-4]) is True
 
 
 def inside(name: str, root: str) -> str:

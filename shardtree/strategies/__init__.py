@@ -45,6 +45,7 @@ from ._save_folders import (
     OWNER_FILE,
     REMOVES_SAVES,
     disown,
+    is_committed,
     is_orphaned,
     is_save_file,
     is_save_folder,

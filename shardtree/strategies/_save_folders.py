@@ -18,6 +18,7 @@ from ..storage import (
     claim,
     is_alive,
     listed,
+    maker_is_dead,
     owner_note,
     read_if_there,
     release,
@@ -167,9 +168,11 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
     """Return whether the save that made a folder can still be finished; None if its process can't be seen from here."""
     name = f"{folder}/{OWNER_FILE}"
     try:
-        return is_alive(read_if_there(storage, name))
+        note = read_if_there(storage, name)
     except StorageError:
         return None  # the note is being removed at this moment
+    # A save that was killed before it left its note, as a crash right then makes an empty folder.
+    return is_alive(note) if note is not None or maker_is_dead(folder[-16:]) is None else False
 
 
 def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
@@ -227,7 +230,7 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
         elif name == replaced or _was_replaced_before(storage, seen, name):
             remove_save(seen, name)
         # A save that was committed since the listing has no note any more, and would be judged by its age.
-        elif is_dead(seen, name, before=now - stale_after) and _save_id(metadata_bytes(storage)) != name:
+        elif is_dead(seen, name, before=now - stale_after) and not is_committed(storage, name):
             remove_interrupted(seen, name)
     settle(seen)
 
@@ -253,6 +256,11 @@ def remove_unless_committed(storage: Storage, folder: str) -> None:
     if metadata is None or _save_id(metadata) not in (None, folder):
         with listed(storage) as seen:
             remove_interrupted(seen, folder)
+
+
+def is_committed(storage: Storage, folder: str) -> bool:
+    """Return whether metadata.json refers to a save's folder now; it may have been committed a moment ago."""
+    return _save_id(metadata_bytes(storage)) == folder
 
 
 def _save_id(metadata: bytes | None) -> str | None:

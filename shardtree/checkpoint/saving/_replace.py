@@ -16,7 +16,18 @@ from ...errors import (
     StrategyError,
     error_text,
 )
-from ...storage import Conditional, Exchanging, Sibling, Storage, is_alive, is_temporary, owner_note, release
+from ...storage import (
+    Conditional,
+    Exchanging,
+    Sibling,
+    Storage,
+    is_alive,
+    is_left_over,
+    is_temporary,
+    maker_is_dead,
+    owner_note,
+    release,
+)
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
@@ -29,6 +40,7 @@ from ...strategies import (
     deciding_files,
     disown,
     find_strategy,
+    is_committed,
     is_orphaned,
     is_save_file,
     is_save_folder,
@@ -193,9 +205,12 @@ def clean_up(pending: PendingSave, strategies: Strategies | None) -> None:
         _remove_siblings(pending, storage, before, strategies)
         for name in storage.names():
             if is_save_folder(name):
-                if not removes_saves and name != pending.save_id and is_orphaned(storage, name, before=before):
+                if removes_saves or name == pending.save_id or not is_orphaned(storage, name, before=before):
+                    continue
+                # A later save that was committed meanwhile has no note any more, and its process may have ended.
+                if not is_committed(storage, name):
                     remove_interrupted(storage, name)
-            elif is_temporary(name) and (storage.changed(name) or 0.0) < before:
+            elif is_left_over(name) or (is_temporary(name) and (storage.changed(name) or 0.0) < before):
                 storage.remove(name)
 
 
@@ -209,6 +224,8 @@ def _remove_siblings(pending: PendingSave, storage: Storage, before: float, stra
         # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
         # interrupted, and one that was killed a minute ago as alive.
         alive = is_alive(sibling.note()) if save_id != pending.save_id else False
+        if alive is None and maker_is_dead(save_id[-16:]):
+            alive = False
         if alive is None:
             alive = not (sibling.changed() or 0.0) < before
         if not alive:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...layouts import ShardColumns
-from ...storage import Begun, Conditional, Exchanging, Listing, Storage, claim, new_folder, release
+from ...storage import Begun, Conditional, Exchanging, Listing, Storage, claim, new_folder, process_token, release
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -139,7 +138,7 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
 
 def _new_save_id() -> str:
     # Its form makes a folder one that cleaning up may remove; random digits keep saves of one second apart.
-    return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(8)}"
+    return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{process_token()}"
 
 
 def inspect_folder(

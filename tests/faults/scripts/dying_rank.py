@@ -28,9 +28,7 @@ def main(folder: str, value: float, death: str) -> None:
     shard = st.ShardedTensor.from_rank_offsets("w", torch.full((2, 1000), value), (0, world.rank, world.size))
     began = time.monotonic()
     try:
-        st.save(
-            {"w": shard, "step": value}, place, world=world, overwrite=True, **save_keywords(stale_after=0.0, **more)
-        )
+        st.save({"w": shard, "step": value}, place, world=world, overwrite=True, **save_keywords(**more))
     except st.CheckpointingException as error:
         print(f"after {time.monotonic() - began:.1f} seconds: {type(error).__name__}: {error}", flush=True)  # noqa: T201
         raise

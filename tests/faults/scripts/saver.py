@@ -82,9 +82,7 @@ def save(world: World, request: dict[str, Any]) -> None:
     if request["storage"] != "sound":
         place = STORAGES[request["storage"]](request["folder"])
     part, backend = tree(world.rank, world.size, request), tuple(request["backend"])
-    shardtree.save(
-        part, place, backend, world=world, overwrite=request["overwrite"], **save_keywords(stale_after=0.0, **options)
-    )
+    shardtree.save(part, place, backend, world=world, overwrite=request["overwrite"], **save_keywords(**options))
 
 
 def load(world: World, request: dict[str, Any]) -> None:
