@@ -39,7 +39,7 @@ Gloo: TypeAlias = Any
 
 # A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to
 # ours, and they are dropped with the caller's group, or at exit.
-_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[str | None, tuple[float, Gloo]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[tuple[str | None, float], Gloo]] = WeakKeyDictionary()
 _use_counts: Counter[str] = Counter()
 
 _stores: WeakKeyDictionary[Gloo, torch.distributed.Store] = WeakKeyDictionary()
@@ -65,11 +65,13 @@ def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, pu
     """
     # Also beside a group that uses gloo: gloo gives up after the timeout of the group, whatever a call asks for.
     made = _made.setdefault(group, {})
-    if purpose not in made or made[purpose][0] < timeout:
-        made[purpose] = timeout, _make(group, timeout, purpose)
+    lasting = [own for (other, seconds), own in made.items() if other == purpose and seconds >= timeout]
+    if not lasting:
+        # Beside one with a shorter timeout, not in place of it: worlds that were made before still use that.
+        lasting = [made.setdefault((purpose, timeout), _make(group, timeout, purpose))]
         atexit.unregister(_made.clear)
         atexit.register(_made.clear)
-    return made[purpose][1]
+    return lasting[0]
 
 
 def _member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:

@@ -46,6 +46,15 @@ def test_no_process_group_is_a_world_error() -> None:
         distributed()
 
 
+def test_a_world_goes_on_beside_one_with_another_timeout() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        worlds = [distributed(timeout=seconds) for seconds in (20.0, 600.0, 5.0)]
+        assert [world.all_gather(1) for world in worlds] == [[1]] * 3
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_group_that_cannot_be_made_is_a_world_error() -> None:
     # gloo of torch 2.15 ends the process where the store keeps nothing, as this one does.
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
