@@ -34,7 +34,29 @@ CALLS: dict[str, tuple[Call, list[str]]] = {
     "pinned": (lambda root, world: series(root, world).save(tree(world), 1, pinned=world.rank == 1), ["pinned=True"]),
     "metrics": (
         lambda root, world: series(root, world).save(tree(world), 1, metrics={"loss": 0.5 + world.rank}),
-        ["metrics={'loss': 0.5}", "metrics={'loss': 1.5}"],
+        ["metrics['loss']=0.5", "metrics['loss']=1.5"],
+    ),
+    "the last of many metrics": (
+        lambda root, world: series(root, world).save(
+            tree(world), 1, metrics={**dict.fromkeys(map(str, range(50)), 0.5), "loss": world.rank}
+        ),
+        ["metrics['loss']=0.0", "metrics['loss']=1.0"],
+    ),
+    "a series' asynchronous save": (
+        lambda root, world: series(root, world).save(tree(world), 1, async_sharded_save=world.rank == 0),
+        ["async_sharded_save=True", "async_sharded_save=False"],
+    ),
+    "a queue": (
+        lambda root, world: series(root, world, queue=st.AsyncCallsQueue() if world.rank else None).save(
+            tree(world), 1
+        ),
+        ["queue=False", "queue=True"],
+    ),
+    "a policy": (
+        lambda root, world: series(root, world, keep=st.retention.keep_last(1) if world.rank else None).save(
+            tree(world), 1
+        ),
+        ["keep=False", "keep=True"],
     ),
     "a backend": (
         lambda root, world: save(root, world, *([("dcp", 1)] if world.rank else [])),
@@ -47,6 +69,10 @@ CALLS: dict[str, tuple[Call, list[str]]] = {
     "an option": (
         lambda root, world: save(root, world, options=st.SaveOptions(checksums=world.rank == 0)),
         ["checksums=False"],
+    ),
+    "durability": (
+        lambda root, world: save(root, world, options=st.SaveOptions(durable=world.rank == 0)),
+        ["durable=False"],
     ),
     "overwrite": (lambda root, world: save(root, world, overwrite=world.rank == 1), ["overwrite=True"]),
 }
@@ -64,6 +90,13 @@ def test_ranks_with_other_arguments_are_refused_before_anything_is_written(call:
     st.simulate(2, on_rank)
     assert len(errors) == 2 and all(text in error for error in errors for text in said)
     assert not [name for name in root.names() if root.is_folder(name) and root.names(name)]
+
+
+def test_metrics_are_compared_as_numbers_by_name() -> None:
+    root = MemoryStorage()
+    metrics: list[dict[str, Any]] = [{"loss": 1, "accuracy": torch.tensor(0.5)}, {"accuracy": 0.5, "loss": 1.0}]
+    st.simulate(2, lambda world: series(root, world).save(tree(world), 1, metrics=metrics[world.rank]))
+    assert series(root, st.world.one_process()).latest().metrics == {"loss": 1.0, "accuracy": 0.5}  # type: ignore[union-attr]
 
 
 def test_loads_and_removals_are_compared_too() -> None:
@@ -92,8 +125,10 @@ def test_options_of_another_class_are_refused_on_all_ranks(options: Any) -> None
     def on_rank(world: World) -> None:
         with pytest.raises(CheckpointingException, match="options"):
             save(root, world, options=options if world.rank else None)
+        with pytest.raises(CheckpointingException, match="options"):
+            series(root, world).save(tree(world), 1, options=options if world.rank else None)
 
     st.simulate(2, on_rank)
     st.save({"a": 1}, root)
     with pytest.raises(CheckpointingException, match="options"):
-        st.load({}, root, options={"verify": None})  # type: ignore[arg-type]
+        st.load({}, root, options={"verify": None})  # type: ignore[call-overload]

@@ -76,7 +76,7 @@ class SaveCall:
     @property
     def given(self) -> dict[str, object]:
         """The arguments that have to be the same on all ranks, where they aren't the usual ones."""
-        flags, usual = ("allow_pickle", "fingerprint", "checksums", "check_replicas"), SaveOptions()
+        flags, usual = ("durable", "allow_pickle", "fingerprint", "checksums", "check_replicas"), SaveOptions()
         given: dict[str, object] = {name: getattr(self.options, name) for name in flags}
         given |= {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
         changed = {name: value for name, value in given.items() if value != getattr(usual, name, False)}

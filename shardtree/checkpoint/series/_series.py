@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
@@ -15,6 +16,7 @@ from ...retention import Choose, SavedStep
 from ...storage import Directory, Storage, folder_in, storage_at
 from ...strategies import AsyncRequest, SaveOptions, Strategies
 from ...world import World, agree, current_world, on_rank_zero
+from .._dispatch import check_options
 from .._verify import verify
 from ..async_saves._queue import AsyncCallsQueue
 from ..loading._load import load
@@ -29,8 +31,17 @@ logger = logging.getLogger("shardtree")
 T = TypeVar("T")
 
 
-def _checked(step: object, metrics: Mapping[str, Any] | None) -> tuple[int, Mapping[str, float]]:
+def _checked(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
+    check_options("series: save", options, SaveOptions)
     return checked_step(step), checked_metrics(metrics)
+
+
+def _each(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return each metric under a name of its own; nothing where they are no metrics, which the check says."""
+    # As numbers: a tensor's text names its device, which is another one on each rank.
+    with suppress(MetadataError):
+        return {f"metrics[{name!r}]": value for name, value in checked_metrics(metrics).items()}
+    return {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +198,7 @@ class CheckpointSeries:
         Raises:
             AlreadyACheckpoint: the step is there already, and `overwrite` isn't given.
             MetadataError: that is no step, or these are no metrics.
-            WorldError: ranks were given other steps, names, metrics or pins.
+            WorldError: ranks were given other steps, names, metrics or pins, or some alone have a queue or a policy.
             CheckpointingException: as `save`; or an earlier save of the queue failed, which the error's notes name:
                 this one isn't begun then.
         """
@@ -195,8 +206,11 @@ class CheckpointSeries:
         if self.queue is not None:
             # First, so that its memory is free before this save takes as much.
             self.queue.maybe_finalize_async_calls()
-        check = partial(_checked, step, metrics)
-        alike = {"step": step, "names": self.names, "pinned": bool(pinned)} | ({"metrics": metrics} if metrics else {})
+        check = partial(_checked, step, metrics, keywords.get("options"))
+        # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
+        later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
+        alike = {"step": step, "names": self.names, "pinned": bool(pinned), **_each(metrics)}
+        alike |= {name: value not in (None, False) for name, value in later.items()}
         number, measured = agree(ranks, "series: check", check, given=alike)
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
         find = partial(folder_for, self._storage, self.names, number)
