@@ -35,7 +35,7 @@ from ...strategies import (
     traits_of,
 )
 from ...world import World, step
-from .._dispatch import Backends, Choice, common_backend, sharded_backend
+from .._dispatch import DEFAULT_BACKEND, Backends, Choice, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
@@ -80,7 +80,8 @@ class SaveCall:
         given: dict[str, object] = {name: getattr(self.options, name) for name in flags}
         given |= {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
         changed = {name: value for name, value in given.items() if value != getattr(usual, name, False)}
-        choices = zip(("sharded_strategy", "common_strategy"), self.choices, strict=True)
+        sharded = None if self.choices[0] == DEFAULT_BACKEND else self.choices[0]
+        choices = (("sharded_strategy", sharded), ("common_strategy", self.choices[1]))
         # A function has another repr in each process.
         return changed | {name: one if isinstance(one, tuple) else "a function" for name, one in choices if one}
 
