@@ -62,7 +62,7 @@ def axis_names(device_mesh: Any) -> tuple[str, ...]:
 
 
 def outer_mesh(device_mesh: Any, within: Any = None) -> Mesh:
-    """Return the mesh of all ranks that hold a tensor: its slice and all parallel ones, the outer axes first.
+    """Return the mesh of all ranks that hold a tensor: its slice and all parallel ones, which the first axis counts.
 
     Args:
         device_mesh: of the tensor.
@@ -84,39 +84,36 @@ def root_of(device_mesh: Any) -> Any:
 
 
 def widened(own: Mesh, outer: Mesh) -> Mesh:
-    """Return a slice of a mesh, extended by that mesh's other axes in front, on the ranks of all parallel slices.
+    """Return a slice of a mesh behind one axis more, which counts its parallel slices.
+
+    Its ranks are every so many places apart, in the order of the outer mesh's ranks. The axes of that mesh don't
+    matter: the slice may be of other ones over the same ranks, unflattened, flattened or concatenated.
 
     Raises:
         MetadataError: the one isn't a slice of the other.
 
     Examples:
-        >>> widened(Mesh(dp=2).on_ranks([1, 3]), Mesh(dp=2, tp=2))
-        Mesh(tp=2, dp=2).on_ranks((0, 2, 1, 3))
+        >>> widened(Mesh(dp=2).on_ranks([1, 3]), Mesh(world=4))
+        Mesh(outer_dp=2, dp=2).on_ranks((0, 2, 1, 3))
     """
-    names, sizes = list(outer.shape), list(outer.shape.values())
     place = {rank: number for number, rank in enumerate(outer.ranks)}
     if not place.keys() >= set(own.ranks):
         raise _not_a_slice(own, outer)
-    places = np.stack(np.unravel_index([place[rank] for rank in own.ranks], [*sizes, 1]))[:-1]
-    # By ranks rather than by names: an axis of the slice may be several axes of the outer mesh, flattened.
-    varies = [bool((row != row[0]).any()) for row in places]
-    inner = [axis for axis, does in enumerate(varies) if does]
-    if prod(sizes[axis] for axis in inner) != own.size:
+    places = np.array([place[rank] for rank in own.ranks])
+    steps, free, slices = places - places.min(), np.ones(outer.size, dtype=bool), list[list[int]]()
+    # Parallel slices are the same steps from other places. The first place that no slice has yet begins the next one.
+    for first in range(outer.size):
+        if free[first]:
+            here = first + steps
+            if here.max() >= outer.size or not free[here].all():
+                raise _not_a_slice(own, outer)
+            free[here] = False
+            slices.append(here.tolist())
+    if places.tolist() not in slices:
         raise _not_a_slice(own, outer)
-    others = [axis for axis, does in enumerate(varies) if not does]
-    slices = np.array(outer.ranks).reshape(sizes).transpose([*others, *inner]).reshape(-1, own.size)
-    order = np.zeros(own.size, dtype=np.int64)
-    for axis in inner:
-        order = order * sizes[axis] + places[axis]
-    left = {_unused_name(names[axis], own): sizes[axis] for axis in others if sizes[axis] > 1}
-    return Mesh(**left, **own.shape).on_ranks(slices[:, order].flatten().tolist())
-
-
-def _unused_name(name: str, own: Mesh) -> str:
-    """Return a name that no axis of the mesh has."""
-    while name in own.shape:
-        name = f"outer_{name}"
-    return name
+    # Named after all axes of the slice, so that none of them has that name.
+    left = {f"outer_{'_'.join(own.shape)}": len(slices)} if len(slices) > 1 else {}
+    return Mesh(**left, **own.shape).on_ranks(outer.ranks[each] for row in slices for each in row)
 
 
 def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
@@ -124,7 +121,8 @@ def _not_a_slice(own: Mesh, outer: Mesh) -> MetadataError:
         "a DTensor's mesh isn't a slice of the expected mesh",
         "Pass the mesh that it is a slice of as within=...",
     )
-    return MetadataError(error_text(what, found=own, expected=f"a slice of {outer}", fix=fix))
+    expected = f"ranks with even strides over {outer}"
+    return MetadataError(error_text(what, found=own, expected=expected, fix=fix))
 
 
 # DTensor's placements as partition specs: for each tensor axis the mesh axes that cut it, left to right.
