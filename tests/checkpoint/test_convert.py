@@ -295,6 +295,14 @@ def test_what_is_narrowed_away_is_reported() -> None:
     assert dict(report.unused) == {"w": 48 - 18 - 10, "b": 3}
 
 
+def test_tensors_within_a_common_state_that_is_left_out_are_named() -> None:
+    folder, model = MemoryStorage(), MemoryStorage()
+    shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    st.save({"w": shard, "step": 1, "model": {"running_mean": torch.ones(3), "names": ["a"]}}, folder)
+    report = st.convert(folder, model, backend="huggingface", leave_out=["common"])
+    assert report.left_out == ("common", "common['model']['running_mean']")
+
+
 def test_what_is_pruned_is_listed_as_left_out() -> None:
     folder, report = converted(saved(TREE), transform=lambda tree: {"w": tree["w"]}, leave_out=["b"], prune=True)
     assert list(st.load_tensors_metadata(folder)) == ["w"]

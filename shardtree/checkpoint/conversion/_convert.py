@@ -54,7 +54,7 @@ class ConversionReport:
         objects: how many were written.
         nbytes: the tensors' length in bytes.
         left_out: keys and unique keys of the source that were left out, what of it can't be read, such as arrays of
-            texts, and ``"common"`` if that was left out.
+            texts, and ``"common"`` if that was left out, with the path of each tensor within it.
         unused: (key, elements) of tensors of which only a part was used.
         batches: how many there were.
         resumed: how many of them an earlier call had written.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -12,14 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
+from ...errors import (
+    IntegrityError,
+    KeyMismatch,
+    ShapeError,
+    StorageError,
+    TreeError,
+    UnsafeFile,
+    UnsupportedValue,
+    error_text,
+    render_path,
+)
 from ...geometry import Column, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
 from ...strategies.index import untaken_of
-from ...trees import HOLE, leaves_with_paths
+from ...trees import HOLE, holds_tensors, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
 from ..comparison._values import BoxReader, box_shape, boxes
@@ -259,7 +270,8 @@ class Plan:
         objects: what is written.
         common: the common tree that is written, with holes where shards were; `HOLE` where it is left out.
         batches: pieces of the tensors, and the objects, in the order in which they are written.
-        left_out: keys and unique keys that the transform didn't get, and what of the source can't be read.
+        left_out: keys and unique keys that the transform didn't get, what of the source can't be read, and the paths of
+            tensors within a common state that is left out.
         unused: (key, elements) of tensors of which the output has only a part.
         unchanged: keys of tensors that the transform returned as they were.
     """
@@ -310,10 +322,20 @@ def plan_conversion(
         stored = load_common(opened.checkpoint, None, opened.strategies)
         common = stored if transform_common is None else transform_common(stored)
     batches = batches_of(output.tensors, output.objects, layout, most_bytes, cuts=cuts)
-    listed = (*left_out, *pruned, *untaken_of(opened.metadata), *([COMMON] if COMMON in leave_out else []))
+    without = [COMMON, *_tensors_of_common(opened)] if COMMON in leave_out else []
+    listed = (*left_out, *pruned, *untaken_of(opened.metadata), *without)
     listed_unused = tuple(sorted(unused.items()))
     unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)
+
+
+def _tensors_of_common(opened: OpenCheckpoint) -> list[str]:
+    """Return the paths of the tensors within a common state that is left out: a model's buffers may be among them."""
+    # What takes pickled code to read stays unread: it may be why it is left out.
+    with suppress(UnsafeFile, UnsupportedValue):
+        common = load_common(opened.checkpoint, None, opened.strategies)
+        return [render_path(path, COMMON) for path, leaf in leaves_with_paths(common) if holds_tensors(leaf)]
+    return []
 
 
 def _is_unchanged(shard: ShardedTensor, given: Shard | None) -> bool:
