@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ def trained(seed: int, sizes: dict[str, int], steps: int) -> tuple[nn.Module, to
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    world = init_device_mesh("cpu", (prod(sizes.values()),), mesh_dim_names=("world",))
+    if hasattr(world, "_unflatten"):  # as torchtitan's: the root mesh has one axis
+        mesh = world._unflatten(0, tuple(sizes.values()), tuple(sizes))
+    else:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = Model()
     if "tp" in sizes:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
