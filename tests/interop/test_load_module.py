@@ -179,3 +179,80 @@ def test_processes_fill_their_parts(ranks: int, sizes: dict[str, int], tmp_path:
     whole = sum(tensor.nbytes for tensor in values().values())
     for nbytes in run_processes(ranks, partial(loads, sizes=sizes, folder=folder)):
         assert nbytes < whole
+
+
+# What of a state dict is neither a parameter nor a buffer, and where else tensors lie.
+
+
+class Scaled(torch.nn.Linear):
+    """A layer with an extra state, and a scale of its own beside the weight, as quantised layers have."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2, bias=False)
+        self.amax, self.absmax = torch.zeros(2), torch.zeros(1)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.amax
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.absmax
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        self.absmax = state_dict.pop(f"{prefix}weight.absmax", self.absmax)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def test_extra_states_and_scales_go_through_the_modules_own_hooks_in_any_size() -> None:
+    model = Scaled()
+    tree = {"weight": torch.ones(2, 3), "weight.absmax": torch.arange(5.0), "_extra_state": torch.arange(7.0)}
+    assert load_module(model, stored(tree, MemoryStorage())) == ModuleKeys((), ())
+    assert torch.equal(model.weight.data, torch.ones(2, 3))
+    assert torch.equal(model.absmax, torch.arange(5.0)) and torch.equal(model.amax, torch.arange(7.0))
+    bare = Scaled()
+    assert load_module(bare, stored({"weight": torch.ones(2, 3)}, MemoryStorage())) == ModuleKeys(
+        (), (), ("_extra_state", "weight.absmax")
+    )
+
+
+def test_what_a_hook_transposes_comes_back_through_the_other_hook() -> None:
+    model = torch.nn.Linear(3, 2, bias=False)
+
+    def transposed(_: Any, state_dict: Any, prefix: str, *__: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+
+    model._register_state_dict_hook(transposed)
+    model.register_load_state_dict_pre_hook(transposed)
+    saved = torch.arange(6.0).view(3, 2)
+    assert load_module(model, stored({"weight": saved}, MemoryStorage())) == ModuleKeys((), ())
+    assert torch.equal(model.weight.data, saved.t())
+
+
+def test_parameters_of_one_memory_are_filled() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
+    model["b"].weight = torch.nn.Parameter(model["a"].weight.data)
+    assert load_module(model, stored({"a.weight": torch.ones(2, 2)}, MemoryStorage())) == ModuleKeys((), ())
+    assert torch.equal(model["b"].weight.data, torch.ones(2, 2))
+    fused = torch.nn.ParameterDict({"whole": torch.zeros(4)})
+    fused["part"] = torch.nn.Parameter(fused["whole"].data[:2])
+    tree = {"whole": torch.arange(4.0), "part": torch.arange(2.0)}
+    assert load_module(fused, stored(tree, MemoryStorage())) == ModuleKeys((), ())
+    assert torch.equal(fused["whole"].data, torch.arange(4.0))
+    with pytest.raises(IntegrityError, match="stored with different values"):
+        load_module(fused, stored({**tree, "part": torch.ones(2)}, MemoryStorage()))
+
+
+def test_a_buffer_of_the_common_state_is_loaded() -> None:
+    model, folder = torch.nn.BatchNorm1d(2), MemoryStorage()
+    shards = {name: st.ShardedTensor.from_rank_offsets(name, torch.ones(2)) for name in ("weight", "bias")}
+    rest = {"running_mean": torch.full((2,), 3.0), "running_var": torch.ones(2), "num_batches_tracked": torch.tensor(7)}
+    st.save(shards | rest, folder)
+    assert load_module(model, folder) == ModuleKeys((), ())
+    assert model.running_mean.tolist() == [3.0, 3.0] and int(model.num_batches_tracked) == 7
+    st.save(shards | {**rest, "running_mean": torch.ones(5)}, folder, overwrite=True)
+    with pytest.raises(ShapeError, match="'running_mean' doesn't fit"):
+        load_module(model, folder)
