@@ -284,8 +284,10 @@ def check_common(commons: Sequence[Any]) -> None:
     problems = layouts.common_problems(commons)
     if problems:
         fix = (
-            "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject, or pass "
-            "preprocess_common_before_consistancy_check to leave it out of the comparison."
+            "Wrap what belongs to a rank in a ShardedObject, or in a LocalNonpersistentObject if it needn't be stored. "
+            "Where ranks have keys of their own, as pipeline stages do, SaveOptions(common='union') stores all. "
+            "preprocess_common_before_consistancy_check leaves values out of the comparison only: of these rank 0's "
+            "are stored, and the other ranks' are lost."
         )
         lines = map(str, problems)
         raise IntegrityError(error_text("save: the ranks' common states differ", offenders=lines, fix=fix))

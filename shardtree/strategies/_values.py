@@ -120,6 +120,9 @@ class SaveOptions:
             is written: a spec that forgets a cut makes every rank call its own part the whole. Each rank then reads
             all that it shares with another one. Objects aren't compared.
         threads: how many write at a time, in formats that can; None for as many as torch has, up to a few.
+        common: whether the common state must be the "same" on all ranks, or is the "union" of their dicts, by key, as
+            pipeline stages need it that have keys of their own. What several ranks have under one key must be the same
+            bits. Only where ranks differ are common states sent, one of each kind.
 
     Examples:
         >>> SaveOptions(durable=False).checksums
@@ -135,6 +138,7 @@ class SaveOptions:
     checksums: bool = True
     check_replicas: bool = False
     threads: int | None = None
+    common: Literal["same", "union"] = "same"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,6 +52,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._unbox import rebox, unbox
+from ._union import restrict, unite
 
 register_nodes()
 
@@ -83,6 +84,7 @@ __all__ = [
     "prefix",
     "rebox",
     "rename",
+    "restrict",
     "select",
     "shard_leaves",
     "unbox",

@@ -72,6 +72,7 @@ CALLS: dict[str, Call] = {
     "rename": lambda deep: st.rename(deep, {"w": "v"}),
     "reshard": lambda deep: st.reshard([deep], [deep]),
     "save": lambda deep: st.save(deep, st.storage.MemoryStorage()),
+    "restrict": lambda deep: st.trees.restrict(deep, deep),
     "select": lambda deep: st.select(deep, "w"),
     "shard": lambda deep: st.shard(deep, MESH, SPEC),
     "shard_at": lambda deep: st.shard_at(deep, MESH, SPEC, 0),

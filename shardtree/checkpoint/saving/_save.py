@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._shielded import shielded
-from ...codec import decode_tree, encode_tree
 from ...errors import IntegrityError, error_text
 from ...fingerprints import replica_problems, shard_totals
 from ...layouts import ShardColumns, shard_columns
@@ -20,13 +19,11 @@ from ...mapping import is_main_replica
 from ...plans import held_places, level_writes
 from ...storage import Directory, Storage, background_threads, storage_at
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
-from ...trees import comparable
 from ...world import agree, current_world, gather, share, step
 from .._consistency import (
     Description,
     KnownLayout,
     brief,
-    check_common,
     check_together,
     common_digest,
     complete,
@@ -37,8 +34,9 @@ from .._dispatch import Backends, Choice, backends_of, check_options
 from .._fingerprint import check_can_hold, in_usual_threads
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
+from ._common import compared, settled
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import SaveCall, SaveStart, begin, pending_here, start_of
+from ._start import SaveCall, SaveStart, begin, check_union, pending_here, start_of
 
 
 class _Keywords(TypedDict, total=False):
@@ -112,7 +110,8 @@ def save(
 
     1. Take the tree apart: shards, objects, common state. Pure.
     2. Meet: ranks describe their shards to each other, and rank 0 makes the folder. One collective.
-    3. Compare: common states where their hashes differ, replicas with `check_replicas`. Usually no collective.
+    3. Compare: common states where their hashes differ, which `options` may unite; replicas with `check_replicas`.
+       Usually no collective.
     4. Check that shards tile their tensors, share out replicas, and plan this rank's files. One collective.
     5. Write them. No collective; an asynchronous save returns the request that does this and the next step.
     6. Commit: lengths and hashes meet on rank 0, which writes the index and metadata.json. Two collectives.
@@ -127,7 +126,8 @@ def save(
             else to write does it. Otherwise each main replica is written where it is.
         async_sharded_save: whether to return the request instead of running it, for an `AsyncCallsQueue`.
             Everything is taken as it is now: the caller may go on changing it at once.
-        preprocess_common_before_consistancy_check: applied to the common state before ranks compare theirs.
+        preprocess_common_before_consistancy_check: applied to the common state before ranks compare theirs. What it
+            leaves out may differ: then rank 0's is stored, and the other ranks' isn't.
         content_metadata: stored with the common state, for `load_content_metadata`.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         overwrite: whether a checkpoint that is already there may be replaced.
@@ -135,7 +135,8 @@ def save(
             DTensors: then no layouts are exchanged, only a hash of this one. It is checked as exchanged ones are, and
             replicas are shared out by it also where `validate_access_integrity` is False.
         strategies: the dispatch table; None for the process's.
-        options: how it is written: durability, checksums, fingerprints, snapshots, progress.
+        options: how it is written: durability, checksums, fingerprints, snapshots, progress; whether ranks' common
+            states are united.
 
     Returns:
         None; with `async_sharded_save` the request, to be scheduled, executed or abandoned on every rank. One that is
@@ -173,11 +174,12 @@ def save(
 
     def parts_of() -> TreeParts:
         check_options("save", given, SaveOptions)
+        check_union(call)
         return (take_apart_for_later if is_async else take_apart)(sharded_state_dict, content_metadata)
 
     with ExitStack() as undo:
         local, messages = meet(call, parts_of, checkpoint_dir, undo)
-        compare_common(call, local, messages)
+        local = compare_common(call, local, messages)
         sums = sum_replicas(call, local, messages)
         request = agree(ranks, "save: plan", partial(_plan, call, local, messages, sums), steps=_PLAN_STEPS)
         undo.pop_all()  # from here on the request removes the folder if it is abandoned
@@ -250,7 +252,7 @@ def meet(
             storage = storage_at(directory)
         description = None
         if call.describes:
-            hashed = common_digest(_compared(call, parts), allow_pickle=call.options.allow_pickle)
+            hashed = common_digest(compared(call, parts.common), allow_pickle=call.options.allow_pickle)
             description = describe(parts.tensors, parts.objects, call.world.rank, hashed, known)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
         pending = begin(call, storage, backends, undo) if call.world.rank == 0 else None
@@ -273,15 +275,8 @@ def meet(
     return local, [(description, start) for description, (_, start) in zip(completed, messages, strict=True)]
 
 
-def _compared(call: SaveCall, parts: TreeParts) -> Any:
-    """Return what must be the same on all ranks."""
-    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
-    common = comparable(parts.common) if call.validate else None
-    return common if call.common_view is None or not call.validate else call.common_view(common)
-
-
-def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> None:
-    """Raise where ranks' common states differ, with what the difference is; two all-gathers where they do, else none.
+def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> LocalSave:
+    """Return what a rank knows, with the common state that is stored; two all-gathers where ranks' differ, else none.
 
     Args:
         call: the call of `save`.
@@ -289,17 +284,13 @@ def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]
         messages: each rank's, by rank.
 
     Raises:
-        IntegrityError: common states differ.
+        IntegrityError: common states differ; where their union is stored, under the same keys.
     """
-    if len({description.common for description, _ in messages if description is not None}) < 2:
-        return
-    # Hashes were compared first; whole states travel only in this case, to name what differs.
-    allow_pickle = call.options.allow_pickle
-    # Encoded, not pickled: ranks may hold instances of classes that others can't import.
-    encode = partial(encode_tree, allow_pickle=allow_pickle)
-    encoded = gather(call.world, "save: compare common states", lambda: encode(_compared(call, local.parts)))
-    decode = partial(decode_tree, allow_pickle=allow_pickle)
-    agree(call.world, "save: check common states", lambda: check_common([decode(data) for data in encoded]))
+    hashes = [description.common for description, _ in messages if description is not None]
+    if len(set(hashes)) < 2:
+        return local
+    common = settled(call, local.parts.common, hashes)
+    return replace(local, parts=replace(local.parts, common=common))
 
 
 def sum_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> list[Sums]:

@@ -1,0 +1,88 @@
+"""The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import TreePath
+from ._difference import diff
+from ._join import comparable, is_hollow
+from ._nodes import HOLE, Tree, depth_error, is_subclass, like
+
+Conflicts = dict[TreePath, dict[int, Tree]]
+"""What ranks hold differently, by path and rank."""
+
+
+def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
+    """Return the union of ranks' common trees, and where they conflict.
+
+    Dicts are united by key, at any depth. Whatever else several ranks have at one path must be the same bits. So must
+    lists: a position doesn't say whose value stands there. Holes and empty containers agree with anything.
+
+    Args:
+        trees: by rank, with or without holes.
+
+    Returns:
+        The union, with the first rank's value where ranks conflict; and each rank's value there, by path.
+
+    Examples:
+        >>> unite({0: {"lr": {"embed": 0.1}, "step": 3}, 1: {"lr": {"head": 0.2}, "step": 4}})
+        ({'lr': {'embed': 0.1, 'head': 0.2}, 'step': 3}, {('step',): {0: 3, 1: 4}})
+    """
+    conflicts: Conflicts = {}
+    try:
+        return _unite(trees, (), conflicts), conflicts
+    except RecursionError as error:
+        raise depth_error(error, *trees.values()) from None
+
+
+def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> Tree:
+    dicts = {rank: tree for rank, tree in trees.items() if _is_mapping(tree)}
+    held = {rank: tree for rank, tree in trees.items() if not is_hollow(tree)}
+    if dicts and held.keys() <= dicts.keys():
+        keys = dict.fromkeys(key for tree in dicts.values() for key in tree)
+        parts = {key: {rank: tree[key] for rank, tree in dicts.items() if key in tree} for key in keys}
+        return like(
+            next(iter(dicts.values())), {key: _unite(of_key, (*path, key), conflicts) for key, of_key in parts.items()}
+        )
+    values = {rank: comparable(tree) for rank, tree in held.items()}
+    if any(diff(next(iter(values.values())), value) for value in values.values()):
+        conflicts[path] = values
+    return next(iter(held.values()), next((tree for tree in trees.values() if tree is not HOLE), HOLE))
+
+
+def restrict(tree: Tree, like: Tree) -> Tree:
+    """Return what of a tree another one names: of each dict the other's keys, all where it names none of them.
+
+    So a rank gets what is its own of a common state that is the union of several ranks'. Lists and leaves stay whole,
+    and so do holes and empty containers.
+
+    Args:
+        tree: such as what `load` returned.
+        like: such as the target.
+
+    Examples:
+        >>> loaded = {"lr": {"embed": 0.1, "head": 0.2}, "betas": {"embed": 0.9, "head": 0.8}, "step": 3}
+        >>> restrict(loaded, {"lr": {"head": 0.0}, "betas": {}})
+        {'lr': {'head': 0.2}, 'betas': {'embed': 0.9, 'head': 0.8}}
+    """
+    try:
+        return _restrict(tree, like)
+    except RecursionError as error:
+        raise depth_error(error, tree, like) from None
+
+
+def _restrict(tree: Tree, names: Tree) -> Tree:
+    if not _is_mapping(tree) or not isinstance(names, dict):
+        return tree
+    hollow = {key for key, child in tree.items() if is_hollow(child)}
+    wanted = (tree.keys() & names.keys()) - hollow
+    if not wanted:
+        return tree
+    kept = (key for key in tree if key in wanted or key in hollow)
+    return like(tree, {key: _restrict(tree[key], names[key]) if key in wanted else tree[key] for key in kept})
+
+
+def _is_mapping(tree: Tree) -> bool:
+    # A subclass, such as a Counter, is a value.
+    return isinstance(tree, dict) and not is_subclass(tree)

@@ -1,0 +1,146 @@
+"""save with SaveOptions(common="union"): common states of ranks that have keys of their own."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import IntegrityError, MetadataError, WorldError
+from shardtree.storage import MemoryStorage
+from shardtree.world import World
+from tests.checkpoint.test_collectives import CountingWorld
+
+UNION = st.SaveOptions(common="union")
+RANKS = 4  # two stages of two ranks
+
+
+class Kind(enum.Enum):
+    ADAM = 1
+
+
+def tree(rank: int) -> dict[str, Any]:
+    stage = rank // 2
+    optim = {f"param_groups.layers.{stage}.w.lr": (stage + 1) / 10, f"state.layers.{stage}.w.step": torch.tensor(stage)}
+    shard = st.ShardedTensor.from_rank_offsets(f"layers.{stage}.w", torch.full((2,), rank), (0, rank % 2, 2))
+    return {"layers": {str(stage): {"w": shard}}, "optim": {"kind": Kind.ADAM, **optim}, "step": 7, "none": []}
+
+
+def save_all(folder: Any, more: Any = lambda _: {}, **keywords: Any) -> list[int]:
+    def on_rank(world: World) -> int:
+        counting = CountingWorld(world)
+        keywords_ = {"options": UNION, **keywords}
+        st.save({**tree(world.rank), **more(world.rank)}, folder, world=counting, **keywords_)
+        return counting.count
+
+    return st.simulate(RANKS, on_rank)
+
+
+EXPECTED = {
+    "param_groups.layers.0.w.lr": 0.1,
+    "state.layers.0.w.step": torch.tensor(0),
+    "param_groups.layers.1.w.lr": 0.2,
+    "state.layers.1.w.step": torch.tensor(1),
+}
+
+
+@pytest.mark.parametrize("backend", ["safetensors", "torch_dist"])
+def test_all_stages_keys_are_stored_and_each_rank_gets_its_own(backend: str) -> None:
+    folder = MemoryStorage()
+    save_all(folder, sharded_strategy=(backend, 1), more=lambda _: {"optim": {**tree(_)["optim"], "kind": "adam"}})
+    assert not st.diff(st.load_common_state_dict(folder)["optim"], {**EXPECTED, "kind": "adam"})
+
+    def on_rank(world: World) -> None:
+        target = tree(world.rank)
+        loaded = st.load(target, folder, world=world)
+        assert not st.diff(loaded["optim"], {**EXPECTED, "kind": "adam"}) and loaded["step"] == 7
+        own = st.trees.restrict(loaded, target)
+        assert not st.diff(own["optim"], {**target["optim"], "kind": "adam"})
+        assert own["layers"][str(world.rank // 2)]["w"].tolist() == [world.rank] * 2
+
+    st.simulate(RANKS, on_rank)
+
+
+def test_it_is_stored_as_what_equal_states_are_stored_as() -> None:
+    union, same = MemoryStorage(), MemoryStorage()
+    save_all(union)
+    optim = {"kind": Kind.ADAM, **EXPECTED}
+    save_all(same, lambda _: {"optim": optim}, options=None)
+    assert not st.diff(*(st.load_common_state_dict(folder) for folder in (union, same)))
+    types = st.LoadOptions(types=(Kind,))
+    assert st.load_common_state_dict(union, options=types)["optim"]["kind"] is Kind.ADAM
+    assert st.load_common_state_dict(union)["none"] == []
+
+
+def test_where_all_are_equal_it_takes_no_further_collective() -> None:
+    alike = {"optim": EXPECTED}
+    usual = save_all(MemoryStorage(), lambda _: alike, options=None)
+    assert save_all(MemoryStorage(), lambda _: alike) == usual
+    assert save_all(MemoryStorage()) == [count + 2 for count in usual]
+
+
+def test_an_asynchronous_save_stores_the_union_as_it_was() -> None:
+    folder = MemoryStorage()
+
+    def on_rank(world: World) -> None:
+        own = tree(world.rank)
+        request = st.save(own, folder, world=world, options=UNION, async_sharded_save=True)
+        own["optim"][f"state.layers.{world.rank // 2}.w.step"] += 5
+        request.execute_sync()
+
+    st.simulate(RANKS, on_rank)
+    assert not st.diff({**st.load_common_state_dict(folder)["optim"], "kind": None}, {**EXPECTED, "kind": None})
+
+
+CONFLICTS: dict[str, tuple[Any, str]] = {
+    "values": (lambda rank: {"step": rank}, r"tree\['step'\]: rank 0 has 0, rank 1 has 1, rank 2 has 2, rank 3 has 3"),
+    "values of some": (
+        lambda rank: {"own": {"lr": rank // 3}} if rank else {},
+        r"tree\['own'\]\['lr'\]: ranks 1, 2 have 0, rank 3 has 1",
+    ),
+    "a bit of a tensor": (lambda rank: {"t": torch.tensor([0.0, (-0.0, 0.0)[rank > 0]])}, r"tree\['t'\]: rank 0 has"),
+    "lists": (
+        lambda rank: {"groups": [{"lr": 1}, {"lr": rank // 2}]},
+        r"tree\['groups'\]\[1\]\['lr'\]: ranks 0, 1 have 0, ranks 2, 3 have 1[\s\S]*flatten_optimizer_state_dict=True",
+    ),
+    "lists of other lengths": (lambda rank: {"groups": [1] * rank}, r"tree\['groups'\]"),
+    "a dict and a value": (
+        lambda rank: {"a": {"b": 1} if rank else 1},
+        r"tree\['a'\]: rank 0 has 1, ranks 1-3 have dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_conflicts_are_told_on_all_ranks_and_nothing_is_left(case: str) -> None:
+    more, text = CONFLICTS[case]
+    folder = MemoryStorage()
+
+    def on_rank(world: World) -> None:
+        with pytest.raises(IntegrityError, match=text):
+            st.save({**tree(world.rank), **more(world.rank)}, folder, world=world, options=UNION)
+
+    st.simulate(RANKS, on_rank)
+    assert not folder.names()
+
+
+def test_an_error_says_that_only_rank_zeros_is_stored_and_how_to_store_all() -> None:
+    with pytest.raises(IntegrityError, match=r"common='union'\) stores all.*rank 0's are stored, and the other ranks'"):
+        save_all(MemoryStorage(), options=None)
+
+
+def test_what_would_not_be_compared_is_refused_and_so_are_ranks_that_ask_for_other_things() -> None:
+    for keywords in ({"preprocess_common_before_consistancy_check": dict}, {"validate_access_integrity": False}):
+        folder = MemoryStorage()
+        with pytest.raises(MetadataError, match="needs the whole common states compared"):
+            save_all(folder, **keywords)
+        assert not folder.names()
+
+    def on_rank(world: World) -> None:
+        with pytest.raises(WorldError, match="common"):
+            st.save(tree(world.rank), MemoryStorage(), world=world, options=UNION if world.rank else None)
+
+    st.simulate(RANKS, on_rank)
