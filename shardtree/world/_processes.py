@@ -19,9 +19,7 @@ from ._distributed import distributed
 from ._world import DEFAULT_TIMEOUT, T, World
 
 _TICK = 0.1  # seconds between two calls of `meanwhile`
-# Seconds that the other ranks have, once one failed, to end by themselves: each looks for two seconds for who is absent
-# before its neighbours in the ring hear that it ends.
-_GRACE = 20.0
+_GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
 
 
 @dataclass(frozen=True, slots=True)

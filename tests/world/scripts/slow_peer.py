@@ -28,6 +28,11 @@ def main() -> None:
         ):
             impatient.all_gather(1)
         world.barrier()
+    paired = distributed(timeout=2.0, purpose="paired")
+    if world.rank == 0:
+        with pytest.raises(WorldError, match=r"recv\(source=1\): rank 1 of 3 didn't take part; rank 0 of 3 can't"):
+            paired.recv(1)
+    world.barrier()
     dist.destroy_process_group()
     print("waited")  # noqa: T201
 
