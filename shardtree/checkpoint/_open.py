@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from .._shielded import shielded
@@ -18,6 +18,7 @@ from ..strategies import (
     Checkpoint,
     FormatTraits,
     LoadOptions,
+    Stamp,
     Strategies,
     StrategyAction,
     deciding_files,
@@ -38,6 +39,7 @@ from ._dispatch import Choice, check_options, common_backend, sharded_backend, s
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
+Opened = tuple[Fields, Stamp]
 
 CONTENT_METADATA = "content_metadata"
 
@@ -57,9 +59,15 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
     return Checkpoint(storage, fields, world, options, stamp=found, traits=traits_together(fields, strategies))
 
 
-def with_fields(checkpoint: Checkpoint, fields: Fields, strategies: Strategies | None) -> Checkpoint:
-    """Return a checkpoint as rank 0 has read it."""
-    return replace(checkpoint, fields=fields, traits=traits_together(fields, strategies))
+def as_opened(checkpoint: Checkpoint) -> Opened:
+    """Return what rank 0 tells the others of a checkpoint that it has opened: its fields and its stamp."""
+    return checkpoint.fields, checkpoint.stamp
+
+
+def with_opened(checkpoint: Checkpoint, opened: Opened, strategies: Strategies | None) -> Checkpoint:
+    """Return a checkpoint as rank 0 has opened it."""
+    fields, found = opened
+    return replace(checkpoint, fields=fields, stamp=found, traits=traits_together(fields, strategies))
 
 
 def traits_together(fields: Fields, strategies: Strategies | None) -> FormatTraits:
@@ -338,8 +346,8 @@ def open_together(
         CorruptCheckpoint: metadata.json isn't what was written.
     """
     alone = partial(open_alone, directory, world, options, strategies)
-    found, fields = share(world, "load: open", alone, attrgetter("fields"), steps=OPEN_STEPS)
-    checkpoint = with_fields(found, fields[0], strategies)
+    found, opened = share(world, "load: open", alone, as_opened, steps=OPEN_STEPS)
+    checkpoint = with_opened(found, opened[0], strategies)
     parse_together(checkpoint, None, strategies)
     return checkpoint
 

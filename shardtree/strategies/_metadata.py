@@ -312,7 +312,8 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
     """
     # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
     # is named after their save need no check.
-    if checkpoint.stamp and not checkpoint.traits.in_save_folder:
+    # Rank 0 alone, which opened it: what others see of a network's folder may be older.
+    if checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0:
         refuse_replaced(checkpoint)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree import World
 from shardtree.errors import CheckpointReplaced
 from shardtree.storage._local import LocalReader
 from shardtree.strategies import _metadata
@@ -47,7 +48,23 @@ def open_and_read(folder: Path) -> None:
     assert torch.equal(opened["w"].data[5:9].read(), -opened["v"].data[5:9].read())
 
 
-READS = [load, load_all, verify, open_and_read, st.fingerprint, lambda folder: st.explain({"w": tree(0)["w"]}, folder)]
+def load_halves(folder: Path) -> None:
+    def half(world: World) -> None:
+        part = st.ShardedTensor.from_rank_offsets("w", torch.zeros(15_000), (0, world.rank, 2))
+        st.load({"w": part}, folder, world=world)
+
+    st.simulate(2, half)
+
+
+READS = [
+    load,
+    load_all,
+    verify,
+    open_and_read,
+    st.fingerprint,
+    lambda folder: st.explain({"w": tree(0)["w"]}, folder),
+    load_halves,
+]
 
 
 def replaced_or_whole(read: Callable[[Path], Any], folder: Path, backend: tuple[str, int]) -> int:
@@ -81,7 +98,9 @@ def replaced_or_whole(read: Callable[[Path], Any], folder: Path, backend: tuple[
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:verify")
 @pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
-@pytest.mark.parametrize("read", READS, ids=["load", "load all", "verify", "open", "fingerprint", "explain"])
+@pytest.mark.parametrize(
+    "read", READS, ids=["load", "load all", "verify", "open", "fingerprint", "explain", "two ranks"]
+)
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(
     read: Callable[[Path], Any], backend: tuple[str, int], tmp_path: Path
 ) -> None:

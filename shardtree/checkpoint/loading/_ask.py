@@ -19,14 +19,15 @@ from .._consistency import Description, KnownLayout, brief, check_together, comp
 from .._dispatch import Choice, sharded_backend
 from .._open import (
     OPEN_STEPS,
-    Fields,
     Metadata,
+    Opened,
+    as_opened,
     load_common,
     open_alone,
     sharded_metadata,
     stored_keys,
     stored_kinds,
-    with_fields,
+    with_opened,
 )
 from ._auto import exchange_choice
 from ._checks import Keys, ObjectsFit, Omissions, check_rank, check_target, named_unexpected
@@ -89,8 +90,8 @@ class LoadRequest:
         return self.validate or self.layout is not None
 
 
-Message = tuple[Fields, Description | None]
-"""What a rank sends the others: the fields of metadata.json, from rank 0; what it asks for, if ranks compare that."""
+Message = tuple[Opened, Description | None]
+"""What a rank sends the others: what it has opened, which counts of rank 0; what it asks for, if ranks compare that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,9 +165,9 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
         given=_given(request),
     )
     described = complete(world, local.description, [description for _, description in messages])
-    messages = [(fields, description) for (fields, _), description in zip(messages, described, strict=True)]
+    messages = [(opened, description) for (opened, _), description in zip(messages, described, strict=True)]
     # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
-    return replace(local, checkpoint=with_fields(local.checkpoint, messages[0][0], request.choices[2])), messages
+    return replace(local, checkpoint=with_opened(local.checkpoint, messages[0][0], request.choices[2])), messages
 
 
 def _given(request: LoadRequest) -> dict[str, object]:
@@ -178,7 +179,7 @@ def _given(request: LoadRequest) -> dict[str, object]:
 
 
 def _message(local: LocalLoad, ranks: int) -> Message:
-    return local.checkpoint.fields, brief(local.description, ranks)
+    return as_opened(local.checkpoint), brief(local.description, ranks)
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
