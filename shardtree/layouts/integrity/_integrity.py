@@ -209,7 +209,7 @@ def raise_problems(problems: Sequence[Problem]) -> None:
                 "sharding integrity: each element of a global tensor, and each object of a global array, "
                 "needs exactly one main replica (replica_id 0)",
                 offenders=problem_lines(problems),
-                fix="\n  ".join([*fixes, "Pass validate_access_integrity=False to skip the check."]),
+                fix="\n  ".join([*fixes, "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."]),
             )
         )
 

@@ -289,7 +289,8 @@ _FIXES = {
     _NEXT_TO: _FILL,
     _OTHERS: (
         "Where only other replicas hold a place, give one of them replica_id 0, or a tuple of zeros: replica ids tell "
-        "apart the ranks that hold the same box."
+        "apart the ranks that hold the same box. Of a pipeline stage's DTensors, pass from_dtensors within= the "
+        "stage's mesh."
     ),
     _HELD: (
         "Where several hold the same elements, give all but one of them a replica_id that isn't 0; where these are "
