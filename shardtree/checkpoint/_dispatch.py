@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import StrategyError, error_text
 from ..geometry import check_type
 from ..strategies import Strategies, Strategy, StrategyAction, find_strategy, get_default_strategy
 
+Options = TypeVar("Options")
 Choice = tuple[str, int] | Strategy | None
 """A (backend, version) pair, a function, or None for the default."""
 
@@ -88,3 +89,9 @@ def check_options(doing: str, options: object, kind: type) -> None:
     """
     if options is not None:
         check_type(doing, "options", options, kind, f"Pass st.{kind.__name__}(...).")
+
+
+def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:
+    """Return the options, for None the usual ones; it raises as `check_options`."""
+    check_options(doing, options, kind)
+    return kind() if options is None else options

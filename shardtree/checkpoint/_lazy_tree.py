@@ -31,7 +31,7 @@ from ..strategies import (
 )
 from ..trees import nested, without_holes
 from ..world import one_process
-from ._dispatch import common_backend, sharded_backend, strategy_of
+from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
 from ._stored import layout_in
 from .loading._targets import new_memory
@@ -175,7 +175,7 @@ def open_checkpoint(
         tensor([[3, 4],
                 [6, 7]])
     """
-    how = options or LoadOptions()
+    how = given_options("open", options, LoadOptions)
     if parameter_names is not None:
         how = replace(how, parameter_names=parameter_names)
     return tree_of(open_at(checkpoint_dir, one_process(), how, strategies), strategies)

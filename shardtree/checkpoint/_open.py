@@ -35,7 +35,7 @@ from ..strategies import (
 from ..strategies.index import IndexMetadata
 from ..trees import without_holes
 from ..world import World, agree, current_world, on_rank_zero, one_process, share, step
-from ._dispatch import Choice, check_options, common_backend, sharded_backend, strategy_of
+from ._dispatch import Choice, check_options, common_backend, given_options, sharded_backend, strategy_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
@@ -167,7 +167,7 @@ def load_common_state_dict(
         >>> st.load_common_state_dict(folder)
         {'step': 7}
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), given_options("open", options, LoadOptions), strategies)
     return without_holes(load_common(checkpoint, None, strategies))
 
 
@@ -195,7 +195,7 @@ def load_tensors_metadata(
         >>> {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
         {'w': (2, 3)}
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), given_options("open", options, LoadOptions), strategies)
     return tensors_of(checkpoint, sharded_strategy, strategies)
 
 
@@ -223,7 +223,7 @@ def load_sharded_metadata(
         >>> list(st.load_sharded_metadata(folder))
         ['rng/shard_0_1']
     """
-    checkpoint = open_at(checkpoint_dir, one_process(), options or LoadOptions(), strategies)
+    checkpoint = open_at(checkpoint_dir, one_process(), given_options("open", options, LoadOptions), strategies)
     return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies).items())
 
 

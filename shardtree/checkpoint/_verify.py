@@ -28,7 +28,7 @@ from ..strategies import (
     unless_replaced,
 )
 from ..world import one_process
-from ._dispatch import common_backend, sharded_backend, strategy_of
+from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
 from ._open import open_at
 
 logger = logging.getLogger("shardtree")
@@ -66,7 +66,7 @@ def verify(
         >>> st.verify(folder)
         ()
     """
-    options = LoadOptions() if options is None else options
+    options = given_options("verify", options, LoadOptions)
     _check_threads(options.threads)
     read = [0]
 

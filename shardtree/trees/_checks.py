@@ -22,9 +22,8 @@ from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
-_PLAIN = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype)
-)
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
+_PLAIN = _SCALARS | {torch.Tensor, torch.nn.Parameter}
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
 """Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
@@ -116,7 +115,8 @@ def _hides_any(leaf: Any) -> bool:
     """Return whether parts lie anywhere in a leaf, or tensors where it would be stored without its class."""
     if any(map(_is_part, _reached(_inside(leaf)))):
         return True
-    return any(_has_fields(value) and holds_tensors(value) for value in _reached([leaf], into=_BY_VALUE))
+    # Together, so that what many of them share is searched once.
+    return holds_tensors([value for value in _reached([leaf], into=_BY_VALUE) if _has_fields(value)])
 
 
 # Recognised by names and attributes: importing the classes would load torch.distributed, or need Megatron-Core. A
@@ -164,7 +164,20 @@ def holds_tensors(value: Any) -> bool:
         >>> holds_tensors({"a": [torch.zeros(2)]}), holds_tensors({1, 2})
         (True, False)
     """
-    return any(isinstance(each, (torch.Tensor, LazyTensor)) for each in _reached([value]))
+    # Most leaves of a tree's plain values are numbers and texts: a search of each would cost as much as the rest.
+    return type(value) not in _SCALARS and any(
+        isinstance(each, (torch.Tensor, LazyTensor)) for each in _reached([value])
+    )
+
+
+def is_plain_tensor(leaf: Any) -> bool:
+    """Return whether a target's leaf holds tensors that it doesn't share with other ranks, and wants them filled.
+
+    Examples:
+        >>> is_plain_tensor(torch.zeros(2)), is_plain_tensor(LocalNonpersistentObject(torch.zeros(2)))
+        (True, False)
+    """
+    return not isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) and holds_tensors(leaf)
 
 
 def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
@@ -178,6 +191,8 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
     """
     found = []
     for path, leaf in leaves:
+        if type(leaf) in _SCALARS:
+            continue
         held = leaf.data if isinstance(leaf, ShardedObject) else leaf
         found += [f"{render_path(path)}: {kind}" for value in _reached([held]) if (kind := _lacking(value))]
     if found:

@@ -6,7 +6,7 @@ tree is stored, so a join doesn't depend on them: every container of the target 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,6 +232,25 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
             return tree, depth
         tree = children[entry]
     return tree, len(path)
+
+
+def unfilled(joined: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
+    """Return the paths of a target's plain tensors for which a joined tree has nothing, or a container for a tensor.
+
+    Args:
+        joined: what `join` made of a stored tree and the target.
+        plain: path and leaf of each.
+
+    Examples:
+        >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])
+        [('state',)]
+    """
+    found = ((path, leaf, *deepest(joined, path)) for path, leaf in plain)
+    return [
+        path
+        for path, leaf, node, depth in found
+        if depth < len(path) or (isinstance(leaf, torch.Tensor) and _entries(node) is not None)
+    ]
 
 
 def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:

@@ -329,6 +329,16 @@ def test_a_function_of_the_callers_own_is_told_of_without_figures() -> None:
     assert "unknown" in str(found)
 
 
+def test_whether_tied_weights_are_stored_alike_only_values_decide() -> None:
+    folder, tied = MemoryStorage(), torch.zeros(2)
+    whole = st.ShardedTensor.from_rank_offsets
+    st.save({"a": whole("a", tied), "b": whole("b", tied + 1)}, folder)
+    target = {"a": whole("a", tied), "b": whole("b", tied)}
+    assert st.explain(target, folder).ok
+    told = st.explain(target, folder, donate=True)
+    assert told.ok is None and "'b': whether it is stored with the values of 'a'" in str(told)
+
+
 def test_a_format_that_only_lists_is_told_of_without_figures() -> None:
     table = {row: fn for row, fn in default_strategies.items() if row[0] is not StrategyAction.EXPLAIN}
     found = st.explain(asked(), FOLDER, strategies=table)

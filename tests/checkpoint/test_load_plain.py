@@ -156,6 +156,15 @@ def test_a_value_that_holds_tensors_and_is_not_entered_is_named(value: Any) -> N
     assert load({"w": W, "x": local}, folder)[0]["x"] is value
 
 
+@pytest.mark.parametrize("stands_there", [{}, [], {"lr": 1}])
+def test_a_container_in_place_of_a_tensor_is_named(stands_there: Any) -> None:
+    folder = stored({"w": stands_there, "step": 1})
+    loaded, report = load({"w": torch.zeros(2)}, folder)
+    assert loaded["w"] == stands_there and report.unfilled == ("tree['w']",)
+    with pytest.raises(KeyMismatch, match=r"tree\['w'\]"):
+        st.load({"w": torch.zeros(2)}, folder, strict="raise_all")
+
+
 def test_plain_tensors_ask_for_their_keys_in_strict_modes() -> None:
     folder = stored({"w": whole("w", W), "v": whole("v", W)})
     _, missing, unexpected = st.load({"w": torch.zeros(3, 4)}, folder, strict="return_all")

@@ -132,3 +132,26 @@ def test_options_of_another_class_are_refused_on_all_ranks(options: Any) -> None
     st.save({"a": 1}, root)
     with pytest.raises(CheckpointingException, match="options"):
         st.load({}, root, options={"verify": None})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda root, options: st.verify(root, options=options),
+        lambda root, options: st.compare(root, root, options=options),
+        lambda root, options: st.explain({}, root, options=options),
+        lambda root, options: st.open_checkpoint(root, options=options),
+        lambda root, options: st.load_plain_tensors(root, options=options),
+        lambda root, options: st.load_common_state_dict(root, options=options),
+        lambda root, options: st.load_tensors_metadata(root, options=options),
+        lambda root, options: st.load_sharded_metadata(root, options=options),
+        lambda root, options: st.convert(root, MemoryStorage(), backend="zarr", load_options=options),
+        lambda root, options: st.convert(root, MemoryStorage(), backend="zarr", save_options=options),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"verify": None}])
+def test_every_call_refuses_options_of_another_class(use: Any, options: Any) -> None:
+    root = MemoryStorage()
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, root)
+    with pytest.raises(CheckpointingException, match=r"options"):
+        use(root, options)

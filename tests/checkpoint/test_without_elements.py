@@ -35,6 +35,13 @@ def test_a_tensor_without_elements_is_refused(tree: Any, later: bool) -> None:
     assert not folder.names()
 
 
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("use", [lambda tree: st.redistribute(tree, {}), lambda tree: st.plans.reshard([tree], [{}])])
+def test_nor_is_it_moved(tree: Any, use: Any) -> None:
+    with pytest.raises(UnsupportedValue, match=r"tensors without elements\n  tree\['a'\]\[1\]"):
+        use(tree)
+
+
 @pytest.mark.parametrize("tensor", [freed(), torch.nn.LazyLinear(3).weight])
 def test_it_is_not_cut_either(tensor: Any) -> None:
     with pytest.raises(CheckpointingException, match=r"tree\['a'\]"):

@@ -17,6 +17,7 @@ from ...plans import grouped, size_text
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
+from .._dispatch import given_options
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
 from ._values import BoxReader, ValueDifference, group_bytes, value_difference
 
@@ -117,7 +118,7 @@ def compare(
         >>> [str(each) for each in found.values], bool(found.common)
         (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
     """
-    options = LoadOptions() if options is None else options
+    options = given_options("compare", options, LoadOptions)
     # Progress counts what is compared, not what is read for it: a format may read more, or twice.
     quiet = replace(options, progress=LoadOptions().progress)
     mine, theirs = (open_checkpoint(each, strategies=strategies, options=quiet) for each in (left, right))

@@ -29,7 +29,7 @@ from ...strategies import (
 )
 from ...trees import HOLE
 from ...world import World, agree, on_rank_zero, one_process, share
-from .._dispatch import backends_of
+from .._dispatch import backends_of, given_options
 from .._lazy_tree import tree_of
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
@@ -168,7 +168,8 @@ def convert(
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
     """
     world = one_process() if world is None else world
-    load_options, save_options = load_options or LoadOptions(), save_options or SaveOptions()
+    load_options = given_options("convert", load_options, LoadOptions)
+    save_options = given_options("convert", save_options, SaveOptions)
     target = _destination(destination, backend, common_backend, strategies, save_options)
     nonce = on_rank_zero(world, "convert: meet", secrets.token_hex)
     checkpoint = open_alike(source, world, load_options, strategies)

@@ -13,6 +13,7 @@ import numpy as np
 from ...geometry import Column
 from ...layouts import ShardColumns, join_agreed, select_rows
 from ...mapping import ShardedTensor
+from ...mapping.memory import given_tensor, tied
 from ...objects import drop_objects
 from ...plans import RankReads, ReadCost, SharedReads, Undecided, plan_reads, read_rounds, stored_elements, wanted_apart
 from ...strategies import Checkpoint, StrategyAction, find_strategy, get_default_strategy
@@ -222,6 +223,9 @@ def undecided(
         kind = kinds.get(shard.key)
         if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
             yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+    for first, *others in tied([(shard, given_tensor(shard)) for shard in target.tensors if target.donate]):
+        why = f"whether it is stored with the values of {target.tensors[first].key!r}, whose memory it shares"
+        yield from (Undecided(target.tensors[other].key, why) for other in others)
     for item in target.objects:
         if not objects.changes(item):
             yield Undecided(item.key, "whether the object can be decoded")

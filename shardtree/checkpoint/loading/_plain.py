@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ... import trees
 from ...errors import KeyMismatch, TreePath, error_text, render_path, shorten
 from ...mapping import ShardedTensor
 from ...plans import find_unexpected
@@ -66,7 +67,7 @@ def unfilled(target: Target, joined: Any) -> list[TreePath]:
         target: a rank's, where those that are stored are shards already.
         joined: what its join with the common state gave.
     """
-    return [path for path in target.plain.values() if deepest(joined, path)[1] < len(path)]
+    return trees.unfilled(joined, [(path, target.leaves[number]) for number, path in target.plain.items()])
 
 
 def refuse_renamed(paths: Sequence[TreePath], common: Any, stored: Callable[[], Collection[str]]) -> None:

@@ -12,7 +12,7 @@ from ... import trees
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
-from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import (
     check_no_aliases,
     check_unchanged,
@@ -306,15 +306,9 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])
     # By the same test: what tree maps don't enter, such as an object with a tensor in an attribute, can't be filled.
     plain = dict[int, TreePath]()
-    if any(_is_plain(leaf) for _, leaf in others):
-        plain = {number: path for number, (path, leaf) in enumerate(pairs) if _is_plain(leaf)}
+    if any(trees.is_plain_tensor(leaf) for _, leaf in others):
+        plain = {number: path for number, (path, leaf) in enumerate(pairs) if trees.is_plain_tensor(leaf)}
     return Target(leaves, tensors, objects, rebuild, merge, types, plain, donate)
-
-
-def _is_plain(leaf: Any) -> bool:
-    if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)):
-        return False
-    return isinstance(leaf, torch.Tensor) or trees.holds_tensors(leaf)
 
 
 def _unmerged(loaded: Any) -> Any:

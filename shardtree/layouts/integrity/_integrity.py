@@ -204,12 +204,13 @@ def raise_problems(problems: Sequence[Problem]) -> None:
     """
     if problems:
         fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
+        skip = "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."
         raise IntegrityError(
             error_text(
                 "sharding integrity: each element of a global tensor, and each object of a global array, "
                 "needs exactly one main replica (replica_id 0)",
                 offenders=problem_lines(problems),
-                fix="\n  ".join([*fixes, "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."]),
+                fix="\n  ".join([*fixes, skip]),
             )
         )
 

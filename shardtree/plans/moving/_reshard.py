@@ -25,8 +25,8 @@ from ...trees import (
     check_is_tree,
     common_with_holes,
     comparable,
-    deepest,
     flatten_with_paths,
+    is_plain_tensor,
     join,
     leaves_with_paths,
     map_shards,
@@ -34,6 +34,8 @@ from ...trees import (
     merge_into_held,
     refuse_hidden,
     refuse_too_deep,
+    refuse_without_elements,
+    unfilled,
     with_data,
 )
 from ..resharding import ReshardPlan, plan_reshard
@@ -66,14 +68,14 @@ class TargetTree:
         inner: for each, whether a factory built it.
         rebuild: from new leaves to a tree of the same structure.
         merge: from the joined tree to one with factories that hold their merged tensors.
-        plain: the paths of the plain tensors among the leaves.
+        plain: path and leaf of the plain tensors among the leaves.
     """
 
     leaves: tuple[Any, ...]
     inner: tuple[bool, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     merge: Callable[[Any], Any]
-    plain: tuple[TreePath, ...]
+    plain: tuple[tuple[TreePath, Any], ...]
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
@@ -110,6 +112,7 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
         pairs = leaves_with_paths(built)
     refuse_hidden(doing, pairs)
     shards = [(path, leaf) for path, leaf in pairs if isinstance(leaf, ShardedTensor)]
+    refuse_without_elements(doing, [(path, leaf) for path, leaf in pairs if not isinstance(leaf, ShardedTensor)])
     _check_tensors(shards, doing)
     objects = tuple(leaf for _, leaf in pairs if isinstance(leaf, ShardedObject))
     return SourceTree(tuple(shard for _, shard in shards), objects, common_with_holes(built))
@@ -176,7 +179,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
         pairs, rebuild = flatten_with_paths(built)
     refuse_hidden(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
-    plain = tuple(path for path, leaf in pairs if isinstance(leaf, torch.Tensor))
+    plain = tuple((path, leaf) for path, leaf in pairs if is_plain_tensor(leaf))
     return TargetTree(tuple(leaf for _, leaf in pairs), inner, rebuild, merge, plain)
 
 
@@ -221,20 +224,20 @@ def complete(
         return target.merge(join_filled(own, tree, target.plain, doing))
 
 
-def join_filled(common: Any, tree: Any, plain: Sequence[TreePath], doing: str) -> Any:
+def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], doing: str) -> Any:
     """Return a target joined with the plain values of the sources, after checking that its plain tensors get one.
 
     Args:
         common: the plain values; a hole if there are none.
         tree: the target, with holes for its plain values.
-        plain: the paths of its plain tensors.
+        plain: path and leaf of its plain tensors.
         doing: for messages.
 
     Raises:
         TreeError: the target doesn't fit the common state, or a plain tensor isn't in it: it would be lost.
     """
     joined = join(common, tree)
-    lacking = [render_path(path) for path in plain if deepest(joined, path)[1] < len(path)]
+    lacking = [render_path(path) for path in unfilled(joined, plain)]
     if lacking:
         what = f"{doing}: plain tensors of the target that no source has as a plain value"
         fix = "Make each a shard, as `shard_at` does, or put what is the rank's own into a LocalNonpersistentObject."
