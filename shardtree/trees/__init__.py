@@ -36,7 +36,18 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
-from ._join import Record, common_with_holes, comparable, deepest, is_hollow, join, left_out, unfilled, without_holes
+from ._join import (
+    Record,
+    common_with_holes,
+    comparable,
+    deepest,
+    is_hollow,
+    join,
+    left_out,
+    misfits,
+    unfilled,
+    without_holes,
+)
 from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
 from ._nested import flat, nested

@@ -16,7 +16,8 @@ from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ..mapping.memory import has_elements
 from ._edit import as_integers
-from ._nodes import Tree, depth_error, entries, same_kind
+from ._join import Record, deepest, stored_entries
+from ._nodes import Tree, depth_error, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
 
@@ -44,7 +45,7 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
 
     Tensors and arrays are equal when dtype, shape and every bit are: NaN equals the same NaN, 0.0 isn't -0.0. Devices
     aren't compared. Shards are equal when their metadata and data are. Dicts are equal whatever their class and order;
-    a tuple equals a namedtuple, but not a list.
+    a tuple equals a namedtuple, but not a list. Records of one type are compared field by field.
 
     Args:
         x1: the left tree.
@@ -66,11 +67,15 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
 
 
 def _findings(left: Tree, right: Tree, path: TreePath) -> Iterator[_Finding]:
-    mine, theirs = entries(left), entries(right)
+    mine, theirs = stored_entries(left), stored_entries(right)
     if mine is None or theirs is None:
         if not _same_value(left, right):
             yield "both", path
-    elif not same_kind(left, right) or isinstance(left, tuple) != isinstance(right, tuple):
+    elif (
+        not same_kind(left, right)
+        or isinstance(left, tuple) != isinstance(right, tuple)
+        or (isinstance(left, Record) and left.type_name != right.type_name)
+    ):
         yield "both", path
     else:
         for entry, child in mine.items():
@@ -173,12 +178,10 @@ def value_at(tree: Any, path: TreePath) -> str:
         >>> value_at({"lr": 0.1}, ("lr",)), value_at({"lr": 0.1}, ("step",))
         ('0.1', 'nothing')
     """
-    try:
-        for entry in path:
-            tree = tree[entry]
-    except (KeyError, IndexError, TypeError):
+    value, depth = deepest(tree, path)
+    if depth < len(path):
         return "nothing"
-    shown = _value_text(tree)
+    shown = _value_text(value)
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
 
 

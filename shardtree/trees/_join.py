@@ -7,7 +7,7 @@ tree is stored, so a join doesn't depend on them: every container of the target 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -225,7 +225,7 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
         ((HOLE, 1), (3, 2))
     """
     for depth, entry in enumerate(path):
-        children = _entries(tree)
+        children = stored_entries(tree)
         if isinstance(tree, Record) and isinstance(entry, int) and entry < len(tree.fields):
             entry = [*tree.fields][entry]
         if children is None or entry not in children:
@@ -249,17 +249,42 @@ def unfilled(joined: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePa
     return [
         path
         for path, leaf, node, depth in found
-        if depth < len(path) or (isinstance(leaf, torch.Tensor) and _entries(node) is not None)
+        if depth < len(path) or (isinstance(leaf, torch.Tensor) and stored_entries(node) is not None)
     ]
+
+
+def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
+    """Return the paths at which a target has something to load that doesn't fit what is stored, so that `join` raises.
+
+    Args:
+        common: the stored common tree.
+        target: as for `join`.
+
+    Examples:
+        >>> misfits({"w": 7, "step": 3, "m": {"lr": 1}}, {"w": "a", "step": HOLE, "m": {"w": "b"}})
+        (('w',),)
+    """
+    return tuple(_misfits(common, target, ()))
+
+
+def _misfits(stored: Tree, target: Tree, path: TreePath) -> Iterator[TreePath]:
+    if is_hollow(stored) or not _holds_any(target):
+        return
+    pair = _aligned(stored, target)
+    if pair is None:
+        yield path
+        return
+    for entry, child in pair[1].items():
+        yield from _misfits(pair[0].get(entry, HOLE), child, (*path, entry))
 
 
 def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:
     if joined is stored or stored is HOLE:
         return
-    mine = _entries(stored)
+    mine = stored_entries(stored)
     if mine is None:
         # A stored leaf is in the result unless it was left out, or a container of the target replaced it.
-        if joined is HOLE or _entries(joined) is not None:
+        if joined is HOLE or stored_entries(joined) is not None:
             yield path
         return
     pair = None if joined is HOLE else _aligned(stored, joined)
@@ -303,7 +328,7 @@ def _finish_target(target: Tree, path: TreePath) -> Tree:
 
 def _keep_whole(stored: Tree) -> Tree:
     """Return what is complete of a stored tree in which the target has nothing to load."""
-    children = _entries(stored)
+    children = stored_entries(stored)
     if children is None:
         return stored
     new = {entry: _keep_whole(child) for entry, child in children.items()}
@@ -326,6 +351,8 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
     """
     # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
     holes = [entry for entry, child in new.items() if child is HOLE]
+    if not holes and isinstance(node, Record):
+        return replace(node, fields=new)
     if not holes or isinstance(node, dict):
         return like(node, _drop_holes(new))
     if not named:
@@ -341,7 +368,7 @@ def _drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
 
 def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
     """Return the entries of two containers by the target's entries, None where they can't be joined entry by entry."""
-    mine, theirs = _entries(stored), _entries(target)
+    mine, theirs = stored_entries(stored), stored_entries(target)
     if mine is None or theirs is None:
         return None
     if isinstance(target, dict):
@@ -360,7 +387,7 @@ def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[An
     return ({names.get(name, name): child for name, child in mine.items()}, theirs) if fits else None
 
 
-def _entries(node: Tree) -> Mapping[Any, Tree] | None:
+def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
     """Return a container's entries, those of a record by field."""
     return node.fields if isinstance(node, Record) else entries(node)
 
@@ -372,7 +399,7 @@ def is_hollow(stored: Tree) -> bool:
         >>> is_hollow([HOLE, {"w": []}]), is_hollow([HOLE, 1])
         (True, False)
     """
-    children = _entries(stored)
+    children = stored_entries(stored)
     return stored is HOLE if children is None else all(map(is_hollow, children.values()))
 
 

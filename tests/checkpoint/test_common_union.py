@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as hypothesis
 
 import shardtree as st
 from shardtree.errors import IntegrityError, MetadataError, WorldError
 from shardtree.storage import MemoryStorage
 from shardtree.world import World
 from tests.checkpoint.test_collectives import CountingWorld
+from tests.trees.samples import assert_caught
 
 UNION = st.SaveOptions(common="union")
 RANKS = 4  # two stages of two ranks
@@ -144,3 +148,127 @@ def test_what_would_not_be_compared_is_refused_and_so_are_ranks_that_ask_for_oth
             st.save(tree(world.rank), MemoryStorage(), world=world, options=UNION if world.rank else None)
 
     st.simulate(RANKS, on_rank)
+
+
+def shard(key: str) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets(key, torch.arange(2.0))
+
+
+def save_two(trees: Sequence[Any], folder: MemoryStorage) -> None:
+    st.simulate(2, lambda world: st.save(trees[world.rank], folder, world=world, options=UNION))
+
+
+# What one rank has at "w", what the other one has there; where the error says so, and as what.
+MISFITS: list[tuple[Any, Any, str]] = [
+    (shard("w"), 7, r"\['w'\]: rank {} has ShardedTensor, rank {} has 7"),
+    (shard("v"), torch.ones(2), r"\['w'\]: rank {} has ShardedTensor, rank {} has Tensor \(2,\) float32"),
+    (shard("w"), {"x": 1}, r"\['w'\]: rank {} has ShardedTensor, rank {} has dict"),
+    (st.LocalNonpersistentObject(1), 5, r"\['w'\]: rank {} has LocalNonpersistentObject, rank {} has 5"),
+    ([shard("w")], [5], r"\['w'\]\[0\]: rank {} has ShardedTensor, rank {} has 5"),
+    ([shard("w")], {"x": 5}, r"\['w'\]: rank {} has list, rank {} has dict"),
+    ({"a": shard("w")}, 5, r"\['w'\]: rank {} has dict, rank {} has 5"),
+    ({"a": {"b": shard("w")}}, {"a": {"b": 5, "c": 6}}, r"\['a'\]\['b'\]: rank {} has ShardedTensor, rank {} has 5"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MISFITS)))
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_value_where_another_rank_has_shards_is_refused_before_a_byte_is_written(number: int, own: int) -> None:
+    *held, text = MISFITS[number]
+    trees = [{"w": held[rank != own], "step": 3} for rank in range(2)]
+    folder = MemoryStorage()
+
+    def on_rank(world: World) -> None:
+        with pytest.raises(IntegrityError, match=text.format(own, 1 - own)):
+            st.save(trees[world.rank], folder, world=world, options=UNION)
+
+    st.simulate(2, on_rank)
+    assert not folder.names()
+
+
+def test_shards_beside_values_and_dicts_of_shards_alone_are_no_conflict() -> None:
+    folder = MemoryStorage()
+    trees = [
+        {"m": {"w": shard("w")}, "s": {"a": shard("a"), "b": {"c": shard("c")}}, "l": [shard("l"), 1]},
+        {"m": {"lr": 1}, "s": {"lr": 2, "b": {"d": 3}}, "l": [st.LocalNonpersistentObject(4), 1]},
+    ]
+    save_two(trees, folder)
+    loaded = st.simulate(2, lambda world: st.load(trees[world.rank], folder, world=world))
+    values = torch.arange(2.0)
+    assert not st.diff(loaded[0]["m"], {"lr": 1, "w": values}) and not st.diff(loaded[0]["l"], [values, 1])
+    assert not st.diff(loaded[0]["s"], {"lr": 2, "b": {"c": values, "d": 3}, "a": values})
+    assert loaded[1] == {"m": {"lr": 1}, "s": {"lr": 2, "b": {"d": 3}}, "l": [4, 1]}
+
+
+class Moments(NamedTuple):
+    mean: Any
+    step: int
+
+
+def test_equal_values_with_fields_that_hold_tensors_agree() -> None:
+    folder = MemoryStorage()
+    save_two([{"o": Moments(torch.tensor([1.0, float("nan")]), 1), f"own {rank}": rank} for rank in range(2)], folder)
+    common = st.load_common_state_dict(folder, options=st.LoadOptions(types=(Moments,)))
+    expected = {"o": Moments(torch.tensor([1.0, float("nan")]), 1), "own 0": 0, "own 1": 1}
+    assert not st.diff(common, expected) and isinstance(common["o"], Moments)
+
+    def other(rank: int) -> dict[str, Any]:
+        return {"o": Moments(torch.tensor([float(rank)]), 1), f"own {rank}": rank}
+
+    text = r"tree\['o'\]\['mean'\]: rank 0 has Tensor \(1,\) float32 \[0\.0\], rank 1 has Tensor .* \[1\.0\]"
+    with pytest.raises(IntegrityError, match=text):
+        save_two([other(0), other(1)], MemoryStorage())
+
+
+SHAPES = hypothesis.dictionaries(
+    hypothesis.sampled_from("ab"),
+    hypothesis.recursive(
+        hypothesis.sampled_from([1, 2, "shard", "local"]),
+        lambda of: hypothesis.one_of(
+            hypothesis.dictionaries(hypothesis.sampled_from("ab"), of, min_size=1),
+            hypothesis.lists(of, min_size=1, max_size=2),
+            of.map(lambda child: (child,)),
+            of.map(lambda child: Moments(child, 1)),
+        ),
+        max_leaves=4,
+    ),
+    min_size=1,
+)
+Save = Callable[[Sequence[Any], MemoryStorage], None]
+
+
+def loads_where_it_saves(save: Save, shapes: Sequence[Any]) -> None:
+    """Each rank gets all that its tree had, or nothing is written."""
+
+    def filled(rank: int, as_loaded: bool) -> Any:
+        def leaf(path: Any, kind: Any) -> Any:
+            if kind == "shard":
+                return torch.arange(2.0) if as_loaded else shard(f"{rank} {path}")
+            return kind if as_loaded or kind != "local" else st.LocalNonpersistentObject(kind)
+
+        leaves, rebuild = st.trees.flatten_with_paths(shapes[rank])
+        return rebuild([leaf(path, kind) for path, kind in leaves])
+
+    folder, trees = MemoryStorage(), [filled(rank, False) for rank in range(2)]
+    try:
+        save(trees, folder)
+    except IntegrityError:
+        assert not folder.names()
+        return
+    for rank, loaded in enumerate(st.simulate(2, lambda world: st.load(trees[world.rank], folder, world=world))):
+        lost = st.diff(filled(rank, True), loaded)
+        assert not lost.only_left and not lost.mismatch
+
+
+TWO_SHAPES = hypothesis.tuples(SHAPES, SHAPES)
+
+
+@example(({"a": 1}, {"b": Moments({"a": 1, "b": "shard"}, 1)}))  # a record, of which a load leaves a hole out
+@given(TWO_SHAPES)
+def test_what_a_save_of_a_union_stores_every_rank_can_load(shapes: Sequence[Any]) -> None:
+    loads_where_it_saves(save_two, shapes)
+
+
+def test_the_law_of_loads_catches_a_union_in_which_shards_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtree.checkpoint.saving._common.misfits", lambda union, held: ())
+    assert_caught(loads_where_it_saves, save_two, TWO_SHAPES)

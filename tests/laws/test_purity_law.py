@@ -238,6 +238,7 @@ CALLS: dict[str, Call] = {
     "trees.comparable": (trees.comparable, trees.common_with_holes(TREE)),
     "trees.is_hollow": (trees.is_hollow, trees.common_with_holes(TREE)),
     "trees.holds_tensors": (trees.holds_tensors, TREE),
+    "trees.misfits": (trees.misfits, trees.common_with_holes(TREE), TREE),
     "trees.is_plain_tensor": (trees.is_plain_tensor, TREE),
     "trees.unfilled": (trees.unfilled, TREE, [(("model",), torch.zeros(2))]),
     "trees.deepest": (trees.deepest, trees.common_with_holes(TREE), ("model",)),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.trees import HOLE, comparable, diff, restrict, unite
+from shardtree.trees import HOLE, Record, comparable, diff, restrict, unite
 from tests.trees.samples import KEYS, TENSORS, assert_caught
 
 RANKS = 3
@@ -121,6 +121,19 @@ def test_lists_must_be_the_same_and_are_told_whole() -> None:
     assert conflicts == {("groups",): {0: [{"lr": 1}], 1: [{"lr": 1, "wd": 0}]}}
     assert list(unite({0: {"a": {"b": 1}}, 1: {"a": 1}})[1]) == [("a",)]
     assert list(unite({0: {"t": torch.zeros(1)}, 5: {"t": -torch.zeros(1)}})[1]) == [("t",)]
+
+
+def test_records_are_compared_by_field_bit_for_bit() -> None:
+    def parts(one: float, other: float, kind: str = "optim.State") -> dict[int, Any]:
+        pair = zip(("optim.State", kind), (one, other), strict=True)
+        return {
+            rank: {"o": Record(name, {"mu": torch.tensor(value), "n": 1})} for rank, (name, value) in enumerate(pair)
+        }
+
+    assert not unite(parts(float("nan"), float("nan")))[1]
+    assert list(unite(parts(0.0, -0.0))[1]) == list(unite(parts(0.0, 0.0, "another.State"))[1]) == [("o",)]
+    left, right = parts(0.0, -0.0).values()
+    assert diff(left, right).mismatch == (("o", "mu"),)
 
 
 def test_what_a_target_names_nothing_of_stays_whole() -> None:

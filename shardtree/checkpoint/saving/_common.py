@@ -8,30 +8,48 @@ from typing import Any
 
 from ... import layouts
 from ...codec import decode_tree, encode_tree
-from ...errors import IntegrityError, error_text
-from ...trees import comparable, unite
+from ...errors import IntegrityError, MetadataError, error_text
+from ...mapping import LocalNonpersistentObject, ShardedBase
+from ...trees import comparable, deepest, is_hollow, misfits, partition, unite
 from ...world import agree, gather
 from .._consistency import check_common
 from ._start import SaveCall
 
 
+def check_union(call: SaveCall) -> None:
+    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
+
+    Raises:
+        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
+    """
+    if call.options.common not in ("same", "union"):
+        expected = "'same' or 'union'"
+        raise MetadataError(error_text("save: no such common", found=repr(call.options.common), expected=expected))
+    if call.options.common == "union" and (call.common_view is not None or not call.validate):
+        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
+        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
+
+
 def compared(call: SaveCall, common: Any) -> Any:
     """Return what of a rank's common tree must be the same on all ranks, or fit together."""
+    if not call.validate:
+        return None
     # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
-    common = comparable(common) if call.validate else None
-    return common if call.common_view is None or not call.validate else call.common_view(common)
+    common = comparable(common)
+    return common if call.common_view is None else call.common_view(common)
 
 
-def settled(call: SaveCall, common: Any, hashes: Sequence[str | None]) -> Any:
+def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str | None]) -> Any:
     """Return the common tree that is stored where ranks' differ: their union, if that is asked for; two all-gathers.
 
     Args:
         call: the call of `save`.
+        tree: this rank's, with shards.
         common: this rank's, with holes.
         hashes: of what is compared of each rank's, by rank.
 
     Raises:
-        IntegrityError: it isn't asked for, or ranks have different values under the same keys.
+        IntegrityError: it isn't asked for, or ranks have different values under the same keys, or shards and values.
     """
     # Whole states travel only in this case, and of those that are the same only one.
     first = [hashes.index(hashed) for hashed in hashes]
@@ -51,28 +69,40 @@ def settled(call: SaveCall, common: Any, hashes: Sequence[str | None]) -> Any:
             check_common([commons[rank] for rank in first])
             return common
         # This rank's own values win: what was decoded has records where these have instances of classes.
-        return unite({0: common, 1: _united(commons, first)})[0]
+        return unite({0: common, 1: _united(commons, first, call.world.rank, tree)})[0]
 
     return agree(call.world, "save: check common states", checked)
 
 
-def _united(commons: Mapping[int, Any], first: Sequence[int]) -> Any:
+def _united(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
     """Return the union of all ranks' common trees, of dicts by key.
 
     Args:
         commons: common trees with holes, each once, by the first rank that has it.
         first: by rank, the first one that has the same.
+        own_rank: this rank.
+        tree: this rank's, with shards.
 
     Raises:
-        IntegrityError: ranks have different values under one key; names every path, the ranks and all values.
+        IntegrityError: ranks have different values under one key, or another one has a value where this one has
+            shards; names every path, the ranks and all values.
     """
     union, conflicts = unite(commons)
-    if conflicts:
-        lines = []
-        for path, values in conflicts.items():
-            by_rank = {rank: values[like] for rank, like in enumerate(first) if like in values}
-            found = layouts.common_problems(by_rank)
-            lines += [str(replace(problem, key=(*path, *problem.key))) for problem in found]
+    by_path = {
+        path: {rank: held[like] for rank, like in enumerate(first) if like in held} for path, held in conflicts.items()
+    }
+    if not by_path:
+        # A load into this rank's own tree must fit what is stored: its shards have no place where a value stands.
+        shards, _ = partition(tree, lambda leaf: isinstance(leaf, ShardedBase | LocalNonpersistentObject))
+        for path in misfits(union, shards):
+            by_path[path] = {own_rank: deepest(shards, path)[0]}
+            for rank, like in enumerate(first):
+                value, depth = deepest(commons[like], path)
+                if rank != own_rank and depth == len(path) and not is_hollow(value):
+                    by_path[path][rank] = value
+    if by_path:
+        found = [(path, problem) for path, by_rank in by_path.items() for problem in layouts.common_problems(by_rank)]
+        lines = [str(replace(problem, key=(*path, *problem.key))) for path, problem in found]
         fix = (
             "Give each rank's value a key of its own, or wrap it in a ShardedObject. Make a list whose entries differ "
             "a dict by what they belong to, as StateDictOptions(flatten_optimizer_state_dict=True) does of an "

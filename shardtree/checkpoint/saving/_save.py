@@ -34,9 +34,9 @@ from .._dispatch import Backends, Choice, backends_of, check_options
 from .._fingerprint import check_can_hold, in_usual_threads
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
-from ._common import compared, settled
+from ._common import check_union, common_to_store, compared
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import SaveCall, SaveStart, begin, check_union, pending_here, start_of
+from ._start import SaveCall, SaveStart, begin, pending_here, start_of
 
 
 class _Keywords(TypedDict, total=False):
@@ -179,7 +179,7 @@ def save(
 
     with ExitStack() as undo:
         local, messages = meet(call, parts_of, checkpoint_dir, undo)
-        local = compare_common(call, local, messages)
+        local = compare_common(call, sharded_state_dict, local, messages)
         sums = sum_replicas(call, local, messages)
         request = agree(ranks, "save: plan", partial(_plan, call, local, messages, sums), steps=_PLAN_STEPS)
         undo.pop_all()  # from here on the request removes the folder if it is abandoned
@@ -275,11 +275,12 @@ def meet(
     return local, [(description, start) for description, (_, start) in zip(completed, messages, strict=True)]
 
 
-def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> LocalSave:
+def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequence[Message]) -> LocalSave:
     """Return what a rank knows, with the common state that is stored; two all-gathers where ranks' differ, else none.
 
     Args:
         call: the call of `save`.
+        tree: this rank's.
         local: what this rank knows by itself.
         messages: each rank's, by rank.
 
@@ -289,7 +290,7 @@ def compare_common(call: SaveCall, local: LocalSave, messages: Sequence[Message]
     hashes = [description.common for description, _ in messages if description is not None]
     if len(set(hashes)) < 2:
         return local
-    common = settled(call, local.parts.common, hashes)
+    common = common_to_store(call, tree, local.parts.common, hashes)
     return replace(local, parts=replace(local.parts, common=common))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...errors import AlreadyACheckpoint, CorruptCheckpoint, MetadataError, StorageError, error_text
+from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...layouts import ShardColumns
 from ...storage import Begun, Conditional, Exchanging, Listing, Storage, claim, new_folder, process_token, release
 from ...strategies import (
@@ -85,20 +85,6 @@ class SaveCall:
         choices = (("sharded_strategy", sharded), ("common_strategy", self.choices[1]))
         # A function has another repr in each process.
         return changed | {name: one if isinstance(one, tuple) else "a function" for name, one in choices if one}
-
-
-def check_union(call: SaveCall) -> None:
-    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
-
-    Raises:
-        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
-    """
-    if call.options.common not in ("same", "union"):
-        expected = "'same' or 'union'"
-        raise MetadataError(error_text("save: no such common", found=repr(call.options.common), expected=expected))
-    if call.options.common == "union" and (call.common_view is not None or not call.validate):
-        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
-        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
 
 
 @dataclass(frozen=True, slots=True)
