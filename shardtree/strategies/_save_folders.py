@@ -172,7 +172,8 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
     except StorageError:
         return None  # the note is being removed at this moment
     # A save that was killed before it left its note, as a crash right then makes an empty folder.
-    return is_alive(note) if note is not None or maker_is_dead(folder[-16:]) is None else False
+    alive = is_alive(note)
+    return False if alive is None and maker_is_dead(folder[-16:]) else alive
 
 
 def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:

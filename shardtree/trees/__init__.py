@@ -37,10 +37,8 @@ from ._factories import (
     merge_into_held,
 )
 from ._join import (
-    Record,
     common_with_holes,
     comparable,
-    deepest,
     is_hollow,
     join,
     left_out,
@@ -63,6 +61,7 @@ from ._nodes import (
     with_data,
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
+from ._record import Record, deepest
 from ._unbox import rebox, unbox
 from ._union import restrict, unite
 

@@ -7,10 +7,9 @@ tree is stored, so a join doesn't depend on them: every container of the target 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import optree
 import torch
 
@@ -29,49 +28,7 @@ from ._nodes import (
     like,
     stored_like,
 )
-
-# Records replace instances of classes, since no file may name a class to import.
-
-_SIMPLE = (str, int, bool, float, type(None))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Record:
-    """An enum member, dataclass or named tuple as it was stored.
-
-    Two records are equal if their types and fields are; tensors and arrays in them are equal if they are the same
-    object.
-
-    Attributes:
-        type_name: module and qualified name of its class.
-        fields: name -> value; of an enum member its `name` and `value`.
-
-    Examples:
-        >>> Record("train.Config", {"lr": 0.1}) == Record("train.Config", {"lr": 0.1})
-        True
-    """
-
-    type_name: str
-    fields: Mapping[str, Any]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Record):
-            return NotImplemented
-        return self.type_name == other.type_name and _equal(dict(self.fields), dict(other.fields))
-
-    def __hash__(self) -> int:
-        simple = tuple((name, value) for name, value in self.fields.items() if type(value) in _SIMPLE)
-        return hash((self.type_name, frozenset(simple)))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, torch.Tensor | np.ndarray) or type(one) is not type(other):
-        return one is other
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+from ._record import Record, deepest, stored_entries
 
 
 def common_with_holes(tree: Tree) -> Tree:
@@ -211,27 +168,6 @@ def left_out(common: Tree, joined: Tree) -> tuple[TreePath, ...]:
         (('ema', 1),)
     """
     return tuple(_missing_paths(common, joined, ()))
-
-
-def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
-    """Return the last node on a path that a tree has, and how many of the path's entries lead to it.
-
-    Args:
-        tree: a stored common tree, or what `join` made of one.
-        path: of a target's leaf. Stored records have fields where the target's namedtuples have positions.
-
-    Examples:
-        >>> deepest({"model": HOLE}, ("model", "w")), deepest({"step": [3]}, ("step", 0))
-        ((HOLE, 1), (3, 2))
-    """
-    for depth, entry in enumerate(path):
-        children = stored_entries(tree)
-        if isinstance(tree, Record) and isinstance(entry, int) and entry < len(tree.fields):
-            entry = [*tree.fields][entry]
-        if children is None or entry not in children:
-            return tree, depth
-        tree = children[entry]
-    return tree, len(path)
 
 
 def unfilled(joined: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
@@ -385,11 +321,6 @@ def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[An
     else:
         fits = mine.keys() == names.keys()
     return ({names.get(name, name): child for name, child in mine.items()}, theirs) if fits else None
-
-
-def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
-    """Return a container's entries, those of a record by field."""
-    return node.fields if isinstance(node, Record) else entries(node)
 
 
 def is_hollow(stored: Tree) -> bool:

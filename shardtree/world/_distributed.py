@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
-import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import ref
 
 import torch
 
 from ..errors import WorldError, error_text, rank_text
+from ._groups import Gloo, absent_ranks, coordination_group, is_initialised, member_of, wait_for_all
 from ._world import (
     DEFAULT_TIMEOUT,
     Exchange,
@@ -28,90 +26,6 @@ from ._world import (
     pack,
     unpack,
 )
-
-# The gloo groups that are used for coordination.
-#
-# They are made from gloo's own class: `torch.distributed.new_group` has to be called by every rank of the job, or,
-# with `use_local_synchronization`, hangs if ranks belong to different numbers of groups.
-
-# A ProcessGroup or a ProcessGroupGloo: the same methods, but no common base class with type annotations.
-Gloo: TypeAlias = Any
-
-# A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to
-# ours, and they are dropped with the caller's group, or at exit.
-_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[tuple[str | None, float], Gloo]] = WeakKeyDictionary()
-_use_counts: Counter[str] = Counter()
-
-_stores: WeakKeyDictionary[Gloo, torch.distributed.Store] = WeakKeyDictionary()
-"""Of each group that was made here: where ranks that have given up waiting say so, for errors that name the others."""
-
-_LOOK = 1.0  # seconds between two looks whether another rank has given up
-_GRACE = 2.0  # seconds in which those who wait give up too
-
-
-def is_initialised() -> bool:
-    """Return whether torch.distributed has a default process group."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()
-
-
-def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
-    """Return a gloo group with the members of a group.
-
-    It is made when all members ask for it the first time, or for a longer timeout, and kept as long as the group.
-
-    Raises:
-        WorldError: if it can't be made.
-    """
-    # Also beside a group that uses gloo: gloo gives up after the timeout of the group, whatever a call asks for.
-    made = _made.setdefault(group, {})
-    lasting = [own for (other, seconds), own in made.items() if other == purpose and seconds >= timeout]
-    if not lasting:
-        # Beside one with a shorter timeout, not in place of it: worlds that were made before still use that.
-        lasting = [made.setdefault((purpose, timeout), _make(group, timeout, purpose))]
-        atexit.unregister(_made.clear)
-        atexit.register(_made.clear)
-    return lasting[0]
-
-
-def _member_of(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
-    """Return the group, or the default one; raises unless this process is in it."""
-    import torch.distributed as dist
-
-    if not is_initialised():
-        fix = "Call torch.distributed.init_process_group first, or pass world=one_process()."
-        raise WorldError(error_text("torch.distributed has no default process group", fix=fix))
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise WorldError(error_text(f"rank {dist.get_rank()} is not in the process group that it was given"))
-    return group
-
-
-def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | None) -> Gloo:
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    ranks = dist.get_process_group_ranks(group)
-    # The members make their groups in the same order, so their counters agree. The counter is part of the name since
-    # keys that an earlier group left in the store would confuse a new one.
-    name = f"shardtree/{purpose or ''}/{'_'.join(map(str, ranks))}"
-    _use_counts[name] += 1
-    store = dist.PrefixStore(f"{name}/{_use_counts[name]}", _get_default_store())
-    what = f"the {len(ranks)} ranks of a process group couldn't make a gloo group beside it"
-    try:
-        # gloo of torch 2.15 ends the process where the store, as that of the backend "fake", keeps nothing.
-        store.set(f"seen by {group.rank()}", "yes")
-        if store.get(f"seen by {group.rank()}") != b"yes":
-            raise RuntimeError("the group's store doesn't return what was set")
-        made = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
-    except RuntimeError as error:
-        found = f"{type(error).__name__}: {error}"
-        fix = "Start the processes with torchrun, or pass world=one_process() for a process by itself."
-        raise WorldError(error_text(what, found=found, fix=fix)) from error
-    _stores[made] = store
-    return made
-
 
 # Values are sent as frames: a length, then the pickle. The first bytes of a frame, its head, have a fixed size, so that
 # a small value takes one collective; the rest of a longer one follows in its exact size. Up to about 128 KiB in all, a
@@ -168,11 +82,11 @@ class DistributedWorld(World):
         check_rank(self, "broadcast", root)
         frame = self._frame(pack("broadcast", value)) if self.rank == root else self._empty_frame()
         with self._backend_errors(f"broadcast(root={root})") as group:
-            self._wait_for_all(group, group.broadcast(frame[: self._head], root))
+            wait_for_all(group, group.broadcast(frame[: self._head], root), self.timeout)
             if self.rank != root:
                 frame = self._empty_frame(frame)
             if len(frame) > self._head:
-                self._wait_for_all(group, group.broadcast(frame[self._head :], root))
+                wait_for_all(group, group.broadcast(frame[self._head :], root), self.timeout)
         if self.rank == root:
             return value
         received: T = _read("broadcast", frame)
@@ -181,7 +95,7 @@ class DistributedWorld(World):
     def barrier(self) -> None:
         # Not the group's barrier: with several backends it may be that of the accelerator.
         with self._backend_errors("barrier") as group:
-            self._wait_for_all(group, group.allreduce(torch.zeros(1, dtype=torch.int32, device="cpu")))
+            wait_for_all(group, group.allreduce(torch.zeros(1, dtype=torch.int32, device="cpu")), self.timeout)
 
     def all_to_all(self, values: Sequence[T]) -> list[T]:
         check_one_each(self, values)
@@ -235,25 +149,25 @@ class DistributedWorld(World):
     def _exchange_frames(self, group: Gloo, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's frame, by rank."""
         heads = [self._empty_frame() for _ in range(self.size)]
-        self._wait_for_all(group, group.allgather(heads, mine[: self._head]))
+        wait_for_all(group, group.allgather(heads, mine[: self._head]), self.timeout)
         frames = [mine if rank == self.rank else self._empty_frame(head) for rank, head in enumerate(heads)]
         # Broadcasts in each frame's exact size: with gloo, 3 to 5 times faster than an all_gather padded to equal
         # sizes.
         rests = [(frame[self._head :], rank) for rank, frame in enumerate(frames) if len(frame) > self._head]
         works = [group.broadcast(*rest) for rest in rests]
         for work in works:
-            self._wait_for_all(group, work)
+            wait_for_all(group, work, self.timeout)
         return frames
 
     def _exchange_pieces(self, group: Gloo, mine: list[bytes]) -> list[memoryview]:
         """Return what each rank sent to this one, by rank."""
         sizes = torch.tensor([len(piece) for piece in mine], dtype=torch.int64, device="cpu")
         incoming_sizes = torch.empty_like(sizes)
-        self._wait_for_all(group, group.alltoall_base(incoming_sizes, sizes, [], []))
+        wait_for_all(group, group.alltoall_base(incoming_sizes, sizes, [], []), self.timeout)
         outgoing = torch.frombuffer(bytearray(b"".join(mine)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
         incoming = torch.empty(int(incoming_sizes.sum()), dtype=torch.uint8, device="cpu")
         splits = incoming_sizes.tolist()
-        self._wait_for_all(group, group.alltoall_base(incoming, outgoing, splits, sizes.tolist()))
+        wait_for_all(group, group.alltoall_base(incoming, outgoing, splits, sizes.tolist()), self.timeout)
         return [piece.numpy().data for piece in torch.split(incoming, splits)]
 
     def _frame(self, data: bytes) -> torch.Tensor:
@@ -274,27 +188,6 @@ class DistributedWorld(World):
     def _wait(self, work: torch.distributed.Work) -> None:
         work.wait(timedelta(seconds=self.timeout))
 
-    def _wait_for_all(self, group: Gloo, work: torch.distributed.Work) -> None:
-        """Wait for a collective, unless another rank gives up.
-
-        In a ring only the neighbours of a rank that died hear of it at once. The others would wait for theirs to end,
-        and be taken for absent.
-        """
-        end = time.monotonic() + self.timeout
-        while not work.is_completed():
-            left = end - time.monotonic()
-            try:
-                # Of a collective, a wait that has timed out leaves the work as it is; a send or recv would end by it.
-                work.wait(timedelta(seconds=min(_LOOK, max(left, 0.001))))
-            except RuntimeError:
-                if work.is_completed():
-                    break
-                if left <= _LOOK:
-                    raise
-                if self._another_gave_up(group):
-                    raise RuntimeError("another rank gave up waiting") from None
-        work.wait()  # raises what the work failed with
-
     @contextmanager
     def _backend_errors(self, what: str, peers: Iterable[int] | None = None) -> Iterator[Gloo]:
         """Yield the group; the backend's exceptions become WorldErrors, with who of peers, or of all, is absent."""
@@ -304,7 +197,7 @@ class DistributedWorld(World):
         try:
             yield group
         except (RuntimeError, ValueError) as error:
-            absent = self._absent(group, range(self.size) if peers is None else sorted(peers))
+            absent = absent_ranks(group, range(self.size) if peers is None else peers, self.timeout)
             who = f"{rank_text(absent)} of {self.size} didn't take part; " if absent else ""
             raise WorldError(
                 error_text(
@@ -313,28 +206,6 @@ class DistributedWorld(World):
                     fix=f"A peer died, was silent for {self.timeout:g} seconds, or called another collective.",
                 )
             ) from error
-
-    def _another_gave_up(self, group: Gloo) -> bool:
-        """Return whether another rank has given up once more than this one."""
-        store = _stores.get(group)
-        return store is not None and store.check([f"gave up {store.add(f'gave up: {self.rank}', 0) + 1} times"])
-
-    def _absent(self, group: Gloo, peers: Sequence[int]) -> list[int]:
-        """Return the peers that don't give up waiting as this one does; none where that can't be found out."""
-        store = _stores.get(group)
-        if store is None:
-            return []
-        try:
-            times = store.add(f"gave up: {self.rank}", 1)
-            store.set(f"gave up {times} times", "yes")
-            end = time.monotonic() + min(_GRACE, self.timeout)
-            while True:
-                absent = [rank for rank in peers if store.add(f"gave up: {rank}", 0) < times]
-                if not absent or time.monotonic() > end:
-                    return absent
-                time.sleep(0.05)
-        except RuntimeError:  # the rank that has the store is gone
-            return []
 
 
 def distributed(
@@ -354,7 +225,7 @@ def distributed(
     Raises:
         WorldError: if torch.distributed isn't initialised, or this process isn't in the group.
     """
-    member = _member_of(group)
+    member = member_of(group)
     return DistributedWorld(coordination_group(member, timeout, purpose), timeout, member)
 
 

@@ -108,9 +108,9 @@ def load(
 
     Only the bytes that the target asks for are read. A plain tensor in the target asks for the whole stored tensor
     whose key is its path, joined by dots, on each rank that has it; where no tensor has that key, the common state's
-    value is in its place. What gets neither isn't in the result, which a warning and the report name. Other plain
-    values in the target are ignored. The result keeps all containers of the target, as `trees.join` says. Stored
-    lists, tuples and records whose shards the target doesn't ask for are left out; the report and
+    value is in its place. A plain tensor for which nothing is stored isn't in the result; a warning and the report name
+    it. Other plain values in the target are ignored. The result keeps all containers of the target, as `trees.join`
+    says. Stored lists, tuples and records whose shards the target doesn't ask for are left out; the report and
     ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json.

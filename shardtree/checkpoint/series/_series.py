@@ -103,7 +103,7 @@ class CheckpointSeries:
     def latest(self) -> SavedStep | None:
         """Return the newest finished step, None if there is none: that of the highest number, whenever it was saved.
 
-        After a run went back to an earlier step, that is a step of the time before, until `drop_after` removes it.
+        After a run went back, the steps ahead of it still count, until `drop_after` removes them.
         """
         return on_rank_zero(self._ranks(), "series: list", self._newest)
 

@@ -221,13 +221,18 @@ class PatternSpecs:
 
     def __call__(self, key: str, leaf: Any) -> PartitionSpec:
         """Return a tensor's spec; KeyMismatch where no pattern fits its key, and there is no default."""
-        found = next((spec for _, expression, spec in self.rows if expression.fullmatch(key)), self.default)
+        row = self.first(key)
+        found = self.default if row is None else row[2]
         if found is None:
             fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that aren't cut."
             listed = ", ".join(repr(pattern) for pattern, _, _ in self.rows)
             what = f"specs_by_pattern: no pattern matches {key!r}"
             raise KeyMismatch(error_text(what, found=listed[:1000] or "no patterns", fix=fix))
         return found
+
+    def first(self, key: str) -> tuple[str, re.Pattern[str], PartitionSpec] | None:
+        """Return the row of the first pattern that fits a key, None if none does."""
+        return next((row for row in self.rows if row[1].fullmatch(key)), None)
 
 
 def specs_by_pattern(
@@ -293,9 +298,7 @@ def check_patterns(doing: str, specs: Specs, keys: Iterable[str], *, whole: bool
     """
     if not isinstance(specs, PatternSpecs) or specs.allow_unused:
         return
-    first = {
-        key: next((pattern for pattern, expression, _ in specs.rows if expression.fullmatch(key)), None) for key in keys
-    }
+    first = {key: row and row[0] for key in keys for row in [specs.first(key)]}
     unused = [pattern for pattern, _, _ in specs.rows if pattern not in first.values()]
     # One key of those that differ in numbers alone, which layers have.
     rest = {re.sub(r"\d+", "0", key): key for key, pattern in first.items() if pattern is None}.values()

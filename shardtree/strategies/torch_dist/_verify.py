@@ -182,11 +182,13 @@ def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     if not has_meta(checkpoint):
         return ()
     found = verify_archive(checkpoint, META_FILE)
-    with suppress(UnsafeFile, UnsupportedValue):
-        try:
-            load_dcp_common(checkpoint)
-        except CorruptCheckpoint as error:
-            return (*found, *([] if any(isinstance(one, Damage) for one in found) else [Damage(META_FILE, str(error))]))
+    if any(isinstance(one, Damage) for one in found):
+        return found
+    try:
+        with suppress(UnsafeFile, UnsupportedValue):
+            load_dcp_common(checkpoint)  # whether it goes with the rest
+    except CorruptCheckpoint as error:
+        return (*found, Damage(META_FILE, str(error)))
     return found
 
 

@@ -228,18 +228,14 @@ def fill_item(value: Any, dtype: torch.dtype, what: str) -> bytes:
         if isinstance(value, str) and value.startswith("0x"):
             return int(value, 16).to_bytes(dtype.itemsize, "little")
         if isinstance(value, list):
-            real, imaginary = (float(part) for part in value)
+            real, imaginary = map(float, value)
             number = torch.tensor([complex(real, imaginary)], dtype=torch.complex128, device="cpu")
-            return row_major_bits(number.to(dtype)).numpy().tobytes()
-        if isinstance(value, str):
-            value = float(value)
-        if dtype.is_floating_point:
-            return (
-                row_major_bits(torch.tensor([float(value)], dtype=torch.float64, device="cpu").to(dtype))
-                .numpy()
-                .tobytes()
-            )
-        return row_major_bits(torch.tensor([value], dtype=dtype, device="cpu")).numpy().tobytes()
+        elif dtype.is_floating_point:
+            number = torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+        else:
+            value = float(value) if isinstance(value, str) else value
+            number = torch.tensor([value], dtype=dtype, device="cpu")
+        return row_major_bits(number.to(dtype)).numpy().tobytes()
     except (ValueError, TypeError, OverflowError, RuntimeError, struct.error) as error:
         found, expected = f"fill value {value!r}"[:200], f"a {dtype_name(dtype)}"
         raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=expected)) from error

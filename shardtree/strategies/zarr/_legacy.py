@@ -10,7 +10,7 @@ from ...codec.archives import decode_archive
 from ...errors import CheckpointingException, UnsafeFile
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
-from ...storage import ReadReport
+from ...storage import Buffer, ReadReport
 from .._checks import check_objects_known, old_unique_key
 from .._findings import Damage, Finding
 from .._values import Checkpoint
@@ -69,15 +69,19 @@ def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]
     numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
     check_objects_known(keys, [number >= 0 for number in numbers])
     names = [file_at(index, int(index.object_file[number])).name for number in numbers]
-    return [_read_object(checkpoint, name) for name in names]
+    return [_decoded_object(checkpoint, name, _object_bytes(checkpoint, name)) for name in names]
 
 
-def _read_object(checkpoint: Checkpoint, name: str) -> Any:
-    storage, options = checkpoint.storage, checkpoint.options
-    with storage.open(name) as reader:
+def _object_bytes(checkpoint: Checkpoint, name: str) -> Buffer:
+    with checkpoint.storage.open(name) as reader:
         data = reader.read()
     checkpoint.options.progress(data.nbytes)
-    return decode_archive(data, what=storage.where(name), types=options.types, allow_pickle=options.allow_pickle)
+    return data
+
+
+def _decoded_object(checkpoint: Checkpoint, name: str, data: Buffer) -> Any:
+    what, options = checkpoint.storage.where(name), checkpoint.options
+    return decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
 
 
 def verify_legacy_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -90,13 +94,12 @@ def verify_legacy_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 
 def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
-    storage = checkpoint.storage
     for number in group.index.object_file.tolist():
         name = file_at(group.index, number).name
         try:
+            data = _object_bytes(checkpoint, name)
             with suppress(UnsafeFile):  # a class that we won't make: the bytes may still be what was saved
-                _read_object(checkpoint, name)
-            with storage.open(name) as reader:
-                yield from archive_unchecked(name, reader.read())
+                _decoded_object(checkpoint, name, data)
+            yield from archive_unchecked(name, data)
         except CheckpointingException as error:
             yield Damage(name, str(error))

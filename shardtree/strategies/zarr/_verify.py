@@ -309,7 +309,7 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     storage = checkpoint.storage
     arrays, objects, untaken = find_arrays(storage)
-    folders = {array.name for array in arrays} | {name for name in untaken if not name.endswith(".pt")}
+    folders = {array.name for array in arrays} | set(filter(storage.is_folder, untaken))
     groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
     nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
     chunks = [name for folder in sorted(folders) for name in _chunks(storage, folder)]

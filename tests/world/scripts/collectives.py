@@ -13,7 +13,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 
 from shardtree.errors import RemoteError, UnsupportedValue, WorldError
 from shardtree.world import World, agree, current_world, distributed, gather, gather_on_rank_zero, on_rank_zero
-from shardtree.world._distributed import coordination_group
+from shardtree.world._groups import coordination_group
 
 
 def check_collectives(world: World) -> None:
