@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import shardtree as st
-from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue
+from shardtree.errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, UnsupportedValue
 from shardtree.interop.dtensor import ModuleKeys, load_module
 from shardtree.storage import MemoryStorage
 from shardtree.world import World, run_processes
@@ -133,7 +134,7 @@ def test_a_module_on_the_meta_device_is_refused() -> None:
     with pytest.raises(UnsupportedValue, match=r"to_empty"):
         load_module(model, folder)
     model.to_empty(device="cpu")  # which gives each name of a tied weight memory of its own
-    with pytest.raises(KeyMismatch, match="tie weights"):
+    with pytest.raises(KeyMismatch, match="Tie weights that to_empty"):
         load_module(model, folder)
     model.head.weight = model.embed.weight
     load_module(model, folder)
@@ -166,6 +167,9 @@ def loads(world: World, *, sizes: dict[str, int], folder: str) -> int:
     assert load_module(model, folder, within=mesh, strided="fsdp2", options=options) == ModuleKeys((), ())
     check_holds(model, values())
     assert model.head.weight is model.embed.weight
+    model.head.weight = nn.Parameter(torch.zeros_like(model.embed.weight))
+    load_module(model, folder, key=lambda name: name.replace("head", "embed"), within=mesh, strided="fsdp2")
+    check_holds(model, values())
     return sum(nbytes)
 
 
@@ -212,10 +216,13 @@ def test_extra_states_and_scales_go_through_the_modules_own_hooks_in_any_size() 
     assert load_module(model, stored(tree, MemoryStorage())) == ModuleKeys((), ())
     assert torch.equal(model.weight.data, torch.ones(2, 3))
     assert torch.equal(model.absmax, torch.arange(5.0)) and torch.equal(model.amax, torch.arange(7.0))
-    bare = Scaled()
-    assert load_module(bare, stored({"weight": torch.ones(2, 3)}, MemoryStorage())) == ModuleKeys(
-        (), (), ("_extra_state", "weight.absmax")
-    )
+    bare = stored({"weight": torch.ones(2, 3)}, MemoryStorage())
+    with pytest.raises(KeyMismatch) as caught:
+        load_module(model, bare)
+    assert caught.value.unexpected == ("_extra_state", "weight.absmax")
+    assert load_module(model, bare, strict=False) == ModuleKeys(caught.value.unexpected, ())
+    model.amax, model.absmax = torch.zeros(0), torch.zeros(0)  # as in a layer that isn't quantised
+    assert load_module(model, bare) == ModuleKeys((), (), caught.value.unexpected)
 
 
 def test_what_a_hook_transposes_comes_back_through_the_other_hook() -> None:
@@ -256,3 +263,150 @@ def test_a_buffer_of_the_common_state_is_loaded() -> None:
     st.save(shards | {**rest, "running_mean": torch.ones(5)}, folder, overwrite=True)
     with pytest.raises(ShapeError, match="'running_mean' doesn't fit"):
         load_module(model, folder)
+
+
+# What hooks rename, clone and nest, and names that meet.
+
+
+def saved(folder: Path, tensors: dict[str, torch.Tensor], common: Any = None) -> str:
+    shards = {name: st.ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    st.save(shards | (common or {}), str(folder))
+    return str(folder)
+
+
+class Hooked(nn.Module):
+    """A module whose hook changes its state, and has no inverse."""
+
+    def __init__(self, hook: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+        def run(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+            hook(state)
+
+        self._register_state_dict_hook(run)
+
+
+def clones(state: dict[str, Any]) -> None:
+    state["weight"] = state["weight"].detach().clone()
+
+
+def deletes(state: dict[str, Any]) -> None:
+    del state["weight"]
+
+
+def deletes_and_clones(state: dict[str, Any]) -> None:
+    del state["weight"]
+    state["bias"] = state["bias"].detach().clone()
+
+
+def renames(state: dict[str, Any]) -> None:
+    state["turned"] = state.pop("weight").detach().clone()
+
+
+def test_weights_that_to_empty_took_apart_are_filled_with_one_stored_tensor(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Model()
+    model.to_empty(device="cpu")
+    folder = stored(values(), str(tmp_path / "model"))
+    assert load_module(model, folder, key=lambda name: name.replace("head", "embed")) == ModuleKeys((), ())
+    assert model.head.weight is not model.embed.weight
+    check_holds(model, values())
+    with pytest.raises(KeyMismatch, match=r"(?s)'norm\.bias' for tensors that differ.*norm\.bias\n.*up\.bias"):
+        load_module(model, folder, key=lambda name: name.replace("head", "embed").replace("up.bias", "norm.bias"))
+
+
+def test_what_a_hook_renames_without_an_inverse_is_refused_or_named(tmp_path: Path) -> None:
+    model, folder = Hooked(renames), saved(tmp_path, {"turned": torch.ones(2), "bias": torch.ones(2)})
+    with pytest.raises(KeyMismatch, match=r"nothing of it was loaded\n  turned\n"):
+        load_module(model, folder)
+    assert load_module(model, folder, strict=False) == ModuleKeys(("weight",), ("turned",))
+    assert model.weight.tolist() == [0, 0] and model.bias.tolist() == [1, 1]
+
+    def back(_: Any, state: dict[str, Any], *__: Any) -> None:
+        state["weight"] = state.pop("turned")
+
+    model.register_load_state_dict_pre_hook(back)
+    assert load_module(model, folder) == ModuleKeys((), ())
+    assert model.weight.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("hook", [clones, deletes, deletes_and_clones])
+def test_a_parameter_that_a_hook_hides_and_nothing_fills_is_missing(hook: Any, tmp_path: Path) -> None:
+    model, folder = Hooked(hook), saved(tmp_path, {"bias": torch.ones(2)})
+    with pytest.raises(KeyMismatch, match="weight") as caught:
+        load_module(model, folder)
+    assert caught.value.unexpected == ("weight",)
+    assert load_module(model, folder, strict=False) == ModuleKeys(("weight",), ())
+    assert model.weight.tolist() == [0, 0] and model.bias.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("in_common", [False, True])
+def test_through_hooks_another_dtype_is_converted_on_request_alone(in_common: bool, tmp_path: Path) -> None:
+    other, bias = {"weight": torch.ones(2, dtype=torch.float64)}, {"bias": torch.ones(2)}
+    folder = saved(tmp_path, bias, other) if in_common else saved(tmp_path, bias | other)
+    model = Hooked(clones)
+    with pytest.raises(ShapeError, match=r"(?s)weight.*float64.*cast=True"):
+        load_module(model, folder)
+    assert load_module(model, folder, cast=True) == ModuleKeys((), ())
+    assert model.weight.tolist() == [1, 1] and model.weight.dtype == torch.float32
+
+
+class Counted(nn.Module):
+    """A module with an extra state of any kind."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.zeros(2)), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"amax": [1.5], "step": 3}, {"history": torch.arange(3.0)}, {}])
+@pytest.mark.parametrize("kind", ["flat", "nested", "object"])
+def test_an_extra_state_that_is_a_dict_is_loaded(extra: Any, kind: str, tmp_path: Path) -> None:
+    common: dict[str, Any] = {
+        "flat": {"0._extra_state": extra},
+        "nested": {"0": {"_extra_state": extra}},
+        "object": {"rng": st.ShardedObject("0._extra_state", extra, (1,), (0,))},
+    }[kind]
+    layer = Counted({"step": 0})
+    assert load_module(nn.Sequential(layer), saved(tmp_path, {"0.weight": torch.ones(2)}, common)) == ModuleKeys((), ())
+    assert repr(layer.extra) == repr(extra)
+
+
+def test_an_extra_state_whose_tensors_are_stored_by_themselves_is_not_given_in_part(tmp_path: Path) -> None:
+    history = st.ShardedTensor.from_rank_offsets("_extra_state.history", torch.ones(3))
+    folder = saved(tmp_path, {"weight": torch.ones(2)}, {"_extra_state": {"history": history, "step": 3}})
+    model = Counted({"history": torch.zeros(3), "step": 0})
+    named = ModuleKeys(("_extra_state",), ("_extra_state.history",))
+    assert load_module(model, folder, strict=False) == named
+    assert model.extra["step"] == 0
+
+
+def test_a_buffer_of_the_common_state_may_have_a_stored_tensor_below_its_name(tmp_path: Path) -> None:
+    model = Scaled()
+    tree = {"weight.absmax": torch.arange(5.0), "_extra_state": torch.zeros(1)}
+    assert load_module(model, saved(tmp_path, tree, {"weight": torch.ones(2, 3)})) == ModuleKeys((), ())
+    assert model.weight.equal(torch.ones(2, 3)) and model.absmax.equal(torch.arange(5.0))
+
+
+def loads_outside(world: World, *, folder: str) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0])
+    with pytest.raises(MetadataError) as caught:
+        load_module(nn.Linear(2, 2), folder, within=mesh)
+    return str(caught.value)
+
+
+@pytest.mark.torchrun
+@pytest.mark.slow
+def test_plain_tensors_within_a_mesh_without_this_rank_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    for text in run_processes(2, partial(loads_outside, folder=folder)):
+        assert "weight" in text and "found rank 1, expected one of [0]" in text

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from ..._shielded import shielded
-from ...checkpoint import load, load_common_state_dict, load_tensors_metadata
-from ...errors import IntegrityError, KeyMismatch, ShapeError, UnsafeFile, UnsupportedValue, error_text
+from ...checkpoint import load, load_common_state_dict, load_sharded_metadata
+from ...errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, UnsafeFile, UnsupportedValue, error_text
 from ...mapping import ShardedTensor
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
-from ...trees import leaves_with_paths, map_data, path_key
+from ...trees import HOLE, map_data
 from ...world import World, agree, current_world, on_rank_zero
 from ._convert import from_dtensors, local_tensor
-from ._placed import Strided
+from ._module_names import Named, by_stored_key, overlapping
+from ._placed import Strided, is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +29,17 @@ class ModuleKeys:
     """What of a module and a checkpoint has no counterpart.
 
     Attributes:
-        missing: the module's tensors that aren't stored, by stored key, sorted; they keep their values.
-        unused: stored keys that the module has no name for, sorted.
-        kept: entries of its `state_dict` that are neither parameters nor buffers and aren't stored, by key, sorted.
+        missing: what of the module holds tensors and isn't stored, by stored key, sorted, and parameters that a hook
+            leaves out of `state_dict` and nothing fills; they keep their values.
+        unused: keys of stored tensors that the module has no name for, sorted, and of what its own `load_state_dict`
+            doesn't take.
+        kept: other entries of its `state_dict` that aren't stored, such as extra states without tensors, by key,
+            sorted.
     """
 
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     kept: tuple[str, ...] = ()
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 @shielded
@@ -59,17 +61,20 @@ def load_module(
     The module may be cut by FSDP2, tensor parallelism or `distribute_tensor`, and the checkpoint may be in any format
     and layout, such as a Hugging Face model's folder. Each rank reads the bytes of its own part. Several names of one
     tensor (tied weights) need one stored tensor; where more are stored, they have to be equal. What isn't stored as a
-    tensor of its own is looked for in the common state, where plain buffers may be. What of `state_dict` is neither a
-    parameter nor a buffer (extra states, a quantised layer's scales, what a hook has changed) goes through the module's
-    own `load_state_dict`. Buffers that `state_dict` leaves out (``persistent=False``) keep their values. If it fails,
-    what the module holds is lost.
+    tensor of its own is looked for in the common state, where plain buffers and extra states may be. What of
+    `state_dict` is neither a parameter nor a buffer (extra states, also as a `ShardedObject` of one cell, a quantised
+    layer's scales, what a hook has changed) goes through the module's own `load_state_dict`, tensors in any size.
+    Buffers that `state_dict` leaves out (``persistent=False``) keep their values. If it fails, what the module holds is
+    lost.
 
     Args:
         module: with memory on any device: after ``module.to_empty(device=...)`` if it was made on the meta device, and
             with its weights tied again, which that takes apart.
         checkpoint_dir: a path or URL that all ranks see, or a `Storage`.
-        key: returns the stored key for a name of the module's `state_dict`; by default they are the same.
-        strict: whether a tensor that isn't stored is an error. If False, it keeps its values; its key is returned.
+        key: returns the stored key for a name of the module's `state_dict`; by default they are the same. Tensors with
+            one stored key are all filled with it, if they are of one size and cut alike.
+        strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error.
+            If False, the module keeps its values; its key is returned.
         cast: whether what is stored in another dtype is converted, as `load` does; else it is an error.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         within: the DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be
@@ -82,9 +87,12 @@ def load_module(
         The keys that only one of the two has.
 
     Raises:
-        KeyMismatch: a tensor has no name that is stored, and `strict` is True.
+        KeyMismatch: a tensor has no name that is stored, or the module doesn't take it, and `strict` is True; or `key`
+            returns one stored key for tensors that differ in size, dtype or placements.
         UnsupportedValue: the module is on the meta device.
+        MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
         IntegrityError: a tensor's several names are stored with different values.
+        ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it.
         CheckpointingException: what `load` raises.
 
     Examples:
@@ -93,91 +101,132 @@ def load_module(
         >>> tree = {"weight": torch.ones(1, 2), "bias": torch.zeros(1), "more": torch.zeros(3)}
         >>> st.save({key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in tree.items()}, folder)
         >>> load_module(model, folder)
-        ModuleKeys(missing=(), unused=('more',))
+        ModuleKeys(missing=(), unused=('more',), kept=())
         >>> model.weight.data
         tensor([[1., 1.]])
     """
     ranks = current_world(world)
-    listed = partial(load_tensors_metadata, checkpoint_dir, strategies=strategies, options=options)
-    stored = on_rank_zero(ranks, "load_module: list what is stored", lambda: sorted(listed()))
+    listed = partial(_listed, checkpoint_dir, strategies, options)
+    what = "load_module: list what is stored"
+    is_tensor = on_rank_zero(ranks, what, lambda: {k: isinstance(v, ShardedTensor) for k, v in listed().items()})
+    stored = sorted(name for name in is_tensor if is_tensor[name])
 
-    def target_of() -> tuple[_Named, dict[str, Any], Any]:
-        wanted = {key(name) for name in module.state_dict(keep_vars=True)} - {*stored}
-        plain = _plain_values(checkpoint_dir, wanted, strategies, options)
-        named = _by_stored_key(module, key, {*stored}, plain)
+    def find_names() -> tuple[Named, dict[str, Any], dict[str, Any]]:
+        state = module.state_dict(keep_vars=True)
+        plain = _plain_values(checkpoint_dir, {*map(key, state)} - {*is_tensor}, stored, strategies, options)
+        named = by_stored_key(module, state, key, is_tensor, plain)
         if strict:
-            _refuse_missing(named.missing, stored)
-        replicated = None if within is None else lambda *_: True
+            _refuse_missing(named.missing, stored, named.hidden.values())
         own = {name: tensor for name, tensor in (named.filled | named.aliases).items() if name not in plain}
+        replicated = None if within is None else lambda *_: True
         shards = from_dtensors(own, within=within, strided=strided, replicated=replicated)
-        target = {name: _whole(name, leaf, ranks) for name, leaf in shards.items()}
-        # Only to be compared: the first name fills the memory. Views of one memory are filled one after the other.
-        apart = {*named.aliases, *_overlapping(named.filled)}
-        target |= {name: map_data(torch.empty_like, target[name]) for name in apart if name in target}
-        others = {name for name in named.others.values() if name not in plain}
-        whole = listed() if others else {}
-        return named, plain, target | {name: replace(whole[name], replica_id=ranks.rank) for name in others}
+        _refuse_outside([name for name, each in own.items() if name not in shards and not is_dtensor(each)], within)
+        through_hooks = {name for name in named.others.values() if name not in plain}
+        whole = {name: shard for name, shard in listed().items() if name in through_hooks} if through_hooks else {}
+        return named, plain, _target(named, shards, whole, ranks)
 
-    named, plain, target = agree(ranks, "load_module: find names", target_of)
+    named, plain, target = agree(ranks, "load_module: find names", find_names)
     loaded = load(target, checkpoint_dir, world=ranks, donate=True, cast=cast, strategies=strategies, options=options)
     agree(ranks, "load_module: compare tied tensors", partial(_fill, named, plain | loaded, cast=cast))
-    agree(ranks, "load_module: load the rest", partial(_load_others, module, named, plain | loaded))
-    used = {*named.filled, *named.aliases, *named.others.values()}
-    return ModuleKeys(named.missing, tuple(name for name in stored if name not in used), named.kept)
+    give = partial(_load_others, module, named, plain | loaded, stored, strict=strict, cast=cast)
+    unfilled, refused = agree(ranks, "load_module: load the rest", give)
+    unused = {*stored} - named.filled.keys() - named.aliases.keys() - {*named.others.values()} | refused
+    return ModuleKeys(tuple(sorted({*named.missing, *unfilled})), tuple(sorted(unused)), named.kept)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Named:
-    """A module's tensors by stored key.
-
-    Attributes:
-        filled: each once, by the first of its keys that is stored.
-        aliases: those with more stored keys, by the others.
-        others: of entries that are neither parameters nor buffers and are stored, the key by name in `state_dict`.
-        missing: the keys of tensors without any that is stored.
-        kept: those of other entries that aren't.
-    """
-
-    filled: Tensors
-    aliases: Tensors
-    others: dict[str, str]
-    missing: tuple[str, ...]
-    kept: tuple[str, ...]
+def _listed(where: Directory, strategies: Strategies | None, options: LoadOptions | None) -> dict[str, Any]:
+    """Return what is stored, by key: tensors, and objects that are the only one of their key."""
+    shards = load_sharded_metadata(where, strategies=strategies, options=options).values()
+    return {each.key: each for each in shards if isinstance(each, ShardedTensor) or prod(each.global_shape) == 1}
 
 
-def _refuse_missing(missing: tuple[str, ...], stored: Sequence[str]) -> None:
+def _refuse_missing(missing: Sequence[str], stored: Sequence[str], hidden: Collection[str]) -> None:
     if missing:
         found = f"{len(stored)} keys, such as {', '.join(stored[:3])}"
-        fix = "Map names to stored keys by key=, tie weights that to_empty() took apart, or pass strict=False."
-        error = KeyMismatch(error_text("load_module: not stored", offenders=missing, found=found, fix=fix))
-        error.unexpected = missing
+        fix = "Tie weights that to_empty() took apart, map names to stored keys by key=, or pass strict=False."
+        offenders = [f"{name} (which a hook leaves out of state_dict)" if name in hidden else name for name in missing]
+        error = KeyMismatch(
+            error_text("load_module: not stored, or not in state_dict", offenders=offenders, found=found, fix=fix)
+        )
+        error.unexpected = tuple(missing)
         raise error
 
 
+def _refuse_unloaded(refused: Sequence[str]) -> None:
+    if refused:
+        what = "load_module: the module's own load_state_dict doesn't know what is stored: nothing of it was loaded"
+        expected = "a load hook that undoes what the state_dict hook does"
+        fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
+        raise KeyMismatch(error_text(what, offenders=refused, expected=expected, fix=fix))
+
+
+def _refuse_outside(names: Sequence[str], within: Any) -> None:
+    if names:
+        what = "load_module: plain tensors of a rank that isn't in the mesh within="
+        found, expected = f"rank {within.get_rank()}", f"one of {within.mesh.tolist()}"
+        fix = "Pass the mesh of the ranks that hold this module, such as its pipeline stage's."
+        raise MetadataError(error_text(what, offenders=names, found=found, expected=expected, fix=fix))
+
+
+def _target(named: Named, shards: Mapping[str, Any], whole: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Return what is loaded, by stored key: each rank's parts, and whole what goes through the module's hooks."""
+    target = {
+        # Each rank holds a plain tensor whole.
+        name: ShardedTensor.from_rank_offsets(name, leaf, replica_id=world.rank)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for name, leaf in shards.items()
+    }
+    # Only to be compared: the first name fills the memory. Views of one memory are filled one after the other.
+    apart = {*named.aliases, *overlapping(named.filled)}
+    target |= {name: map_data(torch.empty_like, target[name]) for name in apart if name in target}
+    for name, shard in whole.items():
+        # In the size that is stored, but in the module's dtype, which `load` compares.
+        dtype = {"dtype": named.dtypes[name]} if isinstance(shard, ShardedTensor) and name in named.dtypes else {}
+        target[name] = replace(shard, replica_id=world.rank, **dtype)
+    return target
+
+
 def _plain_values(
-    where: Directory, wanted: Collection[str], strategies: Strategies | None, options: LoadOptions | None
+    where: Directory,
+    wanted: Collection[str],
+    stored: Sequence[str],
+    strategies: Strategies | None,
+    options: LoadOptions | None,
 ) -> dict[str, Any]:
     """Return the values of the common state that have these keys; none where reading it takes pickled code."""
     if not wanted:
         return {}
     with suppress(UnsafeFile, UnsupportedValue):
-        leaves = leaves_with_paths(load_common_state_dict(where, strategies=strategies, options=options))
-        return {name: leaf for path, leaf in leaves if (name := path_key(path)) in wanted}
+        tree = load_common_state_dict(where, strategies=strategies, options=options)
+        values = {name: value for name, value in _by_key(tree) if name in wanted}
+        # Of a container whose tensors are stored by themselves only the rest is here.
+        parted = {name for name in values if any(each.startswith(f"{name}.") for each in stored)}
+        return {n: each for n, each in values.items() if n not in parted or isinstance(each, torch.Tensor)}
     return {}
 
 
-def _fill(named: _Named, loaded: Mapping[str, Any], *, cast: bool) -> None:
+def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is in dicts and lists, and these too, by the keys of their paths: an extra state may be one."""
+    children = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for entry, child in children:
+        if child is not HOLE:
+            yield f"{prefix}{entry}", child
+            yield from _by_key(child, f"{prefix}{entry}.")
+
+
+def _fill(named: Named, loaded: Mapping[str, Any], *, cast: bool) -> None:
     """Put what isn't in a tensor's memory yet there, and raise where its other stored keys have other values."""
     for name, tensor in named.filled.items():
         local = local_tensor(tensor)
         # Several boxes were put together, elsewhere. A rank that a tensor's mesh doesn't have holds nothing of it.
         if name not in loaded or loaded[name].data_ptr() == local.data_ptr():
             continue
-        if loaded[name].shape != local.shape or (loaded[name].dtype != local.dtype and not cast):
-            found, expected = (f"{tuple(one.shape)} {one.dtype}" for one in (loaded[name], local))
-            raise ShapeError(error_text(f"load_module: {name!r} doesn't fit", found=found, expected=expected))
+        _check_fits(name, loaded[name], local.shape, local.dtype, cast=cast)
         local.copy_(loaded[name])
-    apart = named.aliases | {name: named.filled[name] for name in _overlapping(named.filled)}
+    for source, tensor in named.copies:
+        local_tensor(tensor).copy_(local_tensor(source))
+    apart = named.aliases | {name: named.filled[name] for name in overlapping(named.filled)}
     held = {name: local_tensor(tensor) for name, tensor in apart.items() if name in loaded}
     differing = [name for name, local in held.items() if not torch.equal(loaded[name], local)]
     if differing:
@@ -185,70 +234,44 @@ def _fill(named: _Named, loaded: Mapping[str, Any], *, cast: bool) -> None:
         raise IntegrityError(error_text(what, offenders=differing, fix=fix))
 
 
-def _load_others(module: torch.nn.Module, named: _Named, loaded: Mapping[str, Any]) -> None:
-    """Give the module's own hooks what is neither a parameter nor a buffer of it."""
-    values = {name: loaded[stored] for name, stored in named.others.items()}
+def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, cast: bool) -> None:
+    if value.shape != shape or (value.dtype != dtype and not cast):
+        found, expected = f"{tuple(value.shape)} {value.dtype}", f"{tuple(shape)} {dtype}"
+        fix = "Where only dtypes differ, pass cast=True."
+        raise ShapeError(error_text(f"load_module: {name!r} doesn't fit", found=found, expected=expected, fix=fix))
+
+
+def _load_others(
+    module: torch.nn.Module,
+    named: Named,
+    loaded: Mapping[str, Any],
+    stored: Sequence[str],
+    *,
+    strict: bool,
+    cast: bool,
+) -> tuple[set[str], set[str]]:
+    """Give the module's own hooks what is neither a parameter nor a buffer of it.
+
+    Returns:
+        The keys of hidden parameters that this doesn't fill, and of what the module doesn't take.
+    """
+    values = {name: loaded[key] for name, key in named.others.items()}
     if not values:
-        return
+        return set(), set()
+    for name, key in named.others.items():
+        value = values[name]
+        if isinstance(value, torch.Tensor) and key in named.dtypes:
+            _check_fits(key, value, value.shape, named.dtypes[key], cast=cast)
+            values[name] = value.to(named.dtypes[key])
     try:
-        module.load_state_dict(values, strict=False)
+        result = module.load_state_dict(values, strict=False)
     except RuntimeError as error:
         what = "load_module: the module's own load_state_dict refuses what is stored"
-        raise ShapeError(error_text(what, offenders=sorted(values), found=str(error))) from error
-
-
-def _overlapping(tensors: Tensors) -> list[str]:
-    """Return the keys of plain tensors that share a storage with another one."""
-    places: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        if not hasattr(tensor, "placements") and tensor.numel():
-            places.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return [name for names in places.values() if len(names) > 1 for name in names]
-
-
-def _by_stored_key(
-    module: torch.nn.Module, key: Callable[[str], str], stored: Collection[str], plain: Mapping[str, Any]
-) -> _Named:
-    """Return a module's tensors by stored key: those of the common state count for plain tensors."""
-    names: dict[Any, list[str]] = {}
-    tensors: dict[Any, torch.Tensor] = {}
-    others: dict[str, str] = {}
-    own = set(map(id, (*module.parameters(), *module.buffers())))
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) not in own:
-            others[name] = key(name)
-            continue
-        names.setdefault(_memory_of(value), []).append(key(name))
-        tensors[_memory_of(value)] = value
-    made = [names[number][0] for number, tensor in tensors.items() if tensor.is_meta]
-    if made:
-        fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
-        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=made, fix=fix))
-
-    def has(tensor: torch.Tensor, name: str) -> bool:
-        return name in stored or (isinstance(plain.get(name), torch.Tensor) and not hasattr(tensor, "placements"))
-
-    found = {number: [name for name in each if has(tensors[number], name)] for number, each in names.items()}
-    missing = tuple(sorted(" = ".join(names[number]) for number, known in found.items() if not known))
-    found = {number: known for number, known in found.items() if known}
-    return _Named(
-        {known[0]: tensors[number].detach() for number, known in found.items()},
-        {name: tensors[number].detach() for number, known in found.items() for name in known[1:]},
-        {name: one for name, one in others.items() if one in stored or one in plain},
-        missing,
-        tuple(sorted(one for one in others.values() if one not in stored and one not in plain)),
-    )
-
-
-def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return what is equal for two parameters that are one tensor: the same object, or the same view of one memory."""
-    if hasattr(tensor, "placements") or tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _whole(key: str, leaf: Any, world: World) -> Any:
-    """Return a plain tensor as a shard that each rank holds whole; other leaves unchanged."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return ShardedTensor.from_rank_offsets(key, leaf, replica_id=world.rank)
+        fix = "Load into a module of the same sizes, with the same hooks."
+        raise ShapeError(error_text(what, offenders=sorted(values), found=str(error), fix=fix)) from error
+    unfilled = {key for name, key in named.hidden.items() if name in result.missing_keys}
+    refused = {named.others[name] for name in result.unexpected_keys if name in values}
+    if strict:
+        _refuse_unloaded(sorted(refused))
+        _refuse_missing(sorted(unfilled), stored, unfilled)
+    return unfilled, refused
