@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException, render_path
 from shardtree.storage import MemoryStorage
-from shardtree.trees import map_shards, without_data
+from shardtree.trees import flatten_with_paths, map_shards, without_data
 from tests.laws.leaf_kinds import KINDS, PICKLED, REFUSED, STORED, Unregistered, dtensor, values_in
 from tests.trees.samples import assert_caught, at
 
@@ -23,6 +23,7 @@ FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 Places = list[tuple[tuple[Any, ...], str]]
 """Where a leaf stands, and of what kind it is."""
 Save = Callable[[Any, MemoryStorage], None]
+Load = Callable[[Any, MemoryStorage], Any]
 
 CONTAINERS: list[tuple[Callable[[Any], Any], tuple[Any, ...]]] = [
     (lambda leaf: leaf, ()),
@@ -43,7 +44,11 @@ def tree_of(kinds: list[str], wraps: list[int]) -> tuple[dict[str, Any], Places]
     return tree, places
 
 
-def nothing_is_lost(save: Save, kinds_and_wraps: list[tuple[str, int]]) -> None:
+def load_pickled(target: Any, folder: MemoryStorage) -> Any:
+    return st.load(target, folder, options=st.LoadOptions(allow_pickle=True))
+
+
+def nothing_is_lost(save: Save, kinds_and_wraps: list[tuple[str, int]], load: Load = load_pickled) -> None:
     """A save stores every tensor of a tree, which a load gives back as what it was, or it names all that it refuses."""
     tree, places = tree_of([kind for kind, _ in kinds_and_wraps], [wrap for _, wrap in kinds_and_wraps])
     folder = MemoryStorage()
@@ -55,7 +60,9 @@ def nothing_is_lost(save: Save, kinds_and_wraps: list[tuple[str, int]]) -> None:
         assert any(render_path(path[:1], "") in text for path, kind in places if kind not in STORED), text
         return
     # The target has the tree's structure and none of its elements.
-    loaded = st.load(without_data(tree), folder, options=st.LoadOptions(allow_pickle=True))
+    pairs, rebuild = flatten_with_paths(without_data(tree))
+    target = rebuild([torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in pairs])
+    loaded = load(target, folder)
     for path, kind in places:
         assert values_in(at(loaded, path)) == values_in(at(tree, path)), (kind, path)
 
@@ -144,6 +151,17 @@ def test_the_law_of_what_is_saved_catches(fault: str) -> None:
         st.save(map_shards(FAULTS[fault], tree), folder)
 
     assert_caught(nothing_is_lost, save, LEAVES)
+
+
+def test_the_law_catches_a_load_that_gives_back_the_target_s_own_tensors() -> None:
+    def load(target: Any, folder: MemoryStorage) -> Any:
+        pairs, rebuild = flatten_with_paths(target)
+        loaded = dict(flatten_with_paths(load_pickled(target, folder))[0])
+        own = [leaf if isinstance(leaf, torch.Tensor) else loaded.get(path, leaf) for path, leaf in pairs]
+        return rebuild(own)
+
+    with pytest.raises(AssertionError):
+        nothing_is_lost(partial(plain, FORMATS[0]), [("tensor", 0)], load)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
