@@ -29,7 +29,8 @@ def save(folder: Path, backend: tuple[str, int]) -> None:
 
 def leave(folder: Path, token: str) -> list[Path]:
     save_id = f"save-20260102T030405-{token}"
-    left = [folder / save_id, folder / f"{save_id[:-2]}00", folder.with_name(f".{folder.name}.{save_id}")]
+    another = f"{save_id[:-2]}{255 - int(save_id[-2:], 16):02x}"  # another save of the same process: the last two count
+    left = [folder / save_id, folder / another, folder.with_name(f".{folder.name}.{save_id}")]
     for path in left:
         path.mkdir(parents=True)
     files = [left[1] / f".owner.json.{token}.new", folder / f".metadata.json.{token}.new"]

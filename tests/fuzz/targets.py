@@ -77,6 +77,7 @@ def _calls(files: dict[str, bytes], *, is_bounded: bool) -> Iterator[Callable[[]
     if is_bounded or _declared(storage) <= LARGEST:
         yield lambda: st.load_plain_tensors(storage)
         yield lambda: _read_unchecked(storage)
+    yield lambda: st.compare(storage, storage)
     yield lambda: st.remove_sharded_tensors(storage, "")
 
 

@@ -23,6 +23,7 @@ from shardtree.interop.dtensor import dtensor_layout, from_dtensors
 from shardtree.interop.dtensor._placed import widened
 from shardtree.layouts import Mesh, tensor_shards, tree_columns
 from shardtree.storage import MemoryStorage
+from shardtree.trees import leaves_with_paths
 from tests.interop.dtensor_cases import numbered
 from tests.trees.samples import assert_caught
 
@@ -117,6 +118,14 @@ def test_slices_of_unflattened_meshes_are_saved_whole(
     assert stored.keys() == {shard.key for tree, _ in made for shard in tensor_shards(tree)}
     for tensor in stored.values():
         assert tensor.equal(numbered(tensor.shape))
+
+    def load_own(world: st.World) -> None:
+        tree, layout = made[world.rank]
+        loaded = st.load(st.trees.without_data(tree), folder, world=world, layout=layout)
+        parts = [leaf for _, leaf in leaves_with_paths(loaded)]
+        assert [part.tolist() for part in parts] == [shard.data.tolist() for shard in tensor_shards(tree)]
+
+    st.simulate(RANKS, load_own)
 
 
 # The law: a slice is any axes, in any order, of any grid over the outer mesh's ranks

@@ -176,6 +176,30 @@ def test_megatron_s_leaves_are_refused_on_every_rank_with_what_converts_them(ran
     st.simulate(ranks, save)
 
 
+def test_a_stateful_s_error_says_what_to_give_and_no_pickles() -> None:
+    with pytest.raises(CheckpointingException, match=r"its state_dict\(\)") as caught:
+        st.save({"app": KINDS["Stateful"]("", torch.ones(1))}, MemoryStorage())
+    assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.peers
+def test_megatron_s_own_leaves_are_told_as_those_that_look_like_them() -> None:
+    mapping: Any = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
+    shard = mapping.ShardedTensor.from_rank_offsets("theirs", torch.ones(2))
+    leaves = [shard, mapping.ShardedObject("o", [1], (1,), (0,)), mapping.LocalNonpersistentObject(torch.ones(2))]
+    uses: list[Callable[[Any], Any]] = [
+        lambda tree: st.save(tree, MemoryStorage()),
+        lambda tree: st.load(tree, saved({"step": 7})),
+        lambda tree: explained(st.explain(tree, saved({"step": 7}))),
+        lambda tree: st.redistribute(tree, {}),
+        st.fingerprint,
+    ]
+    for leaf in leaves:
+        for use in uses:
+            with pytest.raises(CheckpointingException, match=r"from_megatron"):
+                use({"x": leaf})
+
+
 def test_a_scheduler_s_counter_comes_back_in_every_format() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
