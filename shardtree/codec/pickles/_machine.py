@@ -1,109 +1,154 @@
-"""`read_pickle`: an interpreter of pickle's opcodes that can't be made to run code."""
+"""The machine that reads pickles: Python's own, without what imports; and what takes regular parts of one at a time."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from . import _objects, _values
-from ._state import FIX, Handler, Machine, Scan, check_bounded, unknown
-
-
-def _table() -> list[Handler]:
-    known = _values.HANDLERS | _objects.HANDLERS
-    return [known.get(code, unknown) for code in range(256)]
+from ...errors import UnsafeFile, error_text
+from ._constructors import Constructor
+from ._limits import Guard
 
 
-_HANDLERS = _table()
-_LARGE = 1_000_000
+class Run:
+    """Stands on the stack, or in a list or dict, for consecutive values that a scan took as columns.
 
+    A run in a dict is a key and its own value, for as many pairs.
 
-def read_pickle(
-    data: bytes | bytearray | memoryview,
-    classes: Mapping[tuple[str, str], Any],
-    *,
-    what: str,
-    persistent_load: Callable[[Any], Any] | None = None,
-    fix: str = FIX,
-    refused: frozenset[type] = frozenset(),
-    scan: Scan | None = None,
-) -> Any:
-    r"""Return the value of a pickle; the bytes may be untrusted.
-
-    Every opcode of protocols 0 to 5 is known. Nothing that the bytes name is imported: names are looked up in
-    `classes`, and only a `Constructor` is ever called. Bytes after the pickle's end are ignored.
-
-    Args:
-        data: the pickle.
-        classes: (module, qualified name) -> a `Constructor`, or a plain value such as a dtype.
-        what: the file and what is in it, for messages.
-        persistent_load: returns the value of a persistent id; None refuses pickles that have any.
-        fix: what the error about a name that isn't in `classes` suggests.
-        refused: types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
-            they make the file corrupt.
-        scan: takes regular parts of the pickle as columns; a `Run` is in the value where they were.
-
-    Raises:
-        UnsafeFile: it names something else, or uses an opcode that could run code.
-        CorruptCheckpoint: it isn't a pickle, ends early, contains itself, or would take too much time or memory.
-
-    Examples:
-        >>> import pickle
-        >>> read_pickle(pickle.dumps({"step": 7, "betas": (0.9, 0.95)}), {}, what="example")
-        {'step': 7, 'betas': (0.9, 0.95)}
-        >>> read_pickle(b"cos\nsystem\n(S'rm -r *'\ntR.", {}, what="example")
-        Traceback (most recent call last):
-        ...
-        shardtree.errors.UnsafeFile: example: it names os.system, which is neither data nor known to be harmless
-          LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it.
+    Attributes:
+        first: number of the first value in the scan's columns.
+        last: one past the last one's.
     """
-    # Not pickle.Unpickler with find_class overridden: the C machine can be made to allocate 64 GB by twenty bytes, and
-    # to hash nested tuples for ever, and forbidding classes doesn't change that. This one is slower, at a few million
-    # opcodes a second.
-    content = data if type(data) is bytes else bytes(data)
-    with _collector_paused(len(content)):
-        return _run(content, Machine(content, classes, what, persistent_load, fix, scan), refused)
+
+    __slots__ = ("first", "last")
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
 
 
-@contextmanager
-def _collector_paused(length: int) -> Iterator[None]:
-    """Pause the garbage collector: reading makes millions of objects and no garbage, and it would scan them all."""
-    pause = length >= _LARGE and gc.isenabled()
-    if pause:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pause:
-            gc.enable()
+class Irregular(ValueError):
+    """A pickle isn't regular enough for a scan; reading it without one is right."""
 
 
-def _run(content: bytes, machine: Machine, refused: frozenset[type]) -> Any:
-    handlers = _HANDLERS
-    at = start = 0
-    try:
-        # A handler gets the position after its opcode and returns that of the next one; STOP's returns -1.
-        while at >= 0:
-            start = at
-            at = handlers[content[at]](machine, at + 1)
-        value = machine.stack.pop()
-        if machine.marks:
-            raise ValueError("a mark is left on the stack at its end")
-        check_bounded(value, len(content), refused)
-    except UnsupportedValue as error:
-        raise UnsupportedValue(f"{machine.what}: {error}") from None
-    except CheckpointingException:
-        raise
-    except Exception as error:
-        raise CorruptCheckpoint(
-            error_text(f"{machine.what}: not a pickle that can be read", found=_found(error, start))
-        ) from error
-    return value
+class Memo(dict[int, Any]):
+    """The values that a pickle numbered. Those that a scan took aren't kept here, but have their numbers.
+
+    Attributes:
+        taken: how many numbers belong to values that a scan took.
+        find: returns such a value by its number; raises KeyError if it isn't kept.
+    """
+
+    __slots__ = ("find", "taken")
+
+    def __init__(self, find: Callable[[int], Any] | None) -> None:
+        super().__init__()
+        self.taken = 0
+        self.find = find
+
+    def __missing__(self, number: int) -> Any:
+        if self.find is None:
+            raise KeyError(number)
+        return self.find(number)
 
 
-def _found(error: Exception, start: int) -> str:
-    reason = "its bytes or its stack end too early" if isinstance(error, IndexError) else str(error)[:200]
-    return f"at byte {start}: {reason or type(error).__name__}"
+class Scan(Protocol):
+    """Takes the regular parts of a pickle from its bytes, many values at a time.
+
+    It is called after each object that is filled, with the position of the next opcode, and returns that of the opcode
+    after what it took; a `Run` is on the stack then, and `machine.memo.taken` counts the numbers that went by.
+    """
+
+    def __call__(self, machine: Machine, at: int) -> int: ...
+
+    def find(self, number: int) -> Any:
+        """Return a value that was taken, by its number in the memo."""
+        ...
+
+
+FIX = "LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it."
+
+_LONGEST_LINE = 10_000
+
+
+class Machine(pickle._Unpickler):
+    """Python's reader of pickles, in Python, which can't be made to run code, nor to take memory or time without end.
+
+    Not pickle.Unpickler with find_class overridden: the machine in C can be made to allocate 64 GB by twenty bytes, and
+    to hash nested tuples for ever, and forbidding classes doesn't change that. This one reads a few million opcodes a
+    second. Its handlers are listed one by one where it is run, so that an opcode of a newer Python isn't among them.
+
+    Attributes:
+        data: the pickle.
+        file: the same, as a file that is read.
+        stack: what was pushed since the last mark.
+        metastack: the stacks below it, one for each earlier mark.
+        memo: number -> value.
+        scan: takes regular parts; None: there is none.
+        made: id -> constructor and value, of values that may still be built. The value is kept, so that its id isn't
+            reused.
+        guard: limits the work.
+    """
+
+    memo: Memo
+
+    def __init__(
+        self,
+        data: bytes,
+        classes: Mapping[tuple[str, str], Any],
+        what: str,
+        find_outside: Callable[[Any], Any] | None,
+        fix: str,
+        scan: Scan | None = None,
+    ) -> None:
+        # A length that the pickle announces is never allocated: the file gives what is left, and then no opcode comes.
+        self.file = io.BytesIO(data)
+        super().__init__(self.file)
+        self.read = self.file.read
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+        self.metastack: list[list[Any]] = []
+        self.memo = Memo(None if scan is None else scan.find)
+        self.made: dict[int, tuple[Constructor, Any]] = {}
+        self.guard = Guard(len(data))
+        self.data, self.classes, self.what, self.find_outside = data, classes, what, find_outside
+        self.fix, self.scan = fix, scan
+
+    def pop_mark(self) -> list[Any]:
+        """Pop and return what was pushed since the last mark, and the mark."""
+        items, self.stack = self.stack, self.metastack.pop()
+        self.append = self.stack.append
+        return items
+
+    def readline(self) -> bytes:
+        """Return the bytes up to the end of a line."""
+        line = self.file.readline(_LONGEST_LINE)
+        if line[-1:] != b"\n":
+            raise ValueError("a line without an end")
+        return line
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the constructor or value of a name."""
+        try:
+            return self.classes[module, name]
+        except KeyError:
+            named = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
+            raise self.unsafe(named) from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the value of a persistent id."""
+        if self.find_outside is None:
+            raise self.unsafe("refers to something outside of itself")
+        return self.find_outside(pid)
+
+    def _decode_string(self, value: bytes) -> str | bytes:
+        # A string of Python 2 could be either: it is text if it is UTF-8.
+        try:
+            return str(value, "utf-8")
+        except UnicodeDecodeError:
+            return value
+
+    def unsafe(self, wrong: str) -> UnsafeFile:
+        """Return the error for a pickle that contains more than data."""
+        return UnsafeFile(error_text(f"{self.what}: it {wrong}", fix=self.fix))

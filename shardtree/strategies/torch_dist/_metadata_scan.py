@@ -94,7 +94,7 @@ class MetadataScan:
         return at if kind is None or self._short > _MOST_SHORT else kind(machine, at)
 
     def _chunks(self, machine: Machine, at: int) -> int:
-        if not machine.marks or type(machine.marks[-1][-1]) is not list:
+        if not machine.metastack or type(machine.metastack[-1][-1]) is not list:
             return at
         rows, end, patterns = self._records(machine, at, "chunk", b"e(")
         if rows:
@@ -122,7 +122,7 @@ class MetadataScan:
 
     def _in_dict(self, machine: Machine) -> bool:
         """Return whether whole pairs of keys and values of a dict are on the stack."""
-        return bool(machine.marks) and type(machine.marks[-1][-1]) is dict and len(machine.stack) % 2 == 0
+        return bool(machine.metastack) and type(machine.metastack[-1][-1]) is dict and len(machine.stack) % 2 == 0
 
     def _records(
         self, machine: Machine, at: int, kind: str, batches: bytes
