@@ -119,7 +119,7 @@ def _load_the_same(tensors: int, nbytes: int, world: st.World) -> str:
 
 def _load(wanted: Any, place: str, world: st.World) -> Any:
     reports: list[Any] = []
-    st.load(wanted, place, world=world, donate=True, options=st.LoadOptions(report=reports.append))
+    st.load(wanted, place, world=world, donate=True, options=st.LoadOptions(report=reports.append, exchange="always"))
     return reports[0]
 
 

@@ -45,6 +45,7 @@ from ._fsspec import FsspecStorage, fsspec_storage
 from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
+from ._mounts import crosses_network
 from ._object_store import ObjectStorage
 from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage

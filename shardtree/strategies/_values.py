@@ -43,8 +43,8 @@ class LoadOptions:
         verify: which blocks are checked against their hashes: "whole" those that are read whole or nearly (at most
             64 KiB missing), and in files of at most 4 MiB all that are touched; "all" touched; or none (None).
         exchange: whether of ranks of a `load` that want the same shard one reads it and sends it to the others:
-            "always", "never", or "auto", which does what takes less time by speeds that a load measures once in a
-            process; where little would be saved, it does so if storage is remote.
+            "always", "never", or "auto": where ranks are on several machines, storage is an object store or a network
+            file system, and it saves at least 128 MiB a rank.
         allow_pickle: whether pickled values may be unpickled, which can run any code.
         types: enum, dataclass and namedtuple classes that stored records become instances of; in the common state that
             `load` returns, the namedtuple classes in the target count too.

@@ -379,7 +379,7 @@ def test_the_table_says_all() -> None:
         "2 keys:",
         "  stored, not asked for: 'layers.1.weight'",
         "  stored, not asked for: 'rng'",
-        "Each rank reads by itself, since the checkpoint is in memory.",
+        "Each rank reads by itself, since storage is local.",
         "",
         "rank  shards  objects  asked for     read  over-read  pieces  files",
         "   0       1        0    16.0 kB  28.0 kB       1.75       1      1",

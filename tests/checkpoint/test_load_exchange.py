@@ -85,11 +85,6 @@ def test_each_rank_reads_for_itself_without(ranks):
     assert sum(count for _, count in load_on(ranks, "never")) == every
 
 
-def test_auto_exchanges_where_storage_is_neither_local_nor_memory():
-    counts = [sum(count for _, count in load_on(2, "auto", storage)) for storage in (FOLDER, WatchedStorage(FOLDER))]
-    assert counts[0] > counts[1]
-
-
 def test_the_check_sees_a_rank_that_got_nothing():
     results = load_on(2, "always")
     results[1][0]["replicated"].zero_()

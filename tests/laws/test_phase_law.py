@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import shardtree
-from shardtree.checkpoint.loading import _auto, _read
 from shardtree.errors import RemoteError
 from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
@@ -89,30 +88,6 @@ def halved(target: dict[str, Any]) -> dict[str, Any]:
     return target | {key: replace(target[key], data=None, dtype=torch.float16) for key in ("w", "norm")}
 
 
-class Measured:
-    """A load that measures, and finds that ranks should read for each other; all ranks of one do."""
-
-    lock, inside = threading.Lock(), 0
-    own = _auto._is_worth_measuring, _read.cheaper_choice
-
-    def __enter__(self) -> None:
-        with self.lock:
-            Measured.inside += 1
-            _auto._measured.clear()
-            _auto._is_worth_measuring, _read.cheaper_choice = lambda *_: True, lambda *_: _auto.ExchangeChoice(True)
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            Measured.inside -= 1
-            if not Measured.inside:
-                _auto._is_worth_measuring, _read.cheaper_choice = self.own
-
-
-def load_by_cost(world: World, storage: Storage) -> Any:
-    with Measured():
-        return shardtree.load(tree(world), WatchedStorage(storage), world=world)
-
-
 def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     """Return what ranks do together, so that between them each phase is met."""
     shardtree.simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
@@ -152,7 +127,6 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "load by a known layout": lambda world: shardtree.load(
             tree(world), storage, world=world, options=shardtree.LoadOptions(exchange="always"), layout=LAYOUT
         ),
-        "load by cost": lambda world: load_by_cost(world, storage),
         "load plain": lambda world: shardtree.load_plain_tensors(storage, world=world),
         "load states out of buckets": lambda world: shardtree.load(state(world), buckets, world=world),
         "redistribute": lambda world: shardtree.redistribute(tree(world), tree(world), world=world),
@@ -177,7 +151,6 @@ SCENARIOS = [
     "load",
     "load and convert",
     "load by a known layout",
-    "load by cost",
     "load plain",
     "load states out of buckets",
     "redistribute",

@@ -29,9 +29,9 @@ from .._open import (
     stored_kinds,
     with_opened,
 )
-from ._auto import exchange_choice
+from ._auto import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._checks import Keys, ObjectsFit, Omissions, check_rank, check_target, named_unexpected
-from ._read import Destination, Reading, destination_by_cost, destination_of
+from ._read import Destination, Reading, destination_of
 from ._strict import (
     LOGGING,
     WITH_MISSING,
@@ -90,8 +90,9 @@ class LoadRequest:
         return self.validate or self.layout is not None
 
 
-Message = tuple[Opened, Description | None]
-"""What a rank sends the others: what it has opened, which counts of rank 0; what it asks for, if ranks compare that."""
+Message = tuple[Opened, Description | None, Place]
+"""What a rank sends the others: what it has opened, which counts of rank 0; what it asks for, if ranks compare that;
+and from where it reads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,14 +124,14 @@ class CheckedLoad:
         target: taken apart, without what isn't stored.
         common: the stored common tree.
         reading: how the target is read.
-        destination: the memory for it, or what makes that once costs have decided how it is read; collective.
+        destination: the memory for it.
         omitted: what isn't returned of what is stored, and not filled of the target.
     """
 
     target: Target
     common: Any
     reading: Reading
-    destination: Destination | Callable[[], Destination]
+    destination: Destination
     omitted: Omissions
 
 
@@ -164,8 +165,8 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
         steps=_ASKED_STEPS,
         given=_given(request),
     )
-    described = complete(world, local.description, [description for _, description in messages])
-    messages = [(opened, description) for (opened, _), description in zip(messages, described, strict=True)]
+    described = complete(world, local.description, [description for _, description, _ in messages])
+    messages = [(opened, each, place) for (opened, _, place), each in zip(messages, described, strict=True)]
     # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
     return replace(local, checkpoint=with_opened(local.checkpoint, messages[0][0], request.choices[2])), messages
 
@@ -179,7 +180,7 @@ def _given(request: LoadRequest) -> dict[str, object]:
 
 
 def _message(local: LocalLoad, ranks: int) -> Message:
-    return as_opened(local.checkpoint), brief(local.description, ranks)
+    return as_opened(local.checkpoint), brief(local.description, ranks), place_of(local.checkpoint.storage)
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
@@ -272,7 +273,7 @@ def check(
     """
     checkpoint, (sharded, _, strategies) = local.checkpoint, request.choices
     fetch_checked(checkpoint, "index", "common")
-    descriptions = [description for _, description in messages if description is not None]
+    descriptions = [description for _, description, _ in messages if description is not None]
     columns: ShardColumns | None = None
     if descriptions:
         # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
@@ -305,12 +306,9 @@ def check(
     if local.mode in LOGGING:
         log_left_out(omitted.left_out)
     with step("load: choose to exchange"):
-        own = None if callable(sharded) or columns is None else [columns]
-        exchange = exchange_choice(request.options.exchange, checkpoint.storage, checkpoint.world.size, own)
+        saved = None if callable(sharded) or columns is None else bytes_wanted_twice([columns])
+        exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved)
     reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
-    if exchange.undecided and columns is not None:
-        later = partial(destination_by_cost, reading, columns, target.leaves)
-        return CheckedLoad(target, common, reading, later, omitted)
     with step("load: make memory"):
         return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omitted)
 

@@ -24,7 +24,6 @@ from .._dispatch import Choice
 from .._open import Metadata, open_at, stored_keys, stored_kinds
 from .._packed import AlikeColumns
 from ._ask import LoadRequest, listing, matched_target, stored_common
-from ._auto import exchange_choice
 from ._checks import (
     CommonOf,
     Keys,
@@ -38,7 +37,7 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._foretell import PlannedReads, planned_reads, rank_reads, undecided
+from ._foretell import PlannedReads, foretold_exchange, planned_reads, rank_reads, undecided
 from ._plain import asking_whole
 from ._read import by_dtype
 from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
@@ -120,7 +119,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
     ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
-    exchange_choice(request.options.exchange, checkpoint.storage, len(trees))  # an unknown one is an error at once
+    foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
     with failed.recorded(ranks):
         usable_device(request.device)
     choices, metadata = request.choices, listing(checkpoint, request.choices)

@@ -11,16 +11,17 @@ from math import prod
 import numpy as np
 
 from ...geometry import Column
-from ...layouts import ShardColumns, join_agreed, select_rows
+from ...layouts import ShardColumns, select_rows
 from ...mapping import ShardedTensor
 from ...mapping.memory import given_tensor, tied
 from ...objects import drop_objects
 from ...plans import RankReads, ReadCost, SharedReads, Undecided, plan_reads, read_rounds, stored_elements, wanted_apart
+from ...storage import crosses_network
 from ...strategies import Checkpoint, StrategyAction, find_strategy, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
 from .._packed import AlikeColumns
 from ._ask import Choices
-from ._auto import ExchangeChoice, cheaper_choice, exchange_choice, recalled
+from ._auto import ExchangeChoice, Place, bytes_wanted_twice, exchange_choice
 from ._checks import ObjectsFit
 from ._exchange import by_sharing, cuts_shards, parts_to_read
 from ._read import by_dtype, columns_of, may_overflow, own_rounds
@@ -69,10 +70,11 @@ def planned_reads(
         ranks: how many there are.
         converts: whether any of them has shards in another dtype than is stored.
     """
-    is_cut = partial(cuts_shards, checkpoint, choices)
-    exchange = _foretold_exchange(checkpoint, ranks, None if callable(choices[0]) else asked, is_cut)
+    known = None if callable(choices[0]) else asked
+    wanted = None if known is None else bytes_wanted_twice(columns for columns, alike in known for _ in alike)
+    exchange = foretold_exchange(checkpoint, ranks, wanted)
     if exchange.together:
-        groups, plans = _exchanged_groups(targets, kinds, is_cut=is_cut())
+        groups, plans = _exchanged_groups(targets, kinds, is_cut=cuts_shards(checkpoint, choices))
         return PlannedReads(groups, plans, exchange.why)
     return PlannedReads(partial(_own_groups, kinds) if converts else None, why=exchange.why)
 
@@ -151,19 +153,14 @@ def _by_round(shards: Shards, rounds: Sequence[int], count: int) -> list[list[Sh
     return groups
 
 
-def _foretold_exchange(
-    checkpoint: Checkpoint, ranks: int, asked: AlikeColumns | None, is_cut: Callable[[], bool]
-) -> ExchangeChoice:
-    """Return whether ranks will read for each other, by speeds if an earlier load of this process measured them."""
-    wanted = None if asked is None else (columns for columns, alike in asked for _ in alike)
-    choice = exchange_choice(checkpoint.options.exchange, checkpoint.storage, ranks, wanted)
-    if asked is None or not choice.undecided:
-        return choice
-    speeds = recalled(checkpoint.storage, ranks)
-    if speeds is None:
-        return replace(choice, why=f"{choice.why} A load will measure speeds first, and may decide otherwise.")
-    columns = join_agreed([columns for columns, _ in asked])
-    return cheaper_choice(plan_reads(columns, ranks, is_cut=is_cut(), alike=asked.alike), speeds)
+def foretold_exchange(checkpoint: Checkpoint, ranks: int, saved_bytes: int | None) -> ExchangeChoice:
+    """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
+    remote = crosses_network(checkpoint.storage)
+    choice = exchange_choice(
+        checkpoint.options.exchange, [Place(str(rank), remote) for rank in range(ranks)], saved_bytes
+    )
+    others = " On one machine, each would read by itself."
+    return replace(choice, why=choice.why + others) if choice.together and choice.why else choice
 
 
 def rank_reads(

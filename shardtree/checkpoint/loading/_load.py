@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -19,7 +20,7 @@ from ...world import agree, current_world, share, step
 from .._dispatch import Choice
 from .._open import open_together, parse_together, sharded_metadata, tensors_of
 from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve, wanted_by
-from ._auto import exchange_choice
+from ._auto import exchange_choice, place_of
 from ._checks import joined
 from ._read import Destination, Reading, deliver, destination_of, read_into
 from ._strict import RETURNING, StrictHandling, log_unfilled, log_untaken
@@ -118,8 +119,7 @@ def load(
        where rank 0 parses a format's metadata for all, and one or three more where metadata doesn't say it all.
     3. Compare keys, where `strict` asks for it: one or two collectives, in the default mode none.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
-    5. Read: only what is asked for. One collective; more where one rank reads for several, or costs decide whether it
-       does.
+    5. Read: only what is asked for. One collective; more where one rank reads for several.
     6. Put together: loaded leaves join the common state, factories merge. One collective.
 
     Args:
@@ -203,10 +203,9 @@ def load(
     checked, lacking = share(ranks, "load: check", fits, lambda found: found.omitted.unfilled, steps=CHECK_STEPS)
     if ranks.rank == 0:
         log_unfilled(list(dict.fromkeys(path for paths in lacking for path in paths)))
-    destination = checked.destination() if callable(checked.destination) else checked.destination
     # The first step that changes anything: given tensors are untouched if any rank fails before.
-    objects, read = read_into(checked.reading, destination)
-    finish = partial(_put_together, checked, destination, objects, read, options.report)
+    objects, read = read_into(checked.reading, checked.destination)
+    finish = partial(_put_together, checked, objects, read, options.report)
     tree = agree(ranks, "load: report", finish, steps=_LAST_STEPS)
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
@@ -216,19 +215,18 @@ _LAST_STEPS = ("load: deliver", "load: join")
 
 def _put_together(
     checked: CheckedLoad,
-    destination: Destination,
     objects: Sequence[Any],
     read: ReadReport,
     report: Callable[[ReadReport], None] | None,
 ) -> Any:
     with step("load: deliver"):
-        loaded = deliver(checked.reading, destination, objects)
+        loaded = deliver(checked.reading, checked.destination, objects)
     with step("load: join"), refuse_too_deep("load"):
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         tree = checked.target.merge(joined(checked.common, checked.target, loaded))
     if report is not None:
         left_out, unfilled = checked.omitted.left_out, checked.omitted.unfilled
-        report(replace(read, left_out=left_out, unfilled=unfilled, exchange=destination.exchange.why))
+        report(replace(read, left_out=left_out, unfilled=unfilled, exchange=checked.destination.exchange.why))
     return tree
 
 
@@ -257,10 +255,12 @@ def load_plain_tensors(
     checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
     parse_together(checkpoint, None, strategies)
     resolve(checkpoint, None, strategies, partial(_all_stored, checkpoint, strategies))
-    target = agree(ranks, "load: metadata", partial(tensors_of, checkpoint, None, strategies))
+    listed = partial(tensors_of, checkpoint, None, strategies)
+    target, places = share(ranks, "load: metadata", listed, lambda _: place_of(checkpoint.storage))
+    twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
 
     def with_memory() -> tuple[Reading, Destination]:
-        exchange = exchange_choice(how.exchange, checkpoint.storage, ranks.size)
+        exchange = exchange_choice(how.exchange, places, twice)
         reading = Reading(checkpoint, None, strategies, exchange=exchange)
         return reading, destination_of(reading, list(target.values()))
 

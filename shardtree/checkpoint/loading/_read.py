@@ -12,7 +12,7 @@ import torch
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import overlaps, plan_exchange, plan_reads, read_rounds
+from ...plans import overlaps, plan_exchange, read_rounds
 from ...plans.moving import convert
 from ...storage import ReadReport, collector_paused
 from ...strategies import (
@@ -28,7 +28,7 @@ from ...world import agree, gather, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
-from ._auto import ALONE, ExchangeChoice, cheaper_choice, speeds_of
+from ._auto import ALONE, ExchangeChoice
 from ._checks import ObjectsFit, reshaped_values
 from ._exchange import by_sharing, cuts_shards, message_buffers, parts_to_read, pass_on, traits_of_load
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
@@ -116,7 +116,7 @@ class Reading:
         sharded_strategy: the caller's choice.
         strategies: the dispatch table; None for the process's.
         donate: whether the target's tensors are filled in place.
-        exchange: whether ranks send each other what several of them want, as far as that is known.
+        exchange: whether ranks send each other what several of them want, and why.
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
         objects: how the target's objects fit those that are stored.
         known: what all ranks ask for, if the caller passed it.
@@ -159,28 +159,6 @@ def destination_of(reading: Reading, leaves: Sequence[Any]) -> Destination:
     with collector_paused():
         memories = with_memories(shards, donate=reading.donate, device=reading.device, is_staged=is_staged)
     return Destination(leaves, shards, memories, reading.exchange)
-
-
-def destination_by_cost(reading: Reading, columns: ShardColumns, leaves: Sequence[Any]) -> Destination:
-    """Return the destination, once speeds have decided whether ranks read for each other; collective."""
-    checkpoint, world = reading.checkpoint, reading.checkpoint.world
-    choices = (reading.sharded_strategy, None, reading.strategies)
-    cuts = gather(world, "load: choose to exchange", partial(cuts_shards, checkpoint, choices))
-    plan = agree(world, "load: plan exchange", partial(plan_reads, columns, world.size, is_cut=all(cuts)))
-    shards = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    stored = [_described(shard, reading.kinds) for shard in by_sharing(shards)[1] if shard.key in reading.kinds]
-    # What samples take isn't progress of the load.
-    quiet = replace(checkpoint, options=replace(checkpoint.options, progress=lambda _: None))
-    speeds = speeds_of(
-        world,
-        checkpoint.storage,
-        stored,
-        partial(_read, replace(reading, checkpoint=quiet)),
-        share_bytes=int(plan.bytes_read.max(initial=0)),
-        is_cut=all(cuts),
-    )
-    chosen = agree(world, "load: compare costs", partial(cheaper_choice, plan, speeds))
-    return agree(world, "load: make memory", partial(destination_of, replace(reading, exchange=chosen), leaves))
 
 
 def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], ReadReport]:
