@@ -18,7 +18,6 @@ from ..errors import WorldError, error_text
 from ._distributed import distributed
 from ._world import DEFAULT_TIMEOUT, T, World
 
-_TICK = 0.1  # seconds between two calls of `meanwhile`
 _GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
 
 
@@ -37,7 +36,6 @@ def run_processes(
     fn: Callable[[World], T],
     *,
     timeout: float = DEFAULT_TIMEOUT,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> list[T]:
     """Run fn in several processes on this machine, and return its results, by rank.
 
@@ -49,7 +47,6 @@ def run_processes(
         size: how many processes.
         fn: called in each process. It is pickled, so it is a function of a module, or a `functools.partial` of one.
         timeout: seconds that a rank waits for the others.
-        meanwhile: called in this process about ten times a second while they run, to show progress.
 
     Raises:
         BaseException: what fn raised on the first rank that failed, with the rank and its traceback as notes.
@@ -63,7 +60,7 @@ def run_processes(
     if size < 1:
         raise WorldError(error_text("run_processes: no ranks", found=size, expected="at least 1"))
     with _started_ranks(size, fn, timeout) as ends:
-        outcomes = _outcomes(ends, meanwhile)
+        outcomes = _outcomes(ends)
         for process, _ in ends:
             process.join(0 if len(outcomes) < size else _GRACE)
     # A process that ended without a result is the cause of the others' errors, so it goes first; else the first error.
@@ -117,18 +114,17 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _outcomes(ends: Sequence[tuple[Any, Any]], meanwhile: Callable[[], None]) -> Mapping[int, _Outcome]:
+def _outcomes(ends: Sequence[tuple[Any, Any]]) -> Mapping[int, _Outcome]:
     """Return how the ranks ended, in the order in which they did; ranks that hang after a failure are left out."""
     waiting = {receiver: rank for rank, (_, receiver) in enumerate(ends)}
     outcomes: dict[int, _Outcome] = {}
-    deadline = float("inf")
-    while waiting and time.monotonic() < deadline:
-        for receiver in connection.wait(list(waiting), _TICK):
+    deadline: float | None = None
+    while waiting and (deadline is None or time.monotonic() < deadline):
+        for receiver in connection.wait(list(waiting), None if deadline is None else deadline - time.monotonic()):
             rank = waiting.pop(receiver)
             outcomes[rank] = _outcome(rank, *ends[rank])
             if outcomes[rank].error is not None:
-                deadline = min(deadline, time.monotonic() + _GRACE)
-        meanwhile()
+                deadline = deadline or time.monotonic() + _GRACE
     return outcomes
 
 

@@ -1,13 +1,20 @@
-"""`shardtree demo`, as a process: what it prints, and its exit status."""
+"""`shardtree demo`: what it prints and its exit status; its layouts cut every weight; planted differences are found."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 import shardtree as st
 from shardtree.cli import _demo
+from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compared, training_state, weights_of
+from shardtree.layouts import SpecFunction
 from tests.cli.checkpoints import process, run
 
 
@@ -18,9 +25,9 @@ def test_demo_saves_loads_and_finds_everything_the_same(tmp_path: Path) -> None:
     done = process("demo", "--small", "--keep", folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
-    assert done.stdout.count("✓") == 5
+    assert done.stdout.count("✓") == 2
     assert "✗" not in done.stdout
-    for text in ("because of --small", "00003-of-00004.safetensors", "0 rank 0 0", "140,032 of 140,032 elements"):
+    for text in ("Made-up weights", "00003-of-00004.safetensors", "0 rank 0 0", "420,096 of 420,096 elements"):
         assert text in done.stdout
     assert st.open_checkpoint(folder)["optimizer.exp_avg.encoder.layer.1.output.dense.bias"].global_shape == (64,)
 
@@ -40,3 +47,91 @@ def test_demo_replaces_no_checkpoint(tmp_path: Path) -> None:
 def test_the_exit_status_is_1_where_something_differs(passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_demo, "run_demo", lambda **options: passed)
     assert run("demo").exit_code == (0 if passed else 1)
+
+
+SMALL = weights_of(small=True)[1]
+STATES = [training_state(SMALL, LOADED_AS, rank, 2) for rank in range(2)]
+ELEMENTS = sum(shard.data.numel() for shard in st.layouts.tensor_shards(training_state(SMALL, LOADED_AS, 0, 1)))
+LAYOUTS = {"saved": SAVED_AS, "loaded": LOADED_AS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 5, 70])  # 70: more than some axes are long
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_ranks_shards_tile_the_state(layout: SpecFunction, ranks: int) -> None:
+    assert st.coverage([training_state(SMALL, layout, rank, ranks) for rank in range(ranks)]).is_complete
+
+
+@pytest.mark.parametrize("small", [True, False])  # False: the pretrained ones, where they are installed
+def test_every_matrix_is_cut_along_its_other_axis(small: bool) -> None:
+    weights = weights_of(small=small)[1]
+    matrices = {name: whole for name, whole in weights.items() if whole.is_floating_point() and whole.dim() == 2}
+
+    def axis(layout: SpecFunction, name: str) -> int | None:
+        shard = st.layouts.shard_at({name: matrices[name]}, st.Mesh(tp=2), layout, 1)[name]
+        return next((axis for axis, start in enumerate(shard.global_offset) if start), None)
+
+    both = {(axis(SAVED_AS, name), axis(LOADED_AS, name)) for name in matrices}
+    assert {(0, 1), (1, 0)} <= both <= {(0, 1), (1, 0), (None, 1)}
+
+
+MATRIX, REPLICA = "encoder.layer.1.intermediate.dense.weight", "encoder.layer.1.intermediate.dense.bias"
+
+
+def flip_a_bit(loaded: Any) -> None:
+    loaded["model"][MATRIX].view(torch.int32)[3, 4] ^= 1
+
+
+def flip_a_replica_s_bit(loaded: Any) -> None:
+    loaded["model"][REPLICA].view(torch.int32)[3] ^= 1
+
+
+def swap_moments(loaded: Any) -> None:
+    first, second = loaded["optimizer"]["exp_avg"], loaded["optimizer"]["exp_avg_sq"]
+    loaded["optimizer"] |= {"exp_avg": second, "exp_avg_sq": first}
+
+
+def lose_a_tensor(loaded: Any) -> None:
+    del loaded["model"][MATRIX]
+
+
+def change_a_dtype(loaded: Any) -> None:
+    loaded["model"][MATRIX] = loaded["model"][MATRIX].double()
+
+
+def change_the_step(loaded: Any) -> None:
+    loaded["step"] = 2
+
+
+def gain_a_value(loaded: Any) -> None:
+    loaded["epoch"] = 2
+
+
+NAMED = {flip_a_bit: MATRIX, flip_a_replica_s_bit: REPLICA, lose_a_tensor: MATRIX, change_a_dtype: MATRIX}
+NAMED |= {change_the_step: "tree['step']", gain_a_value: "tree['epoch']", swap_moments: "optimizer.exp_avg."}
+
+
+def verdict(loaded: list[Any]) -> tuple[bool, str]:
+    console = Console(file=io.StringIO(), width=200)
+    ranks = [Moved(0, 0, "", 0, 0, *compared(*pair)) for pair in zip(loaded, STATES, strict=False)]
+    return _demo._show_verdict(console, ELEMENTS, ranks), console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def as_loaded() -> list[Any]:
+    return [
+        st.map_shards(lambda leaf: leaf.data.clone() if isinstance(leaf, st.ShardedTensor) else leaf, state)
+        for state in STATES
+    ]
+
+
+@pytest.mark.parametrize("change", NAMED)
+def test_a_planted_difference_is_found_and_named(change: Callable[[Any], None]) -> None:
+    loaded = as_loaded()
+    assert verdict(loaded)[0]
+    change(loaded[1])
+    holds, text = verdict(loaded)
+    assert not holds and f"differs: {NAMED[change]}" in text
+
+
+def test_a_rank_that_compared_nothing_is_found() -> None:
+    assert not verdict(as_loaded()[:1])[0]
