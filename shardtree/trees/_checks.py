@@ -18,7 +18,7 @@ from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_p
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from ..mapping.memory import lacks_memory
-from ._nodes import NAMESPACE, TOO_DEEP, entries
+from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
 from ._record import Record
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
@@ -29,21 +29,21 @@ _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
 """Values that are stored item by item, so that what lies in them is stored as it would be outside."""
 _OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
-_REGISTER = (
-    "Of a class of yours, pass a dict of its fields (`vars` gives one), or register the class: "
-    f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
-)
+_REGISTRATION = f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
+_REGISTER = f"Of a class of yours, pass a dict of its fields (`vars` gives one), or register the class: {_REGISTRATION}"
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
-    """Raise unless this is a container.
+    """Raise unless this is a container, of containers whose class comes back.
 
     Args:
         doing: what is being done, for the message.
         tree: what should be one.
 
     Raises:
-        TreeError: it isn't a dict, list, tuple, or node of a class that is registered with optree.
+        TreeError: it isn't a dict, list, tuple, or node of a class that is registered with optree; or it is too deep.
+        UnsupportedValue: shards or local objects lie in a subclass of dict, list or deque that isn't registered; names
+            all.
 
     Examples:
         >>> check_is_tree("save", {"step": 3})
@@ -51,6 +51,18 @@ def check_is_tree(doing: str, tree: Any) -> None:
     if not isinstance(tree, (dict, list, tuple)) and (isinstance(tree, deque) or entries(tree) is None):
         expected, fix = "a dict, list or tuple of shards", _REGISTER if is_dataclass(tree) else None
         raise TreeError(error_text(f"{doing}: not a tree", found=type(tree).__name__, expected=expected, fix=fix))
+    with refuse_too_deep(doing):
+        unknown = subclasses(tree)
+    # They would come back as the dict or list that they derive from. One without shards is a value to the codec.
+    held = [(path, node) for path, node in unknown if any(map(_is_part, _reached([node])))]
+    if held:
+        names = [f"{render_path(path)}: {type(node).__name__}" for path, node in held]
+        base = next(kind.__name__ for kind in (dict, list, deque) if isinstance(held[0][1], kind))
+        what, fix = (
+            f"{doing}: shards in subclasses of dict, list or deque",
+            f"Pass `{base}(value)`, or register the class: {_REGISTRATION}",
+        )
+        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
 
 
 @contextmanager

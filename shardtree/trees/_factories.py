@@ -14,7 +14,7 @@ from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..mapping.memory import check_no_aliases, check_writable, given_tensor, has_elements, is_all_of, overwrite
 from ._edit import without_data
 from ._maps import leaves_with_paths
-from ._nodes import Tree, call_at, depth_error, describe, entries, is_sequence, like, map_sharing
+from ._nodes import Tree, call_at, depth_error, describe, entries, is_dict, is_sequence, like, map_sharing
 
 # From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
 #
@@ -211,9 +211,9 @@ def _checked_entries(loaded: Tree, tree: Tree, wanted: Mapping[Any, Tree], path:
 
 def _fits(loaded: Tree, tree: Tree) -> bool:
     """Return whether entries of `tree` can name entries of `loaded`: keys in a dict, positions in a sequence."""
-    if isinstance(loaded, dict):
-        return isinstance(tree, dict)
-    return is_sequence(tree) or isinstance(tree, dict) or type(loaded) is type(tree)
+    if is_dict(loaded):
+        return is_dict(tree)
+    return is_sequence(tree) or is_dict(tree) or type(loaded) is type(tree)
 
 
 def _misfit(

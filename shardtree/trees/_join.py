@@ -22,6 +22,7 @@ from ._nodes import (
     describe,
     entries,
     flatten,
+    is_dict,
     is_known_leaf,
     is_sequence,
     is_subclass,
@@ -85,7 +86,7 @@ def _without_holes(tree: Tree) -> Tree:
     if children is None:
         return tree
     new = {entry: _without_holes(child) for entry, child in children.items()}
-    return stored_like(tree, _drop_holes(new) if isinstance(tree, dict) else new)
+    return stored_like(tree, _drop_holes(new) if is_dict(tree) else new)
 
 
 def comparable(common: Any) -> Any:
@@ -112,7 +113,7 @@ def _values_only(tree: Tree) -> Tree:
     # where a flat shard lies outside of the range.
     if not left:
         return HOLE
-    return like(tree, left if isinstance(tree, dict) else {**dict.fromkeys(children, HOLE), **left})
+    return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
 
 
 def join(common: Tree, target: Tree) -> Tree:
@@ -238,7 +239,7 @@ def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
         return _keep_whole(stored)
     if (pair := _aligned(stored, target)) is not None:
         mine, theirs = pair
-        order = dict.fromkeys([*mine, *theirs]) if isinstance(target, dict) else theirs
+        order = dict.fromkeys([*mine, *theirs]) if is_dict(target) else theirs
         new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry)) for entry in order}
         return _rebuild(target, new, path, named=_holds_any(target))
     # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
@@ -289,7 +290,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
     holes = [entry for entry, child in new.items() if child is HOLE]
     if not holes and isinstance(node, Record):
         return replace(node, fields=new)
-    if not holes or isinstance(node, dict):
+    if not holes or is_dict(node):
         return like(node, _drop_holes(new))
     if not named:
         return HOLE
@@ -307,7 +308,7 @@ def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[An
     mine, theirs = stored_entries(stored), stored_entries(target)
     if mine is None or theirs is None:
         return None
-    if isinstance(target, dict):
+    if is_dict(target):
         return (mine, theirs) if isinstance(stored, dict) else None
     if is_sequence(target) and is_sequence(stored):
         return (mine, theirs) if len(mine) == len(theirs) else None

@@ -1,8 +1,8 @@
 """Nodes of trees in which shards are leaves: a node's entries, a node like it, and trees flattened and mapped.
 
 Nodes are dict, OrderedDict, defaultdict, list, tuple, namedtuple and deque, and the classes that users registered with
-optree in the namespace ``"shardtree"`` (or for all namespaces). None is a leaf. Subclasses of dict, list and deque are
-read as the type that they derive from.
+optree in the namespace ``"shardtree"`` (or for all namespaces). None is a leaf. Subclasses of dict, list and deque that
+aren't registered are read as the type that they derive from.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
     """Return a container's children by entry (key or position) in its own order, or None for a leaf."""
     if type(node) in _LEAVES:
         return None
-    if isinstance(node, dict):
-        return node
-    if isinstance(node, (list, deque)) or type(node) is tuple:
+    if is_dict(node):
+        return node  # type: ignore[no-any-return]
+    if _is_list(node) or type(node) is tuple:
         return dict(enumerate(node))
-    if optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
+    if _is_leaf(node):
         return None
     children, _, names, _ = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
     return dict(zip(names, children, strict=True))
@@ -76,15 +76,13 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
 
 def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     """Return a new container of the node's type that holds other children, in their order."""
-    if isinstance(node, defaultdict):
-        return defaultdict(node.default_factory, new)
-    if isinstance(node, dict):
+    if is_dict(node):
+        if isinstance(node, defaultdict):
+            return defaultdict(node.default_factory, new)
         return OrderedDict(new) if isinstance(node, OrderedDict) else dict(new)
     values = list(new.values())
-    if isinstance(node, list):
-        return values
-    if isinstance(node, deque):
-        return deque(values, node.maxlen)
+    if _is_list(node):
+        return deque(values, node.maxlen) if isinstance(node, deque) else values
     if type(node) is tuple:
         return tuple(values)
     _, metadata, _, rebuild = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
@@ -98,7 +96,7 @@ def stored_like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
     all its children is returned as it is: a subclass of dict, list or deque is then a value, which the codec knows, as
     a Counter, or refuses.
     """
-    if not isinstance(node, (dict, list, tuple, deque)):
+    if not is_dict(node) and not is_sequence(node):
         return dict(new)
     unchanged = all(new.get(entry) is child for entry, child in (entries(node) or {}).items())
     return node if unchanged else like(node, new)
@@ -112,18 +110,50 @@ def is_subclass(node: Tree) -> bool:
         >>> is_subclass(Counter("ab")), is_subclass(OrderedDict(a=1))
         (True, False)
     """
-    return isinstance(node, _OPEN_KINDS) and type(node) not in _MAPPED_KINDS
+    return isinstance(node, _OPEN_KINDS) and type(node) not in _MAPPED_KINDS and _is_leaf(node)
+
+
+def subclasses(tree: Tree) -> list[tuple[TreePath, Tree]]:
+    """Return the outermost nodes for which `is_subclass` is true, with their paths.
+
+    Examples:
+        >>> from collections import Counter
+        >>> subclasses({"seen": Counter("ab"), "step": 3})
+        [(('seen',), Counter({'a': 1, 'b': 1}))]
+    """
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    if not any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
+        return []
+    return [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if isinstance(leaf, _OPEN_KINDS)]
+
+
+def _is_leaf(node: Tree) -> bool:
+    return optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def is_dict(node: Tree) -> bool:
+    """Return whether a container's entries are a dict's keys: another one may have any of them, or none.
+
+    Examples:
+        >>> is_dict(OrderedDict()), is_dict([])
+        (True, False)
+    """
+    return isinstance(node, dict) and (type(node) in _MAPPED_KINDS or _is_leaf(node))
+
+
+def _is_list(node: Tree) -> bool:
+    return isinstance(node, (list, deque)) and (type(node) in _MAPPED_KINDS or _is_leaf(node))
 
 
 def is_sequence(node: Tree) -> bool:
     """Return whether a container's entries are positions."""
-    return isinstance(node, (list, deque)) or type(node) is tuple or optree.is_namedtuple(node)
+    return _is_list(node) or type(node) is tuple or optree.is_namedtuple(node)
 
 
 def same_kind(left: Tree, right: Tree) -> bool:
     """Return whether two containers have entries of one kind: both keys, or both positions."""
-    if isinstance(left, dict) or isinstance(right, dict):
-        return isinstance(left, dict) and isinstance(right, dict)
+    if is_dict(left) or is_dict(right):
+        return is_dict(left) and is_dict(right)
     return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
 
 

@@ -21,6 +21,7 @@ from ._nodes import (
     describe,
     entries,
     flatten,
+    is_dict,
     is_sequence,
     like,
     same_kind,
@@ -184,7 +185,7 @@ def prune(tree: Tree) -> Tree:
         raise depth_error(error, tree) from None
     if pruned is not HOLE or children is None:
         return pruned
-    return like(tree, {} if isinstance(tree, dict) else dict.fromkeys(children, HOLE))
+    return like(tree, {} if is_dict(tree) else dict.fromkeys(children, HOLE))
 
 
 def _prune(tree: Tree) -> Tree:
@@ -196,7 +197,7 @@ def _prune(tree: Tree) -> Tree:
         return HOLE
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return tree
-    return like(tree, _drop_holes(new) if isinstance(tree, dict) else new)
+    return like(tree, _drop_holes(new) if is_dict(tree) else new)
 
 
 def _drop_holes(children: dict[object, Tree]) -> dict[object, Tree]:
@@ -230,7 +231,7 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         chosen = _select(tree, (), _chooser(wanted))
     except RecursionError as error:
         raise depth_error(error, tree) from None
-    return like(tree, {}) if chosen is HOLE and isinstance(tree, (dict, list)) else chosen
+    return like(tree, {}) if chosen is HOLE and (is_dict(tree) or isinstance(tree, list)) else chosen
 
 
 def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object]) -> Tree:
@@ -243,7 +244,7 @@ def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object
     if all(new[entry] is child for entry, child in children.items()):
         return tree
     kept = {entry: child for entry, child in new.items() if child is not HOLE}
-    return like(tree, kept if isinstance(tree, dict) else new)
+    return like(tree, kept if is_dict(tree) else new)
 
 
 def _chooser(wanted: Wanted) -> Callable[[TreePath, Any], object]:

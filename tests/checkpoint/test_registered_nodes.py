@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -150,6 +151,86 @@ def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> N
     st.save({"n": Node({"w": half("w", 0, 1), "gone": 1})}, place)
     with pytest.raises(TreeError, match=r"target\['n'\] doesn't fit"):
         st.load({"n": Node({"w": half("w", 0, 1)})}, place)
+
+
+class Table(dict[Any, Any]):
+    """A dict that nobody registered."""
+
+
+class Row(list[Any]):
+    """A list that nobody registered."""
+
+
+CALLS: list[Callable[[Any], Any]] = [
+    lambda tree: st.save(tree, MemoryStorage()),
+    lambda tree: st.load(tree, stored_half()),
+    lambda tree: st.reshard([tree], [{}]),
+    lambda tree: st.reshard([{"w": half("w", 0, 1)}], [tree]),
+]
+
+
+def stored_half() -> MemoryStorage:
+    place = MemoryStorage()
+    st.save({"w": half("w", 0, 1)}, place)
+    return place
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_subclass_of_a_dict_or_list_that_holds_shards_is_named(call: Callable[[Any], Any]) -> None:
+    tree = {
+        "a": Table(b=[half("w", 0, 1)]),
+        "rows": [Row([half("w", 0, 1), st.LocalNonpersistentObject(1)])],
+        "outer": Table(inner=Counter(w=half("w", 0, 1))),
+        "fine": Counter("ab"),
+    }
+    with pytest.raises(UnsupportedValue, match=r"`dict\(value\)`, or register the class: `optree.register") as error:
+        call(tree)
+    assert str(error.value).splitlines()[1:4] == [
+        "  tree['a']: Table",
+        "  tree['outer']: Table",
+        "  tree['rows'][0]: Row",
+    ]
+
+
+class Params(OrderedDict[str, Any]):
+    """A dict that is registered."""
+
+
+class Stages(list[Any]):
+    """A list that is registered."""
+
+
+@pytest.fixture
+def registered_subclasses() -> Iterator[None]:
+    register: Any = optree.register_pytree_node
+    register(
+        Params,
+        lambda params: (list(params.values()), tuple(params), tuple(params)),
+        lambda names, children: Params(zip(names, children, strict=True)),
+        namespace=NAMESPACE,
+    )
+    register(Stages, lambda stages: (list(stages), None), lambda _, children: Stages(children), namespace=NAMESPACE)
+    yield
+    for kind in (Params, Stages):
+        optree.unregister_pytree_node(kind, namespace=NAMESPACE)
+
+
+@pytest.mark.usefixtures("registered_subclasses")
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+def test_a_registered_subclass_comes_back_as_what_the_target_has(backend: tuple[str, int]) -> None:
+    place = MemoryStorage()
+    tree = {"p": Params(b=half("b", 0, 1), a=3, rest=half("rest", 0, 1)), "s": Stages([half("v", 0, 1), {"lr": 1}])}
+    st.save(tree, place, backend)
+    loaded = st.load(st.without_data(tree), place)
+    assert type(loaded["p"]) is Params and [*loaded["p"]] == ["b", "a", "rest"] and loaded["p"]["a"] == 3
+    assert type(loaded["s"]) is Stages and torch.equal(loaded["s"][0], W) and loaded["s"][1] == {"lr": 1}
+    again = st.rebox(st.without_data(tree), loaded)
+    assert type(again["p"]) is Params and not st.diff(again, tree)
+    plain = st.load({"p": {"b": half("b", 0, 1), "rest": half("rest", 0, 1)}}, place)["p"]
+    assert type(plain) is dict and plain["a"] == 3
+    kept, left = st.partition(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
+    assert type(left["p"]) is Params and not st.diff(st.combine(kept, left), tree)
+    assert type(st.trees.prune({"p": Params(a=st.trees.HOLE, b=1)})["p"]) is Params
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,18 @@ class Table(dict[Any, Any]):
     """A subclass of dict."""
 
 
+class Known(dict[Any, Any]):
+    """A subclass of dict that is registered."""
+
+
+optree.register_pytree_node(
+    Known,  # type: ignore[arg-type]
+    lambda known: (list(known.values()), tuple(known), tuple(known)),
+    lambda names, children: Known(zip(names, children, strict=True)),
+    namespace="shardtree",
+)
+
+
 class Row(list[Any]):
     """A subclass of list."""
 
@@ -117,7 +129,7 @@ def megatron_tensor(tensor: torch.Tensor) -> Any:
     )
 
 
-def ordered(tensor: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
+def ordered(tensor: Any) -> OrderedDict[str, Any]:
     state: Any = OrderedDict(w=tensor)
     state._metadata = {"": {"version": 1}}
     return state  # type: ignore[no-any-return]
@@ -148,7 +160,8 @@ STORED: dict[str, Make] = {
     "registered class": lambda key, tensor: Registered(tensor),
     "registered class of shards": lambda key, tensor: Registered(st.ShardedTensor.from_rank_offsets(key, tensor)),
     "state_dict()": lambda key, tensor: ordered(tensor),
-    "dict subclass of shards": lambda key, tensor: Table(w=st.ShardedTensor.from_rank_offsets(key, tensor), n=1),
+    "registered dict of shards": lambda key, tensor: Known(w=st.ShardedTensor.from_rank_offsets(key, tensor), n=1),
+    "ordered dict of shards": lambda key, tensor: ordered(st.ShardedTensor.from_rank_offsets(key, tensor)),
     "defaultdict": lambda key, tensor: defaultdict(list, w=[tensor]),
     "deque": lambda key, tensor: deque([tensor], 3),
     "set": lambda key, tensor: {tensor},
@@ -159,10 +172,17 @@ STORED: dict[str, Make] = {
     "enum": lambda key, tensor: [Mode.TRAIN, tensor],
 }
 """Kinds that are stored, and come back where the target has them too: the same values in the same kind of container, or
-as the page says: a subclass of dict or list that holds shards as a dict or list, a parameter as a tensor, a dataclass
-without tensors or an enum as a Record."""
+as the page says: a parameter as a tensor, a dataclass without tensors or an enum as a Record."""
 
-REFUSED: dict[str, Make] = {
+SUBCLASSES: dict[str, Make] = {
+    "dict subclass of shards": lambda key, tensor: Table(a=[st.ShardedTensor.from_rank_offsets(key, tensor)], n=1),
+    "list subclass of objects": lambda key, tensor: Row([st.ShardedObject(key, tensor, (1,), (0,))]),
+    "counter of shards": lambda key, tensor: Counter(w=st.ShardedTensor.from_rank_offsets(key, tensor)),
+}
+"""Kinds that are refused where a tree is saved, loaded or moved. Other functions over trees take them for the dict or
+list that they derive from."""
+
+REFUSED: dict[str, Make] = SUBCLASSES | {
     "DTensor": lambda key, tensor: dtensor(tensor),
     "Megatron's tensor": lambda key, tensor: megatron_tensor(tensor),
     "Megatron's object": lambda key, tensor: megatron("ShardedObject")(
@@ -205,8 +225,6 @@ def values_in(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         kind = type(value) if isinstance(value, (Marked, np.ndarray)) else torch.Tensor
         return kind, str(value.dtype), value.tolist()
-    if type(value) is Table and isinstance(value.get("w"), st.ShardedTensor):
-        value = dict(value)
     if isinstance(value, dict):
         return type(value), {key: values_in(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, deque, set)):
