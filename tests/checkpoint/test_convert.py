@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -295,12 +295,73 @@ def test_what_is_narrowed_away_is_reported() -> None:
     assert dict(report.unused) == {"w": 48 - 18 - 10, "b": 3}
 
 
-def test_tensors_within_a_common_state_that_is_left_out_are_named() -> None:
-    folder, model = MemoryStorage(), MemoryStorage()
-    shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
-    st.save({"w": shard, "step": 1, "model": {"running_mean": torch.ones(3), "names": ["a"]}}, folder)
-    report = st.convert(folder, model, backend="huggingface", leave_out=["common"])
-    assert report.left_out == ("common", "common['model']['running_mean']")
+# Tensors of a common state that is left out.
+
+BUFFERS = {
+    "w": tensor("model.w", W),
+    "model": {"norm": {"seen": torch.tensor(7), "mean": torch.arange(3.0).bfloat16()}},
+    "seeds": [torch.ones(2, 3).T, 3],
+    "none": torch.zeros(0, 2),
+    "step": 5,
+}
+WRITTEN = {
+    "model.norm.seen": torch.tensor(7),
+    "model.norm.mean": torch.arange(3.0).bfloat16(),
+    "seeds.0": torch.ones(3, 2),
+    "none": torch.zeros(0, 2),
+}
+
+
+@pytest.mark.parametrize("backend", ["huggingface", native, "torch_dist", "zarr"])
+def test_tensors_of_a_common_state_that_is_left_out_are_written(backend: str) -> None:
+    folder, report = converted(saved(BUFFERS), backend=backend, leave_out=["common"], max_bytes_in_flight=8)
+    found = st.load_plain_tensors(folder)
+    expected = {**WRITTEN, "model.w": W}
+    assert found.keys() == expected.keys()
+    assert all(first_difference(found[key], each) is None for key, each in expected.items())
+    assert st.load_common_state_dict(folder) == {} and report.left_out == ("common",)
+    assert report.tensors == 5 and report.verified_nbytes == report.nbytes
+
+
+def test_tensors_of_a_common_state_that_is_left_out_reach_the_output_or_are_named() -> None:
+    source = saved(BUFFERS)
+    keep = lambda tree: {"model.w": tree["model.w"]}  # noqa: E731
+    with pytest.raises(KeyMismatch, match=r"lacks what the source holds(.|\n)*'model\.norm\.mean'") as caught:
+        converted(source, transform=keep, leave_out=["common"])
+    assert "'seeds.0'" in str(caught.value)
+    for choice in ({"leave_out": ["common", "model.norm.*", "seeds.*"]}, {"leave_out": ["common"], "prune": True}):
+        _, report = converted(source, transform=keep, **choice)
+        assert report.left_out == ("model.norm.mean", "model.norm.seen", "seeds.0", "common")
+    half = st.bind(st.cast, torch.float16)
+    folder, _ = converted(source, transform=half, leave_out=["common"])
+    assert st.load_plain_tensors(folder)["seeds.0"].dtype == torch.float16
+
+
+class Stats(NamedTuple):
+    mean: torch.Tensor
+    batches: int
+
+
+def test_tensors_of_a_common_state_without_a_key_of_their_own_are_named() -> None:
+    source = saved(
+        {
+            "a": tensor("b.c", W),
+            "b": {"c": torch.ones(1), "set": {torch.ones(1)}},
+            "d": {"e": torch.ones(1)},
+            "d.e": torch.ones(2),
+            "stats": Stats(torch.ones(1), 2),
+        }
+    )
+    folder, report = converted(source, leave_out=["common"])
+    assert st.load_plain_tensors(folder).keys() == {"b.c", "d.e"}
+    named = ["common['b']['c']", "common['b']['set']", "common['d.e']", "common['stats']"]
+    assert report.left_out == ("common", *named)
+
+
+def test_a_common_state_that_is_pickled_may_be_left_out_unread() -> None:
+    source = saved({"w": tensor("w", W), "fn": Path.joinpath}, options=SaveOptions(allow_pickle=True))
+    folder, report = converted(source, leave_out=["common"])
+    assert report.left_out == ("common",) and [*st.load_plain_tensors(folder)] == ["w"]
 
 
 def test_what_is_pruned_is_listed_as_left_out() -> None:

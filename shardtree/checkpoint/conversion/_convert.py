@@ -54,7 +54,7 @@ class ConversionReport:
         objects: how many were written.
         nbytes: the tensors' length in bytes.
         left_out: keys and unique keys of the source that were left out, what of it can't be read, such as arrays of
-            texts, and ``"common"`` if that was left out, with the path of each tensor within it.
+            texts, and ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
         unused: (key, elements) of tensors of which only a part was used.
         batches: how many there were.
         resumed: how many of them an earlier call had written.
@@ -136,8 +136,9 @@ def convert(
         common_backend: the format of the common state; the one that a save would choose by default.
         layout: how whole tensors are cut: a function from a shard to counts of pieces along its axes, or patterns of
             keys to such counts. What it leaves open is cut only where it is larger than a batch.
-        leave_out: patterns (``*``, ``?``, ``[seq]``) of keys that aren't converted; ``"common"`` is the common state.
-            Whatever else isn't in the output is an error.
+        leave_out: patterns (``*``, ``?``, ``[seq]``) of keys that aren't converted; ``"common"`` is the common state,
+            whose tensors, such as a module's buffers, are then in the source by the keys of their paths. Whatever else
+            isn't in the output is an error.
         prune: whether what the transform doesn't pass on is left out too, as by a transform that keeps some layers.
         max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
         verify: whether the destination is read back and compared.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -13,29 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import (
-    IntegrityError,
-    KeyMismatch,
-    ShapeError,
-    StorageError,
-    TreeError,
-    UnsafeFile,
-    UnsupportedValue,
-    error_text,
-    render_path,
-)
+from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
 from ...geometry import Column, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
 from ...strategies.index import untaken_of
-from ...trees import HOLE, holds_tensors, leaves_with_paths
+from ...trees import HOLE, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
 from ..comparison._values import BoxReader, box_shape, boxes
 from ..saving._parts import take_apart
-from ._source import COMMON, Shard, SourceKey, StoredObject, left_out_keys, source_tree
+from ._source import COMMON, Shard, SourceKey, StoredObject, source_tree
 
 # Accounting for all of a source: used, left out on purpose, or lost, which is an error
 
@@ -271,7 +260,7 @@ class Plan:
         common: the common tree that is written, with holes where shards were; `HOLE` where it is left out.
         batches: pieces of the tensors, and the objects, in the order in which they are written.
         left_out: keys and unique keys that the transform didn't get, what of the source can't be read, and the paths of
-            tensors within a common state that is left out.
+            tensors in a common state that is left out which couldn't be written by the keys of their paths.
         unused: (key, elements) of tensors of which the output has only a part.
         unchanged: keys of tensors that the transform returned as they were.
     """
@@ -307,10 +296,9 @@ def plan_conversion(
     if type(most_bytes) is not int or most_bytes < 1:
         what = "convert: max_bytes_in_flight"
         raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
-    left_out = left_out_keys(opened.metadata, leave_out)
     reads: list[Fetch] = []
     reader = BoxReader(opened)
-    source = source_tree(reader, left_out, reads.append)
+    source, left_out, others = source_tree(reader, leave_out, reads.append)
     output = take_apart(dict(source) if transform is None else transform(dict(source)))
     _refuse_plain_values(output.common)
     check_output(output.tensors, output.objects)
@@ -322,20 +310,11 @@ def plan_conversion(
         stored = load_common(opened.checkpoint, None, opened.strategies)
         common = stored if transform_common is None else transform_common(stored)
     batches = batches_of(output.tensors, output.objects, layout, most_bytes, cuts=cuts)
-    without = [COMMON, *_tensors_of_common(opened)] if COMMON in leave_out else []
+    without = [COMMON, *others] if COMMON in leave_out else []
     listed = (*left_out, *pruned, *untaken_of(opened.metadata), *without)
     listed_unused = tuple(sorted(unused.items()))
     unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)
-
-
-def _tensors_of_common(opened: OpenCheckpoint) -> list[str]:
-    """Return the paths of the tensors within a common state that is left out: a model's buffers may be among them."""
-    # What takes pickled code to read stays unread: it may be why it is left out.
-    with suppress(UnsafeFile, UnsupportedValue):
-        common = load_common(opened.checkpoint, None, opened.strategies)
-        return [render_path(path, COMMON) for path, leaf in leaves_with_paths(common) if holds_tensors(leaf)]
-    return []
 
 
 def _is_unchanged(shard: ShardedTensor, given: Shard | None) -> bool:

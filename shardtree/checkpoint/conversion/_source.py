@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -10,14 +11,16 @@ from typing import Any
 
 import torch
 
-from ...errors import KeyMismatch, WorldError, error_text
+from ...errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, error_text, render_path
+from ...geometry import slices
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Directory, in_larger_requests, storage_at
 from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...trees import holds_tensors, leaves_with_paths, path_key
 from ...world import World, one_process, share
 from .._lazy_tree import OpenCheckpoint
-from .._open import open_at, parse_together
+from .._open import load_common, open_at, parse_together
 from ..comparison._values import BoxReader
 
 COMMON = "common"
@@ -67,16 +70,52 @@ def open_alike(where: Directory, world: World, options: LoadOptions, strategies:
     return found
 
 
-def source_tree(reader: BoxReader, left_out: Sequence[str], note: Note) -> dict[str, Shard]:
-    """Return a checkpoint as a dict of whole lazy shards, by key and unique key.
+def source_tree(
+    reader: BoxReader, leave_out: Sequence[str], note: Note
+) -> tuple[dict[str, Shard], tuple[str, ...], tuple[str, ...]]:
+    """Return a checkpoint as a dict of whole lazy shards, by key and unique key, and what isn't in it.
 
     Args:
         reader: of the checkpoint.
-        left_out: keys and unique keys that don't belong to the tree.
+        leave_out: patterns of keys that don't belong to the dict. Where the common state is left out, the tensors in it
+            belong to the dict, by the keys of their paths.
         note: called with every box that is read, and for every object with a box of no axes.
+
+    Returns:
+        The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a common state
+        that is left out which lie in a value, such as a set, or whose key another tensor has.
+
+    Raises:
+        KeyMismatch: a pattern names nothing.
     """
+    stored = reader.opened.metadata
+    common, others = _tensors_of_common(reader.opened, note) if COMMON in leave_out else ({}, ())
+    left_out = left_out_keys({**stored, **common} if common else stored, leave_out)
     absent = set(left_out)
-    return {key: _shard(reader, key, note) for key in reader.opened if key not in absent}
+    tree = {key: _shard(reader, key, note) for key in reader.opened if key not in absent}
+    return tree | {key: shard for key, shard in common.items() if key not in absent}, left_out, others
+
+
+def _tensors_of_common(opened: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
+    shards, others = dict[str, Shard](), []
+    # What takes pickled code to read stays unread: it may be why it is left out.
+    with suppress(UnsafeFile, UnsupportedValue):
+        for path, leaf in leaves_with_paths(load_common(opened.checkpoint, None, opened.strategies)):
+            key = path_key(path)
+            if isinstance(leaf, torch.Tensor) and key not in opened.metadata and key not in shards:
+                shards[key] = _held(SourceKey(key), leaf.detach(), note)
+            elif holds_tensors(leaf):
+                others.append(render_path(path, COMMON))
+    return shards, tuple(others)
+
+
+def _held(name: SourceKey, tensor: torch.Tensor, note: Note) -> ShardedTensor:
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        note(Fetch(name, tensor.dtype, offset, shape))
+        return tensor[slices(offset, shape)].clone()
+
+    whole = ShardedTensor.from_rank_offsets(str(name), tensor)
+    return replace(whole, data=stored(read_box, whole.global_shape, tensor.dtype, name=name))
 
 
 def _shard(reader: BoxReader, key: str, note: Note) -> Shard:
@@ -103,7 +142,10 @@ def _read_box(
 def expect_tensors(reader: BoxReader, tensors: Iterable[ShardedTensor]) -> None:
     """Announce that these will be read."""
     lazies = (shard.data for shard in tensors if isinstance(shard.data, LazyTensor))
-    reader.expect(fetch for lazy in lazies for fetch in lazy.fetches if isinstance(fetch.name, SourceKey))
+    fetches = (fetch for lazy in lazies for fetch in lazy.fetches if isinstance(fetch.name, SourceKey))
+    reader.expect(
+        fetch for fetch in fetches if fetch.name in reader.opened.metadata
+    )  # the common state's are in memory
 
 
 def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tuple[str, ...]:
