@@ -77,6 +77,12 @@ def test_a_live_optimizer_is_saved_without_a_gather_and_loads_in_another_layout(
     assert differing(ours, states(tmp_path / "theirs")) == [] == differing(again, ours)
 
 
+@pytest.mark.parametrize("layout", ['{"tp": 2, "dp": 2, "bias": true}', '{"dp": 4, "bias": true, "gated": false}'])
+def test_a_run_at_step_0_opens_as_its_ranks_hold_it(layout, tmp_path):
+    run(tmp_path, layout, "begin:a,save:a,save ours:ours")
+    assert differing(states(tmp_path / "a"), st.load_plain_tensors(tmp_path / "ours")) == []
+
+
 def test_what_megatron_core_saved_wrong_is_refused_and_what_it_saved_right_loads(tmp_path):
     one_bucket = '{"dp": 2, "bucket": 1000000}'
     run(tmp_path, '{"dp": 2}', "train:a,save full:wrong", one_bucket, "train:b,save full:right,save:b")

@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     key: str
     shape: tuple[int, ...]
     axis: int | None = None
-    fill: float | None = None  # all weights are this, while masters differ
+    fill: float | None = None  # all weights are this, while masters differ, unless the job is `exact`
     gated: bool = False
     frozen: bool = False
 
@@ -63,6 +63,9 @@ class Job:
     tied: bool = False
     bucket_size: int = 2000
     seed: int = 0
+    exact: bool = False  # filled masters are what weights are
+    padding: float | None = None  # between parameters; None for what was there
+    moments: float | None = None  # all of them; None for random ones
     truth: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     weights: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
@@ -76,11 +79,15 @@ class Job:
         for key, kind, lead in self.tensors():
             master = torch.randn(*lead, *kind.shape, generator=generator)
             if kind.fill is not None:
-                master = kind.fill + master * (1e-4 if kind.fill else 1e-44)
-            moments = (torch.randn(master.shape, generator=generator) for _ in STATES[1:])
+                master = kind.fill + master * (0.0 if self.exact else 1e-4 if kind.fill else 1e-44)
+            moments = (self.random(master.shape, generator) for _ in STATES[1:])
             self.weights[key] = master.bfloat16()
             states = () if kind.frozen else zip(STATES, (master, *moments), strict=True)
             self.truth |= {f"optimizer.state.{state}.{key}": value for state, value in states}
+
+    def random(self, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+        drawn = torch.randn(*shape, generator=generator)
+        return drawn if self.moments is None else torch.full_like(drawn, self.moments)
 
     def output(self) -> Kind:
         return Kind("output_layer.weight", (8, self.hidden), 0)
@@ -155,7 +162,7 @@ class Job:
     ) -> Iterator[st.ShardedTensor]:
         ends = {begin: begin + self.size(parameter.kind) for begin, parameter in bucket.items()}
         length = max(ends.values())
-        data = torch.linspace(-9, 9, length)  # padding between parameters is whatever was there
+        data = torch.linspace(-9, 9, length) if self.padding is None else torch.full((length,), self.padding)
         for begin, parameter in bucket.items():
             truth = self.truth[f"optimizer.state.{state}.{parameter.key}"]
             data[begin : ends[begin]] = self.local(truth, parameter, rank)

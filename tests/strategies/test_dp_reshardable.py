@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.torch_dist import _optimizer
+from shardtree.strategies.torch_dist import _buckets, _optimizer
 from shardtree.strategies.torch_dist._parameter_order import Order, known_orders
 
 from .buckets import STATES, Job, Kind, layer_kinds, write
@@ -100,6 +100,91 @@ def test_an_order_that_unique_tensors_contradict_is_refused():
     kinds = layer_kinds(16)
     with pytest.raises(UnsupportedValue, match="equal weights"):
         check_states(Job([kinds[1], kinds[0], *reversed(kinds[2:])]))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("hidden", [16, 32, 64])
+@pytest.mark.parametrize("moments", [None, 0.0])
+def test_a_zero_bias_isnt_read_with_its_padding_of_zeros(hidden, dp, moments):
+    kinds = layer_kinds(hidden, bias=True)
+    check_states(Job(kinds, hidden=hidden, tp=2, dp=dp, exact=True, padding=0.0, moments=moments, bucket_size=300))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_norm_isnt_taken_for_an_equal_parameter_of_a_module_that_no_order_has(frozen):
+    kinds = layer_kinds(16)
+    kinds[0] = kinds[0]._replace(frozen=frozen)
+    job = Job([*kinds[:1], ADAPTERS[0], *kinds[1:]], layers=1)
+    with pytest.raises(UnsupportedValue, match=r"layers\.0\.adapter_a\.weight"):
+        check_states(job)
+    check_states(job, trained(job))
+
+
+@some.composite
+def alike(draw: some.DrawFn) -> Job:
+    """Models of which most tensors are constant or equal to others, some frozen, some of modules that no order has."""
+    hidden, pp, gated = draw(some.sampled_from([8, 16, 32, 64])), draw(some.integers(1, 2)), draw(some.booleans())
+    fills = some.sampled_from([0.0, 0.0, 1.0, None])
+    kinds = [
+        kind._replace(fill=draw(fills), frozen=draw(some.integers(0, 9)) == 9, gated=gated and "fc1.weight" in kind.key)
+        for kind in layer_kinds(hidden, fused=draw(some.booleans()), bias=draw(some.booleans()))
+    ]
+    kinds += [Kind("mlp.linear_fc1.bias", (4 * hidden,), 0, draw(fills), gated)] * draw(some.integers(0, 1))
+    for number in range(draw(some.integers(0, 2))):
+        shape = draw(some.sampled_from([(16,), (32,), (hidden,), (64,), (2 * hidden, hidden)]))
+        adapter = Kind(f"adapter_{number}.weight", shape, draw(some.sampled_from([None, 0])), draw(fills))
+        kinds.insert(draw(some.integers(0, len(kinds))), adapter)
+    job = Job(
+        kinds,
+        layers=draw(some.integers(1, 2)) * pp,
+        hidden=hidden,
+        tp=draw(some.sampled_from([1, 2, 4])),
+        pp=pp,
+        dp=draw(some.sampled_from([1, 2, 3, 4, 8])),
+        tied=draw(some.booleans()),
+        bucket_size=draw(some.sampled_from([200, 300, 1000, 3000, 10**6])),
+        exact=draw(some.booleans()),
+        padding=draw(some.sampled_from([None, 0.0, 0.0, 1.0])),
+        moments=draw(some.sampled_from([None, 0.0])),
+    )
+    layers = [key for key, *_ in job.tensors() if "layers" in key]
+    for one, other in draw(some.lists(some.tuples(some.sampled_from(layers), some.sampled_from(layers)), max_size=3)):
+        if job.weights[one].shape == job.weights[other].shape and f"optimizer.state.param.{one}" in job.truth:
+            job.weights[one] = job.weights[other]
+            job.truth[f"optimizer.state.param.{one}"] = job.weights[other].float()
+    return job
+
+
+def trained(job: Job) -> list[str]:
+    """The names that a caller gives: of all trained parameters, in the order of the whole model's modules."""
+    stages = [parameter for stage in range(job.pp) for parameter in job.parameters(stage, 0)]
+    names = [key.replace("layers.", f"layers.{layer}.") for key, layer, kind in stages if not kind.frozen]
+    return [*dict.fromkeys(names)]
+
+
+def check_alike(job: Job, names: Sequence[str] | None) -> None:
+    try:
+        check_states(job, names)
+    except UnsupportedValue as error:
+        assert "equal weights" in str(error) and "parameter_names=" in str(error)
+
+
+@pytest.mark.slow
+@given(alike(), some.booleans())
+def test_constant_and_equal_weights_give_the_right_states_or_an_error_that_names_them(job, named):
+    check_alike(job, trained(job) if named else None)
+
+
+def test_the_law_catches_values_that_come_before_chunks_and_names(monkeypatch):
+    """Plant a fault: any chunks may be any two pieces, and the longest that have the values are taken."""
+    job = Job(layer_kinds(16, bias=True), tp=2, dp=4, exact=True, padding=0.0, bucket_size=300)
+    check_states(job)
+    choose = _optimizer.choose
+    monkeypatch.setattr(_buckets, "_slice_edges", lambda edges: set(edges[:-1]))
+    monkeypatch.setattr(_buckets, "may_be_gated", lambda piece: True)
+    monkeypatch.setattr(_optimizer, "choose", lambda readings, orders: choose([each[:1] for each in readings], orders))
+    with pytest.raises(CorruptCheckpoint, match="copies of optimizer states differ"):
+        check_alike(job, None)
 
 
 class Adapters(NamedTuple):

@@ -1,8 +1,9 @@
 """Buckets of Megatron-Core's distributed optimizer (`dp_reshardable`): which parameter each range of one is.
 
-A bucket is a 1-D tensor of a data-parallel group's float32 masters, or of their moments, without names. What it
-holds is read from left to right: a master, rounded to the weight's dtype, equals a stored piece of the model bit for
-bit. Pieces with equal values, such as fresh norms, are told apart by the order of modules.
+A bucket is a 1-D tensor of a data-parallel group's float32 masters, or of their moments, without names. Where its
+chunks begin says which ranges can be parameters; a parameter is then a piece of the model whose values its masters
+have, rounded to the weight's dtype. Pieces with equal values, such as fresh norms, are told apart by the order of
+modules.
 
 References:
     megatron.core.optimizer.distrib_optimizer, megatron.core.distributed.param_and_grad_buffer, megatron-core 0.16.1.
@@ -11,9 +12,12 @@ References:
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
+from math import lcm
 from typing import NamedTuple
 
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
@@ -142,18 +146,23 @@ def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[Piece]]:
 
 
 def halves(pieces: Sequence[Piece]) -> Iterator[Candidate]:
-    """Yield the pairs of pieces that a rank may hold as one parameter: gate rows, then up rows.
+    """Yield the pairs of pieces that a rank may hold as one parameter: gate rows, then up rows of a `linear_fc1`.
 
     Megatron-Core stores them as chunks r and r + n / 2 of n along an axis, or under two keys that end in `_w` and `_v`.
     """
     at = {(piece.key, piece.offset): piece for piece in pieces}
-    for piece in pieces:
+    for piece in filter(may_be_gated, pieces):
         if piece.key.endswith("_w"):
             others = [at.get((piece.key[:-1] + "v", piece.offset))]
         else:
             axis = next((axis for axis, size in enumerate(piece.shape) if size > 1), None)
             others = [] if axis is None else [at.get((piece.key, _half_further(piece, axis)))]
         yield from ((piece, other) for other in others if other is not None and other.shape == piece.shape)
+
+
+def may_be_gated(piece: Piece) -> bool:
+    """Return whether a piece may be one half of what a rank holds as one parameter."""
+    return "linear_fc1" in piece.key
 
 
 def _half_further(piece: Piece, axis: int) -> Ints:
@@ -180,8 +189,15 @@ class Unit(NamedTuple):
     candidates: tuple[Candidate, ...]
 
 
-def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], Sequence[Candidate]]) -> list[Unit]:
-    """Return the parameters of a bucket, in order.
+Reading = tuple[Unit, ...]
+"""The parameters of a bucket, in order."""
+
+MOST_READINGS = 64
+"""Of a bucket: where there are as many, there may be more."""
+
+
+def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], Sequence[Candidate]]) -> list[Reading]:
+    """Return the ways to read a bucket, each with all parameters in order; mostly there is one.
 
     Args:
         bucket: what is read.
@@ -189,48 +205,59 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
         matches: returns the candidates whose values are those of a range of masters, rounded.
 
     Raises:
-        UnsupportedValue: no reading, or more than one, has a parameter at each aligned place.
+        UnsupportedValue: no reading has a parameter at each aligned place.
     """
-    edges, length = set(bucket.edges), bucket.edges[-1]
+    length, cuts = bucket.edges[-1], _slice_edges(bucket.edges)
+    # A chunk that isn't cut by the end of a data-parallel rank's slice is one parameter, or the padding after one.
+    edges, fixed = set(bucket.edges), [edge for edge in bucket.edges if edge not in cuts]
     found: dict[int, list[Unit]] = {}
     ahead = [0]
     while ahead:
         at = ahead.pop()
         if at in found or at == length:
             continue
-        found[at] = [] if at % _ALIGNMENT else _units_at(bucket, at, sizes, edges, matches)
-        ahead += [_after(unit, length) for unit in found[at]]
-    readings: dict[int, list[list[Unit]]] = {length: [[]]}
+        found[at] = []
+        nearest = fixed[bisect_right(fixed, at)]
+        ends = (at + size for size in sorted(sizes, reverse=True) if at + size <= nearest)
+        for end in ends if at in edges and at % _ALIGNMENT == 0 else ():
+            padded = bisect_left(fixed, _after(end, length)) <= bisect_right(fixed, end)
+            if end in edges and padded and (candidates := tuple(matches(at, end))):
+                found[at].append(Unit(bucket, at, end, candidates))
+        ahead += [_after(unit.end, length) for unit in found[at]]
+    readings: dict[int, list[Reading]] = {length: [()]}
     for at in sorted(found, reverse=True):
-        # Two of each are enough to know that there is more than one.
-        tails = ([unit, *tail] for unit in found[at] for tail in readings.get(_after(unit, length), ()))
-        readings[at] = [reading for reading, _ in zip(tails, range(2), strict=False)]
-    if len(readings[0]) == 1:
-        return readings[0][0]
+        tails = ((unit, *tail) for unit in found[at] for tail in readings.get(_after(unit.end, length), ()))
+        readings[at] = [*islice(tails, MOST_READINGS)]
+    if readings[0]:
+        return readings[0]
     fix = "Weights and optimizer aren't of one step, or were edited since. Load the model alone, or another checkpoint."
-    reached = max(found)
-    what = "no parameter of the model has the values" if not readings[0] else "several ways to read its values"
-    raise UnsupportedValue(error_text(f"open: {bucket.name!r}, from element {reached}: {what}", fix=fix))
+    what = f"open: {bucket.name!r}, from element {max(found)}: no parameter of the model has the values"
+    raise UnsupportedValue(error_text(what, fix=fix))
 
 
-def _units_at(
-    bucket: Bucket,
-    begin: int,
-    sizes: Set[int],
-    edges: set[int],
-    matches: Callable[[int, int], Sequence[Candidate]],
-) -> list[Unit]:
-    """Return what may begin at an element, the longest first."""
-    units: list[Unit] = []
-    for end in (begin + size for size in sorted(sizes, reverse=True) if begin + size in edges):
-        found = tuple(matches(begin, end))
-        # Where a data-parallel rank's slice ends between a pair's halves, the first of them is no parameter of its own.
-        first_of_two = {pieces[:1] for unit in units for pieces in unit.candidates if len(pieces) == 2}
-        if found and first_of_two.isdisjoint(found):
-            units.append(Unit(bucket, begin, end, found))
-    return units
+def _slice_edges(edges: Ints) -> set[int]:
+    """Return where slices of data-parallel ranks may end: at the multiples of a length, if all of these are edges."""
+    found, known, length = set[int](), set(edges), edges[-1]
+    for size in edges[1:-1]:
+        ends = range(size, length, size)
+        if known.issuperset(ends) and _is_slice(size, length):
+            found.update(ends)
+    return found
 
 
-def _after(unit: Unit, length: int) -> int:
-    """Return where the next parameter begins, after the padding."""
-    return min(-(-unit.end // _ALIGNMENT) * _ALIGNMENT, length)
+def _is_slice(size: int, length: int) -> bool:
+    """Return whether some number of ranks cut a bucket into slices of a size.
+
+    Megatron-Core pads a bucket to a multiple of 128 and of the ranks, or of 65,536 as well, before it is cut.
+    """
+    if size <= 128:
+        return True  # where ranks are many
+    least = -(-length // size)
+    units = [lcm(ranks, 128) for ranks in range(least, length // (size - 128) + 2)]
+    counts = [(unit, least + number) for number, unit in enumerate(units)] + [(lcm(least, 65536), least)]
+    return any(-(-length // unit) * unit == size * ranks for unit, ranks in counts)
+
+
+def _after(end: int, length: int) -> int:
+    """Return where the parameter after one that ends somewhere begins, after the padding."""
+    return min(-(-end // _ALIGNMENT) * _ALIGNMENT, length)

@@ -30,6 +30,7 @@ from ._buckets import (
     Bucket,
     Candidate,
     Piece,
+    Reading,
     Unit,
     buckets_of,
     halves,
@@ -40,7 +41,7 @@ from ._buckets import (
     read_bucket,
 )
 from ._listing import Listing
-from ._parameter_order import Match, decide, full_name, known_orders
+from ._parameter_order import Match, choose, decide, full_name, known_orders
 
 Fill = Callable[[Sequence[ShardedTensor]], object]
 """Reads stored tensors into the memory of shards."""
@@ -63,7 +64,7 @@ MEMO = "optimizer states"
 def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Index:
     """Return the index of a checkpoint with its buckets as states of the model's parameters.
 
-    All weights and masters are read for that, once: values are all that says which parameter is where. Steps are rows
+    All weights and masters are read for that, once: no name in the file says which parameter is where. Steps are rows
     whose bytes are never read.
 
     Raises:
@@ -79,10 +80,8 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         memory = torch.empty(
             max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu"
         )
-        groups = [
-            [unit for bucket in group for unit in _units(fill, bucket, pieces, hashed[bucket.dtype], memory)]
-            for _, group in groupby(buckets, key=attrgetter("group"))
-        ]
+        units = choose([_readings(fill, bucket, pieces, hashed[bucket.dtype], memory) for bucket in buckets], orders)
+        groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
         matches = decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
         checkpoint.memo[MEMO] = _index(listing, _one_of_each(fill, matches))
     index: Index = checkpoint.memo[MEMO]
@@ -144,14 +143,14 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
         yield buffer[: len(part) * dtype.itemsize]
 
 
-def _units(
+def _readings(
     fill: Fill,
     bucket: Bucket,
     pieces: Mapping[str, Sequence[Piece]],
     candidates: Candidates,
     memory: torch.Tensor,
-) -> list[Unit]:
-    """Return the parameters of a bucket, and what each may be by its values; its masters are read into the memory."""
+) -> list[Reading]:
+    """Return the ways to read a bucket by its masters' values; these are read into the memory."""
     masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
     _read(fill, bucket, MASTER, masters)
     sizes = {_size(piece) for piece in pieces[bucket.dtype]}

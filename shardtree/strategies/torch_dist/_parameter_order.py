@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby
 from typing import NamedTuple
 
 from ...errors import UnsupportedValue, error_text
-from ._buckets import Bucket, Candidate, Piece, Unit
+from ._buckets import MOST_READINGS, Bucket, Candidate, Piece, Reading, Unit, may_be_gated
 
 # Where a parameter stands in a model: by its key, and by the layer, which is a prepended axis or a part of the key
 
@@ -19,9 +19,9 @@ class Place(NamedTuple):
     """A parameter's place in the order of `named_parameters()`; places compare as they follow each other.
 
     Attributes:
-        section: embeddings, layers, what follows them, the output.
-        layer: number of the layer, 0 outside of layers.
-        module: place among the layer's modules, or among the names that the caller gave.
+        section: embeddings, layers, what follows them, the output; or the place among the names that the caller gave.
+        layer: number of the layer, -1 outside of layers.
+        module: place among the layer's modules.
         rest: the expert, say.
     """
 
@@ -77,10 +77,10 @@ class Order:
         layer, inside = layer_of(piece)
         if self.names is not None:
             number = self.names.get(full_name(piece))
-            return None if number is None else Place(0, 0, number, ())
+            return None if number is None else Place(number, -1 if layer is None else layer, 0, ())
         section = _first_match(_SECTIONS, piece.key)
         if section is None or layer is None:
-            return None if section is None or section == 1 else Place(section, 0, _ending(piece.key), ())
+            return None if section is None or section == 1 else Place(section, -1, _ending(piece.key), ())
         module = _first_match(self.modules, inside)
         return None if module is None else Place(1, layer, module * 4 + _ending(piece.key), piece.offset[1:])
 
@@ -126,6 +126,64 @@ def _ending(key: str) -> int:
     return next((number for number, ending in enumerate(_ENDINGS) if key.endswith(ending)), len(_ENDINGS))
 
 
+# Deciding between readings of a bucket, where equal values go on across a slice's end
+
+
+def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> list[Unit]:
+    """Return the parameters of all buckets, in order.
+
+    Args:
+        readings: the ways to read each bucket.
+        orders: that modules may have; readings that fit none don't count, where another one fits.
+
+    Raises:
+        UnsupportedValue: several ways to read a bucket fit.
+    """
+    sure = {unit.candidates[0] for each in readings for unit in set(each[0]).intersection(*each[1:]) if _is_one(unit)}
+    # All layers of a model are gated, or none is.
+    gated = {len(pieces) for pieces in sure if may_be_gated(pieces[0])}
+    found: list[Unit] = []
+    for each in readings:
+        left = [reading for reading in each if len(each) == 1 or all(_has_form(unit, gated) for unit in reading)]
+        fitting = [reading for reading in left if any(_descends(reading, order) for order in orders)]
+        left = fitting or left
+        if len(left) != 1 or len(each) == MOST_READINGS:
+            raise _unclear({unit for reading in left or each for unit in reading}, orders)
+        found += left[0]
+    return found
+
+
+def _is_one(unit: Unit) -> bool:
+    return len(unit.candidates) == 1
+
+
+def _has_form(unit: Unit, gated: set[int]) -> bool:
+    """Return whether a parameter may be something else than a gated layer that isn't so, or the other way round."""
+    return any(len(gated) != 1 or not may_be_gated(pieces[0]) or len(pieces) in gated for pieces in unit.candidates)
+
+
+def _descends(reading: Reading, order: Order) -> bool:
+    """Return whether the parameters of a reading can follow each other in the reverse of an order."""
+    last: Place | None = None
+    for unit in reading:
+        places = [order.place(pieces[0]) for pieces in unit.candidates]
+        known = [place for place in places if place is not None]
+        if len(known) < len(places) and order.names is None:
+            continue  # it may be a module that the order doesn't have
+        if _may_be_copy(unit):
+            continue
+        below = [place for place in known if last is None or place < last]
+        if not below:
+            return False
+        last = max(below)
+    return True
+
+
+def _may_be_copy(unit: Unit) -> bool:
+    """Return whether a parameter's place may say nothing: a tied embedding's copy stands where the output would."""
+    return any(_first_match(_SECTIONS, pieces[0].key) == 0 for pieces in unit.candidates)
+
+
 # Deciding between candidates with equal values
 
 
@@ -168,7 +226,7 @@ def decide(
         answers = [_answers(units, orders) for units in groups]
     for units, each in zip(groups, answers, strict=True):
         if len(each) != 1:
-            raise _unclear(units)
+            raise _unclear(units, orders)
         settled.update(zip(units, each.pop(), strict=True))
     return [Match(*unit[:3], pieces) for unit, pieces in settled.items()]
 
@@ -177,10 +235,17 @@ def _answers(units: Sequence[Unit], orders: Sequence[Order]) -> set[tuple[Candid
     return {tuple(answer) for order in orders if (answer := _in_order(units, order)) is not None}
 
 
-def _unclear(units: Sequence[Unit]) -> UnsupportedValue:
-    unclear = sorted({full_name(pieces[0]) for unit in units if len(unit.candidates) > 1 for pieces in unit.candidates})
-    what = f"open: parameters of {units[0].bucket.group!r} have equal weights, and nothing tells their moments apart"
+def _unclear(units: Collection[Unit], orders: Sequence[Order]) -> UnsupportedValue:
+    unclear = sorted(
+        {full_name(piece) for unit in units if not _is_one(unit) for each in unit.candidates for piece in each}
+    )
+    group = next(iter(units)).bucket.group
+    what = f"open: parameters of {group!r} have equal weights, and nothing tells their moments apart"
     fix = "Pass parameter_names=, the names in the order of the model's named_parameters(), with layers' numbers."
+    if any(order.names is not None for order in orders):
+        fix = (
+            "Leave frozen parameters out of parameter_names=; if that doesn't help, load a checkpoint of a later step."
+        )
     return UnsupportedValue(error_text(what, offenders=unclear, fix=fix))
 
 
@@ -240,6 +305,8 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
     for _, rows in groupby(range(len(units)), key=lambda row: units[row].bucket.buffer):
         for run, above, below in _runs(list(rows), units, order):
             pool = {pieces for row in run for pieces in units[row].candidates} - taken
+            if order.names is None and any(order.place(pieces[0]) is None for pieces in pool):
+                return None  # a module that this order doesn't have may stand anywhere
             between = {pieces: _between(order.place(pieces[0]), above, below) for pieces in pool}
             places = sorted(((place, pieces) for pieces, place in between.items() if place is not None), reverse=True)
             if len(places) != len(run):
@@ -263,8 +330,7 @@ def _runs(
             run.append(row)
             continue
         place = order.place(units[row].candidates[0][0])
-        # A tied embedding's copy stands where the output layer would, so its own place says nothing.
-        if place is None or (place.section == 0 and order.names is None):
+        if place is None or _may_be_copy(units[row]):
             continue
         if run:
             yield run, above, place
@@ -279,5 +345,5 @@ def _between(place: Place | None, above: Place | None, below: Place | None) -> P
     if place is None or (above is not None and place > above) or (below is not None and place < below):
         return None
     # Layers between those of the bounds are in another buffer, where a rank has several stages of the pipeline.
-    near = place.section != 1 or not bounds or any(bound[:2] == place[:2] for bound in bounds)
+    near = place.layer < 0 or not bounds or any(bound.layer == place.layer for bound in bounds)
     return place if near else None

@@ -74,6 +74,8 @@ class OnCPU(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device", "")):
             kwargs["device"] = "cpu"
+        if function is torch.empty and isinstance(args[0], int) and len(args) == 1:
+            function = torch.zeros  # padding between parameters, which may hold anything: what is mistaken most easily
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.type and len(args) == 1:
@@ -190,6 +192,15 @@ def train(chunks: Any, optimizer: Any) -> None:
                 parameter.main_grad.copy_(torch.randn(parameter.shape, generator=seed))
         for inner in optimizers(optimizer):
             inner.step()
+
+
+def begin(chunks: Any, optimizer: Any) -> None:
+    """What a run holds at step 0: norms of ones, biases and moments of zeros."""
+    for inner in optimizers(optimizer):
+        inner._init_optimizer_states_with_dummy_values()
+        for state in inner.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].zero_()
 
 
 def learn(place: Path, chunks: Any, optimizer: Any) -> None:
@@ -333,8 +344,8 @@ def one_rank(rank: int, folder: str, group: str, shape: dict[str, Any], steps: l
         for step in steps:
             name, _, place = step.partition(":")
             live = f"{folder}/live-{place}-{rank}"
-            if name == "train":
-                train(chunks, optimizer)
+            if name in ("train", "begin"):
+                (train if name == "train" else begin)(chunks, optimizer)
                 torch.save(list(local(optimizer)), live)
             elif name == "same":  # in the layout of the save, each process must hold what it held then
                 for held, value in zip(torch.load(live), local(optimizer), strict=True):
