@@ -70,17 +70,19 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Raise where two ranks have the same masters: ZeRO-3 stores no weights with which masters could be compared."""
+    """Raise where two ranks have the same masters and states: ZeRO-3 stores no weights with which masters could be compared."""
     seen: dict[tuple[tuple[int, int], ...], Vector] = {}
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
         vectors = [group[rank] for group in optimizer.masters]
-        same = tuple((vector.tensor.record.crc32, vector.tensor.record.nbytes) for vector in vectors)
+        states = (value for group in optimizer.states[rank].values() for value in group.values())
+        tensors = [vector.tensor for vector in vectors] + [one for one in states if isinstance(one, StoredTensor)]
+        same = tuple((tensor.record.crc32, tensor.record.nbytes) for tensor in tensors)
         other = seen.setdefault(same, vectors[0])
         if other is vectors[0] or not _has_values(checkpoint, vectors):
             continue
         where, known = (checkpoint.storage.where(one.tensor.file) for one in (vectors[0], other))
         what, fix = f"open: {where!r} is a copy of {known!r}", "Copy each rank's own file, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(what, found="the same masters on two ranks", fix=fix))
+        raise CorruptCheckpoint(error_text(what, found="the same masters and states on two ranks", fix=fix))
 
 
 def _has_values(checkpoint: Checkpoint, vectors: Sequence[Vector]) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -306,6 +308,16 @@ def load_ours(place: Path, chunks: Any, optimizer: Any) -> None:
     st.load({"optimizer": optimizer_shards(optimizer, models)}, place, donate=True)
 
 
+PAGE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "scripts" / "megatron_gpt.py"))
+
+
+def as_on_the_page(function: str, place: Path, chunks: Any, optimizer: Any) -> None:
+    """Call a function of docs/megatron-users.md."""
+    place.mkdir(exist_ok=True)
+    dist.barrier()
+    PAGE[function](str(place), chunks[0].module, optimizer)
+
+
 def local(optimizer: Any) -> Iterator[torch.Tensor]:
     """All that a process holds of masters and moments."""
     for inner in optimizers(optimizer):
@@ -324,6 +336,7 @@ STEPS = {
     "load": load,
     "save ours": save_ours,
     "load ours": load_ours,
+    **{name: partial(as_on_the_page, name) for name in PAGE if name.endswith(("_saves", "_loads"))},
 }
 
 
