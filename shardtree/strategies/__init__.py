@@ -28,7 +28,6 @@ from ._findings import Damage, Finding, Region, Unchecked, VerifyReport, by_reas
 from ._manifest import MANIFEST_FILE, manifest_findings
 from ._metadata import (
     check_unchanged,
-    check_unreplaced,
     decode_metadata,
     encode_metadata,
     fetch_checked,
@@ -36,11 +35,9 @@ from ._metadata import (
     metadata_bytes,
     not_a_checkpoint,
     read_metadata,
-    refuse_replaced,
     replace_metadata,
-    unless_replaced,
-    unreplaced,
 )
+from ._replaced import check_unreplaced, refuse_replaced, unless_replaced, unreplaced
 from ._save_folders import (
     OWNER_FILE,
     REMOVES_SAVES,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ..codec import canonical_json, parse_json
 from ..errors import (
@@ -17,11 +17,10 @@ from ..errors import (
     OutcomeUnknown,
     error_text,
 )
-from ..storage import Buffer, Conditional, Listing, Storage, StoredFile, digest, in_threads, read_if_there
-from ._traits import METADATA_FILE, stamp
+from ..storage import Buffer, Conditional, Listing, Storage, digest, in_threads
+from ._replaced import missing_file
+from ._traits import METADATA_FILE
 from ._values import Checkpoint, Fields
-
-T = TypeVar("T")
 
 # Guesses at what a folder without a checkpoint is, by the names in it, for error messages
 
@@ -238,107 +237,6 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
         raise CheckpointReplaced(
             error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)
         )
-
-
-# Files that aren't as a checkpoint describes them: replaced by a later save, or damaged
-
-
-def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
-    """Raise unless files are as long as the checkpoint says.
-
-    Raises:
-        CorruptCheckpoint: a file isn't there, or is longer or shorter.
-        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
-    """
-    for file in files:
-        if checkpoint.storage.length(file.name) != file.length:
-            raise missing_file(checkpoint, file.name, file.length)
-
-
-def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
-    """Return the error for a file that is missing or has another length than described.
-
-    Args:
-        checkpoint: what describes it.
-        name: the file's name.
-        length: in bytes, as described.
-    """
-    storage = checkpoint.storage
-    if was_replaced(checkpoint):
-        return _replaced(checkpoint)
-    found = storage.length(name)
-    return CorruptCheckpoint(
-        error_text(
-            f"open: {storage.where(name)!r} isn't what was saved",
-            found="no such file" if found is None else f"{found} bytes",
-            expected=f"{length} bytes",
-            fix="The checkpoint was damaged; load another one.",
-        )
-    )
-
-
-def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) -> T:
-    """Return what a strategy reads of a checkpoint.
-
-    Raises:
-        CheckpointReplaced: another save took its place meanwhile; also in place of any error of the strategy.
-    """
-    with unless_replaced(checkpoint):
-        found = read(checkpoint, *arguments)
-    check_unreplaced(checkpoint)
-    return found
-
-
-@contextmanager
-def unless_replaced(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raise CheckpointReplaced in place of any error inside where another save took the checkpoint's place meanwhile.
-
-    Files that another save has replaced look damaged, and aren't.
-    """
-    try:
-        yield
-    except CheckpointReplaced:
-        raise
-    except CheckpointingException:
-        refuse_replaced(checkpoint)
-        raise
-
-
-def check_unreplaced(checkpoint: Checkpoint) -> None:
-    """Raise unless everything read so far is of the checkpoint that was opened.
-
-    Raises:
-        CheckpointReplaced: another save took its place meanwhile.
-    """
-    # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
-    # is named after their save need no check.
-    # Rank 0 alone, which opened it: what others see of a network's folder may be older.
-    if checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0:
-        refuse_replaced(checkpoint)
-
-
-def refuse_replaced(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointReplaced if the folder now holds another checkpoint than the one that was opened."""
-    if was_replaced(checkpoint):
-        raise _replaced(checkpoint)
-
-
-def _replaced(checkpoint: Checkpoint) -> CheckpointReplaced:
-    what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
-    return CheckpointReplaced(error_text(what, fix="Open the checkpoint again."))
-
-
-def was_replaced(checkpoint: Checkpoint) -> bool:
-    """Return whether the folder now holds another checkpoint than the one that was opened."""
-    storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
-    # By the digest where there is one: lengths and times can agree by chance.
-    if digest is not None:
-        # As bytes: the file may be another format's by now, and needn't parse.
-        found = read_if_there(storage, METADATA_FILE)
-        if found is not None:
-            return f'"digest":"{digest}"'.encode() not in found
-    now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
-    return any(entry not in checkpoint.stamp for entry in now)
 
 
 # Small files that are always checked whole: the index and the common state

@@ -10,7 +10,6 @@ from ..codec.archives import add_record, archive_records, decode_archive, encode
 from ..codec.pickles import read_pickle, write_pickle
 from ..errors import (
     CheckpointingException,
-    CheckpointReplaced,
     CorruptCheckpoint,
     TreePath,
     UnsafeFile,
@@ -22,7 +21,7 @@ from ..storage import Buffer
 from ..trees import HOLE, leaves_with_paths, map_sharing, without_holes
 from ._findings import Damage, Finding, Unchecked, uncovered
 from ._manifest import check_listed
-from ._metadata import was_replaced
+from ._replaced import refuse_replaced
 from ._values import Checkpoint, Fields, LoadOptions, PendingSave
 
 # Holes in lists and tuples: empty dicts are stored in their place, and a record lists where they were
@@ -187,8 +186,7 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
     where = checkpoint.storage.where(name)
     if checkpoint.storage.length(name) is None:
-        if was_replaced(checkpoint):
-            raise CheckpointReplaced(error_text(f"open: {where!r} was replaced by a later save", fix="Open it again."))
+        refuse_replaced(checkpoint)
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: the common state {where!r} isn't there", fix=fix))
     if checkpoint.options.verify is not None:

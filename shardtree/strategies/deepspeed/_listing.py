@@ -102,6 +102,9 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
     where = storage.where(folder.rstrip("/"))
     _check_joinable(names, where)
     models = {int(match[1] or 0): name for name in names if (match := _MODEL.fullmatch(name))}
+    if not models:
+        fix = f"Copy every rank's file, and {LATEST!r}, which names their folder."
+        raise CorruptCheckpoint(error_text(f"open: {where!r} has no model_states files", fix=fix))
     prefixes: dict[str, dict[int, str]] = {}
     for name in names:
         if match := _OPTIMIZER.fullmatch(name):

@@ -28,7 +28,7 @@ from ...storage import (
     ranged_cost,
 )
 from .._checks import check_fit
-from .._metadata import check_lengths
+from .._replaced import check_lengths
 from .._values import Checkpoint
 from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, texts
 
