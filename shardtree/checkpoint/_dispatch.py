@@ -7,11 +7,19 @@ from typing import Any, TypeVar
 
 from ..errors import StrategyError, error_text
 from ..geometry import check_type
-from ..strategies import Strategies, Strategy, StrategyAction, find_strategy, get_default_strategy
+from ..strategies import (
+    Strategies,
+    Strategy,
+    StrategyAction,
+    find_strategy,
+    formats_with,
+    get_default_strategy,
+    table_of,
+)
 
 Options = TypeVar("Options")
-Choice = tuple[str, int] | Strategy | None
-"""A (backend, version) pair, a function, or None for the default."""
+Choice = str | tuple[str, int] | Strategy | None
+"""A backend, whose latest version it means; a (backend, version) pair; a function; or None for the default."""
 
 Backends = tuple[tuple[str, int], tuple[str, int]]
 """The backends and versions of the shards and of the common state."""
@@ -19,25 +27,42 @@ Backends = tuple[tuple[str, int], tuple[str, int]]
 DEFAULT_BACKEND = ("safetensors", 1)
 
 
-def backend_of(choice: Choice, default: tuple[str, int]) -> tuple[str, int]:
+def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
     """Return the (backend, version) that a choice names; a function stands in for the default's.
 
+    Args:
+        choice: a name alone means the default, if that is of this name, else the latest version that can save.
+        default: the pair for None.
+        strategies: the table; None for the process's.
+
     Raises:
-        StrategyError: the choice is neither None, nor a pair, nor a function.
+        StrategyError: the choice is neither None, nor a name, a pair or a function.
 
     Examples:
-        >>> backend_of(("zarr", 1), DEFAULT_BACKEND), backend_of(None, DEFAULT_BACKEND)
-        (('zarr', 1), ('safetensors', 1))
+        >>> backend_of("zarr", DEFAULT_BACKEND, None), backend_of(None, DEFAULT_BACKEND, None)
+        (('zarr', 3), ('safetensors', 1))
     """
-    if choice is None or callable(choice):
+    if choice is None or callable(choice) or choice == default[0]:
         return default
+    if isinstance(choice, str):
+        return choice, _latest(choice, strategies)
     if isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str) and type(choice[1]) is int:
         return choice
     raise StrategyError(
         error_text(
-            "not a strategy", found=repr(choice)[:200], expected="a (backend, version) pair, a function, or None"
+            "not a strategy",
+            found=repr(choice)[:200],
+            expected="a backend's name, a (backend, version) pair, a function, or None",
         )
     )
+
+
+def _latest(backend: str, strategies: Strategies | None) -> int:
+    save = StrategyAction.SAVE_SHARDED
+    versions = [row[2] for row in table_of(strategies) if row[:2] == (save, backend)]
+    # Packages are imported only for what the table lacks. If they lack it too, the save's error lists the backends.
+    formats = () if versions else formats_with(save, strategies=strategies)
+    return max(versions or [version for name, version in formats if name == backend], default=1)
 
 
 def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) -> Backends:
@@ -46,16 +71,16 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
     Where no backend is named for the common state, it is that of the shards if this one can save it.
 
     Raises:
-        StrategyError: a choice is neither None, nor a pair, nor a function.
+        StrategyError: a choice is neither None, nor a name, a pair or a function.
 
     Examples:
         >>> backends_of(("punch cards", 1), None, {})
         (('punch cards', 1), ('safetensors', 1))
     """
-    sharded_backend = backend_of(sharded, DEFAULT_BACKEND)
+    sharded_backend = backend_of(sharded, DEFAULT_BACKEND, strategies)
     # A save as `torch_dist` is expected to hold a common.pt that Megatron-Core reads, not a native file.
     saves_common = find_strategy(StrategyAction.SAVE_COMMON, *sharded_backend, strategies=strategies) is not None
-    return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND)
+    return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND, strategies)
 
 
 def strategy_of(
@@ -68,7 +93,7 @@ def strategy_of(
     """
     if choice is not None and callable(choice):
         return choice
-    return get_default_strategy(action, *backend_of(choice, default), strategies=strategies)
+    return get_default_strategy(action, *backend_of(choice, default, strategies), strategies=strategies)
 
 
 def sharded_backend(fields: Mapping[str, Any]) -> tuple[str, int]:

@@ -7,7 +7,9 @@ a row for the whole process.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -105,14 +107,11 @@ def get_default_strategy(
     found = find_strategy(action, backend, version, strategies=strategies)
     if found is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
-        raise StrategyError(
-            error_text(
-                f"no strategy for {_shown(row)}",
-                offenders=[f"{action.value} exists for {have or 'no backend'}"],
-                fix="Install the package that brings this backend, register_default_strategy a function, "
-                "or pass strategies=.",
-            )
-        )
+        broken = _packages().broken
+        fix = "Install the package that brings this backend, register_default_strategy a function, or pass strategies=."
+        offenders = [f"{action.value} exists for {have or 'no backend'}", *broken]
+        error = StrategyError(error_text(f"no strategy for {_shown(row)}", offenders=offenders, fix=fix))
+        raise error from next(iter(broken.values()), None)
     return found
 
 
@@ -127,7 +126,7 @@ def find_strategy(
     """
     row = (action, backend, version)
     # Never from the process's table: the caller's may lack a row on purpose.
-    return table_of(strategies).get(row) or _rows_of_packages().get(row)
+    return table_of(strategies).get(row) or _packages().rows.get(row)
 
 
 def formats_with(action: StrategyAction, *, strategies: Strategies | None = None) -> tuple[tuple[str, int], ...]:
@@ -138,7 +137,7 @@ def formats_with(action: StrategyAction, *, strategies: Strategies | None = None
         True
     """
     if strategies is None:
-        _rows_of_packages()  # which registers them
+        _packages()  # which registers them
     rows = sorted(table_of(strategies), key=_order)
     return tuple((name, version) for other, name, version in rows if other is action)
 
@@ -183,19 +182,36 @@ def table_of(strategies: Strategies | None) -> Strategies:
     return default_strategies if strategies is None else strategies
 
 
+@dataclass(frozen=True, slots=True)
+class _Packages:
+    """What installed packages bring.
+
+    Attributes:
+        rows: those that entry points registered while they were imported.
+        broken: what names the entry points that can't be imported, and why.
+    """
+
+    rows: Strategies
+    broken: Mapping[str, Exception]
+
+
 @cache
-def _rows_of_packages() -> Strategies:
-    """Return the rows of installed packages: each entry point registers its own while it is imported."""
+def _packages() -> _Packages:
+    """Return what installed packages bring; one that can't be imported is a warning, and in errors on missing rows."""
     before = set(default_strategies)
+    broken: dict[str, Exception] = {}
     # Only when a row is missing: a package that isn't needed can't slow down or break a program.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry_point.load()
         except Exception as error:
-            found, fix = f"{type(error).__name__}: {error}", "Repair or uninstall the package that brings it."
-            what = f"strategies: entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
-            raise StrategyError(error_text(what, found=found, fix=fix)) from error
-    return {row: default_strategies[row] for row in default_strategies if row not in before}
+            what = f"entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
+            broken[f"{what}: {type(error).__name__}: {error}"] = error
+    if broken:
+        fix = "Their formats are missing. Repair or uninstall the packages that bring them."
+        text = error_text("strategies: packages that are broken", offenders=list(broken), fix=fix)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return _Packages({row: default_strategies[row] for row in default_strategies if row not in before}, broken)
 
 
 def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:

@@ -24,6 +24,7 @@ from shardtree.strategies import (
     base,
     default_strategies,
     find_strategy,
+    formats_with,
     get_default_strategy,
     register_default_strategy,
 )
@@ -32,6 +33,7 @@ from tests.quick_python.command import quick_python
 
 BACKENDS = sorted({(backend, version) for _, backend, version in default_strategies})
 NATIVE = ("safetensors", 1)
+SAVING = formats_with(StrategyAction.SAVE_SHARDED)
 
 
 @pytest.fixture
@@ -247,3 +249,56 @@ def test_a_package_that_can_not_be_imported_is_named(tmp_path):
     done = run_with_package(tmp_path, "raise ImportError('needs a card reader')", use)
     assert done.returncode == 0, done.stderr
     assert "card_strategies" in done.stdout and "needs a card reader" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_broken_package_is_a_warning_where_another_format_is_wanted(tmp_path):
+    use = """
+    import warnings, torch, shardtree as st
+    from shardtree.strategies import StrategyAction, default_strategies, find_strategy, formats_with
+    storage = st.storage.MemoryStorage()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert ("zarr", 3) in formats_with(StrategyAction.SAVE_SHARDED)
+        assert find_strategy(StrategyAction.LOAD_COMMON, "cards", 1) is None
+        st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, storage, "zarr")
+    (warning,) = found
+    print(warning.message)
+    """
+    done = run_with_package(tmp_path, "raise ImportError('needs a card reader')", use)
+    assert done.returncode == 0, done.stderr
+    assert "needs a card reader" in done.stdout and "Repair or uninstall" in done.stdout
+
+
+# -- a backend's name alone
+
+
+@pytest.mark.parametrize("backend", sorted({name for name, _ in SAVING}))
+def test_a_bare_name_is_the_latest_version_that_can_save(backend):
+    """The same bytes as with the pair, and what was saved by one loads by the other."""
+    version = max(number for name, number in SAVING if name == backend)
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
+    for named in (backend, (backend, version)):
+        storage = MemoryStorage()
+        st.save(tree, storage, named)
+        assert st.open_checkpoint(storage).checkpoint.fields["sharded_backend_version"] == version
+        for asked in (backend, (backend, version)):
+            assert torch.equal(st.load(tree, storage, asked)["w"].data, torch.arange(4.0))
+
+
+def test_a_bare_name_for_the_common_state_and_a_table_of_ones_own():
+    rows = default_strategies.items()
+    table = default_strategies | {(row[0], "own", 7): fn for row, fn in rows if row[1:] == NATIVE}
+    storage = MemoryStorage()
+    st.save({"step": 3}, storage, "own", "safetensors", strategies=table)
+    fields = st.open_checkpoint(storage, strategies=table).checkpoint.fields
+    assert (fields["sharded_backend"], fields["sharded_backend_version"]) == ("own", 7)
+    assert (fields["common_backend"], fields["common_backend_version"]) == NATIVE
+
+
+def test_ranks_that_name_one_format_two_ways_are_told():
+    def save(world):
+        st.save({}, MemoryStorage(), "zarr" if world.rank else "huggingface", world=world)
+
+    with pytest.raises(CheckpointingException, match="sharded_strategy"):
+        st.simulate(2, save)

@@ -20,11 +20,9 @@ from ...strategies import (
     LoadOptions,
     SaveOptions,
     Strategies,
-    StrategyAction,
     disown,
     owned,
     remove_unless_committed,
-    table_of,
     traits_of,
 )
 from ...trees import HOLE
@@ -210,9 +208,9 @@ def _destination(
     strategies: Strategies | None,
     options: SaveOptions,
 ) -> Destination:
-    choices = _latest(backend, strategies), None if common_backend is None else _latest(common_backend, strategies)
+    backends = backends_of(backend, common_backend, strategies)
     storage = in_larger_requests(storage_at(where))
-    return Destination(storage, choices, backends_of(*choices, strategies), strategies, options)
+    return Destination(storage, (backend, common_backend), backends, strategies, options)
 
 
 def _check_same_plan(folders: Sequence[str]) -> None:
@@ -266,18 +264,6 @@ def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionRepo
         verified_nbytes=None if checked is None else checked.nbytes,
         fingerprints={} if checked is None else checked.fingerprints,
     )
-
-
-def _latest(backend: str | tuple[str, int], strategies: Strategies | None) -> tuple[str, int]:
-    """Return the backend and version that a bare name means: the latest that can save."""
-    if not isinstance(backend, str):
-        return backend
-    versions = [
-        version
-        for action, name, version in table_of(strategies)
-        if action is StrategyAction.SAVE_SHARDED and name == backend
-    ]
-    return backend, max(versions, default=1)  # if there is none, the save's error lists the backends
 
 
 def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:

@@ -82,7 +82,7 @@ def objects_metadata(
         choice: the caller's, of how shards are loaded.
         strategies: the dispatch table; None for the process's.
     """
-    backend = backend_of(choice, sharded_backend(checkpoint.fields))
+    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
         return metadata
     row = (StrategyAction.LOAD_METADATA, *common_backend(checkpoint.fields))
@@ -205,7 +205,7 @@ def check_target(
         StrategyError: dtypes are to be converted, or objects resharded, and the format can't list what it holds.
         TreeError: the pattern of a rule fits no key.
     """
-    backend = backend_of(choice, sharded_backend(checkpoint.fields))
+    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
     row = (StrategyAction.LOAD_METADATA, *backend)
     if find_strategy(*row, strategies=strategies) is None and not (cast or rules):
         return {}, ObjectsFit()
@@ -264,7 +264,7 @@ def prospect(
     Raises:
         StrategyError: the format can't list what it holds.
     """
-    backend = backend_of(choice, sharded_backend(checkpoint.fields))
+    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
     explain = None if callable(choice) else find_strategy(StrategyAction.EXPLAIN, *backend, strategies=strategies)
     if explain is not None:
         found: Prospect = explain(checkpoint, target.tensors, cast)

@@ -188,7 +188,7 @@ def rank_reads(
         yield from moved
         return
     choice, _, strategies = choices
-    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields), strategies))
     explain_shards = get_default_strategy(*row, strategies=strategies)
     for number, (one, shards) in enumerate(zip(moved, targets(), strict=True)):
         groups = planned.groups(number, shards)
@@ -209,7 +209,7 @@ def undecided(
         kinds: what is stored of tensors that are converted where they differ.
     """
     choice, _, strategies = choices
-    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields)))
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields), strategies))
     # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
     if callable(choice):
         yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")

@@ -126,7 +126,8 @@ def load(
         sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
             there), None, or meta tensors (results go to `device`). It isn't changed.
         checkpoint_dir: where the checkpoint is.
-        sharded_strategy: replaces the function that its format's row has for loading shards.
+        sharded_strategy: replaces the function that its format's row has for loading shards: a function, or the
+            name or the (backend, version) whose row is used.
         common_strategy: replaces the one for the common state.
         validate_access_integrity: whether ranks exchange their targets and check that every element is asked for
             by exactly one main replica.

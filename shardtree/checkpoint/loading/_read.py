@@ -270,7 +270,7 @@ def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[An
 def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
     if not objects:
         return []
-    backend = backend_of(reading.sharded_strategy, sharded_backend(reading.checkpoint.fields))
+    backend = backend_of(reading.sharded_strategy, sharded_backend(reading.checkpoint.fields), reading.strategies)
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=reading.strategies) is None:
         backend = common_backend(reading.checkpoint.fields)
     load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, reading.strategies)

@@ -119,7 +119,8 @@ def save(
     Args:
         sharded_state_dict: dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
         checkpoint_dir: a path or URL that all ranks see, made if it isn't there, or a `Storage`.
-        sharded_strategy: the format of the shards, as (backend, version) or a function; the native format by default.
+        sharded_strategy: the format of the shards: a backend's name, which means its latest version, (backend, version)
+            or a function; the native format by default.
         common_strategy: the format of everything else, likewise.
         validate_access_integrity: whether ranks exchange their layouts, check that every element has exactly one
             main replica, and share out the writing of replicas: since these hold equal values, the rank that has least

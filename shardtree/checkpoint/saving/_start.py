@@ -81,10 +81,10 @@ class SaveCall:
         given: dict[str, object] = {name: getattr(self.options, name) for name in flags}
         given |= {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
         changed = {name: value for name, value in given.items() if value != getattr(usual, name, False)}
-        sharded = None if self.choices[0] == DEFAULT_BACKEND else self.choices[0]
+        sharded = None if self.choices[0] in (DEFAULT_BACKEND, DEFAULT_BACKEND[0]) else self.choices[0]
         choices = (("sharded_strategy", sharded), ("common_strategy", self.choices[1]))
         # A function has another repr in each process.
-        return changed | {name: one if isinstance(one, tuple) else "a function" for name, one in choices if one}
+        return changed | {name: one if isinstance(one, (tuple, str)) else "a function" for name, one in choices if one}
 
 
 @dataclass(frozen=True, slots=True)
