@@ -1,6 +1,7 @@
 """The command line: `python -m shardtree`, or `shardtree`."""
 
 import sys
+import warnings
 from importlib.util import find_spec
 
 _LIBRARIES = ("typer", "rich")
@@ -15,6 +16,8 @@ def main() -> None:
     if missing:
         needed = " and ".join(missing)
         sys.exit(f"shardtree: the command line needs {needed}. Install what it needs: pip install 'shardtree[cli]'")
+    # A warning is for the user of the command, who doesn't know the line of ours that warns.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     # Imported here, since it imports what may be missing.
     from ._app import app
 

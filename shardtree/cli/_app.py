@@ -15,12 +15,13 @@ from ._command import FORMATS, Command, Group
 app = typer.Typer(
     cls=Group,
     help="Sharded state dicts as immutable trees, saved in one layout and loaded in any other.",
-    no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # rich's tables cut the names of options where a terminal is narrow
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="shardtree COMMAND --help has each command's options, an example and its exit statuses: 0, 1 where the"
-    " answer is no, 2 where something can't be done, 130 after Ctrl-C.",
+    " answer is no, 2 where something can't be done, 130 after Ctrl-C.\n\nPatterns of keys: * is one part between dots,"
+    " ** any number of parts, and any other character is itself.",
 )
 _command = partial(app.command, cls=Command)
 
@@ -35,7 +36,7 @@ _AllowPickle = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 _Keys = Annotated[
     list[str] | None,
-    typer.Option("--key", metavar="PATTERN", help="Only keys like this, as in a shell: '*.bias'. Repeatable."),
+    typer.Option("--key", metavar="PATTERN", help="Only keys like this: '**.bias'. Repeatable."),
 ]
 
 
@@ -155,7 +156,7 @@ def verify(
 
 
 @_command(
-    epilog="Example: shardtree diff step-100 step-100-resaved --key 'model.*'\n\n"
+    epilog="Example: shardtree diff step-100 step-100-resaved --key 'model.**'\n\n"
     "Exit status, as diff's: 0 equal; 1 different; 2 trouble."
 )
 def diff(
@@ -205,7 +206,7 @@ def report(
 
 
 @_command(
-    epilog="Example: shardtree convert step-100 hf --to hf --cast bf16 --leave-out 'optimizer.*'\n\n"
+    epilog="Example: shardtree convert step-100 hf --to hf --cast bf16 --leave-out 'optimizer.**'\n\n"
     "By N processes: torchrun --nproc-per-node N -m shardtree convert ...\n\n"
     "Exit status: 0 converted; 2 trouble. Run the same command again to resume one that was stopped."
 )
@@ -233,14 +234,14 @@ def convert(
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="Other keys; each * is one part between dots. Repeatable."),
+        typer.Option(metavar="OLD=NEW", help="Other keys; each * of OLD is filled in again. Repeatable."),
     ] = None,
     cast: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Floating-point tensors in another dtype, such as bf16.")
     ] = None,
     leave_out: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Keys to leave out, as in a shell; 'common' is the common state."),
+        typer.Option(metavar="PATTERN", help="Keys to leave out; 'common' is the common state. Repeatable."),
     ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Leave out what the transforms don't pass on, without naming it.")
@@ -311,7 +312,7 @@ _Specs = Annotated[
     typer.Option(
         "--spec",
         metavar="PATTERN=SPEC",
-        help="How tensors are cut: for each axis a mesh axis, or -. As '*.weight=tp,-'. Repeatable; the first counts"
+        help="How tensors are cut: for each axis a mesh axis, or -. As '**.weight=tp,-'. Repeatable; the first counts"
         " that fits the key and has no more axes than the tensor. What none fits is whole on every rank.",
     ),
 ]
@@ -323,7 +324,7 @@ _Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ.
 
 
 @_command(
-    epilog="Example: shardtree explain step-100 --mesh dp=2,tp=4 --spec '*.weight=tp,-'\n\n"
+    epilog="Example: shardtree explain step-100 --mesh dp=2,tp=4 --spec '**.weight=tp,-'\n\n"
     "Exit status: 0 the load would succeed; 1 it would fail; 2 trouble."
 )
 def explain(
@@ -356,7 +357,7 @@ def explain(
 
 
 @_command(
-    epilog="Example: shardtree plan step-100 --from-ranks 8 --mesh dp=2,tp=4 --spec '*.weight=tp,-'\n\n"
+    epilog="Example: shardtree plan step-100 --from-ranks 8 --mesh dp=2,tp=4 --spec '**.weight=tp,-'\n\n"
     "Exit status: 0; 2 trouble."
 )
 def plan(

@@ -1,16 +1,36 @@
-"""What all commands have in common: flags without a type in the help, formats listed there, options known to errors."""
+"""What all commands have in common: their help, options that errors know, names near those of commands, a stdout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 FORMATS = "{formats}"
 """In an option's help: the formats that can be written. Listed when help is shown, since that imports them."""
+
+TROUBLE = 2
+"""The exit status where something couldn't be done."""
+
+_BROKEN_PIPE = 141  # what a shell shows for programs that SIGPIPE ended
+
+_OTHER_NAMES = {
+    "inspect": ("ls", "list", "show", "cat", "info", "keys", "tree", "open", "print", "describe"),
+    "verify": ("check", "fsck", "validate", "test"),
+    "diff": ("compare", "cmp"),
+    "convert": ("cp", "copy", "export", "reshard", "save", "to", "consolidate", "merge"),
+    "picture": ("draw", "plot"),
+    "report": ("html", "page"),
+    "explain": ("load", "dry-run", "fits"),
+}
+"""What people type for commands, from other programs' names for them."""
 
 _OF_SAVES = {"sharded_strategy": "backend", "common_strategy": "common_backend"}
 """Keywords of `save`, whose errors a conversion may raise, and its own for the same."""
@@ -56,6 +76,68 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return its parameters, --help included."""
         return _without_types(super().get_params(ctx))
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        """Parse the command line, which prints the help and the version."""
+        with _checked_stdout():
+            return super().make_context(*args, **more)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; without any, help is what is wanted."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _checked_stdout():
+            return super().invoke(ctx)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Print what each command does, whole: the libraries' own lists cut it at a line."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in self.commands.items()])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is named first; a name of another program's for it is told."""
+        near = [name for name, others in _OTHER_NAMES.items() if args[0].lower() in (name, *others)]
+        if near and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
+
+# A stdout that can't be written.
+
+
+@contextmanager
+def _checked_stdout() -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        raise typer.Exit(unprintable(error)) from error
+
+
+def unprintable(error: OSError) -> int:
+    """Return the exit status of a stdout that can't be written: a closed pipe is quiet, a full disk is told.
+
+    Raises:
+        OSError: the error is of a file, or one of ours.
+    """
+    if error.errno is None or error.filename is not None:
+        raise error
+    # What is still buffered goes to /dev/null, so that closing stdout at the interpreter's exit doesn't fail. The
+    # descriptor is replaced, not sys.stdout: the buffer that is flushed last belongs to the old object.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):
+        os.dup2(nowhere, sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return _BROKEN_PIPE
+    typer.echo(f"shardtree: stdout can't be written: {error.strerror}", err=True)
+    return TROUBLE
+
+
+# Options.
 
 
 def _typed(option: TyperOption) -> str:

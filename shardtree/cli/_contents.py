@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from itertools import islice
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+import typer
 
 from ..checkpoint import OpenCheckpoint
 from ..checkpoint._stored import index_of
@@ -20,10 +19,10 @@ from ..codec import dtype_name
 from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ..plans import near_names
+from ..plans import near_patterns
 from ..storage import LocalStorage, MemoryStorage, Storage
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, texts
-from ..trees import HOLE, Record
+from ..trees import HOLE, Record, key_matcher, shell_differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def contents_at(tree: OpenCheckpoint) -> Contents:
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> Contents:
     """Return the rows by the names in the files, which takes no read, unless a pattern matches none of these."""
     found = _contents(tree, index_of(tree.checkpoint, tree.strategies))
-    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _unmatched(patterns, found)
+    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _unmatched(patterns, _names_in([found]))
     return found if is_whole else contents_at(tree)
 
 
@@ -161,18 +160,14 @@ def select(contents: Contents, patterns: Sequence[str]) -> Contents:
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return the predicate that says whether a key matches one of the shell patterns; without patterns, each does.
+    """Return the predicate that says whether a key matches one of the patterns; without patterns, each does.
 
     Examples:
         >>> matches = matcher(["*.bias", "step"])
         >>> [matches(key) for key in ("fc.bias", "step", "fc.Bias")]
         [True, True, False]
     """
-    if not patterns:
-        return lambda _: True
-    # One expression for all patterns: there may be millions of keys.
-    expression = re.compile("|".join(map(translate, patterns)))
-    return lambda key: expression.match(key) is not None
+    return key_matcher(patterns) if patterns else lambda _: True
 
 
 def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents) -> None:
@@ -184,17 +179,23 @@ def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents
     Examples:
         >>> check_patterns("inspect", ["*.bias"], Contents((TensorRow("fc.bias", "float32", (4,), 16, None),), ()))
     """
-    unmatched = _unmatched(patterns, *checkpoints)
-    if unmatched:
-        near = near_names(unmatched, _names_in(checkpoints))
-        lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unmatched]
-        fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
-        raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
-
-
-def _unmatched(patterns: Sequence[str], *checkpoints: Contents) -> list[str]:
     names = _names_in(checkpoints)
-    return [pattern for pattern in patterns if not any(map(matcher([pattern]), names))]
+    unmatched = _unmatched(patterns, names)
+    if unmatched:
+        fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
+        lines = near_patterns(unmatched, names)
+        raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
+    note_shell_patterns("--key", patterns, names)
+
+
+def _unmatched(patterns: Sequence[str], names: Collection[str]) -> list[str]:
+    return [pattern for pattern in patterns if not any(map(key_matcher([pattern]), names))]
+
+
+def note_shell_patterns(option: str, patterns: Iterable[str], keys: Collection[str]) -> None:
+    """Print a note on stderr for each pattern that fits other keys than in a shell, where ``*`` goes across dots."""
+    for line in shell_differences(patterns, keys):
+        typer.echo(f"note: {option} {line}; * is one part between dots, ** any number", err=True)
 
 
 def _names_in(checkpoints: Sequence[Contents]) -> set[str]:

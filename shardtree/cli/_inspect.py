@@ -150,7 +150,7 @@ def facts_of(found: Findings) -> Iterable[tuple[str, str]]:
     if "save_id" in found.fields:
         yield "save", str(found.fields["save_id"])
     if found.in_files:
-        yield "buckets", "hold states of named parameters; --key 'optimizer.state.*' reads the weights and lists them"
+        yield "buckets", "hold states of named parameters; --key 'optimizer.state.**' reads the weights and lists them"
     if found.content_metadata is not None:
         yield (
             "content metadata",

@@ -13,9 +13,9 @@ from ..checkpoint import OpenCheckpoint
 from ..errors import KeyMismatch, error_text
 from ..layouts import Mesh, PartitionSpec, abstract_at
 from ..mapping import ShardedTensor, with_keys
-from ..plans import near_names
+from ..plans import near_patterns
 from ..strategies.index import Index, texts
-from ._contents import matcher, stored_index
+from ._contents import matcher, note_shell_patterns, stored_index
 from ._names import did_you_mean
 
 RankTree = dict[str, ShardedTensor]
@@ -53,7 +53,7 @@ class MeshLayout:
 
     Attributes:
         mesh: the ranks.
-        specs: patterns of keys, as in a shell, with how those tensors are cut. The first that fits a key, and has no
+        specs: patterns of keys, with how those tensors are cut. The first that fits a key, and has no
             more entries than the tensor has axes, counts; a tensor that none fits is whole on every rank.
     """
 
@@ -74,13 +74,13 @@ def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> Me
         typer.BadParameter: they contradict each other, or can't be parsed.
 
     Examples:
-        >>> mesh_layout("tp=4,dp=2", ["*.weight=tp,-"], None).specs
-        (('*.weight', PartitionSpec('tp', None)),)
+        >>> mesh_layout("tp=4,dp=2", ["**.weight=tp,-"], None).specs
+        (('**.weight', PartitionSpec('tp', None)),)
     """
     if ranks is not None:
         if mesh is not None or specs:
             raise typer.BadParameter("a number of ranks is a layout by itself: leave out the mesh and the specs")
-        return MeshLayout(Mesh(rank=ranks), (("*", PartitionSpec("rank")),))
+        return MeshLayout(Mesh(rank=ranks), (("**", PartitionSpec("rank")),))
     if mesh is None:
         if specs:
             raise typer.BadParameter("specs need a mesh, such as tp=4,dp=2")
@@ -101,7 +101,7 @@ def _axis(part: str, mesh: str) -> tuple[str, int]:
 def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
     pattern, sign, entries = text.rpartition("=")  # a key may have the sign in it
     if not sign or not pattern:
-        raise typer.BadParameter(f"{text!r} is not PATTERN=SPEC, as in '*.weight=tp,-'")
+        raise typer.BadParameter(f"{text!r} is not PATTERN=SPEC, as in '**.weight=tp,-'")
     split = [tuple(entry.split("+")) if entry not in ("", "-") else () for entry in entries.split(",")]
     for axis in {axis for entry in split for axis in entry} - axes.keys():
         raise typer.BadParameter(f"{text!r}: the mesh has no axis {axis!r}. {did_you_mean(axis, axes.keys())}")
@@ -121,7 +121,7 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     rows = [(pattern, matcher([pattern]), spec) for pattern, spec in layout.specs]
 
     def fitting(key: str) -> tuple[str, PartitionSpec] | None:
-        # A spec for matrices isn't one for the vectors that its pattern fits too: '*.weight' names norms as well.
+        # A spec for matrices isn't one for the vectors that its pattern fits too: '**.weight' names norms as well.
         axes = len(shards[key].global_shape)
         found = ((pattern, spec) for pattern, fits, spec in rows if fits(key) and len(spec.entries) <= axes)
         return next(found, None)
@@ -130,10 +130,10 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     used = {one[0] for one in found.values() if one is not None}
     unused = [pattern for pattern, _ in layout.specs if pattern not in used]
     if unused:
-        near = near_names(unused, shards)
-        lines = [f"{one!r}" + (f" (did you mean {near[one]!r}?)" if one in near else "") for one in unused]
+        lines = near_patterns(unused, shards)
         fix = "Quote patterns; an earlier one may fit all keys of a later one, and one of too many axes fits none."
         raise KeyMismatch(error_text("--spec cuts nothing", offenders=lines, fix=fix))
+    note_shell_patterns("--spec", used, shards)
     # Layers repeat shapes and specs: one tensor of each kind is cut, and the others are cut like it.
     alike = {key: (shards[key].global_shape, shards[key].dtype, one and one[1]) for key, one in found.items()}
     first = {kind: key for key, kind in reversed(alike.items())}

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import typer
@@ -24,13 +24,11 @@ from rich.progress import (
 
 from ..errors import CheckpointingException
 from ..errors import printable as printable
-from ._command import options_as_typed
+from ._command import TROUBLE as TROUBLE
+from ._command import options_as_typed, unprintable
 from ._hints import shell_words
 
-TROUBLE = 2
-"""The exit status where something couldn't be done."""
-
-_BROKEN_PIPE, INTERRUPTED = 141, 130  # what a shell shows for programs that SIGPIPE and SIGINT ended
+INTERRUPTED = 130  # what a shell shows for programs that SIGINT ended
 
 _PICKLE_WARNING = (
     "warning: --allow-pickle: loading pickled values can run any code that the checkpoint's writer put there"
@@ -51,7 +49,7 @@ class Output(Console):
         )
 
     def on_broken_pipe(self) -> None:
-        """Leave it to `finish`."""
+        """Leave it to `unprintable`."""
         # rich would exit with status 1, which says "damaged" or "different" here.
         raise BrokenPipeError
 
@@ -114,14 +112,13 @@ def finish(command: str, work: Callable[[], int], *, interrupted: str = "interru
 
 
 def printed(work: Callable[[], int]) -> int:
-    """Return the exit status of what prints, or that of a broken pipe."""
+    """Return the exit status of what prints, or that of a stdout that can't be written."""
     try:
         status = work()
         # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
         sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
-        return _BROKEN_PIPE
+    except OSError as error:
+        return unprintable(error)
     return status
 
 
@@ -168,14 +165,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
     return json.dumps(value)
-
-
-def _discard_output() -> None:
-    """Send what is still buffered to /dev/null, so that closing stdout at the interpreter's exit doesn't fail."""
-    # The descriptor is replaced, not sys.stdout: the buffer that is flushed last belongs to the old object.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError, ValueError):
-        os.dup2(nowhere, sys.stdout.fileno())
 
 
 # Sizes, rates and lengths as text.

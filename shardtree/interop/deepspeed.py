@@ -6,18 +6,19 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from ..checkpoint import OpenCheckpoint, is_checkpoint
+from ..checkpoint.conversion import note_shell_patterns
 from ..codec.archives import StreamedTensor, streamed_archive
 from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
 from ..storage import Directory, Storage, storage_at, tensor_buffers
+from ..trees import key_matcher
 
 __all__ = ["save_universal"]
 
@@ -134,7 +135,9 @@ def _tensor(checkpoint: OpenCheckpoint, key: str) -> ShardedTensor:
 
 
 def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
-    kept = [key for key in checkpoint if not any(fnmatchcase(key, pattern) for pattern in leave_out)]
+    note_shell_patterns("save_universal: leave_out", leave_out, list(checkpoint))
+    is_left_out = key_matcher(leave_out)
+    kept = [key for key in checkpoint if not is_left_out(key)]
     states: dict[str, list[str]] = {}
     weights, homeless = [], []
     for key in kept:

@@ -91,8 +91,8 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
     optimizers = _arranged(parts, expert_parallel)
     # Megatron-Core has the step in the groups alone.
-    steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}*",)
-    left_out = ("*optimizer.distributed.dp_group_idx_*", *steps)
+    steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}**",)
+    left_out = ("**optimizer.distributed.dp_group_idx_**", *steps)
     return {"transform_common": partial(_with_optimizers, optimizers), "leave_out": left_out}
 
 

@@ -24,7 +24,7 @@ from ._fit import (
 )
 from ._load import LoadPlan, Runs, StoredChunks, Strided, plan_load, runs_plan
 from ._save import held_places, level_writes, main_writes
-from ._text import differing_prefix, near_names, size_text
+from ._text import differing_prefix, near_names, near_patterns, size_text
 from .moving import SourceTree, TargetTree, agreed_common, complete, reshard, take_source, take_target
 from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 

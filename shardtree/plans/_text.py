@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from itertools import islice
 from re import findall
 
+from ..trees import key_matcher
+
 # Numbers and tables.
 
 
@@ -68,6 +70,37 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     backwards = sorted(name[::-1] for name in known) if len(known) > _COMPARED_ALL else []
     near = {key: get_close_matches(key, _candidates(key, known, backwards), n=_CLOSE) for key in few}
     return {key: _same_numbers(key, names) for key, names in near.items() if names}
+
+
+def near_patterns(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
+    """Return patterns that fit no key, quoted, each with what may be meant: other stars, other letters, or a key.
+
+    Args:
+        patterns: that fit nothing.
+        keys: what there is.
+
+    Examples:
+        >>> for line in near_patterns(["*.weight", "**.wieght", "h.bais", "x"], ["h.0.weight", "h.bias"]):
+        ...     print(line)
+        '*.weight' (did you mean '**.weight'?)
+        '**.wieght' (did you mean '**.weight'?)
+        'h.bais' (did you mean 'h.bias'?)
+        'x'
+    """
+    listed = list(patterns)
+    near = near_names(listed, keys)
+    parts = {part for key in keys if "*" in "".join(listed) for part in key.split(".")}
+    meant = {one: _nearly(one, keys, parts) or near.get(one) for one in listed[:_KEYS]}
+    return [repr(one) + (f" (did you mean {meant[one]!r}?)" if meant.get(one) else "") for one in listed]
+
+
+def _nearly(pattern: str, keys: Collection[str], parts: Collection[str]) -> str | None:
+    """Return a pattern that fits keys: with stars across dots, and each part as one that there is."""
+    own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
+    near = near_names(own, parts) if "*" in pattern else {}
+    spelled = ".".join(near.get(part, part) for part in pattern.split("."))
+    found = (each for each in (spelled, spelled.replace("**", "*").replace("*", "**")) if "*" in each)
+    return next((each for each in found if any(map(key_matcher([each]), keys))), None)
 
 
 def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:

@@ -18,12 +18,12 @@ from ..errors import (
     error_text,
 )
 from ..storage import Buffer, Conditional, Listing, Storage, digest, in_threads
+from ._near_folder import near_folder
 from ._replaced import missing_file
 from ._traits import METADATA_FILE
 from ._values import Checkpoint, Fields
 
 # Guesses at what a folder without a checkpoint is, by the names in it, for error messages
-
 _PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
 
 _CLUES = (
@@ -183,7 +183,7 @@ def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
     elif storage.length("") is not None:
         state, names = "a file in no format that is recognised", (storage.where().rpartition("/")[2],)
     else:
-        state, names = "no such folder", ()
+        state, names, fix = "no such folder", (), near_folder(storage) or fix
     if (known := clue(names)) is not None:
         state, fix = f"{state.partition(',')[0]}: {known[0]}", known[1]
     return NotACheckpoint(error_text(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))

@@ -46,7 +46,17 @@ from ._join import (
     unfilled,
     without_holes,
 )
-from ._key_patterns import check_stars, checked_keys, fill_key, key_expression, match_key, match_keys, stars
+from ._key_patterns import (
+    check_stars,
+    checked_keys,
+    fill_key,
+    key_expression,
+    key_matcher,
+    match_key,
+    match_keys,
+    shell_differences,
+    stars,
+)
 from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
 from ._nested import flat, nested
 from ._nodes import (

@@ -1,16 +1,23 @@
-"""Patterns of keys: plain text in which ``*`` matches one part between dots, and ``**`` any number of them."""
+"""Patterns of keys: plain text in which ``*`` matches one part between dots, and ``**`` any number of them.
+
+Beside other characters ``*`` is any number of characters of that part, also none: ``exp_avg*`` fits ``exp_avg`` and
+``exp_avg_sq``. It is the one language of patterns for keys: of specs, rules, renamings, and of the command line.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import zip_longest
 
-from ..errors import TreeError, error_text
+from ..errors import TreeError, error_text, plural
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
 # What stars match. With ** goes the dot beside it, which is absent too where ** matches no part.
-_EXPRESSIONS = {"*": r"([^.]+)", "**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"(.+)"}
+_EXPRESSIONS = {"**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"((?s:.*))"}
+_PART = r"([^.]+)"  # a star between dots: a part has at least one character
+_WITHIN = r"([^.]*)"
 
 
 def key_expression(pattern: str) -> str:
@@ -29,8 +36,13 @@ def key_expression(pattern: str) -> str:
         found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
         raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
     texts = [re.escape(text) for text in _STAR.split(pattern)]
-    expressions = [_EXPRESSIONS[star] for star in _STAR.findall(pattern)]
+    expressions = [_EXPRESSIONS.get(star[0]) or _star_expression(pattern, star) for star in _STAR.finditer(pattern)]
     return "".join(text + star for text, star in zip_longest(texts, expressions, fillvalue=""))
+
+
+def _star_expression(pattern: str, star: re.Match[str]) -> str:
+    around = pattern[: star.start()][-1:] + pattern[star.end() :][:1]
+    return _PART if around in ("", ".", "..") else _WITHIN
 
 
 def stars(pattern: str) -> int:
@@ -54,6 +66,44 @@ def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
     """
     found = re.fullmatch(key_expression(pattern), key)
     return None if found is None else tuple(part.strip(".") for part in found.groups())
+
+
+def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return the predicate that says whether a key matches one of the patterns.
+
+    Raises:
+        TreeError: one isn't a text, or an empty one.
+
+    Examples:
+        >>> [*filter(key_matcher(["**.exp_avg*", "step"]), ["a.exp_avg", "a.exp_avg_sq", "a.exp_avg.b", "step"])]
+        ['a.exp_avg', 'a.exp_avg_sq', 'step']
+    """
+    # One expression for all patterns: there may be millions of keys.
+    expressions = [f"(?:{key_expression(pattern)})" for pattern in patterns]
+    found = re.compile("|".join(expressions) or r"(?!)")
+    return lambda key: found.fullmatch(key) is not None
+
+
+def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
+    """Return a line for each pattern that a shell would read otherwise, with the pattern that fits what a shell's does.
+
+    There ``*`` goes across dots, and ``?`` and ``[...]`` have a meaning, as they had here once. Who writes ``**`` knows
+    this language.
+
+    Examples:
+        >>> shell_differences(["*.w", "a.**", "a.*.w"], ["a.b.w", "a.c.d.w"])
+        ["'*.w' fits 0 keys, a shell's 2: write '**.w'", "'a.*.w' fits 1 key, a shell's 2: write 'a.**.w'"]
+    """
+    lines = []
+    for pattern in dict.fromkeys(patterns):
+        if "**" in pattern or not set("*?[") & set(pattern):
+            continue
+        here, there = set(filter(key_matcher([pattern]), keys)), {key for key in keys if fnmatchcase(key, pattern)}
+        wide = pattern.replace("*", "**")
+        fix = f": write {wide!r}" if there and set(filter(key_matcher([wide]), keys)) == there else ""
+        if here != there:
+            lines.append(f"{pattern!r} fits {plural(len(here), 'key')}, a shell's {len(there)}{fix}")
+    return lines
 
 
 def fill_key(pattern: str, parts: Sequence[str]) -> str:

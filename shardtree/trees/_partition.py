@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from functools import reduce
@@ -10,7 +9,8 @@ from typing import Any, TypeAlias
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
-from ._maps import path_key
+from ._key_patterns import key_matcher, shell_differences
+from ._maps import leaves_with_paths, path_key
 from ._nodes import (
     HOLE,
     Tree,
@@ -216,9 +216,12 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
 
     Args:
         tree: any tree.
-        wanted: what to keep. A text is a glob (``*``, ``?``, ``[seq]``) and must match a whole shard key or the whole
-            path of a leaf, written with dots; a compiled regular expression need only be found in one of them; a
-            function takes path and leaf.
+        wanted: what to keep. A text is a pattern (``*`` matches one part between dots, ``**`` any number) and must
+            match a whole shard key or the whole path of a leaf, written with dots; a compiled regular expression need
+            only be found in one of them; a function takes path and leaf.
+
+    Raises:
+        TreeError: a text would fit other leaves in a shell, where ``*`` goes across dots: which is meant?
 
     Examples:
         >>> tree = {"model": {"w": 1, "bias": 2}, "groups": [{"lr": 3, "eps": 4}, {"eps": 5}]}
@@ -228,7 +231,7 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         {'groups': [{'lr': 3}, HOLE]}
     """
     try:
-        chosen = _select(tree, (), _chooser(wanted))
+        chosen = _select(tree, (), _chooser(wanted, tree))
     except RecursionError as error:
         raise depth_error(error, tree) from None
     return like(tree, {}) if chosen is HOLE and (is_dict(tree) or isinstance(tree, list)) else chosen
@@ -247,11 +250,17 @@ def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object
     return like(tree, kept if is_dict(tree) else new)
 
 
-def _chooser(wanted: Wanted) -> Callable[[TreePath, Any], object]:
+def _chooser(wanted: Wanted, tree: Tree) -> Callable[[TreePath, Any], object]:
     if not isinstance(wanted, (str, re.Pattern)):
         check_function("select", "wanted", wanted, "a text, a pattern or a function")
         return wanted
-    found = re.compile(fnmatch.translate(wanted)).match if isinstance(wanted, str) else wanted.search
+    found: Callable[[str], object] = key_matcher([wanted]) if isinstance(wanted, str) else wanted.search
+    if isinstance(wanted, str):
+        names = {name for path, leaf in leaves_with_paths(tree) for name in _names(path, leaf)}
+        differences = shell_differences([wanted], names)
+        if differences:
+            fix = "* is one part between dots, ** any number; a regular expression or a function says anything else."
+            raise TreeError(error_text("select: a pattern with two readings", offenders=differences, fix=fix))
     return lambda path, leaf: any(map(found, _names(path, leaf)))
 
 

@@ -75,7 +75,7 @@ def test_rename_and_cast_and_leave_out(folder: Path, tmp_path: Path) -> None:
         "--cast",
         "bfloat16",
         "--leave-out",
-        "rng/*1.*",
+        "rng/*1.**",
     ]
     found = document("convert", folder, tmp_path / "b", "--to", "safetensors", *words)
     assert sorted(found["left_out"]) == ["rng/shard_1.0_2.2", "rng/shard_1.1_2.2"]
@@ -87,7 +87,7 @@ def test_rename_and_cast_and_leave_out(folder: Path, tmp_path: Path) -> None:
 
 
 def test_files_of_a_model_have_the_size_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
-    words = ["--to", "huggingface", "--leave-out", "common", "--leave-out", "rng/*"]
+    words = ["--to", "huggingface", "--leave-out", "common", "--leave-out", "rng"]
     run("convert", folder, tmp_path / "b", *words, "--max-file-size", "300")
     names = sorted(path.name for path in (tmp_path / "b").iterdir())
     assert len(names) > 2 and names[-1] == "model.safetensors.index.json"

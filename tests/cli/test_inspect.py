@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 import shardtree as st
+from shardtree.trees import match_key
 from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
 
 TABLE = """\
@@ -88,19 +89,34 @@ def test_json_has_these_names(folder: Path) -> None:
     assert list(found["common"][0]) == ["name", "type", "value"]
 
 
-@pytest.mark.parametrize("patterns", [["model.*"], ["*.bias", "step"], ["rng"], ["rng/shard_1.*"]])
-def test_key_selects_as_a_shell_does(folder: Path, patterns: list[str]) -> None:
+@pytest.mark.parametrize("patterns", [["model.*"], ["*.bias", "step"], ["rng"], ["rng/shard_1.**"], ["**.w*"]])
+def test_key_selects_by_the_patterns_of_all_else(folder: Path, patterns: list[str]) -> None:
     found = document("inspect", folder, *(word for pattern in patterns for word in ("--key", pattern)))
     everything = st.load_sharded_metadata(folder)
     expected = {
         name
         for name, shard in everything.items()
-        if any(fnmatchcase(name, pattern) or fnmatchcase(shard.key, pattern) for pattern in patterns)
+        if any(match_key(pattern, each) is not None for pattern in patterns for each in (name, shard.key))
     }
     shown = {row["key"] for row in found["tensors"]} | {row["unique_key"] for row in found["objects"]}
     assert shown == expected
     assert found["selected"]["tensors"] + found["selected"]["objects"] == len(expected)
     assert found["totals"]["tensors"] == 5
+
+
+def test_a_pattern_that_a_shell_reads_otherwise_gets_a_note(tmp_path: Path) -> None:
+    keys = ("h.0.w", "h.0.a.w", "h.0.a.w_sq")
+    st.save([st.ShardedTensor.from_rank_offsets(key, torch.zeros(1)) for key in keys], tmp_path)
+    for pattern, shown, note in (
+        ("h.*.w", ["h.0.w"], "note: --key 'h.*.w' fits 1 key, a shell's 2: write 'h.**.w'; * is one part"),
+        ("h.**.w", ["h.0.a.w", "h.0.w"], ""),
+        ("**.w*", ["h.0.a.w", "h.0.a.w_sq", "h.0.w"], ""),
+    ):
+        done = run("inspect", tmp_path, "--key", pattern, "--json")
+        assert [row["key"] for row in json.loads(done.stdout)["tensors"]] == shown
+        assert done.stderr.startswith(note) and bool(done.stderr) is bool(note)
+    lost = run("inspect", tmp_path, "--key", "*.w", "--key", "**.a.v*", "--key", "**.aa.w")
+    assert "'*.w' (did you mean '**.w'?)" in lost.stderr and "'**.aa.w' (did you mean '**.a.w'?)" in lost.stderr
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff"])
@@ -231,17 +247,17 @@ BUCKETS = ROOT / "tests" / "fixtures" / "megatron_0161_dp_reshardable_tp2dp2" / 
 
 def test_buckets_are_listed_as_they_are_stored_and_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardtree.strategies.torch_dist._optimizer.read_bucket", None)
-    found = document("inspect", BUCKETS, "--key", "*bucket*", "--key", "decoder.*")
+    found = document("inspect", BUCKETS, "--key", "**bucket**", "--key", "decoder.**")
     assert {row["key"] for row in found["tensors"]} >= {"decoder.layers.mlp.linear_fc2.weight"}
     assert not any(row["key"].startswith("optimizer.state.") for row in found["tensors"])
     assert "buckets  " in run("inspect", str(BUCKETS)).stdout
 
 
 def test_a_pattern_that_means_states_lists_them() -> None:
-    found = document("inspect", BUCKETS, "--key", "optimizer.state.exp_avg.*")
+    found = document("inspect", BUCKETS, "--key", "optimizer.state.exp_avg.**")
     assert all(row["cut"] is not None for row in found["tensors"])
     assert len(found["tensors"]) == 10
-    assert "buckets  " not in run("inspect", str(BUCKETS), "--key", "optimizer.state.*").stdout
+    assert "buckets  " not in run("inspect", str(BUCKETS), "--key", "optimizer.state.**").stdout
 
 
 @pytest.mark.parametrize("name", ["megatron_0140_torch_dist_flat", "megatron_old_zarr", "megatron_main202608_tp2"])

@@ -17,7 +17,7 @@ from shardtree.cli._layouts import mesh_layout, stored_trees
 from shardtree.layouts import tree_columns
 from tests.cli.checkpoints import document, run, save_training_state
 
-TYPED = ("--mesh", "tp=2,dp=2", "--spec", "*.weight=tp,-")
+TYPED = ("--mesh", "tp=2,dp=2", "--spec", "**.weight=tp,-")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_plan_between_two_stored_layouts_and_its_origins(folder: Path, tmp_pat
     st.simulate(4, lambda world: st.save(columns[world.rank], tmp_path, world=world))
     found = document("plan", folder, tmp_path)
     assert found["bytes_moved"] > 0 and found["bytes_moved"] + found["bytes_kept"] == weight.nbytes
-    text = run("plan", folder, "--from-ranks", "2", "--ranks", "4", "--key", "*.weight", "--origins").stdout
+    text = run("plan", folder, "--from-ranks", "2", "--ranks", "4", "--key", "**.weight", "--origins").stdout
     assert "'model.weight' (8, 16) float32: " in text and "rank 1" in text
 
 

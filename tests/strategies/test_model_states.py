@@ -93,7 +93,7 @@ def test_a_conversion_is_refused_and_one_of_the_weights_is_not() -> None:
     with pytest.raises(CorruptCheckpoint, match="aren't those of the weights"):
         st.convert(saved(BROKEN), MemoryStorage(), backend=("safetensors", 1))
     model = MemoryStorage()
-    st.convert(saved(BROKEN), model, backend=("safetensors", 1), leave_out=["optimizer.*"])
+    st.convert(saved(BROKEN), model, backend=("safetensors", 1), leave_out=["optimizer.**"])
     assert torch.equal(st.load_plain_tensors(model)["norm.weight"], HONEST["norm.weight"])
 
 

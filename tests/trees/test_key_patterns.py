@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.trees import fill_key, key_expression, match_key, match_keys, stars
+import shardtree as sharded
+from shardtree.trees import fill_key, key_expression, key_matcher, match_key, match_keys, shell_differences, stars
 from tests.trees.samples import assert_caught
 
 NAMES = st.sampled_from(["a", "b", "ab", "X", "0"])
@@ -52,6 +56,78 @@ def test_a_star_is_one_part_catches_globs() -> None:
     assert_caught(
         matches_part_by_part, lambda pattern, key: () if fnmatch.fnmatchcase(key, pattern) else None, PATTERNS, KEYS
     )
+
+
+# A star beside other characters: any of that part's, also none.
+
+WORDS = st.text("ab", min_size=1, max_size=3)
+GLOBS = st.lists(st.text("ab*", min_size=1, max_size=4).filter(lambda part: "**" not in part), min_size=1, max_size=3)
+
+
+def part_by_part(match: Match, pattern: list[str], key: list[str]) -> None:
+    fits = len(pattern) == len(key) and all(map(fnmatch.fnmatchcase, key, pattern))
+    assert (match(".".join(pattern), ".".join(key)) is not None) is fits
+
+
+@given(GLOBS, st.lists(WORDS, min_size=1, max_size=3))
+def test_within_a_part_a_star_is_a_shells(pattern: list[str], key: list[str]) -> None:
+    part_by_part(match_key, pattern, key)
+
+
+def test_within_a_part_catches_stars_that_want_a_character() -> None:
+    def greedy(pattern: str, key: str) -> tuple[str, ...] | None:
+        return () if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), key) else None
+
+    assert_caught(part_by_part, greedy, GLOBS, st.lists(WORDS, min_size=1, max_size=3))
+
+
+def test_a_pattern_fits_the_same_keys_everywhere() -> None:
+    """The state of the reported case, by each function that takes patterns of keys."""
+    keys = ["w.exp_avg", "w.exp_avg_sq", "w.exp", "h.w.exp_avg", "exp_avg"]
+    expected = {"w.exp_avg", "w.exp_avg_sq", "h.w.exp_avg", "exp_avg"}
+    pattern, tree = "**.exp_avg*", {key: sharded.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in keys}
+    spec = sharded.layouts.specs_by_pattern({pattern: sharded.P("tp")}, default=sharded.P())
+    storage, other = sharded.storage.MemoryStorage(), sharded.storage.MemoryStorage()
+    sharded.save(tree, storage)
+    report = sharded.convert(storage, other, backend="safetensors", leave_out=[pattern])
+    renamed = sharded.transforms.partial_rename(tree, {pattern: "new.**.a*"})
+    found = {
+        "specs_by_pattern": {key for key in keys if spec(key, None) == sharded.P("tp")},
+        "convert": set(report.left_out),
+        "partial_rename": {key for key in keys if renamed[key].key != key},
+        "select": set(sharded.select({"x": list(tree.values())}, pattern)["x"]) - {sharded.trees.HOLE},
+        "cast": {
+            key for key, one in sharded.cast(tree, torch.float16, keys=[pattern]).items() if one.dtype != torch.float32
+        },
+        "key_matcher": {*filter(key_matcher([pattern]), keys)},
+    }
+    found["select"] = {shard.key for shard in found["select"]}
+    assert {name: sorted(one) for name, one in found.items()} == dict.fromkeys(found, sorted(expected))
+
+
+# What a shell reads otherwise is told.
+
+SHELLS = st.text("ab.*?[]", min_size=1, max_size=6)
+
+
+@given(SHELLS, st.lists(st.text("ab.", min_size=1, max_size=5), max_size=5))
+def test_a_pattern_is_told_exactly_where_a_shell_fits_other_keys(pattern: str, keys: list[str]) -> None:
+    here, there = set(filter(key_matcher([pattern]), keys)), {key for key in keys if fnmatch.fnmatchcase(key, pattern)}
+    told = shell_differences([pattern], keys)
+    assert bool(told) is (here != there and "**" not in pattern)
+    for line in told:
+        if ": write " in line:
+            wide = ast.literal_eval(line.partition(": write ")[2])
+            assert set(filter(key_matcher([wide]), keys)) == there
+
+
+@pytest.mark.parametrize("call", ["leave_out", "layout"])
+def test_a_conversion_warns_of_what_a_shell_reads_otherwise(call: str) -> None:
+    storage = sharded.storage.MemoryStorage()
+    sharded.save([sharded.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in ("a.w", "a.b.w")], storage)
+    given = {"leave_out": ["a.*"]} if call == "leave_out" else {"layout": {"a.*": (2,)}}
+    with pytest.warns(FutureWarning, match=rf"convert: {call}: patterns with two readings\n  'a\.\*' fits 1 key"):
+        sharded.convert(storage, sharded.storage.MemoryStorage(), backend="safetensors", **given)
 
 
 Fill = Callable[[str, Sequence[str]], str]

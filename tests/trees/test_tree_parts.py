@@ -159,7 +159,7 @@ TREE = {"model": {"w": W, "b": [1, 2]}, "opt": (3, 4), "empty": {}}
     [
         ("decoder.*", {"model": {"w": W}}),
         ("model.w", {"model": {"w": W}}),
-        ("*.1", {"model": {"b": [HOLE, 2]}, "opt": (HOLE, 4)}),
+        ("**.1", {"model": {"b": [HOLE, 2]}, "opt": (HOLE, 4)}),
         (re.compile(r"^opt"), {"opt": (3, 4)}),
         (lambda path, leaf: leaf == 3, {"opt": (3, HOLE)}),
         ("nothing", {}),
@@ -167,6 +167,13 @@ TREE = {"model": {"w": W, "b": [1, 2]}, "opt": (3, 4), "empty": {}}
 )
 def test_select_keeps_what_is_wanted(wanted: Any, expected: Any) -> None:
     assert select(TREE, wanted) == expected
+
+
+@pytest.mark.parametrize("pattern", ["*.1", "model.[wb]", "model.?"])
+def test_select_refuses_a_pattern_that_a_shell_reads_otherwise(pattern: str) -> None:
+    with pytest.raises(TreeError, match="a pattern with two readings") as caught:
+        select(TREE, pattern)
+    assert repr(pattern) in str(caught.value)
 
 
 def keeps(select_: Callable[[Any, Any], Any], tree: Any, predicate: Callable[[Any], bool]) -> None:

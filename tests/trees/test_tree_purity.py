@@ -146,6 +146,7 @@ OF_NO_TREE = {
     *("as_integers", "call_at", "empty_data", "full_data", "join_data", "padding_like", "value_at"),
     *("checked_keys", "flat", "nested"),
     *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "refuse_too_deep"),
+    *("key_matcher", "shell_differences"),
 }
 EVERY = NEW | SHARING | JOINING
 

@@ -4,3 +4,4 @@ Plan (which shards, accounted for, in which batches), write (batch by batch, rem
 """
 
 from ._convert import ConversionReport, convert
+from ._source import note_shell_patterns

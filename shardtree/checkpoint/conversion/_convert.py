@@ -134,9 +134,9 @@ def convert(
         common_backend: the format of the common state; the one that a save would choose by default.
         layout: how whole tensors are cut: a function from a shard to counts of pieces along its axes, or patterns of
             keys to such counts. What it leaves open is cut only where it is larger than a batch.
-        leave_out: patterns (``*``, ``?``, ``[seq]``) of keys that aren't converted; ``"common"`` is the common state,
-            whose tensors, such as a module's buffers, are then in the source by the keys of their paths. Whatever else
-            isn't in the output is an error.
+        leave_out: patterns of keys that aren't converted; ``"common"`` is the common state, whose tensors, such as a
+            module's buffers, are then in the source by the keys of their paths. Whatever else isn't in the output is an
+            error.
         prune: whether what the transform doesn't pass on is left out too, as by a transform that keeps some layers.
         max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
         verify: whether the destination is read back and compared.

@@ -6,7 +6,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -17,14 +16,14 @@ from ...geometry import Column, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import grouped
+from ...plans import grouped, near_patterns
 from ...strategies.index import untaken_of
-from ...trees import HOLE, leaves_with_paths
+from ...trees import HOLE, key_matcher, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
 from ..comparison._values import BoxReader, box_shape, boxes
 from ..saving._parts import take_apart
-from ._source import COMMON, Shard, SourceKey, StoredObject, source_tree
+from ._source import COMMON, Shard, SourceKey, StoredObject, note_shell_patterns, source_tree
 
 # Accounting for all of a source: used, left out on purpose, or lost, which is an error
 
@@ -194,11 +193,13 @@ def _counts_function(layout: Cutting, tensors: Sequence[ShardedTensor]) -> Calla
     if not isinstance(layout, Mapping) or not all(isinstance(pattern, str) for pattern in layout):
         expected = "a function from a shard, or a dict from patterns of keys, to counts of pieces"
         raise ShapeError(error_text("convert: layout", found=repr(layout)[:200], expected=expected))
-    nothing = [repr(pattern) for pattern in layout if not any(fnmatchcase(shard.key, pattern) for shard in tensors)]
+    rows, keys = [(key_matcher([pattern]), counts) for pattern, counts in layout.items()], {one.key for one in tensors}
+    nothing = [pattern for pattern, (fits, _) in zip(layout, rows, strict=True) if not any(map(fits, keys))]
     if nothing:
-        raise KeyMismatch(error_text("convert: layout has patterns that fit no key of the output", offenders=nothing))
-    patterns = dict(layout)
-    return lambda shard: next((patterns[each] for each in patterns if fnmatchcase(shard.key, each)), None)
+        what = "convert: layout has patterns that fit no key of the output"
+        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, keys)))
+    note_shell_patterns("convert: layout", layout, keys)
+    return lambda shard: next((counts for fits, counts in rows if fits(shard.key)), None)
 
 
 def _pieces(shard: ShardedTensor, counts: Counts | None, most_bytes: int) -> Iterator[ShardedTensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from ...errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, err
 from ...geometry import slices
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import near_patterns
 from ...storage import Directory, in_larger_requests, storage_at
 from ...strategies import Checkpoint, LoadOptions, Strategies
-from ...trees import holds_tensors, leaves_with_paths, path_key
+from ...trees import holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
 from ...world import World, one_process, share
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common, open_at, parse_together
@@ -153,7 +154,8 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
 
     Args:
         metadata: what is stored.
-        patterns: globs; an object is named by its key or its unique key.
+        patterns: of keys; an object is named by its key or its unique key. A shell's reading that would leave out
+            other keys is a FutureWarning.
 
     Raises:
         KeyMismatch: a pattern names nothing.
@@ -165,18 +167,21 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise KeyMismatch(error_text("convert: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
-    globs = [pattern for pattern in patterns if pattern != COMMON]
-    named = {
-        pattern: [key for key, shard in metadata.items() if _is_named(pattern, key, shard)]
-        for pattern in dict.fromkeys(globs)
-    }
-    nothing = [repr(pattern) for pattern, keys in named.items() if not keys]
+    listed = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
+    names = {name for key, shard in metadata.items() for name in (key, shard.key)}
+    nothing = [pattern for pattern in listed if not any(map(key_matcher([pattern]), names))]
     if nothing:
         fix = "Correct the pattern, or take it out if there is nothing to leave out."
-        raise KeyMismatch(error_text("convert: leave_out names what isn't in the source", offenders=nothing, fix=fix))
-    chosen = {key for keys in named.values() for key in keys}
-    return tuple(key for key in metadata if key in chosen)
+        what = "convert: leave_out names what isn't in the source"
+        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names), fix=fix))
+    note_shell_patterns("convert: leave_out", listed, names)
+    is_named = key_matcher(listed)
+    return tuple(key for key, shard in metadata.items() if is_named(key) or is_named(shard.key))
 
 
-def _is_named(pattern: str, key: str, shard: Shard) -> bool:
-    return fnmatchcase(key, pattern) or fnmatchcase(shard.key, pattern)
+def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:
+    """Warn of patterns that fit other keys than in a shell, where ``*`` goes across dots, as it did here once."""
+    lines = shell_differences(patterns, keys)
+    if lines:
+        fix = "* is one part between dots, ** any number of them."
+        warnings.warn(error_text(f"{what}: patterns with two readings", offenders=lines, fix=fix), FutureWarning, 3)

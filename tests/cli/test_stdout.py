@@ -1,0 +1,76 @@
+"""A stdout that can't be written, help that is whole at any width, and names near those of commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+import shardtree as st
+from shardtree.cli._app import app
+from shardtree.cli._command import _OTHER_NAMES
+from tests.cli.checkpoints import process, run
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    st.save([st.ShardedTensor.from_rank_offsets(f"{'key' * 20}{n}", torch.zeros(1)) for n in range(2000)], path)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], ["convert", "-h"], ["inspect"], ["inspect", "--json"], ["verify"]]
+)
+def test_a_full_stdout_is_trouble_in_one_line_and_a_closed_one_is_quiet(folder: Path, words: list[str]) -> None:
+    """Status 1 would say that a checkpoint is damaged, or differs."""
+    takes_folder = words[:1] in (["inspect"], ["verify"])
+    words = [*words[:1], *([str(folder)] if takes_folder else []), *words[1:]]
+    full = process(*words, shell="> /dev/full")
+    assert (full.returncode, full.stderr) == (2, "shardtree: stdout can't be written: No space left on device\n")
+    closed = process(*words, shell="| true")
+    assert closed.returncode in (0, 141) and closed.stderr == ""  # 0 where all was written before the reader left
+
+
+@pytest.mark.parametrize("width", ["40", "60", "80", "200"])
+def test_help_cuts_no_name_of_an_option_and_no_command(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    for name, command in COMMANDS.items():
+        text = run(name, "--help").stdout
+        words = set(re.split(r"[\s,]+", text))
+        assert {option for one in command.params for option in one.opts if option.startswith("--")} <= words, name
+        assert "…" not in text
+    listed = run("--help").stdout
+    assert " ".join(COMMANDS["plan"].get_short_help_str(1000).split()) in " ".join(listed.split())
+
+
+def test_without_a_command_help_is_printed() -> None:
+    alone = run()
+    assert alone.exit_code == 0 and alone.stdout == run("--help").stdout and alone.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("ls", "inspect"),
+        ("show", "inspect"),
+        ("SHOW", "inspect"),
+        ("inspct", "inspect"),
+        ("fsck", "verify"),
+        ("Diff", "diff"),
+    ],
+)
+def test_a_name_near_a_command_is_told(typed: str, meant: str) -> None:
+    done = run(typed, "x")
+    assert done.exit_code == 2 and f"No such command {typed!r}. Did you mean {meant!r}?" in done.stderr
+
+
+def test_other_names_are_of_commands_and_name_one_each() -> None:
+    others = [name for names in _OTHER_NAMES.values() for name in names]
+    assert set(_OTHER_NAMES) <= set(COMMANDS) and len(set(others)) == len(others) and not set(others) & set(COMMANDS)
