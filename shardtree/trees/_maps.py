@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import optree
 
@@ -14,6 +14,7 @@ from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten, wit
 # Maps.
 
 _Key = TypeVar("_Key")
+_BOXED = (ShardedTensor, ShardedTensorFactory)
 
 
 @overload
@@ -45,11 +46,11 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """
     check_function("map_shards", "f", f)
     leaves, spec = flatten(tree)
-    columns = [leaves, *(_aligned(spec, other, number) for number, other in enumerate(rest, 2))]
+    columns = [leaves, *(_aligned("map_shards", spec, other, number) for number, other in enumerate(rest, 2))]
     return spec.unflatten(call_on_leaves(f, spec, *columns))
 
 
-def _aligned(spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
+def _aligned(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
     """Return what another tree has at each leaf of a structure."""
     leaves, other_spec = flatten(other)
     if other_spec == spec:
@@ -57,25 +58,29 @@ def _aligned(spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
     try:
         return spec.flatten_up_to(other_spec.unflatten(leaves))
     except ValueError as error:
-        what = f"map_shards: tree {number} doesn't have the structure of the first tree"
+        what = f"{doing}: tree {number} doesn't have the structure of the first tree"
         fix = "Give trees of one structure, or join them first with `merge` or `combine`."
         found, expected = plural(len(leaves), "value"), plural(spec.num_leaves, "value")
         offenders = [str(error).splitlines()[0][:200]]
         raise TreeError(error_text(what, found=found, expected=expected, fix=fix, offenders=offenders)) from None
 
 
-def map_data(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
+def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
 
-    f isn't called on absent data (None); plain values, `ShardedObject` and `LocalNonpersistentObject` are left alone.
+    f isn't called where the first tree has no data (None); plain values, `ShardedObject` and
+    `LocalNonpersistentObject` are left alone.
 
     Args:
-        f: takes a shard's or factory's data. It returns a tensor of the same dtype and shape, or anything that isn't
-            a tensor (None, a shape, a lazy tensor).
+        f: takes a shard's or factory's data, and what each other tree has there: a shard's data, or a value itself. It
+            returns a tensor of the same dtype and shape, or anything that isn't a tensor (None, a shape, a lazy
+            tensor).
         tree: any tree.
+        rest: trees with the first one's structure, as `map_shards` takes them; their shards' metadata isn't looked at.
 
     Raises:
         ShapeError: f returned a tensor of another dtype or shape.
+        TreeError: a tree of `rest` doesn't have the first one's structure.
         Exception: what f raises, with a note of the leaf's path.
 
     Examples:
@@ -84,17 +89,21 @@ def map_data(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
         >>> w = ShardedTensor.from_rank_offsets("w", torch.ones(2))
         >>> map_data(torch.neg, {"w": w, "step": 3})["w"].data
         tensor([-1., -1.])
+        >>> map_data(torch.add, {"w": w}, {"w": torch.ones(2)})["w"].data
+        tensor([2., 2.])
     """
     check_function("map_data", "f", f)
+    leaves, spec = flatten(tree)
 
-    def on_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) or leaf.data is None:
+    def on_leaf(leaf: Any, *others: Any) -> Any:
+        if not isinstance(leaf, _BOXED) or leaf.data is None:
             return leaf
-        data = f(leaf.data)
+        data = f(leaf.data, *(other.data if isinstance(other, _BOXED) else other for other in others))
         return leaf if data is leaf.data else with_data(leaf, data)
 
-    mapped: SameTree = map_shards(on_leaf, tree)
-    return mapped
+    columns = (_aligned("map_data", spec, other, number) for number, other in enumerate(rest, 2))
+    mapped: Any = spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns))
+    return cast("SameTree", mapped)
 
 
 # Leaves with paths.

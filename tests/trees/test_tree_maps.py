@@ -105,6 +105,41 @@ def test_map_data_calls_f_on_tensors_of_shards_alone() -> None:
     assert all(mapped[key] is tree[key] for key in list(tree)[2:])
 
 
+BOXED = (ShardedTensor, ShardedTensorFactory)
+
+
+def takes_data_of_both(map_: Callable[..., Any], tree: Any) -> None:
+    """f gets each tree's data at the same place, and the first tree keeps its metadata and all else."""
+    other = map_shards(lambda leaf: replace(leaf, key="another's") if isinstance(leaf, BOXED) else leaf, tree)
+    plain = map_shards(lambda leaf: leaf.data if isinstance(leaf, BOXED) else leaf, tree)
+    pairs: list[tuple[Any, ...]] = []
+    mapped = map_(lambda *data: pairs.append(data) or data[0], tree, other, plain)
+    assert all(left is right is third for left, right, third in pairs)
+    leaves = [leaf for _, leaf in leaves_with_paths(tree)]
+    assert len(pairs) == sum(isinstance(leaf, BOXED) and leaf.data is not None for leaf in leaves)
+    assert all(new is old for (_, new), old in zip(leaves_with_paths(mapped), leaves, strict=True))
+
+
+@given(trees())
+def test_map_data_takes_the_data_of_several_trees(tree: Any) -> None:
+    takes_data_of_both(map_data, tree)
+
+
+def test_map_data_of_several_trees_catches_shards_that_are_passed_whole() -> None:
+    def passes_shards(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+        new = lambda leaf, *others: f(leaf.data, *others) if isinstance(leaf, BOXED) else leaf  # noqa: E731
+        return map_shards(new, tree, *rest)
+
+    assert_caught(takes_data_of_both, passes_shards, trees())
+
+
+def test_map_data_of_several_trees_adds_and_refuses_another_structure() -> None:
+    moved = map_data(torch.add, {"w": W, "f": FACTORY, "n": 1}, {"w": W, "f": FACTORY.data, "n": 2})
+    assert moved["w"].data.tolist() == [0, 2, 4, 6] and moved["f"].data.tolist() == [0, 2, 4, 6] and moved["n"] == 1
+    with pytest.raises(TreeError, match="map_data: tree 2 doesn't have the structure"):
+        map_data(torch.add, {"w": W}, {"v": W})
+
+
 def metadata_is_right(map_: Map, tree: Any) -> None:
     for _, leaf in leaves_with_paths(map_(lambda data: data * 2, tree)):
         if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)):
