@@ -187,6 +187,22 @@ def test_a_copied_file_of_zero3_is_refused() -> None:
         st.open_checkpoint(with_optimizers(dataclasses.replace(SAVE, stage=3), [0, 1, 1]))
 
 
+class Constant(Save):
+    """Masters that are constant in each parameter, so that ranks' parts of them are equal, and moments that aren't."""
+
+    def state(self, state: str) -> dict[str, torch.Tensor]:
+        found = super().state(state)
+        if state != "param":
+            return found
+        return {name: torch.full_like(value, number) for number, (name, value) in enumerate(found.items())}
+
+
+def test_ranks_of_zero3_with_equal_masters_and_other_moments_are_no_copies() -> None:
+    shapes = dict.fromkeys("abcd", (4, 4))
+    save = Constant([shapes], ranks=2, stage=3)
+    assert wrong_tensors(save) == []
+
+
 @pytest.mark.parametrize("order", [*permutations(range(3))])
 def test_a_permuted_file_of_zero3_is_refused_by_the_padding_in_its_moments(order: tuple[int, ...]) -> None:
     folder = with_optimizers(dataclasses.replace(SAVE, stage=3), [*order])

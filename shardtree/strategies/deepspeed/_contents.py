@@ -70,7 +70,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-    """Raise where two ranks have equal masters and states: ZeRO-3 stores no weights to compare masters with."""
+    """Raise where two ranks have the same masters and states: ZeRO-3 stores no weights to compare masters with."""
     seen: dict[tuple[tuple[int, int], ...], Vector] = {}
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
         vectors = [group[rank] for group in optimizer.masters]
