@@ -5,6 +5,7 @@ parameters' keys, so that the order of parameters doesn't matter.
 """
 
 from ._abstract import abstract_optim_state, abstract_optim_state_from_metadata
+from ._axes import adafactor_rules, along, reduced_axis
 from ._convert import (
     optim_state_by_id,
     optim_state_by_name,
@@ -12,20 +13,23 @@ from ._convert import (
     regroup_optim_state,
     sharding_state_to_optim_state,
 )
-from ._leaf import OptimizerRule, make_sharded_optimizer_tensor
+from ._leaf import OptimizerRule, OptimizerState, make_sharded_optimizer_tensor
 from ._params import get_param_id_to_name_map, get_param_id_to_sharded_param_map, sharded_params_by_name
 from ._per_parameter import per_parameter
-from ._rules import adafactor_rules, block_scales, one_per_parameter, one_per_shard, reduced_axis
+from ._rules import block_scales, on_mesh, one_per_parameter, one_per_shard, square_preconditioners
 
 __all__ = [
     "OptimizerRule",
+    "OptimizerState",
     "abstract_optim_state",
     "abstract_optim_state_from_metadata",
     "adafactor_rules",
+    "along",
     "block_scales",
     "get_param_id_to_name_map",
     "get_param_id_to_sharded_param_map",
     "make_sharded_optimizer_tensor",
+    "on_mesh",
     "one_per_parameter",
     "one_per_shard",
     "optim_state_by_id",
@@ -36,4 +40,5 @@ __all__ = [
     "regroup_optim_state",
     "sharded_params_by_name",
     "sharding_state_to_optim_state",
+    "square_preconditioners",
 ]

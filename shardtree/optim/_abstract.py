@@ -13,7 +13,7 @@ from ..mapping import ShardedObject, ShardedStateDict, ShardedTensor, ShardedTen
 from ..trees import map_shards
 from ._convert import check_known, optim_state_to_sharding_state
 from ._groups import GROUP_PREFIX, stored_groups
-from ._leaf import PREFIX, RULES_FIX, OptimizerRules, check_rules, moment_shape, rule_of, state_leaf
+from ._leaf import PREFIX, RULES_FIX, OptimizerRules, check_rules, list_item, moment_shape, rule_of, state_leaf
 from ._per_parameter import built_shards, per_parameter
 from ._state_dict import ShardedParam, are_names, check_dict, excluded, groups_of, members, states_of
 
@@ -81,8 +81,7 @@ def abstract_optim_state_from_metadata(
             a Python value. Moments of a parameter without axes are stored like its numbers; where it is held as a
             flat range or in a stack, only a template distinguishes them.
         exclude_keys: state keys that aren't asked for. One text is one key.
-        rules: as `optim_state_to_sharding_state` takes them. They get a stored tensor as a whole ShardedTensor
-            without data, a stored value as a ShardedObject.
+        rules: as `optim_state_to_sharding_state` takes them. The state that they get has no data.
         missing: what is done about a parameter of which no state is stored, which may be one that never had a
             gradient, a new one, or one of another name: "refuse", or "leave_out".
 
@@ -116,7 +115,9 @@ def abstract_optim_state_from_metadata(
     # All offenders before the first leaf is made, so that one error names them.
     _check_kinds(doing, params, found, rules)
     state = {
-        name: {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in own.items()}
+        name: _with_lists(
+            doing, name, {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in own.items()}
+        )
         for name, own in found.items()
     }
     named = are_names(doing, groups, {})
@@ -137,8 +138,25 @@ def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
     found: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
         state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
-        if leaf.key.startswith(f"{PREFIX}.") and state_key not in left_out:
+        if leaf.key.startswith(f"{PREFIX}.") and list_item(state_key)[0] not in left_out:
             found.setdefault(key, {})[state_key] = leaf
+    return found
+
+
+def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's states with items of a list in one, in order."""
+    found: dict[str, Any] = {}
+    for key, leaf in sorted(leaves.items(), key=lambda pair: list_item(pair[0])[1] or 0):
+        state_key, number = list_item(key)
+        items = [] if number is None else found.setdefault(state_key, [])
+        if number is None:
+            found[key] = leaf
+        elif len(items) < number:
+            lost = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, but not {len(items)}"]
+            fix = "Pass what `load_sharded_metadata` gives: items that aren't tensors are stored as objects."
+            raise TreeError(error_text(f"{doing}: lists of which items aren't stored", offenders=lost, fix=fix))
+        else:
+            items.append(leaf)
     return found
 
 

@@ -8,7 +8,17 @@ from typing import Any
 from ..errors import TreeError, error_text
 from ..mapping import ShardedStateDict, StateDict
 from ._groups import MEMBERS, Hyperparameters, arranged_groups, check_which, stored_groups
-from ._leaf import RULES_FIX, OptimizerRules, check_rules, problem_of, rule_of, state_leaf, state_place
+from ._leaf import (
+    RULES_FIX,
+    OptimizerRules,
+    check_rules,
+    items_of,
+    list_item,
+    problem_of,
+    rule_of,
+    state_leaf,
+    state_place,
+)
 from ._state_dict import (
     Group,
     ParamId,
@@ -39,6 +49,7 @@ def optim_state_to_sharding_state(
       the key ``optimizer.state.<state key>.<parameter's key>``.
     - A number (a tensor without axes, an int, None) is stored once for each parameter: the main replica is that of
       the one rank that has the parameter's first element. It comes back as what it was.
+    - A list with tensors in it, such as SOAP's ``Q``, is a list of such states, ``Q[0]`` and so on.
     - Anything else needs a rule.
     - Hyperparameters of groups stay plain values. With numbered parameters, a group's members aren't stored, and group
       i gets the hyperparameters of the stored group i. Named parameters keep their own: the number of each one's
@@ -86,10 +97,16 @@ def optim_state_to_sharding_state(
     _check_keys(doing, states, id_to_sharded_param_map)
     _check_shapes(doing, states, id_to_sharded_param_map, rules)
     state = {
-        name: {key: state_leaf(id_to_sharded_param_map[name], key, value, rules) for key, value in own.items()}
+        name: {key: _state_leaves(id_to_sharded_param_map[name], key, value, rules) for key, value in own.items()}
         for name, own in states.items()
     }
     return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=named)}
+
+
+def _state_leaves(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
+    """Return the leaf of a state, or a list of them."""
+    leaves = [state_leaf(param, key, item, rules) for key, item in items_of(state_key, value).items()]
+    return leaves[0] if state_key in items_of(state_key, value) else leaves
 
 
 def _without_keys(states: States, left_out: set[Any]) -> States:
@@ -124,11 +141,11 @@ def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) 
         state_place(name, params[name], key)
         for name, own in states.items()
         for key in own
-        if not isinstance(key, str) or "." in key
+        if not isinstance(key, str) or "." in key or list_item(key)[1] is not None
     ]
     if wrong:
         fix = "In a checkpoint it would be another parameter's. Give it another key, or leave it out with exclude_keys."
-        what = f"{doing}: state keys that aren't texts without dots"
+        what = f"{doing}: state keys that aren't texts without dots, or end as items of lists"
         raise TreeError(error_text(what, offenders=wrong, fix=fix))
 
 
@@ -137,7 +154,8 @@ def _check_shapes(doing: str, states: States, params: Mapping[Any, ShardedParam]
         problem
         for name, own in states.items()
         for key, value in own.items()
-        if rule_of(rules, params[name], key) is None and (problem := problem_of(name, params[name], key, value))
+        for item, part in items_of(key, value).items()
+        if rule_of(rules, params[name], item) is None and (problem := problem_of(name, params[name], item, part))
     ]
     if problems:
         what = f"{doing}: states that aren't shaped like their parameters"

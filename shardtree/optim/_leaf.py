@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import ShapeError, TreeError, error_text, render_path
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..mapping._tensor import check_has_shape, without_shape
 from ..trees import call_at, leaves_with_paths, match_key
 from ._per_parameter import per_parameter
@@ -70,16 +71,64 @@ def moment_shape(param: ShardedParam) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
 
 
-OptimizerRule: TypeAlias = Callable[[ShardedParam, str, Any], Any]
-"""(parameter, state key, tensor) -> a shard, a factory, an object, or a tree of them. The tensor may be a stored one's
-metadata, a whole ShardedTensor without data, where a target is made for a checkpoint."""
+# States of other shapes: a rule lays them out.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerState:
+    """A state as a rule gets it: the same kind of value where it is saved, and where a target is made to load it.
+
+    It has no shape: this rank's is known only where it is saved, the whole one only where it is loaded. Sizes of axes
+    that are cut follow from the parameter; `along` takes those of others from whichever is known.
+
+    Attributes:
+        data: the tensor or the value; None where only what is stored is known.
+        dtype: of a tensor; None for any other value.
+        sizes: a tensor's axes as far as they are known: this rank's, or the whole ones with prepended axes in front.
+        is_stored: whether `sizes` are the whole ones.
+
+    Examples:
+        >>> state = OptimizerState.of(torch.zeros(2, 3))
+        >>> state.dtype, state.axes(0)
+        (torch.float32, 2)
+    """
+
+    data: Any
+    dtype: torch.dtype | None = None
+    sizes: tuple[int, ...] = ()
+    is_stored: bool = False
+
+    @staticmethod
+    def of(value: Any) -> OptimizerState:
+        """Return a state of a tensor or a value; of what is stored, given as a whole shard or object without data."""
+        if isinstance(value, OptimizerState):
+            return value
+        if isinstance(value, ShardedTensor):
+            return OptimizerState(None, value.dtype, value.global_shape, is_stored=True)
+        if isinstance(value, ShardedObject):
+            return OptimizerState(None, is_stored=True)
+        is_tensor = isinstance(value, torch.Tensor)
+        return OptimizerState(value, value.dtype, tuple(value.shape)) if is_tensor else OptimizerState(value)
+
+    def axes(self, prepended: int) -> int:
+        """Return how many axes it has without those that are prepended in the whole."""
+        return len(self.own_sizes(prepended))
+
+    def own_sizes(self, prepended: int) -> tuple[int, ...]:
+        """Return the known sizes of its own axes."""
+        return self.sizes[prepended:] if self.is_stored else self.sizes
+
+
+OptimizerRule: TypeAlias = Callable[[ShardedParam, str, OptimizerState], Any]
+"""(parameter, state key, state) -> a shard, a factory, an object, or a tree of them, with `state.data` as data."""
 
 OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
 
 RULES_FIX = (
-    "Say how such a state is sharded: rules={'<state key>': rule}, with `reduced_axis` (factored second moments), "
-    "`block_scales` (8-bit states), `one_per_parameter`, `one_per_shard` or a function of your own; or leave it out "
-    "with exclude_keys. States that aren't of one parameter, such as those of LBFGS, can't be sharded by parameter."
+    "Say how such a state is sharded: rules={'<state key>': rule}, with `along` (axes cut as the parameter's), "
+    "`reduced_axis` (factored second moments), `square_preconditioners`, `block_scales` (8-bit states), `on_mesh`, "
+    "`one_per_parameter`, `one_per_shard` or a function of your own; or leave it out with exclude_keys. "
+    "States that aren't of one parameter, such as those of LBFGS, can't be sharded by parameter."
 )
 
 
@@ -103,7 +152,8 @@ def check_rules(doing: str, rules: OptimizerRules | None) -> None:
 def rule_of(rules: OptimizerRules | None, param: ShardedParam, state_key: str) -> OptimizerRule | None:
     """Return the first rule whose pattern fits a state key, or the state key, a dot and the parameter's key."""
     # With the parameter's key, so that a rule can be for some parameters only.
-    names = (state_key, f"{state_key}.{param.key}")
+    whole = list_item(state_key)[0]
+    names = (state_key, whole, f"{state_key}.{param.key}", f"{whole}.{param.key}")
     for pattern, rule in (rules or {}).items():
         if any(match_key(pattern, name) is not None for name in names):
             return rule
@@ -119,6 +169,34 @@ def state_place(name: ParamId, param: ShardedParam, state_key: object) -> str:
         "'step' of state[0] ('w')"
     """
     return f"{state_key!r} of {render_path((name,), 'state')} ({param.key!r})"
+
+
+# A list of tensors, such as SOAP's `Q`, is stored as a state for each item.
+
+_ITEM = re.compile(r"(.+)\[(0|[1-9][0-9]*)\]", re.DOTALL)
+
+
+def list_item(state_key: str) -> tuple[str, int | None]:
+    """Return the list's state key and the number of an item; of another state, its key and None.
+
+    Examples:
+        >>> list_item("Q[1]"), list_item("step")
+        (('Q', 1), ('step', None))
+    """
+    found = _ITEM.fullmatch(state_key)
+    return (state_key, None) if found is None else (found[1], int(found[2]))
+
+
+def items_of(state_key: str, value: Any) -> dict[str, Any]:
+    """Return the states that a value is stored as, by state key: those of a list's items if tensors are among them.
+
+    Examples:
+        >>> list(items_of("Q", [torch.zeros(2, 2), None])), list(items_of("betas", [0.9, 0.99]))
+        (['Q[0]', 'Q[1]'], ['betas'])
+    """
+    if type(value) is list and any(isinstance(item, torch.Tensor) for item in value):
+        return {f"{state_key}[{number}]": item for number, item in enumerate(value)}
+    return {state_key: value}
 
 
 def problem_of(name: ParamId, param: ShardedParam, state_key: str, value: Any) -> str | None:
@@ -144,7 +222,7 @@ def state_leaf(param: ShardedParam, state_key: str, value: Any, rules: Optimizer
     """Return the leaf of a state for which `problem_of` found nothing, or its rule's result."""
     rule, prefix = rule_of(rules, param, state_key), f"{PREFIX}.{state_key}"
     if rule is not None:
-        return call_at(("state", param.key, state_key), rule, param, state_key, value)
+        return call_at(("state", param.key, state_key), rule, param, state_key, OptimizerState.of(value))
     if isinstance(value, torch.Tensor) and (value.ndim or moment_shape(param) == ()):
         return moment(param, value, prefix)
     return per_parameter(param, prefix, value)

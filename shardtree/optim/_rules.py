@@ -1,77 +1,34 @@
-"""Rules for states that aren't shaped like their parameter: one for each parameter, shard or block; reduced axes."""
+"""Rules for states of other axes than their parameter: one for each parameter, shard or block; on a mesh."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
 from ..errors import ShapeError, TreeError, error_text
-from ..mapping import ShardedBase, ShardedObject, ShardedTensor
-from ._leaf import PREFIX, OptimizerRule
+from ..layouts import Mesh, PartitionSpec, abstract_at, from_local
+from ..mapping import ShardedObject, ShardedTensor
+from ._axes import Cut, WhereCut, check_where_cut, cuts_of, one_box, placed, unfit
+from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._per_parameter import built_shards, first_element, per_parameter
 from ._state_dict import ShardedParam, check_param
-
-# What rules share.
-
-
-def own_leaf(
-    shard: ShardedTensor,
-    state_key: str,
-    tensor: Any,
-    shape: tuple[int, ...],
-    whole: tuple[int, ...],
-    offset: tuple[int, ...],
-) -> ShardedTensor:
-    data = None if isinstance(tensor, ShardedTensor) else tensor
-    key = f"{PREFIX}.{state_key}.{shard.key}"
-    return ShardedTensor(key, data, tensor.dtype, shape, whole, offset, None, shard.replica_id, shard.prepend_axis_num)
-
-
-def axes_of(shard: ShardedTensor, tensor: Any) -> int:
-    """Return how many axes a state has, given itself or the metadata of what is stored."""
-    if isinstance(tensor, ShardedTensor):
-        return len(tensor.global_shape) - shard.prepend_axis_num
-    return len(getattr(tensor, "shape", ()))
-
-
-def value_of(param: ShardedParam, tensor: Any) -> Any:
-    """Return a state, or a meta tensor where only its metadata is known."""
-    if isinstance(tensor, ShardedTensor):
-        front = next((shard.prepend_axis_num for shard in built_shards(param)), 0)
-        return torch.empty(tensor.global_shape[front:], dtype=tensor.dtype, device="meta")
-    return tensor.data if isinstance(tensor, ShardedObject) else tensor
-
-
-def check_shape(rule: str, shard: ShardedTensor, state_key: str, tensor: Any, expected: tuple[int, ...]) -> None:
-    """Raise unless a state, where there is one, has the shape that follows from the parameter's."""
-    if isinstance(tensor, ShardedTensor):
-        return
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != expected:
-        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        what = f"{rule}: {state_key!r} of {shard.key!r}"
-        raise ShapeError(error_text(what, found=found, expected=f"{expected} for {shard.data_shape}"))
-
-
-def one_box(rule: str, param: ShardedParam, state_key: str) -> ShardedTensor:
-    check_param(rule, param)
-    if not isinstance(param, ShardedTensor) or param.flattened_range is not None:
-        found = "a flat range" if isinstance(param, ShardedTensor) else "a factory"
-        raise unfit(rule, param, state_key, found, "one box")
-    return param
-
-
-def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: str) -> TreeError:
-    fix = "Write a rule of your own for it, or keep what each shard has with `one_per_shard`."
-    return TreeError(error_text(f"{rule}: {state_key!r} of {param.key!r}", found=found, expected=expected, fix=fix))
-
 
 # One value for each parameter, or for each shard.
 
 
-def one_per_parameter(param: ShardedParam, state_key: str, tensor: Any) -> Any:
+def value_of(param: ShardedParam, state: OptimizerState) -> Any:
+    """Return a state, or a meta tensor where only what is stored is known."""
+    if state.dtype is None or not state.is_stored:
+        return state.data
+    front = next((shard.prepend_axis_num for shard in built_shards(param)), 0)
+    return torch.empty(state.own_sizes(front), dtype=state.dtype, device="meta")
+
+
+def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
     """Return a leaf for a tensor of any shape, or a value, that is the same on all shards of a parameter.
 
     It is stored once; the main replica is that of the rank that has the parameter's first element.
@@ -79,17 +36,17 @@ def one_per_parameter(param: ShardedParam, state_key: str, tensor: Any) -> Any:
     Args:
         param: the parameter's shard or factory.
         state_key: the state's name.
-        tensor: the state.
+        state: the state, or the tensor or value itself.
 
     Examples:
         >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
         >>> one_per_parameter(param, "code", torch.zeros(256)).global_shape
         (256,)
     """
-    return per_parameter(param, f"{PREFIX}.{state_key}", value_of(param, tensor))
+    return per_parameter(param, f"{PREFIX}.{state_key}", value_of(param, OptimizerState.of(state)))
 
 
-def one_per_shard(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTensor | ShardedObject:
+def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
     """Return a leaf for a state that each shard has of its own. It can't be loaded in another layout.
 
     It is stored as an array with a place for each piece of the grid; another layout asks for another array, which is
@@ -98,7 +55,7 @@ def one_per_shard(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTe
     Args:
         param: the parameter's shard: one box of a regular grid.
         state_key: the state's name.
-        tensor: the state: a tensor, of one shape on all shards, or any value.
+        state: a tensor, of one shape on all shards, or any value.
 
     Raises:
         TreeError: the parameter is a factory, a flat range, or on an irregular grid.
@@ -114,14 +71,97 @@ def one_per_shard(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTe
         raise unfit("one_per_shard", shard, state_key, "an irregular grid", "a regular grid")
     count, place = shard.axis_fragmentations, shard.local_chunk_offset_in_global()
     key = f"{PREFIX}.{state_key}.{shard.key}"
-    if isinstance(tensor, ShardedTensor):
-        tensor = torch.empty(tensor.global_shape[len(count) :], dtype=tensor.dtype, device="meta")
-    if not isinstance(tensor, torch.Tensor):
-        return ShardedObject(key, value_of(param, tensor), count or (1,), place or (0,), shard.replica_id)
-    shape = tuple(tensor.shape)
-    offset = (*place, *(0,) * len(shape))
-    whole = (*count, *shape)
-    return ShardedTensor(key, tensor, tensor.dtype, shape, whole, offset, None, shard.replica_id, len(count))
+    known = OptimizerState.of(state)
+    if known.dtype is None:
+        return ShardedObject(key, known.data, count or (1,), place or (0,), shard.replica_id)
+    shape = known.own_sizes(len(count))
+    offset, whole = (*place, *(0,) * len(shape)), (*count, *shape)
+    return ShardedTensor(key, known.data, known.dtype, shape, whole, offset, None, shard.replica_id, len(count))
+
+
+def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
+    """Return rules for the square matrices of Shampoo and SOAP, one for each axis of a parameter.
+
+    Those are ``precond_0``, ``inv_precond_0`` (or ``pre_cond_0``, ``inv_pre_cond_0``) and so on, and SOAP's lists
+    ``GG`` and ``Q``; where an axis has none, what stands in its place, such as None.
+
+    Args:
+        where_cut: what to assume where a parameter is cut. "equal": the optimizer preconditions whole parameters, so
+            that all shards have the same, and it is stored once. "own": each preconditions its own piece, which loads
+            on the same pieces only. "refuse": an error.
+
+    Examples:
+        >>> import torch
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
+        >>> equal, own = (square_preconditioners(where_cut=each)["precond_*"] for each in ("equal", "own"))
+        >>> equal(param, "precond_0", torch.eye(8)).global_shape, own(param, "precond_0", torch.eye(2)).global_shape
+        ((8, 8), (4, 1, 2, 2))
+
+    References:
+        Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018.
+        Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024.
+    """
+    check_where_cut("square_preconditioners", where_cut)
+
+    def rule(param: ShardedParam, state_key: str, state: Any) -> Any:
+        known = OptimizerState.of(state)
+        shards = built_shards(param)
+        sizes = known.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
+        if known.dtype is not None and not known.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
+            what = f"square_preconditioners: {state_key!r} of {param.key!r}"
+            raise ShapeError(error_text(what, found=sizes, expected="a square matrix"))
+        if where_cut == "own":
+            return one_per_shard(param, state_key, known)
+        if known.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
+            raise unfit(
+                "square_preconditioners", param, state_key, "a piece of it", "all; or where_cut='equal' or 'own'"
+            )
+        return one_per_parameter(param, state_key, known)
+
+    return dict.fromkeys(("precond_*", "inv_precond_*", "pre_cond_*", "inv_pre_cond_*", "GG", "Q"), rule)
+
+
+def _is_cut(shard: ShardedTensor) -> bool:
+    return shard.flattened_range is not None or any(cut.size != cut.whole for cut in cuts_of(shard))
+
+
+def on_mesh(
+    mesh: Mesh,
+    spec: PartitionSpec,
+    rank: int,
+    *,
+    shape: Callable[[ShardedParam], Sequence[int]] | None = None,
+) -> OptimizerRule:
+    """Return the rule for states that lie on a mesh by a spec of their own, whatever the parameter's layout.
+
+    Args:
+        mesh: the ranks.
+        spec: how a state is cut.
+        rank: this rank, one that is on the mesh.
+        shape: the whole state's, given the parameter, which a save needs where the state isn't cut into equal parts.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.layouts import Mesh, PartitionSpec
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(8, 3))
+        >>> left = on_mesh(Mesh(dp=4), PartitionSpec("dp"), 1)(param, "left", torch.zeros(2, 8))
+        >>> left.global_shape, left.global_offset
+        ((8, 8), (2, 0))
+    """
+
+    def rule(param: ShardedParam, state_key: str, state: Any) -> Any:
+        check_param("on_mesh", param)
+        known, key = OptimizerState.of(state), f"{PREFIX}.{state_key}.{param.key}"
+        if known.dtype is None or any(shard.prepend_axis_num for shard in built_shards(param)):
+            found = "prepended axes" if known.dtype is not None else type(known.data).__name__
+            raise unfit("on_mesh", param, state_key, found, "a tensor, of a parameter without prepended axes")
+        if known.is_stored:
+            whole = torch.empty(known.sizes, dtype=known.dtype, device="meta")
+            return abstract_at([whole], mesh, spec, rank, key=lambda _: key)[0]
+        shapes = None if shape is None else {key: shape(param)}
+        return from_local([known.data], mesh, spec, rank, key=lambda _: key, global_shapes=shapes)[0]
+
+    return rule
 
 
 # One value for each block: scales of 8-bit states.
@@ -153,7 +193,7 @@ def block_scales(block_size: int) -> OptimizerRule:
     if not isinstance(block_size, int) or block_size < 1:
         raise TreeError(error_text("block_scales: block_size", found=repr(block_size), expected="a count of elements"))
 
-    def rule(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTensor:
+    def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
         check_param("block_scales", param)
         if not isinstance(param, ShardedTensor):
             raise unfit("block_scales", param, state_key, "a factory", "one box, or a flat range of one")
@@ -165,11 +205,8 @@ def block_scales(block_size: int) -> OptimizerRule:
         if count and not (_are_consecutive(param, begin, count) and aligned):
             found = f"{param.local_shape} at {param.global_offset} of {param.global_shape}, blocks of {block_size}"
             raise unfit("block_scales", param, state_key, found, "whole blocks of the whole parameter")
-        shape = (-(-count // block_size),)
-        check_shape("block_scales", param, state_key, tensor, shape)
-        numbers = (*param.global_shape[:front], -(-whole // block_size))
-        offset = (*param.global_offset[:front], -(-begin // block_size))
-        return own_leaf(param, state_key, tensor, shape, numbers, offset)
+        blocks = Cut(*(-(-elements // block_size) for elements in (count, begin, whole)))
+        return placed("block_scales", param, state_key, OptimizerState.of(state), [blocks], param.replica_id)
 
     return rule
 
@@ -179,110 +216,3 @@ def _are_consecutive(shard: ShardedTensor, begin: int, count: int) -> bool:
     flat = shard.flattened_range or slice(0, count)
     last = replace(shard, data=None, flattened_range=slice(flat.stop - 1, flat.stop))
     return first_element(last) == begin + count - 1
-
-
-# States reduced along an axis: factored second moments.
-
-WhereCut: TypeAlias = Literal["refuse", "equal", "own"]
-
-
-def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
-    """Return the rule for states that are a parameter reduced along an axis, such as factored second moments.
-
-    The axis may have size 1, as in torch's Adafactor, or be missing, as in that of transformers.
-
-    Args:
-        axis: of the parameter's own shape; negative ones count from its end.
-        where_cut: what to assume where several shards share the axis. "equal": ranks reduced together, so that all of
-            them have the same, and it is stored once. "own": each reduced its own piece; the axis, which must have
-            size 1, gets an element for each piece, and another number of pieces is an error on load. "refuse": an
-            error.
-
-    Examples:
-        >>> import torch
-        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
-        >>> row = reduced_axis(-1)(param, "row_var", torch.zeros(2, 1))
-        >>> row.global_shape, row.global_offset
-        ((8, 1), (2, 0))
-        >>> reduced_axis(-2, where_cut="own")(param, "col_var", torch.zeros(1, 3)).global_shape
-        (4, 3)
-
-    References:
-        Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
-    """
-    # No default guesses: moments that are equal on several shards can't be told from each shard's own before one
-    # overwrites the other.
-    if where_cut not in ("refuse", "equal", "own"):
-        expected = "'refuse', 'equal' or 'own'"
-        raise TreeError(error_text("reduced_axis: where_cut", found=repr(where_cut), expected=expected))
-
-    def rule(param: ShardedParam, state_key: str, tensor: Any) -> ShardedTensor:
-        shard = one_box("reduced_axis", param, state_key)
-        axes = len(shard.local_shape)
-        if not -axes <= axis < axes:
-            raise unfit("reduced_axis", shard, state_key, f"{axes} axes", f"an axis {axis}")
-        local = axis % axes
-        place = _place(shard, local, state_key, where_cut)
-        kept = axes_of(shard, tensor) == axes
-        if place.pieces > 1 and not kept:
-            expected = "a state that keeps the reduced axis, with size 1"
-            raise unfit("reduced_axis", shard, state_key, f"{place.pieces} pieces", expected)
-        shape = _with_axis(shard.local_shape, local, 1 if kept else None)
-        check_shape("reduced_axis", shard, state_key, tensor, shape)
-        at = shard.prepend_axis_num + local
-        whole = _with_axis(shard.global_shape, at, place.pieces if kept else None)
-        offset = _with_axis(shard.global_offset, at, place.index if kept else None)
-        return replace(own_leaf(shard, state_key, tensor, shape, whole, offset), replica_id=place.replica_id)
-
-    return rule
-
-
-def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
-    """Return rules for the factored states of torch's Adafactor, and of the one of transformers and T5.
-
-    Args:
-        where_cut: as `reduced_axis` takes it. Where each rank runs torch's Adafactor on its own piece, it is "own".
-
-    Examples:
-        >>> list(adafactor_rules())
-        ['row_var', 'col_var', 'exp_avg_sq_row', 'exp_avg_sq_col']
-    """
-    row, column = reduced_axis(-1, where_cut=where_cut), reduced_axis(-2, where_cut=where_cut)
-    return {"row_var": row, "col_var": column, "exp_avg_sq_row": row, "exp_avg_sq_col": column}
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A shard's place on the reduced axis of a state.
-
-    Attributes:
-        pieces: how long the axis is in the whole state.
-        index: the shard's on it.
-        replica_id: of its state.
-    """
-
-    pieces: int
-    index: int
-    replica_id: tuple[int, ...]
-
-
-def _place(shard: ShardedTensor, local: int, state_key: str, where_cut: WhereCut) -> _Place:
-    at = shard.prepend_axis_num + local
-    whole, size, offset = shard.global_shape[at], shard.local_shape[local], shard.global_offset[at]
-    replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
-    if size == whole:
-        return _Place(1, 0, replica)
-    if where_cut == "equal":
-        # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
-        return _Place(1, 0, (offset if size else whole, *replica))
-    if where_cut == "refuse":
-        found = f"{size} of {whole} indices of axis {at}"
-        raise unfit("reduced_axis", shard, state_key, found, "all of them; or where_cut='equal' or 'own'")
-    if shard.axis_fragmentations is None or not size:
-        raise unfit("reduced_axis", shard, state_key, "an irregular grid", "a regular one for where_cut='own'")
-    return _Place(shard.axis_fragmentations[at], offset // size, replica)
-
-
-def _with_axis(values: tuple[int, ...], at: int, value: int | None) -> tuple[int, ...]:
-    """Return values with the one at an axis replaced, or removed."""
-    return (*values[:at], *(() if value is None else (value,)), *values[at + 1 :])

@@ -410,6 +410,16 @@ CALLS: dict[str, Call] = {
     "optim.optim_state_by_id": (optim.optim_state_by_id, NAMED_OPTIMIZER, {0: "w"}),
     "optim.regroup_optim_state": (optim.regroup_optim_state, NAMED_OPTIMIZER, [{"params": ["w"]}]),
     "optim.per_parameter": (optim.per_parameter, WEIGHT, "step", torch.tensor(3.0)),
+    "optim.along": (lambda *args: optim.along(0, None)(*args), WEIGHT, "pairs", torch.ones(4, 5)),
+    "optim.square_preconditioners": (
+        lambda *args: optim.square_preconditioners(where_cut="own")["Q"](*args), WEIGHT, "Q", torch.eye(4)
+    ),
+    "optim.on_mesh": (
+        lambda *args: optim.on_mesh(MESH, layouts.PartitionSpec("dp"), 1)(*args), WEIGHT, "k", torch.eye(4)
+    ),
+    "optim.OptimizerState.of": (optim.OptimizerState.of, torch.ones(3)),
+    "optim.OptimizerState.axes": (optim.OptimizerState.of(torch.ones(3)).axes, 0),
+    "optim.OptimizerState.own_sizes": (optim.OptimizerState.of(torch.ones(3)).own_sizes, 0),
     "optim.one_per_parameter": (optim.one_per_parameter, WEIGHT, "code", torch.ones(3)),
     "optim.one_per_shard": (optim.one_per_shard, WEIGHT, "seed", torch.ones(3)),
     "optim.reduced_axis": (lambda *args: optim.reduced_axis(-1)(*args), WEIGHT, "row", torch.ones(4)),

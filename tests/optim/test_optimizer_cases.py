@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -289,11 +290,38 @@ def test_it_says_what_is_wrong(call: Callable[[], Any], kind: type, words: str) 
         call()
 
 
-def test_a_state_in_a_list_is_refused() -> None:
-    state = {"state": {0: {"p": [torch.zeros(2, 3)], "q": [1, 2]}}, "param_groups": [{"params": [0]}]}
-    with pytest.raises(CheckpointingException, match=r"'p' of state\[0\] \('w'\): tensors in a list") as caught:
+@pytest.mark.parametrize("value", [(torch.zeros(2, 3),), {"a": torch.zeros(2, 3)}, [[torch.zeros(2, 3)]]])
+def test_a_state_in_a_container_is_refused(value: Any) -> None:
+    state = {"state": {0: {"p": value, "q": [1, 2]}}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(CheckpointingException, match=r"'p' of state\[0\] \('w'\): tensors in a") as caught:
         st.optim.optim_state_to_sharding_state(state, PARAMS)
     assert "'q'" not in str(caught.value)
+
+
+def test_a_list_of_tensors_is_a_state_for_each() -> None:
+    """By the keys of its items, and back as a list; a value among them too."""
+    moments = [torch.arange(6.0).view(2, 3), None, torch.tensor(3.0), torch.ones(2, 3), *[None] * 8, torch.zeros(2, 3)]
+    state = {"state": {0: {"h": moments, "n": [1, 2]}}, "param_groups": [{"params": [0]}]}
+    tree = st.optim.optim_state_to_sharding_state(state, PARAMS)
+    assert tree["state"][0]["h"][0].key == "optimizer.state.h[0].w"
+    storage, fresh = st.storage.MemoryStorage(), {"state": {}, "param_groups": [{"params": [0]}]}
+    st.save({"o": tree}, storage)
+    metadata = st.load_sharded_metadata(storage)
+    target = st.optim.abstract_optim_state_from_metadata(fresh, PARAMS, metadata)
+    found = st.optim.sharding_state_to_optim_state(st.load({"o": target}, storage)["o"])
+    assert not st.diff(found["state"], state["state"])
+    left = st.optim.abstract_optim_state_from_metadata(fresh, PARAMS, metadata, "h")
+    assert list(left["state"][0]) == ["n"]
+    template = {"h": lambda param: moments}
+    assert not st.diff(st.optim.abstract_optim_state(fresh, PARAMS, template)["state"][0]["h"], target["state"][0]["h"])
+
+
+def test_items_of_a_list_that_are_not_all_stored_are_an_error() -> None:
+    state = {"state": {0: {"h": [None, torch.zeros(2, 3)]}}, "param_groups": [{"params": [0]}]}
+    storage, fresh = st.storage.MemoryStorage(), {"state": {}, "param_groups": [{"params": [0]}]}
+    st.save({"o": st.optim.optim_state_to_sharding_state(state, PARAMS)}, storage)
+    with pytest.raises(TreeError, match=r"'h' of state\[0\]: item 1, but not 0"):
+        st.optim.abstract_optim_state_from_metadata(fresh, PARAMS, st.load_tensors_metadata(storage))
 
 
 def test_a_state_that_was_never_stored_is_missing_loudly() -> None:
@@ -308,9 +336,9 @@ def test_a_state_that_was_never_stored_is_missing_loudly() -> None:
 
 def test_a_state_key_with_a_dot_could_be_another_parameters() -> None:
     """Of "optimizer.state.m.a.w" nothing tells whether it is 'm' of 'a.w' or 'm.a' of 'w'."""
-    for key in ("m.a", 3):
+    for key in ("m.a", 3, "m[0]"):
         state = {"state": {0: {key: torch.zeros(2, 3), "n": 1}}, "param_groups": [{"params": [0]}]}
-        with pytest.raises(TreeError, match=rf"{key!r} of state\[0\] \('w'\)\n"):
+        with pytest.raises(TreeError, match=rf"{re.escape(repr(key))} of state\[0\] \('w'\)\n"):
             st.optim.optim_state_to_sharding_state(state, PARAMS)
         assert list(st.optim.optim_state_to_sharding_state(state, PARAMS, [key])["state"][0]) == ["n"]
 

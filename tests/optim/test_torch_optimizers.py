@@ -203,7 +203,7 @@ def test_lbfgs_gets_a_clear_answer() -> None:
     with pytest.raises(CheckpointingException, match="such as those of LBFGS, can't be sharded by parameter") as caught:
         st.optim.optim_state_to_sharding_state(optimizer.state_dict(), params)
     for words in (
-        "'old_dirs' of state[0] ('w'): tensors in a list",
+        "'old_dirs[0]' of state[0] ('w'): (6,), the parameter has (3, 2)",
         "'d' of state[0] ('w'): (6,), the parameter has (3, 2)",
     ):
         assert words in str(caught.value)

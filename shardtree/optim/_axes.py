@@ -1,0 +1,231 @@
+"""Rules for states with axes of their parameter: cut as those are, or reduced along one; and what rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ..errors import ShapeError, TreeError, error_text
+from ..mapping import ReplicaId, ShardedBase, ShardedTensor
+from ._leaf import PREFIX, OptimizerRule, OptimizerState
+from ._state_dict import ShardedParam, check_param
+
+# What rules share.
+
+WhereCut: TypeAlias = Literal["refuse", "equal", "own"]
+
+
+class Cut(NamedTuple):
+    """A state's axis as this rank has it.
+
+    Attributes:
+        size: this rank's.
+        offset: where that begins in the whole.
+        whole: how long the axis is.
+    """
+
+    size: int
+    offset: int
+    whole: int
+
+
+def placed(
+    rule: str,
+    shard: ShardedTensor,
+    state_key: str,
+    state: OptimizerState,
+    axes: Sequence[Cut | None],
+    replica_id: ReplicaId,
+) -> ShardedTensor:
+    """Return a state's shard, there and back: cut axes are as given, of others the state knows the size.
+
+    Raises:
+        ShapeError: the state, where there is one, has another shape than follows from the parameter's.
+    """
+    front, known = shard.prepend_axis_num, state.own_sizes(shard.prepend_axis_num)
+    expected = tuple(
+        cut.size if cut is not None else known[axis] if axis < len(known) else 0 for axis, cut in enumerate(axes)
+    )
+    if state.dtype is None or len(known) != len(axes) or not (state.is_stored or known == expected):
+        found = type(state.data).__name__ if state.dtype is None else known
+        axis_texts = ["any" if cut is None else str(cut.size) for cut in axes]
+        wanted = f"({', '.join(axis_texts)}{',' * (len(axes) == 1)}) for {shard.data_shape}"
+        raise ShapeError(error_text(f"{rule}: {state_key!r} of {shard.key!r}", found=found, expected=wanted))
+    cuts = [cut or Cut(size, 0, size) for cut, size in zip(axes, known, strict=True)]
+    return ShardedTensor(
+        f"{PREFIX}.{state_key}.{shard.key}",
+        state.data,
+        state.dtype,
+        expected,
+        (*shard.global_shape[:front], *(cut.whole for cut in cuts)),
+        (*shard.global_offset[:front], *(cut.offset for cut in cuts)),
+        None,
+        replica_id,
+        front,
+    )
+
+
+def one_box(rule: str, param: ShardedParam, state_key: str) -> ShardedTensor:
+    check_param(rule, param)
+    if not isinstance(param, ShardedTensor) or param.flattened_range is not None:
+        found = "a flat range" if isinstance(param, ShardedTensor) else "a factory"
+        raise unfit(rule, param, state_key, found, "one box")
+    return param
+
+
+def unfit(rule: str, param: ShardedBase, state_key: str, found: str, expected: str) -> TreeError:
+    fix = "Write a rule of your own for it, or keep what each shard has with `one_per_shard`."
+    return TreeError(error_text(f"{rule}: {state_key!r} of {param.key!r}", found=found, expected=expected, fix=fix))
+
+
+def cuts_of(shard: ShardedTensor) -> list[Cut]:
+    """Return how a parameter's own axes are cut."""
+    front = shard.prepend_axis_num
+    return list(map(Cut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
+
+
+def check_where_cut(rule: str, where_cut: object, known: Sequence[str] = ("refuse", "equal", "own")) -> None:
+    if where_cut not in known:
+        expected = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise TreeError(error_text(f"{rule}: where_cut", found=repr(where_cut), expected=expected))
+
+
+# States cut as their parameters are, along axes of theirs.
+
+
+def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -> OptimizerRule:
+    """Return the rule for states whose axes are cut as axes of the parameter are, or not at all.
+
+    Args:
+        axes: for each axis of the state that of the parameter, with as many indices, or None for one of its own, which
+            every shard has whole; negative ones count from the parameter's end.
+        where_cut: what to assume where shards differ along an axis of the parameter that the state doesn't have:
+            "equal": all of them have the same, and it is stored once; "refuse": an error.
+
+    Examples:
+        >>> import torch
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
+        >>> pairs = along(0, None)(param, "pairs", torch.zeros(2, 5))
+        >>> pairs.global_shape, pairs.global_offset
+        ((8, 5), (2, 0))
+    """
+    followed = [axis for axis in axes if axis is not None]
+    if not all(type(axis) is int for axis in followed) or len(set(followed)) < len(followed):
+        expected = "different axes of the parameter, or None, for each axis of the state"
+        raise TreeError(error_text("along: axes", found=repr(axes)[:200], expected=expected))
+    check_where_cut("along", where_cut, ("refuse", "equal"))
+
+    def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
+        shard, cuts = one_box("along", param, state_key), cuts_of(one_box("along", param, state_key))
+        if not all(-len(cuts) <= axis < len(cuts) for axis in followed):
+            raise unfit("along", shard, state_key, f"{len(cuts)} axes", f"axes {followed}")
+        own = [None if axis is None else cuts[axis] for axis in axes]
+        others = [cut for axis, cut in enumerate(cuts) if not {axis, axis - len(cuts)} & {*followed}]
+        apart = [cut for cut in others if cut.size != cut.whole]
+        if apart and where_cut == "refuse":
+            found = f"{shard.local_shape} at {shard.global_offset} of {shard.global_shape}"
+            raise unfit("along", shard, state_key, found, "whole along the other axes; or where_cut='equal'")
+        return placed("along", shard, state_key, OptimizerState.of(state), own, copies(shard, apart))
+
+    return rule
+
+
+def copies(shard: ShardedTensor, apart: Sequence[Cut]) -> ReplicaId:
+    """Return the replica id of what shards have alike although they differ along axes of the parameter."""
+    replica = (shard.replica_id,) if isinstance(shard.replica_id, int) else shard.replica_id
+    # Only one piece has index 0 and elements: its replicas become the state's, all others are further copies.
+    return (*(cut.offset if cut.size else cut.whole for cut in apart), *replica) if apart else shard.replica_id
+
+
+# States reduced along an axis: factored second moments.
+
+
+def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
+    """Return the rule for states that are a parameter reduced along an axis, such as factored second moments.
+
+    The axis may have size 1, as in torch's Adafactor, or be missing, as in that of transformers.
+
+    Args:
+        axis: of the parameter's own shape; negative ones count from its end.
+        where_cut: what to assume where several shards share the axis. "equal": ranks reduced together, so that all of
+            them have the same, and it is stored once. "own": each reduced its own piece; the axis, which must have
+            size 1, gets an element for each piece, and another number of pieces is an error on load. "refuse": an
+            error.
+
+    Examples:
+        >>> import torch
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
+        >>> row = reduced_axis(-1)(param, "row_var", torch.zeros(2, 1))
+        >>> row.global_shape, row.global_offset
+        ((8, 1), (2, 0))
+        >>> reduced_axis(-2, where_cut="own")(param, "col_var", torch.zeros(1, 3)).global_shape
+        (4, 3)
+
+    References:
+        Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
+    """
+    # No default guesses: moments that are equal on several shards can't be told from each shard's own before one
+    # overwrites the other.
+    check_where_cut("reduced_axis", where_cut)
+
+    def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
+        shard, known = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
+        axes = len(shard.local_shape)
+        if not -axes <= axis < axes:
+            raise unfit("reduced_axis", shard, state_key, f"{axes} axes", f"an axis {axis}")
+        local = axis % axes
+        place = _place(shard, local, state_key, where_cut)
+        kept = known.axes(shard.prepend_axis_num) == axes
+        if place.pieces > 1 and not kept:
+            expected = "a state that keeps the reduced axis, with size 1"
+            raise unfit("reduced_axis", shard, state_key, f"{place.pieces} pieces", expected)
+        cuts = cuts_of(shard)
+        cuts[local : local + 1] = [Cut(1, place.index, place.pieces)] if kept else []
+        return placed("reduced_axis", shard, state_key, known, cuts, place.replica_id)
+
+    return rule
+
+
+def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
+    """Return rules for the factored states of torch's Adafactor, and of the one of transformers and T5.
+
+    Args:
+        where_cut: as `reduced_axis` takes it. Where each rank runs torch's Adafactor on its own piece, it is "own".
+
+    Examples:
+        >>> list(adafactor_rules())
+        ['row_var', 'col_var', 'exp_avg_sq_row', 'exp_avg_sq_col']
+    """
+    row, column = reduced_axis(-1, where_cut=where_cut), reduced_axis(-2, where_cut=where_cut)
+    return {"row_var": row, "col_var": column, "exp_avg_sq_row": row, "exp_avg_sq_col": column}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A shard's place on the reduced axis of a state.
+
+    Attributes:
+        pieces: how long the axis is in the whole state.
+        index: the shard's on it.
+        replica_id: of its state.
+    """
+
+    pieces: int
+    index: int
+    replica_id: ReplicaId
+
+
+def _place(shard: ShardedTensor, local: int, state_key: str, where_cut: WhereCut) -> _Place:
+    at = shard.prepend_axis_num + local
+    whole, size, offset = shard.global_shape[at], shard.local_shape[local], shard.global_offset[at]
+    if size == whole:
+        return _Place(1, 0, shard.replica_id)
+    if where_cut == "equal":
+        return _Place(1, 0, copies(shard, [Cut(size, offset, whole)]))
+    if where_cut == "refuse":
+        found = f"{size} of {whole} indices of axis {at}"
+        raise unfit("reduced_axis", shard, state_key, found, "all of them; or where_cut='equal' or 'own'")
+    if shard.axis_fragmentations is None or not size:
+        raise unfit("reduced_axis", shard, state_key, "an irregular grid", "a regular one for where_cut='own'")
+    return _Place(shard.axis_fragmentations[at], offset // size, shard.replica_id)
