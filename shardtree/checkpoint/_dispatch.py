@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from ..errors import StrategyError, error_text
 from ..geometry import check_type
 from ..strategies import (
+    LoadOptions,
+    SaveOptions,
     Strategies,
     Strategy,
     StrategyAction,
@@ -120,3 +122,35 @@ def given_options(doing: str, options: Options | None, kind: type[Options]) -> O
     """Return the options, for None the usual ones; it raises as `check_options`."""
     check_options(doing, options, kind)
     return kind() if options is None else options
+
+
+# What ranks need alike: where it isn't the usual, for phases to compare
+
+_ALIKE = {
+    SaveOptions: ("durable", "allow_pickle", "fingerprint", "checksums", "check_replicas", "common"),
+    LoadOptions: ("verify", "exchange", "allow_pickle", "types", "parameter_names"),
+}
+
+
+def alike(options: object, doing: str = "") -> dict[str, object]:
+    """Return the options that have to be the same on all ranks, where they aren't the usual ones.
+
+    Args:
+        options: of a save or a load; of any other class, which is refused elsewhere, there are none.
+        doing: put before their names.
+
+    Examples:
+        >>> alike(SaveOptions(durable=False, threads=3), "save_options.")
+        {'save_options.durable': False}
+    """
+    names = _ALIKE.get(type(options), ())
+    usual = type(options)() if names else None
+    values = {name: (getattr(options, name), getattr(usual, name)) for name in names}
+    return {f"{doing}{name}": value for name, (value, default) in values.items() if value != default}
+
+
+def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:
+    """Return what is chosen as strategies, which has to be the same on all ranks, where it isn't the usual."""
+    choices = {"sharded_strategy": None if sharded in (DEFAULT_BACKEND, DEFAULT_BACKEND[0]) else sharded, "common_strategy": common}
+    # A function has another repr in each process.
+    return {name: "a function" if callable(one) else one for name, one in choices.items() if one is not None}

@@ -34,8 +34,8 @@ from ..strategies import (
 )
 from ..strategies.index import IndexMetadata
 from ..trees import without_holes
-from ..world import World, agree, current_world, on_rank_zero, one_process, share, step
-from ._dispatch import Choice, check_options, common_backend, given_options, sharded_backend, strategy_of
+from ..world import World, current_world, on_rank_zero, one_process, share, step
+from ._dispatch import Choice, alike, check_options, common_backend, given_options, sharded_backend, strategy_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
@@ -316,9 +316,8 @@ def remove_sharded_tensors(
         ['w']
     """
     ranks = current_world(world)
-    agree(ranks, "remove sharded tensors: compare", lambda: None, given={"key_prefix": key_prefix})
     remove = partial(_remove, checkpoint_dir, key_prefix, ranks, strategies)
-    on_rank_zero(ranks, "remove sharded tensors", remove)
+    on_rank_zero(ranks, "remove sharded tensors", remove, given={"key_prefix": key_prefix})
 
 
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies | None) -> None:
@@ -341,12 +340,14 @@ def open_together(
 ) -> Checkpoint:
     """Return a finished checkpoint, the same on all ranks even while a save replaces it: rank 0 reads metadata.json.
 
+    Options that ranks need alike are compared.
+
     Raises:
         NotACheckpoint: there is none.
         CorruptCheckpoint: metadata.json isn't what was written.
     """
     alone = partial(open_alone, directory, world, options, strategies)
-    found, opened = share(world, "load: open", alone, as_opened, steps=OPEN_STEPS)
+    found, opened = share(world, "load: open", alone, as_opened, steps=OPEN_STEPS, given=alike(options))
     checkpoint = with_opened(found, opened[0], strategies)
     parse_together(checkpoint, None, strategies)
     return checkpoint

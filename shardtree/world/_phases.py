@@ -201,10 +201,15 @@ def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps:
     return [own if rank == 0 else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
 
 
-def on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> T:
+def on_rank_zero(
+    world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None
+) -> T:
     """Return what fn returns on rank 0, on every rank; it runs there only.
 
+    What is `given` is compared first, by a collective of its own.
+
     Raises:
+        WorldError: on every rank, if the ranks were given other values; as `agree`.
         RemoteError: on every rank, if it failed or its value can't be pickled; as `agree`.
 
     Examples:
@@ -212,6 +217,8 @@ def on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequen
         >>> simulate(3, lambda world: on_rank_zero(world, "name", lambda: f"by rank {world.rank}"))
         ['by rank 0', 'by rank 0', 'by rank 0']
     """
+    if given is not None:
+        agree(world, phase, lambda: None, given=given)
     return on_one_rank(world, phase, fn, rank=0, steps=steps)
 
 

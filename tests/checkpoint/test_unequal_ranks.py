@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,23 +103,134 @@ def test_metrics_are_compared_as_numbers_by_name() -> None:
     assert series(root, st.world.one_process()).latest().metrics == {"loss": 1.0, "accuracy": 0.5}  # type: ignore[union-attr]
 
 
-def test_loads_and_removals_are_compared_too() -> None:
-    root = MemoryStorage()
+def linear(world: World) -> torch.nn.Module:
+    module = torch.nn.Linear(2, 1, bias=False)
+    module.weight.data = torch.full((1, 2), float(world.rank))
+    return module
+
+
+def load(root: MemoryStorage, world: World, *arguments: Any, **options: Any) -> Any:
+    return st.load(tree(world), root, *arguments, world=world, **options)
+
+
+def convert(root: MemoryStorage, world: World, **options: Any) -> Any:
+    return st.convert(root, ELSEWHERE, **{"backend": "dcp", **options}, world=world)
+
+
+ELSEWHERE = MemoryStorage()
+READS: dict[str, tuple[Call, list[str]]] = {
+    "load, keys": (
+        lambda root, world: load(root, world, strict=["assume_ok_unexpected", "raise_all"][world.rank]),
+        ["strict=the usual", "strict='raise_all'"],
+    ),
+    "load, another dtype": (lambda root, world: load(root, world, cast=world.rank == 1), ["cast=True"]),
+    "load, a strategy": (
+        lambda root, world: load(root, world, *([("dcp", 1)] if world.rank else [])),
+        ["sharded_strategy=('dcp', 1)"],
+    ),
+    "load, checks": (
+        lambda root, world: load(root, world, options=st.LoadOptions(verify=None if world.rank else "all")),
+        ["verify='all'", "verify=None"],
+    ),
+    "load, pickles": (
+        lambda root, world: load(root, world, options=st.LoadOptions(allow_pickle=world.rank == 0)),
+        ["allow_pickle=True"],
+    ),
+    "load all": (
+        lambda root, world: st.load_plain_tensors(
+            root, world=world, options=st.LoadOptions(exchange="always" if world.rank else "never")
+        ),
+        ["exchange='never'", "exchange='always'"],
+    ),
+    "a module, strict": (
+        lambda root, world: st.interop.dtensor.load_module(
+            linear(world), root, world=world, key=lambda _: "w", strict=world.rank == 0, cast=True
+        ),
+        ["strict=True", "strict=False"],
+    ),
+    "a removal": (
+        lambda root, world: st.remove_sharded_tensors(root, "wv"[world.rank], world=world),
+        ["key_prefix='w'", "key_prefix='v'"],
+    ),
+    "a conversion's format": (
+        lambda root, world: convert(root, world, backend=["dcp", "zarr"][world.rank]),
+        ["backend='dcp'", "backend='zarr'"],
+    ),
+    "a conversion's patterns": (
+        lambda root, world: convert(root, world, leave_out=["w"] if world.rank else []),
+        ["leave_out=[]", "leave_out=['w']"],
+    ),
+    "a conversion's comparison": (
+        lambda root, world: convert(root, world, verify=world.rank == 0),
+        ["verify=True", "verify=False"],
+    ),
+    "a conversion's batches": (
+        lambda root, world: convert(root, world, max_bytes_in_flight=2**20 + world.rank),
+        ["max_bytes_in_flight=1048576", "max_bytes_in_flight=1048577"],
+    ),
+    "a conversion's pickles": (
+        lambda root, world: convert(root, world, save_options=st.SaveOptions(allow_pickle=world.rank == 1)),
+        ["save_options.allow_pickle=True"],
+    ),
+    "a conversion's source": (
+        lambda root, world: convert(root, world, load_options=st.LoadOptions(verify=None if world.rank else "all")),
+        ["load_options.verify='all'", "load_options.verify=None"],
+    ),
+    "a step to look at": (lambda root, world: series(root, world).at(world.rank), ["step=0", "step=1"]),
+    "a step to pin": (lambda root, world: series(root, world).pin(world.rank), ["step=0", "step=1"]),
+    "a step to note": (lambda root, world: series(root, world).note(world.rank, {}), ["step=0", "step=1"]),
+    "where to go back to": (lambda root, world: series(root, world).drop_after(world.rank), ["step=0", "step=1"]),
+}
+
+
+@pytest.mark.parametrize(("call", "said"), READS.values(), ids=READS)
+def test_ranks_that_read_or_change_what_is_stored_differently_are_refused(call: Call, said: list[str]) -> None:
+    root, errors = MemoryStorage(), list[str]()
     st.simulate(2, lambda world: save(root, world))
 
-    def load(world: World) -> None:
-        with pytest.raises(
-            WorldError, match=r"rank 0: load: .*, strict=the usual\n  rank 1: load: .*, strict='raise_all'"
-        ):
-            st.load(tree(world), root, world=world, strict=["assume_ok_unexpected", "raise_all"][world.rank])
+    def on_rank(world: World) -> None:
+        with pytest.raises(WorldError, match="the ranks aren't doing the same thing") as caught:
+            call(root, world)
+        errors.append(str(caught.value))
 
-    def remove(world: World) -> None:
-        with pytest.raises(WorldError, match=r"rank 0: .*, key_prefix='w'\n  rank 1: .*, key_prefix='v'"):
-            st.remove_sharded_tensors(root, "wv"[world.rank], world=world)
+    st.simulate(2, on_rank)
+    assert len(errors) == 2 and all(text in error for error in errors for text in said), errors
+    assert all(f"rank {rank}: " in errors[0] for rank in range(2))
+    assert list(st.open_checkpoint(root)) == ["w"] and not ELSEWHERE.names()
 
-    st.simulate(2, load)
-    st.simulate(2, remove)
-    assert list(st.open_checkpoint(root)) == ["w"]
+
+def takes_a_world() -> set[str]:
+    """Return the names of all public functions that ranks call together."""
+    rooms = [st, st.interop.dtensor, st.interop.megatron, st.optim, st.live]
+    named = {name: getattr(room, name) for room in rooms for name in dir(room) if not name.startswith("_")}
+    found = {name: getattr(each, "__init__", each) if inspect.isclass(each) else each for name, each in named.items()}
+    return {name for name, each in found.items() if "world" in getattr(inspect.unwrap(each), "__annotations__", ())}
+
+
+# A request is made by a save. `fingerprint` has no option that changes what ranks do; `redistribute` compares its own: tests/live/.
+HERE = {"save", "load", "load_plain_tensors", "load_module", "remove_sharded_tensors", "convert", "CheckpointSeries"}
+
+
+def test_the_tables_here_have_every_call_that_takes_a_world() -> None:
+    assert takes_a_world() - {"AsyncRequest", "fingerprint", "redistribute"} == HERE
+
+
+def asynchronous_alone(folder: str, world: World) -> tuple[str, float]:
+    begin = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        st.save(tree(world), folder, async_sharded_save=world.rank == 1)
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.slow
+def test_in_processes_one_asynchronous_rank_is_refused_at_once(tmp_path: Path) -> None:
+    # Asynchronous commits have a process group of their own; whether ranks are is heard in the one that all use.
+    timeout = 120.0
+    found = st.world.run_processes(3, partial(asynchronous_alone, f"{tmp_path}/c"), timeout=timeout)
+    for text, seconds in found:
+        assert "rank 0: " in text and "async_sharded_save=the usual" in text and seconds < timeout / 2
+        assert "rank 1: " in text and "async_sharded_save=True" in text
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
 
 
 @pytest.mark.parametrize("options", [{}, {"durable": False}, st.LoadOptions()])

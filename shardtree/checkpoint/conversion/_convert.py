@@ -27,7 +27,7 @@ from ...strategies import (
 )
 from ...trees import HOLE
 from ...world import World, agree, on_rank_zero, one_process, share
-from .._dispatch import backends_of, given_options
+from .._dispatch import alike, backends_of, given_options
 from .._lazy_tree import tree_of
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
@@ -167,11 +167,17 @@ def convert(
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
     """
     world = one_process() if world is None else world
-    load_options = given_options("convert", load_options, LoadOptions)
-    save_options = given_options("convert", save_options, SaveOptions)
-    target = _destination(destination, backend, common_backend, strategies, save_options)
-    nonce = on_rank_zero(world, "convert: meet", secrets.token_hex)
-    checkpoint = open_alike(source, world, load_options, strategies)
+    asked: dict[str, Any] = {"backend": backend, "common_backend": common_backend, "leave_out": leave_out}
+    asked |= {"prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
+    asked |= alike(load_options, "load_options.") | alike(save_options, "save_options.")
+
+    def look() -> tuple[LoadOptions, Destination]:
+        reading = given_options("convert", load_options, LoadOptions)
+        writing = given_options("convert", save_options, SaveOptions)
+        return reading, _destination(destination, backend, common_backend, strategies, writing)
+
+    (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=asked)
+    checkpoint = open_alike(source, world, reading, strategies)
 
     def prepare() -> tuple[Plan, Journal]:
         plan = plan_conversion(
@@ -185,8 +191,8 @@ def convert(
             # Of one batch: no other may add to a file there. It streams, whatever its size.
             cuts=not (takes_files_whole(target.storage) and traits_of(*target.backends[0], strategies).shares_files),
         )
-        pickles = save_options.allow_pickle
-        digest = conversion_digest(checkpoint, target.backends, plan.batches, nonce=nonce, allow_pickle=pickles)
+        pickles = target.options.allow_pickle
+        digest = conversion_digest(checkpoint, target.backends, plan.batches, nonce=nonces[0], allow_pickle=pickles)
         return plan, journal_at(target.storage, digest, target.backends, strategies)
 
     (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
@@ -196,7 +202,7 @@ def convert(
     checked = None
     if verify or may_be_others:
         most = min(max(max_bytes_in_flight, _LEAST_BYTES), MOST_BYTES)
-        checked = _checked(target, journal, plan, passage, most, load_options, world)
+        checked = _checked(target, journal, plan, passage, most, reading, world)
     on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=resumed == len(plan.batches)))
     return _report(plan, resumed, checked)
 

@@ -16,7 +16,7 @@ from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, fetch_checked, find_strategy
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout
-from .._dispatch import Choice, sharded_backend
+from .._dispatch import Choice, alike, alike_choices, sharded_backend
 from .._open import (
     OPEN_STEPS,
     Metadata,
@@ -173,10 +173,10 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
 
 def _given(request: LoadRequest) -> dict[str, object]:
     """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
-    exchange = getattr(request.options, "exchange", "auto")
     strict = getattr(request.strict, "value", request.strict)
-    given = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
-    return given if exchange == "auto" else {**given, "exchange": exchange}
+    asked = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
+    asked |= {"cast": request.cast} if request.cast else {}
+    return alike(request.options) | asked | alike_choices(*request.choices[:2])
 
 
 def _message(local: LocalLoad, ranks: int) -> Message:

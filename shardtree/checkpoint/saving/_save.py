@@ -168,8 +168,7 @@ def save(
     validate, is_async = validate_access_integrity, async_sharded_save
     if is_async and options.threads is None:
         options = replace(options, threads=background_threads())
-    # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
-    ranks = current_world(world, purpose="async save" if is_async else None)
+    ranks = current_world(world)
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
     call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
 
@@ -182,7 +181,10 @@ def save(
         local, messages = meet(call, parts_of, checkpoint_dir, undo)
         local = compare_common(call, sharded_state_dict, local, messages)
         sums = sum_replicas(call, local, messages)
-        request = agree(ranks, "save: plan", partial(_plan, call, local, messages, sums), steps=_PLAN_STEPS)
+        # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
+        # Only now: that some ranks alone are asynchronous is heard in the group that all ranks use.
+        later = replace(call, world=current_world(world, purpose="async save")) if is_async else call
+        request = agree(ranks, "save: plan", partial(_plan, later, local, messages, sums), steps=_PLAN_STEPS)
         undo.pop_all()  # from here on the request removes the folder if it is abandoned
     if is_async:
         return warns_unused(request)
@@ -338,7 +340,7 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: S
         pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
     if call.is_async and call.options.snapshot:
         tensors = snapshot_shards(tensors)
-    known = replace(pending, layout=columns)
+    known = replace(pending, layout=columns, world=call.world)
     return save_request(known, (tensors, objects), local.parts.common, call.choices, local.backends, call.strategies)
 
 

@@ -35,7 +35,7 @@ from ...strategies import (
     traits_of,
 )
 from ...world import World, step
-from .._dispatch import DEFAULT_BACKEND, Backends, Choice, common_backend, sharded_backend
+from .._dispatch import Backends, Choice, alike, alike_choices, common_backend, sharded_backend
 from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
@@ -76,15 +76,9 @@ class SaveCall:
     @property
     def given(self) -> dict[str, object]:
         """The arguments that have to be the same on all ranks, where they aren't the usual ones."""
-        flags = ("durable", "allow_pickle", "fingerprint", "checksums", "check_replicas", "common")
-        usual = SaveOptions()
-        given: dict[str, object] = {name: getattr(self.options, name) for name in flags}
-        given |= {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
-        changed = {name: value for name, value in given.items() if value != getattr(usual, name, False)}
-        sharded = None if self.choices[0] in (DEFAULT_BACKEND, DEFAULT_BACKEND[0]) else self.choices[0]
-        choices = (("sharded_strategy", sharded), ("common_strategy", self.choices[1]))
-        # A function has another repr in each process.
-        return changed | {name: one if isinstance(one, (tuple, str)) else "a function" for name, one in choices if one}
+        flags = {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
+        asked = {name: flag for name, flag in flags.items() if flag}
+        return alike(self.options) | asked | alike_choices(*self.choices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class CheckpointSeries:
         Raises:
             NotACheckpoint: there is no such step.
         """
-        return folder_in(self._storage, on_rank_zero(self._ranks(), "series: find", partial(self._find, step)).folder)
+        return folder_in(self._storage, self._alone("series: find", partial(self._find, step), step).folder)
 
     def load(self, sharded_state_dict: Any, step: int | SavedStep | None = None, **keywords: Any) -> Any:
         """Load a finished step, the newest by default.
@@ -313,7 +313,7 @@ class CheckpointSeries:
         def run() -> tuple[int, ...]:
             return drop_after(self._storage, self.names, self._find(step).number, self.strategies)
 
-        return on_rank_zero(self._ranks(), "series: remove", run)
+        return self._alone("series: remove", run, step)
 
     def clean(self, *, stale_after: float = STALE_AFTER) -> tuple[str, ...]:
         """Finish interrupted removals, and remove orphaned files of steps that were never finished.
@@ -377,4 +377,8 @@ class CheckpointSeries:
         def run() -> None:
             change_record(self._storage, self._find(step), change)
 
-        on_rank_zero(self._ranks(), "series: note", run)
+        self._alone("series: note", run, step)
+
+    def _alone(self, phase: str, run: Callable[[], T], step: int | SavedStep | None) -> T:
+        """Return what rank 0 does with a step, which all ranks were given."""
+        return on_rank_zero(self._ranks(), phase, run, given={"step": getattr(step, "number", step)})

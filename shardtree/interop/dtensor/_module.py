@@ -125,7 +125,7 @@ def load_module(
         whole = {name: shard for name, shard in listed().items() if name in through_hooks} if through_hooks else {}
         return named, plain, _target(named, shards, whole, ranks)
 
-    named, plain, target = agree(ranks, "load_module: find names", find_names)
+    named, plain, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
     loaded = load(target, checkpoint_dir, world=ranks, donate=True, cast=cast, strategies=strategies, options=options)
     agree(ranks, "load_module: compare tied tensors", partial(_fill, named, plain | loaded, cast=cast))
     give = partial(_load_others, module, named, plain | loaded, stored, strict=strict, cast=cast)
