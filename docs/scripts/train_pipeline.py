@@ -78,8 +78,7 @@ series = st.CheckpointSeries(sys.argv[1])
 latest, first = series.latest(), 1
 if latest:
     target = state()
-    loaded = series.load(from_dtensors(target, within=mesh["dp"]), latest)  # the common state of all stages
-    loaded = to_dtensors(st.trees.restrict(loaded, target), like=target)  # and what of it is this one's
+    loaded = to_dtensors(series.load(from_dtensors(target, within=mesh["dp"]), latest), like=target)
     states.set_model_state_dict(model, loaded["model"])
     states.set_optimizer_state_dict(model, optimizer, loaded["optim"], options=FLAT)
     first = latest.number + 1

@@ -73,7 +73,7 @@ from ._nodes import (
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._record import Record, deepest
 from ._unbox import rebox, unbox
-from ._union import restrict, unite
+from ._union import United, restrict, unite, united
 
 register_nodes()
 

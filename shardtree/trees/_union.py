@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
 
 from ..errors import TreePath
 from ._difference import diff
@@ -11,6 +12,9 @@ from ._nodes import HOLE, Tree, depth_error, is_subclass, like
 
 Conflicts = dict[TreePath, dict[int, Tree]]
 """What ranks hold differently, by path and rank."""
+
+United = Mapping[TreePath, Set[Any]]
+"""Dicts of which ranks have keys of their own, by path, and the keys there that all have."""
 
 
 def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
@@ -51,36 +55,62 @@ def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> T
     return next(iter(held.values()), next((tree for tree in trees.values() if tree is not HOLE), HOLE))
 
 
-def restrict(tree: Tree, like: Tree) -> Tree:
+def united(trees: Sequence[Tree]) -> United:
+    """Return where ranks' common trees have dicts with keys of their own, and the keys there that all ranks have.
+
+    Examples:
+        >>> united([{"lr": {"embed": 0.1, "max": 1}, "step": 3}, {"lr": {"head": 0.2, "max": 1}, "step": 3}])
+        {('lr',): frozenset({'max'})}
+    """
+    return dict(_united(trees, ()))
+
+
+def _united(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePath, frozenset[Any]]]:
+    dicts = [tree for tree in trees if _is_mapping(tree)]
+    held = [frozenset(key for key, child in tree.items() if not is_hollow(child)) for tree in dicts]
+    if len(set(held)) > 1:
+        yield path, frozenset.intersection(*held)
+    for key in dict.fromkeys(key for tree in dicts for key in tree):
+        yield from _united([tree[key] for tree in dicts if key in tree], (*path, key))
+
+
+def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
     """Return what of a tree another one names: of each dict the other's keys, all where it names none of them.
 
     So a rank gets what is its own of a common state that is the union of several ranks'. Lists and leaves stay whole,
-    and so do holes and empty containers.
+    and so do holes and empty containers. A load does so by itself where the checkpoint's format says what was united:
+    the native one and zarr.
 
     Args:
         tree: such as what `load` returned.
         like: such as the target.
+        at: of which dicts, and the keys that stay in each; of all by default.
 
     Examples:
         >>> loaded = {"lr": {"embed": 0.1, "head": 0.2}, "betas": {"embed": 0.9, "head": 0.8}, "step": 3}
         >>> restrict(loaded, {"lr": {"head": 0.0}, "betas": {}})
         {'lr': {'head': 0.2}, 'betas': {'embed': 0.9, 'head': 0.8}}
+        >>> restrict(loaded, {"lr": {"head": 0.0}, "betas": {"head": 0.0}}, {("lr",): frozenset()})
+        {'lr': {'head': 0.2}, 'betas': {'embed': 0.9, 'head': 0.8}, 'step': 3}
     """
     try:
-        return _restrict(tree, like)
+        return _restrict(tree, like, at, ())
     except RecursionError as error:
         raise depth_error(error, tree, like) from None
 
 
-def _restrict(tree: Tree, names: Tree) -> Tree:
+def _restrict(tree: Tree, names: Tree, at: United | None, path: TreePath) -> Tree:
     if not _is_mapping(tree) or not isinstance(names, dict):
         return tree
-    hollow = {key for key, child in tree.items() if is_hollow(child)}
-    wanted = (tree.keys() & names.keys()) - hollow
-    if not wanted:
-        return tree
-    kept = (key for key in tree if key in wanted or key in hollow)
-    return like(tree, {key: _restrict(tree[key], names[key]) if key in wanted else tree[key] for key in kept})
+    shared = frozenset() if at is None else at.get(path, tree.keys())
+    own = {key for key, child in tree.items() if key not in shared and not is_hollow(child)}
+    dropped = own - names.keys() if own & names.keys() else set()
+    kept = {
+        key: _restrict(child, names[key], at, (*path, key)) if key in names else child
+        for key, child in tree.items()
+        if key not in dropped
+    }
+    return like(tree, kept)
 
 
 def _is_mapping(tree: Tree) -> bool:

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as hypothesis
 
 import shardtree as st
-from shardtree.errors import IntegrityError, MetadataError, WorldError
+from shardtree.errors import CorruptCheckpoint, IntegrityError, MetadataError, WorldError
 from shardtree.storage import MemoryStorage
+from shardtree.strategies import encode_metadata, read_metadata
 from shardtree.world import World
 from tests.checkpoint.test_collectives import CountingWorld
 from tests.trees.samples import assert_caught
@@ -51,21 +52,68 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("backend", ["safetensors", "torch_dist"])
-def test_all_stages_keys_are_stored_and_each_rank_gets_its_own(backend: str) -> None:
+@pytest.mark.parametrize("backend", [("safetensors", 1), ("zarr", 3), ("torch_dist", 1)], ids=str)
+def test_all_stages_keys_are_stored_and_each_rank_gets_its_own(backend: tuple[str, int]) -> None:
     folder = MemoryStorage()
-    save_all(folder, sharded_strategy=(backend, 1), more=lambda _: {"optim": {**tree(_)["optim"], "kind": "adam"}})
+    save_all(folder, sharded_strategy=backend, more=lambda _: {"optim": {**tree(_)["optim"], "kind": "adam"}})
     assert not st.diff(st.load_common_state_dict(folder)["optim"], {**EXPECTED, "kind": "adam"})
 
     def on_rank(world: World) -> None:
         target = tree(world.rank)
-        loaded = st.load(target, folder, world=world)
-        assert not st.diff(loaded["optim"], {**EXPECTED, "kind": "adam"}) and loaded["step"] == 7
-        own = st.trees.restrict(loaded, target)
-        assert not st.diff(own["optim"], {**target["optim"], "kind": "adam"})
+        own = st.load(target, folder, world=world)
+        if backend[0] == "torch_dist":  # has no place that says what was united
+            assert not st.diff(own["optim"], {**EXPECTED, "kind": "adam"}) and own["step"] == 7
+            own = st.trees.restrict(own, target)
+        assert own["step"] == 7 and not st.diff(own["optim"], {**target["optim"], "kind": "adam"})
         assert own["layers"][str(world.rank // 2)]["w"].tolist() == [world.rank] * 2
 
     st.simulate(RANKS, on_rank)
+
+
+def test_a_load_gives_what_the_target_names_of_united_dicts_alone() -> None:
+    folder, agreed = MemoryStorage(), {"betas": {"w": 0.9, "b": 0.8}, "epoch": 3}
+
+    def on_rank(world: World) -> None:
+        own = {"lr": {f"stage.{world.rank}": world.rank / 10, "max": 1}, f"seed {world.rank}": world.rank}
+        weight = {"w": shard("w")} if world.rank == 0 else {}
+        st.save({**weight, **agreed, **own}, folder, world=world, options=UNION)
+
+    st.simulate(2, on_rank)
+    lr, seeds = {"stage.0": 0.0, "max": 1, "stage.1": 0.1}, {"seed 0": 0, "seed 1": 1}
+
+    def loaded(target: Any) -> Any:
+        target = {"w": shard("w"), **target}
+        explained = st.explain(target, folder)
+        assert explained.ok and not explained.left_out, str(explained)
+        found = st.load(target, folder)
+        del found["w"]
+        return found
+
+    every = {**agreed, "lr": lr, **seeds}
+    # Where it names none of the ranks' own keys, or no such dict, all is there.
+    for target in ({}, {"lr": {}}, {"epoch": 0}, {"lr": {"max": 0}}, {"lr": {"new": 0}}, {"betas": {"w": 0}}):
+        assert loaded(target) == every, target
+    assert loaded({"lr": {"stage.1": 0, "new": 0}}) == {**every, "lr": {"stage.1": 0.1, "max": 1}}
+    assert loaded({"seed 1": 0, "lr": {"stage.0": 0}}) == {**agreed, "lr": {"stage.0": 0.0, "max": 1}, "seed 1": 1}
+
+
+@pytest.mark.parametrize("forged", [3, [3], [["a", "b"]], [[["a"], ["b"], []]], [[[["a"]], []]], [[["a"], [None]]]])
+def test_a_forged_note_of_what_was_united_is_refused(forged: Any) -> None:
+    folder = MemoryStorage()
+    save_all(folder)
+    _, fields = read_metadata(folder)
+    assert fields["united"] == [[["optim"], ["kind"]]]
+    folder.replace("metadata.json", encode_metadata({**fields, "united": forged}), durable=False)
+    with pytest.raises(CorruptCheckpoint, match=r"'united' in metadata\.json is not sound"):
+        st.load({"step": 0}, folder)
+
+
+def test_keys_that_metadata_cannot_name_leave_the_union_whole() -> None:
+    folder = MemoryStorage()
+    save_two([{"a": {(rank, 1): rank}} for rank in range(2)], folder)
+    assert st.load({"a": {(0, 1): 0}}, folder) == {"a": {(0, 1): 0}}
+    save_two([{"a": {(0, 0): 1, rank: rank}} for rank in range(2)], second := MemoryStorage())
+    assert st.load({"a": {0: 0}}, second) == {"a": {(0, 0): 1, 0: 0, 1: 1}}
 
 
 def test_it_is_stored_as_what_equal_states_are_stored_as() -> None:

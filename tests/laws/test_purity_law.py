@@ -274,6 +274,7 @@ CALLS: dict[str, Call] = {
     "trees.flatten_with_paths": (rebuilt, TREE),
     "trees.shard_leaves": (trees.shard_leaves, TREE),
     "trees.restrict": (trees.restrict, TREE, BUILT),
+    "trees.united": (trees.united, [trees.common_with_holes(TREE), {"step": 3, "own": {"lr": 0.1}}]),
     "trees.unite": (trees.unite, {0: trees.common_with_holes(TREE), 1: {"step": 3, "own": {"lr": 0.1}}}),
     "trees.select": (trees.select, TREE, "model.**"),
     "layouts.Mesh.on_ranks": (MESH.on_ranks, range(4, 8)),

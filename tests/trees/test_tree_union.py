@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.trees import HOLE, Record, comparable, diff, restrict, unite
+from shardtree.trees import HOLE, Record, comparable, deepest, diff, restrict, unite, united
 from tests.trees.samples import KEYS, TENSORS, assert_caught
 
 RANKS = 3
@@ -72,6 +72,29 @@ def test_the_law_catches() -> None:
 def test_each_rank_gets_its_own_back(tree: dict[str, Any], shares: list[set[int]]) -> None:
     for part in shared_out(tree, shares):
         assert not diff(restrict(tree, part), part or tree)  # all, where it names nothing
+
+
+def keeps_what_is_named(restrict_: Callable[..., Any], tree: dict[str, Any], shares: list[set[int]]) -> None:
+    """Each rank gets all of its own, what all ranks have, and nothing else of a dict of which it names own keys."""
+    parts = shared_out(tree, shares)
+    at = united(parts)
+    for part in parts:
+        got = restrict_(tree, part, at)
+        lost = diff(part, got)
+        assert not lost.only_left and not lost.mismatch and not diff(restrict_(tree, {}, at), tree)
+        for path, shared in at.items():
+            (mine, depth), (found, found_depth) = deepest(part, path), deepest(got, path)
+            if depth == found_depth == len(path) and isinstance(mine, dict) and mine.keys() - shared:
+                assert found.keys() == mine.keys() | shared
+
+
+@given(TREES, SHARES)
+def test_each_rank_gets_its_own_and_what_all_have(tree: dict[str, Any], shares: list[set[int]]) -> None:
+    keeps_what_is_named(restrict, tree, shares)
+
+
+def test_the_law_of_united_dicts_catches_a_load_of_the_whole_union() -> None:
+    assert_caught(keeps_what_is_named, lambda tree, part, at: tree, TREES, SHARES)
 
 
 def tells_conflicts(unite_: Unite, tree: dict[str, Any], shares: list[set[int]], values: list[Any]) -> None:

@@ -29,6 +29,7 @@ from .._open import (
     stored_kinds,
     with_opened,
 )
+from .._united import united_of
 from ._auto import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._checks import Keys, ObjectsFit, Omissions, check_rank, check_target, named_unexpected
 from ._read import Destination, Reading, destination_of
@@ -298,6 +299,7 @@ def check(
         unexpected,
         lambda: stored_keys(listed()),
         lambda wanted: stored_kinds(listed(), sorted(wanted)),
+        united_of(checkpoint.fields),
     )
     if local.mode in LOGGING:
         with step("load: strict"):

@@ -35,7 +35,7 @@ from ...strategies import (
     old_unique_key,
 )
 from ...strategies.index import IndexMetadata
-from ...trees import HOLE, join, leaves_with_paths, left_out, path_key, refuse_too_deep
+from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
 from ._plain import asking_whole, refuse_renamed, unfilled
@@ -278,7 +278,6 @@ def prospect(
 
 T = TypeVar("T")
 
-
 Run = Callable[[str], AbstractContextManager[None]]
 """How a check is run, by the name of its step: a load lets its error through, an explanation records it and goes on."""
 
@@ -293,6 +292,7 @@ class Keys:
         unexpected: asked for by this rank, and not stored.
         stored: returns all that are stored.
         kinds: returns what is stored of the tensors among some keys; asked where the target has plain tensors.
+        united: where the common state is the union of dicts of ranks that had keys of their own.
     """
 
     mode: StrictHandling
@@ -300,6 +300,7 @@ class Keys:
     unexpected: set[str]
     stored: Callable[[], set[str]]
     kinds: Callable[[Set[str]], Kinds]
+    united: United
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +354,8 @@ def check_rank(
         fitted = fit(kept)
     with run("load: common state"):
         common = common_of(kept.types)
+        if keys.united:
+            common = restrict(common, target.rebuild(target.leaves), keys.united)
         omitted = check_join(common, kept, keys)
     return kept, fitted, common, omitted
 

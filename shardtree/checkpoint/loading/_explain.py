@@ -15,7 +15,6 @@ from ..._shielded import shielded
 from ...errors import CheckpointReplaced, CorruptCheckpoint, IntegrityError, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import Explanation
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...world import one_process
@@ -23,6 +22,7 @@ from .._consistency import Description, KnownLayout, check_held, describe
 from .._dispatch import Choice
 from .._open import Metadata, open_at, stored_keys, stored_kinds
 from .._packed import AlikeColumns
+from .._united import united_of
 from ._ask import LoadRequest, listing, matched_target, stored_common
 from ._checks import (
     CommonOf,
@@ -113,7 +113,7 @@ class _Fit:
     converts: bool = False
 
 
-def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> Explanation:
+def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> plans.Explanation:
     """Return what a load of these targets would do: the checks of every rank run in this process, one after the other.
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
@@ -128,14 +128,14 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     kinds = stored_kinds(metadata, sorted(asked.tensors))
     # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
     claimed = asked.keys if len(asked.ranks) == len(trees) else stored
-    common_of = cache(partial(stored_common, checkpoint, choices))
+    common_of, united = cache(partial(stored_common, checkpoint, choices)), united_of(checkpoint.fields)
 
     def fits() -> Iterator[_Fit]:
         for rank in asked.ranks:
             own = replace(request, tree=trees[rank])
             target = take_apart(own.tree, donate=own.donate)
             differing = mismatched_keys(mode, target.asked_of(stored), stored, claimed)
-            keys = Keys(mode, *differing, lambda: stored, lambda _: kinds)
+            keys = Keys(mode, *differing, lambda: stored, lambda _: kinds, united)
             yield _rank_fit(failed, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
 
     fit = reduce(_both, fits(), _Fit())
@@ -148,7 +148,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     with failed.recorded(ranks):
         planned = planned_reads(checkpoint, choices, fitting, columns, kinds, len(trees), converts=fit.converts)
     reads = {one.rank: one for one in rank_reads(checkpoint, choices, fit.reads, fitting, planned)}
-    return Explanation(
+    return plans.Explanation(
         missing=tuple(sorted(stored - asked.keys)),
         problems=(*problems, *failed.checks),
         reads=tuple(reads.get(rank, plans.RankReads(rank, 0, 0, None)) for rank in ranks),
@@ -285,7 +285,7 @@ def explain(
     layout: ShardColumns | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
-) -> Explanation:
+) -> plans.Explanation:
     """Return what `load` would do with a target, in a world of one: what is wrong, and how much would be read.
 
     Its `ok` is what becomes of that load. Only metadata and the common state are read, and no memory is made. For one
@@ -360,7 +360,7 @@ def explain_ranks(
     layout: ShardColumns | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
-) -> Explanation:
+) -> plans.Explanation:
     """Return what a `load` by several ranks would do, found out in this process, given the targets of all of them.
 
     Its `ok` is True if that load would succeed on every rank, and False if it would raise, for stored bytes that verify

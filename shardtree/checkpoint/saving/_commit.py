@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import AlreadyACheckpoint, CheckpointReplaced, OutcomeUnknown, StrategyError, error_text
@@ -27,8 +28,10 @@ from ...strategies import (
     make_save_folder,
     replace_metadata,
 )
+from ...trees import United
 from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
+from .._united import united_field
 from ._replace import check_same, clean_up, swap_folders
 from ._start import end, is_recognized
 
@@ -43,6 +46,7 @@ def save_request(
     choices: tuple[Choice, Choice],
     backends: Backends,
     strategies: Strategies | None,
+    united: United = MappingProxyType({}),
 ) -> AsyncRequest[Any]:
     """Return the request that writes this rank's part and then commits; nothing is written yet.
 
@@ -53,6 +57,7 @@ def save_request(
         choices: what the caller named as strategies for the shards and the common state.
         backends: the backends of these choices.
         strategies: the dispatch table; None for the process's.
+        united: of which dicts of the common tree ranks have keys of their own.
     """
     tensors, objects = writes
     sharded_backend, common_backend = backends
@@ -78,7 +83,7 @@ def save_request(
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
     check = None if commit is None else partial(_check_no_other, pending, strategies)
     finish = partial(_finish, pending, commit, strategies)
-    write_common = partial(save_common, pending, common)
+    write_common = partial(_write_common, partial(save_common, pending, common), united)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, requests, write_common, strategies, recognizes=recognizes),
@@ -92,6 +97,12 @@ def save_request(
             *(request.clean_up for request in requests),
         ),
     )
+
+
+def _write_common(save_common: Callable[[], Fields], united: United) -> Fields:
+    fields = _checked_fields(save_common())
+    # Formats of other programs have no fields of ours: Megatron-Core refuses a metadata.json with any.
+    return {**fields, **united_field(united)} if "common" in fields else fields
 
 
 class _Unused:
@@ -222,7 +233,7 @@ def _commit(
         with step("save: index"):
             merged |= _checked_fields(request.commit([part[number] for part in written]))
     with step("save: common state"):
-        merged |= _checked_fields(pending.memo.pop("common", write_common)())
+        merged |= pending.memo.pop("common", write_common)()
     try:
         finish(merged)
     except OutcomeUnknown:

@@ -10,7 +10,7 @@ from ... import layouts
 from ...codec import decode_tree, encode_tree
 from ...errors import IntegrityError, MetadataError, error_text
 from ...mapping import LocalNonpersistentObject, ShardedBase
-from ...trees import comparable, deepest, is_hollow, misfits, partition, unite
+from ...trees import United, comparable, deepest, is_hollow, misfits, partition, unite, united
 from ...world import agree, gather
 from .._consistency import check_common
 from ._start import SaveCall
@@ -39,8 +39,10 @@ def compared(call: SaveCall, common: Any) -> Any:
     return common if call.common_view is None else call.common_view(common)
 
 
-def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str | None]) -> Any:
+def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str | None]) -> tuple[Any, United]:
     """Return the common tree that is stored where ranks' differ: their union, if that is asked for; two all-gathers.
+
+    With it, of which dicts ranks have keys of their own.
 
     Args:
         call: the call of `save`.
@@ -53,23 +55,24 @@ def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str
     """
     # Whole states travel only in this case, and of those that are the same only one.
     first = [hashes.index(hashed) for hashed in hashes]
-    united, allow_pickle = call.options.common == "union", call.options.allow_pickle
+    as_union, allow_pickle = call.options.common == "union", call.options.allow_pickle
 
     def encoded() -> bytes:
         if first[call.world.rank] != call.world.rank:
             return b""
         # Encoded, not pickled: ranks may hold instances of classes that others can't import.
-        return encode_tree(common if united else compared(call, common), allow_pickle=allow_pickle)
+        return encode_tree(common if as_union else compared(call, common), allow_pickle=allow_pickle)
 
     sent = gather(call.world, "save: compare common states", encoded)
 
-    def checked() -> Any:
+    def checked() -> tuple[Any, United]:
         commons = {rank: decode_tree(sent[rank], allow_pickle=allow_pickle) for rank in sorted(set(first))}
-        if not united:
+        if not as_union:
             check_common([commons[rank] for rank in first])
-            return common
+            return common, {}
         # This rank's own values win: what was decoded has records where these have instances of classes.
-        return unite({0: common, 1: _united(commons, first, call.world.rank, tree)})[0]
+        union, _ = unite({0: common, 1: _united(commons, first, call.world.rank, tree)})
+        return union, united(list(commons.values()))
 
     return agree(call.world, "save: check common states", checked)
 

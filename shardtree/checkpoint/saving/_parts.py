@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ...mapping.memory import has_elements, lacks_memory
 from ...storage import collector_paused
 from ...strategies import misfit
 from ...trees import (
+    United,
     apply_factories,
     check_is_tree,
     common_with_holes,
@@ -35,11 +36,13 @@ class TreeParts:
         tensors: the tensor shards, factories applied.
         objects: the sharded objects.
         common: everything else, with holes where shards and nonpersistent objects were.
+        united: where it is the union of ranks' dicts that have keys of their own.
     """
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
     common: Any
+    united: United = field(default_factory=dict)
 
 
 @collector_paused()

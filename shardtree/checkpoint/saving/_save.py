@@ -293,8 +293,8 @@ def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequen
     hashes = [description.common for description, _ in messages if description is not None]
     if len(set(hashes)) < 2:
         return local
-    common = common_to_store(call, tree, local.parts.common, hashes)
-    return replace(local, parts=replace(local.parts, common=common))
+    common, united = common_to_store(call, tree, local.parts.common, hashes)
+    return replace(local, parts=replace(local.parts, common=common, united=united))
 
 
 def sum_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> list[Sums]:
@@ -340,8 +340,10 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: S
         pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
     if call.is_async and call.options.snapshot:
         tensors = snapshot_shards(tensors)
-    known = replace(pending, layout=columns, world=call.world)
-    return save_request(known, (tensors, objects), local.parts.common, call.choices, local.backends, call.strategies)
+    known, parts = replace(pending, layout=columns, world=call.world), local.parts
+    return save_request(
+        known, (tensors, objects), parts.common, call.choices, local.backends, call.strategies, parts.united
+    )
 
 
 def share_out(
