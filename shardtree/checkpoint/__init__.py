@@ -37,6 +37,7 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from ._fingerprint import fingerprint
     from ._lazy_tree import OpenCheckpoint, open_checkpoint
+    from ._no_checkpoint import step_prefix as step_prefix
     from ._open import (
         is_checkpoint,
         load_common_state_dict,
@@ -85,6 +86,7 @@ else:
             "open_checkpoint": "._lazy_tree",
             "remove_sharded_tensors": "._open",
             "save": ".saving",
+            "step_prefix": "._no_checkpoint",
             "verify": "._verify",
         },
     )

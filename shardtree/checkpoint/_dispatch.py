@@ -151,6 +151,7 @@ def alike(options: object, doing: str = "") -> dict[str, object]:
 
 def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:
     """Return what is chosen as strategies, which has to be the same on all ranks, where it isn't the usual."""
-    choices = {"sharded_strategy": None if sharded in (DEFAULT_BACKEND, DEFAULT_BACKEND[0]) else sharded, "common_strategy": common}
+    usual = (DEFAULT_BACKEND, DEFAULT_BACKEND[0])
+    choices = {"sharded_strategy": None if sharded in usual else sharded, "common_strategy": common}
     # A function has another repr in each process.
     return {name: "a function" if callable(one) else one for name, one in choices.items() if one is not None}

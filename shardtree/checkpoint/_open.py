@@ -26,7 +26,6 @@ from ..strategies import (
     find_strategy,
     is_of_others,
     metadata_bytes,
-    read_metadata,
     stamp,
     table_of,
     traits_of,
@@ -36,6 +35,7 @@ from ..strategies.index import IndexMetadata
 from ..trees import without_holes
 from ..world import World, current_world, on_rank_zero, one_process, share, step
 from ._dispatch import Choice, alike, check_options, common_backend, given_options, sharded_backend, strategy_of
+from ._no_checkpoint import not_a_checkpoint
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
@@ -96,13 +96,17 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
         NotACheckpoint: there is neither.
         CorruptCheckpoint: metadata.json isn't what was written.
     """
+    fields = _fields_at(storage, strategies)
+    if fields is not None:
+        return fields
+    if (data := metadata_bytes(storage)) is not None:
+        return decode_metadata(data, storage.where(METADATA_FILE))  # raises: it is another program's
+    raise not_a_checkpoint(storage, partial(_fields_at, strategies=strategies))
+
+
+def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None:
     data = _own_metadata(storage)
-    if data is not None:
-        return decode_metadata(data, storage.where(METADATA_FILE))
-    fields = recognized(storage, strategies)
-    if fields is None:
-        return read_metadata(storage)[1]  # raises the error that fits: no file, or one that isn't ours
-    return fields
+    return recognized(storage, strategies) if data is None else decode_metadata(data, storage.where(METADATA_FILE))
 
 
 def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import CheckpointSeries
+from ..checkpoint import CheckpointSeries, step_prefix
 from ..errors import plural, shorten
 from ..retention import SavedStep
 from ..storage import Storage, folder_in, listed, storage_at
@@ -19,8 +18,6 @@ from ..world import one_process
 from ._contents import Files, files_in
 from ._output import Output, json_text, printable, size
 from ._table import Heading, show_table
-
-_STEP = re.compile(r"([^0-9.][^0-9]*|)[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ def find_steps(where: str) -> Steps | None:
     """
     root, world = storage_at(where), one_process()
     with listed(root) as seen:
-        folders = [name for name in seen.names() if _STEP.fullmatch(name)]
+        folders = [name for name in seen.names() if step_prefix(name) is not None]
         # What stands before the number may differ: each beginning is a series of its own.
         names = sorted({_names(folder) for folder in folders})
         steps = [step for one in names for step in CheckpointSeries(seen, one, world=world).steps()]
@@ -79,9 +76,7 @@ def find_steps(where: str) -> Steps | None:
 
 def _names(folder: str) -> str:
     """Return the format of the names of steps that are called as this one."""
-    found = _STEP.fullmatch(folder)
-    before = "" if found is None else found[1]
-    return before.replace("{", "{{").replace("}", "}}") + "{}"
+    return (step_prefix(folder) or "").replace("{", "{{").replace("}", "}}") + "{}"
 
 
 def _files(root: Storage, step: SavedStep) -> Files:

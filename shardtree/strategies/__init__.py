@@ -33,7 +33,6 @@ from ._metadata import (
     fetch_checked,
     is_of_others,
     metadata_bytes,
-    not_a_checkpoint,
     read_metadata,
     replace_metadata,
 )

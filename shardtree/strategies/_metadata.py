@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,72 +17,9 @@ from ..errors import (
     error_text,
 )
 from ..storage import Buffer, Conditional, Listing, Storage, digest, in_threads
-from ._near_folder import near_folder
 from ._replaced import missing_file
 from ._traits import METADATA_FILE
 from ._values import Checkpoint, Fields
-
-# Guesses at what a folder without a checkpoint is, by the names in it, for error messages
-_PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
-
-_CLUES = (
-    (
-        r"latest_checkpointed_iteration\.txt",
-        "a folder of Megatron-LM's that holds checkpoints",
-        "Name one of the folders in it, such as iter_0000042.",
-    ),
-    (
-        r"mp_rank_\d+(_\d+)*",
-        "a checkpoint of Megatron-LM from before torch_dist: a pickle for each rank",
-        "Convert it to torch_dist with Megatron-LM.",
-    ),
-    (
-        r"__\d+\.metadata",
-        "a checkpoint of torch.distributed.checkpoint, saved with use_collectives=False: an index for each rank only",
-        "Load it with as many ranks there, and save it with collectives.",
-    ),
-    (
-        r".*\.distcp",
-        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file got lost",
-        "Load another checkpoint; .metadata and, of Megatron-Core's, metadata.json have to be there.",
-    ),
-    (
-        r"shard-\d+-.*\.safetensors",
-        "the ranks' parts of a model, as torch.distributed.checkpoint's HuggingFaceStorageWriter saves them",
-        "Save with enable_consolidation=True, or consolidate them with torch.",
-    ),
-    (
-        r".*\.safetensors",
-        "several safetensors files, and no index that says which make up the model",
-        "Name one of the files, or fetch the index too.",
-    ),
-    (r"\.zarray|zarr\.json", "a zarr array, or a save of shardtree's that wasn't finished", "Name the array's group."),
-    (
-        _PICKLES,
-        "pickled weights, which can run code when they are loaded and aren't read",
-        "Save them as safetensors: save_pretrained(..., safe_serialization=True), or safetensors.torch.save_file.",
-    ),
-)
-
-
-def clue(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a folder seems to be and what to do about it, None if no name in it is known.
-
-    Args:
-        names: in the folder; of a file, its own.
-
-    Examples:
-        >>> clue(["config.json", "pytorch_model.bin"])[0]
-        "pickled weights, which can run code when they are loaded and aren't read"
-        >>> clue(["notes.txt"]) is None
-        True
-    """
-    known = list(names)
-    for pattern, found, fix in _CLUES:
-        if any(re.fullmatch(pattern, name, re.DOTALL) for name in known):
-            return found, fix
-    return None
-
 
 _MOST_BYTES = 2**24  # guards against a metadata.json of 1 TB with holes
 
@@ -156,7 +92,7 @@ def read_metadata(storage: Storage) -> tuple[bytes, dict[str, Any]]:
     where = storage.where(METADATA_FILE)
     data = metadata_bytes(storage)
     if data is None:
-        raise not_a_checkpoint(storage)
+        raise NotACheckpoint(error_text(f"open: {storage.where()!r} is not a checkpoint", found="no metadata.json"))
     return data, decode_metadata(data, where)
 
 
@@ -173,20 +109,6 @@ def metadata_bytes(storage: Storage) -> bytes | None:
         what = f"open: {storage.where(METADATA_FILE)!r} is larger than any that a save writes"
         raise CorruptCheckpoint(error_text(what, found=f"{length} bytes", expected=f"at most {_MOST_BYTES}"))
     return None if length is None else storage.read(METADATA_FILE)
-
-
-def not_a_checkpoint(storage: Storage) -> NotACheckpoint:
-    """Return the error for a place that holds no finished checkpoint."""
-    fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
-    if storage.is_folder():
-        state, names = "a folder without metadata.json, in no format that is recognised", storage.names()
-    elif storage.length("") is not None:
-        state, names = "a file in no format that is recognised", (storage.where().rpartition("/")[2],)
-    else:
-        state, names, fix = "no such folder", (), near_folder(storage) or fix
-    if (known := clue(names)) is not None:
-        state, fix = f"{state.partition(',')[0]}: {known[0]}", known[1]
-    return NotACheckpoint(error_text(f"open: {storage.where()!r} is not a checkpoint", found=state, fix=fix))
 
 
 def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str, Any], *, durable: bool) -> None:

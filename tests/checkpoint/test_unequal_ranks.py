@@ -207,7 +207,7 @@ def takes_a_world() -> set[str]:
     return {name for name, each in found.items() if "world" in getattr(inspect.unwrap(each), "__annotations__", ())}
 
 
-# A request is made by a save. `fingerprint` has no option that changes what ranks do; `redistribute` compares its own: tests/live/.
+# A request is made by a save; `fingerprint` has no option that changes what ranks do; `redistribute` compares its own.
 HERE = {"save", "load", "load_plain_tensors", "load_module", "remove_sharded_tensors", "convert", "CheckpointSeries"}
 
 

@@ -13,6 +13,7 @@ from shardtree.storage import MemoryStorage
 
 FOLDERS = {
     "latest_checkpointed_iteration.txt": "such as iter_0000042",
+    "common.pt": "a save of Megatron-Core's that wasn't finished",
     "mp_rank_00/model_optim_rng.pt": "before torch_dist",
     "__0.metadata": "use_collectives=False",
     "__0_0.distcp": "wasn't finished",
@@ -40,7 +41,7 @@ def test_a_file_is_called_what_it_seems_to_be(tmp_path: object) -> None:
     path = f"{tmp_path}/model.pt"
     with open(path, "wb"):
         pass
-    with pytest.raises(NotACheckpoint, match="a file in no format that is recognised: pickled weights"):
+    with pytest.raises(NotACheckpoint, match="a file in no format that is recognised: pickled weights or states"):
         st.open_checkpoint(path)
 
 
