@@ -39,7 +39,6 @@ from ._metadata import (
 from ._replaced import check_unreplaced, refuse_replaced, unless_replaced, unreplaced
 from ._save_folders import (
     OWNER_FILE,
-    REMOVES_SAVES,
     disown,
     is_committed,
     is_orphaned,

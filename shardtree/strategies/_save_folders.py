@@ -33,9 +33,6 @@ logger = logging.getLogger("shardtree")
 OWNER_FILE = "owner.json"
 """The note in a save's folder that names the saving process; the commit removes it, and no reader looks at it."""
 
-REMOVES_SAVES = "removes saves"
-"""In the memo of a pending save whose format removes the folders of interrupted saves, and its own note, by itself."""
-
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
 _OUR_FILE = re.compile(
     r"(common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"

@@ -167,10 +167,10 @@ class PendingSave:
         before: metadata.json as it was when the save began, None if there was none.
         options: how it is written.
         layout: all ranks' shards, None if the ranks didn't exchange them.
-        memo: what the strategies of one save keep on their rank until the commit.
-        shared: what follows from `layout` alone, kept for all ranks that one process plays, as a conversion does.
         replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
         overwrite: whether the caller lets a checkpoint be replaced.
+        state: of the request that SAVE_SHARDED returned, for the format's COMMIT row, and for SAVE_COMMON. For
+            SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
     """
 
     storage: Storage
@@ -179,10 +179,9 @@ class PendingSave:
     before: bytes | None = None
     options: SaveOptions = field(default_factory=SaveOptions)
     layout: ShardColumns | None = None
-    memo: dict[str, Any] = field(default_factory=dict, repr=False)
     replaced: Replaced | None = None
     overwrite: bool = True
-    shared: dict[str, Any] = field(default_factory=dict, repr=False)
+    state: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +219,8 @@ class AsyncRequest(Generic[T]):
         clean_up: called on every rank right after the commit; removes what isn't needed any more. Its error is raised
             on that rank alone, unless there are `finalize_fns`.
         outcome: what became of it.
+        state: what the format's later rows of the same save need, a value of the format's own class.
+        removes_saves: whether `clean_up` removes the folders of interrupted saves, and the note in its own.
     """
 
     world: World
@@ -230,6 +231,8 @@ class AsyncRequest(Generic[T]):
     folder: Storage | None = None
     clean_up: Callable[[], None] = _nothing
     outcome: Outcome = field(default_factory=Outcome)
+    state: Any = None
+    removes_saves: bool = False
 
     def __repr__(self) -> str:
         of, state = self.outcome, "not executed yet"

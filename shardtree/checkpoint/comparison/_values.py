@@ -255,7 +255,7 @@ def _small_bytes(reader: BoxReader) -> int:
 _LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less by themselves; more is rare
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class BoxReader:
     """Reads boxes of a checkpoint. Planning takes longer than a small read, so small reads are planned together.
 
@@ -268,7 +268,7 @@ class BoxReader:
     memory: HostMemory = field(default_factory=HostMemory)
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
     _read_ahead: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
-    _known: dict[str, Any] = field(default_factory=dict)
+    _newest: Any = None
 
     def expect(self, fetches: Iterable[Fetch]) -> None:
         """Announce boxes that will be read, and forget what was announced before; nothing is read yet."""
@@ -301,10 +301,9 @@ class BoxReader:
         return [shard.data for shard in shards]
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
-        known: Any = self._known.get(key)
-        if known is None:
-            self._known.clear()  # what is read next is mostly of the same tensor
-            known = self._known[key] = self.opened.metadata[key]
+        if self._newest is None or self._newest.key != key:
+            self._newest = self.opened.metadata[key]  # what is read next is mostly of the same tensor
+        known = self._newest
         nbytes = prod(shape) * known.dtype.itemsize
         if _LEAST_LENT <= nbytes <= _MOST_LENT:
             data = self.memory.lend(nbytes).view(known.dtype).view(shape)

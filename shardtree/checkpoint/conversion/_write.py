@@ -26,6 +26,7 @@ from ...trees import HOLE
 from ...world import World, gather, on_rank_zero
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
+from ..saving._start import Held
 from ._journal import Journal, RecordingStorage, announcer, recall, record, recorded, recording, remove_others
 from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors
@@ -122,7 +123,8 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
         UnsupportedValue: it lacks a dtype.
     """
     save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
-    save_request(save, (tuple(tensors), ()), {}, destination.choices, destination.backends, destination.strategies)
+    writes, chosen = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
+    save_request(save, Held(), writes, {}, *chosen)
 
 
 def write_batches(
@@ -141,8 +143,15 @@ def write_batches(
     """
     count, durable = len(plan.batches), destination.options.durable
     columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
-    shared: dict[str, Any] = {}  # what a format computes of all batches' layout, once and not for each
-    request_of = partial(_request, destination, journal, save_id, plan.batches, common, columns, shared, watched)
+    state: Any = None
+
+    def request_of(number: int) -> _Prepared:
+        nonlocal state
+        # From batch to batch: what a format computes of all batches' layout, it computes once.
+        made = _request(destination, journal, save_id, plan.batches, common, columns, state, watched, number)
+        state = made[0].state
+        return made
+
     first: list[_Prepared] = []
     results: dict[int, Any] = {}
 
@@ -244,18 +253,18 @@ def _request(
     batches: Sequence[Batch],
     common: Any,
     columns: ShardColumns,
-    shared: dict[str, Any],
+    state: Any,
     watched: Watched,
     rank: int,
 ) -> tuple[AsyncRequest[Any], RecordingStorage]:
     """Return the request that writes a batch, and the storage that records its files."""
     noted = recording(destination.storage, announcer(journal, rank))
     turn = Turn(rank, len(batches))
-    pending = PendingSave(noted, save_id, turn, None, destination.options, columns, shared=shared)
+    pending = PendingSave(noted, save_id, turn, None, destination.options, columns, state=state)
     writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
     try:
         request = save_request(
-            pending, writes, common, destination.choices, destination.backends, destination.strategies
+            pending, Held(), writes, common, destination.choices, destination.backends, destination.strategies
         )
     except UnsupportedValue as error:
         keys = sorted({item.key for item in batches[rank].objects})

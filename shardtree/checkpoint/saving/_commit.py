@@ -33,7 +33,7 @@ from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
 from .._united import united_field
 from ._replace import check_same, clean_up, swap_folders
-from ._start import end, is_recognized
+from ._start import Held, end, is_recognized
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
@@ -41,6 +41,7 @@ Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
 
 def save_request(
     pending: PendingSave,
+    held: Held,
     writes: Writes,
     common: Any,
     choices: tuple[Choice, Choice],
@@ -52,6 +53,7 @@ def save_request(
 
     Args:
         pending: what the parts go to.
+        held: what this rank holds of the save.
         writes: the tensors and objects that are this rank's to write.
         common: the common tree, with holes where shards were.
         choices: what the caller named as strategies for the shards and the common state.
@@ -82,20 +84,25 @@ def save_request(
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
     check = None if commit is None else partial(_check_no_other, pending, strategies)
-    finish = partial(_finish, pending, commit, strategies)
-    write_common = partial(_write_common, partial(save_common, pending, common), united)
+    state, of_common = requests[0].state, None  # each format's later rows get its own state
+    if sharded_backend == common_backend or len(requests) > 1:
+        of_common = requests[-1].state
+    finish = partial(_finish, replace(pending, state=state), commit, strategies)
+    write_common = partial(_write_common, partial(save_common, replace(pending, state=of_common), common), united)
+    removes_saves = any(request.removes_saves for request in requests)
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, requests, write_common, strategies, recognizes=recognizes),
-        commit=partial(_commit, pending, requests, write_common, fields, check, finish),
+        async_fn=partial(_write, pending, held, requests, write_common, strategies, recognizes=recognizes),
+        commit=partial(_commit, pending, held, requests, write_common, fields, check, finish),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, pending, requests),
+        abandon=partial(_abandon, pending, held, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
             _call_each,
-            partial(clean_up, pending, strategies),
+            partial(clean_up, pending, strategies, removes_saves=removes_saves),
             *(request.clean_up for request in requests),
         ),
+        state=state,
     )
 
 
@@ -143,6 +150,7 @@ def _call_each(*fns: Callable[[], None]) -> None:
 
 def _write(
     pending: PendingSave,
+    held: Held,
     requests: Sequence[AsyncRequest[Any]],
     write_common: Callable[[], Fields],
     strategies: Strategies | None,
@@ -151,12 +159,12 @@ def _write(
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run saves the storage that look.
-    if "ran" in pending.memo or not isinstance(pending.storage, Conditional):
+    if held.has_run or not isinstance(pending.storage, Conditional):
         with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
-    pending.memo["ran"] = True
+    held.has_run = True
     if pending.world.rank == 0:
-        _claim_again(pending, strategies)
+        _claim_again(pending, held, strategies)
     if recognizes:
         _check_no_other(pending, strategies)
     if recognizes or pending.world.rank != 0 or not isinstance(pending.storage, Conditional):
@@ -165,11 +173,11 @@ def _write(
         # Small, and waits for nothing: beside the uploads, it takes no time.
         with ThreadPoolExecutor(1) as thread:
             with suppress(RuntimeError):  # while the interpreter ends, no thread can start: the commit writes it then
-                pending.memo["common"] = thread.submit(write_common).result
+                held.common = thread.submit(write_common).result
             written = tuple(request.async_fn() for request in requests)
-    if "folder" in pending.memo:
+    if held.folder is not None:
         # The new folder's entry was synced by another thread meanwhile: it must be on the medium before the commit.
-        pending.memo["folder"].wait()
+        held.folder.wait()
     return written
 
 
@@ -195,7 +203,7 @@ def _lost_to_another(pending: PendingSave) -> Iterator[None]:
         raise AlreadyACheckpoint(error_text(what, fix=fix)) from error
 
 
-def _claim_again(pending: PendingSave, strategies: Strategies | None) -> None:
+def _claim_again(pending: PendingSave, held: Held, strategies: Strategies | None) -> None:
     """Make the folder again for an abandoned save whose request is run once more."""
     if pending.replaced is not None:
         check_same(pending.replaced, strategies)
@@ -203,19 +211,20 @@ def _claim_again(pending: PendingSave, strategies: Strategies | None) -> None:
         return
     if pending.replaced is not None:
         pending.replaced.sibling.make(owner_note(pending.save_id), durable=pending.options.durable)
-    pending.memo["claim"] = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    held.claim = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
 
 
-def _abandon(pending: PendingSave, requests: Sequence[AsyncRequest[Any]]) -> None:
+def _abandon(pending: PendingSave, held: Held, requests: Sequence[AsyncRequest[Any]]) -> None:
     try:
         for request in requests:
             request.abandon()
     finally:
-        end(pending)
+        end(pending, held)
 
 
 def _commit(
     pending: PendingSave,
+    held: Held,
     requests: Sequence[AsyncRequest[Any]],
     write_common: Callable[[], Fields],
     fields: Fields,
@@ -233,7 +242,8 @@ def _commit(
         with step("save: index"):
             merged |= _checked_fields(request.commit([part[number] for part in written]))
     with step("save: common state"):
-        merged |= pending.memo.pop("common", write_common)()
+        written_beside, held.common = held.common, None  # a commit that is tried again writes it itself
+        merged |= (written_beside or write_common)()
     try:
         finish(merged)
     except OutcomeUnknown:

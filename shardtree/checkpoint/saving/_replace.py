@@ -31,7 +31,6 @@ from ...storage import (
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
-    REMOVES_SAVES,
     Checkpoint,
     PendingSave,
     Replaced,
@@ -184,13 +183,18 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
 logger = logging.getLogger("shardtree")
 
 
-def clean_up(pending: PendingSave, strategies: Strategies | None) -> None:
-    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0."""
+def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
+    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
+
+    Args:
+        pending: the save.
+        strategies: the dispatch table; None for the process's.
+        removes_saves: whether the format's own clean-up removes interrupted saves, and the note.
+    """
     if pending.world.rank != 0:
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage
-    removes_saves = REMOVES_SAVES in pending.memo  # and the note, by the same request
     if isinstance(storage, Conditional) and removes_saves:
         return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.

@@ -36,7 +36,7 @@ from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
 from ._common import check_union, common_to_store, compared
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import SaveCall, SaveStart, begin, pending_here, start_of
+from ._start import Held, SaveCall, SaveStart, begin, pending_here, start_of
 
 
 class _Keywords(TypedDict, total=False):
@@ -220,6 +220,7 @@ class LocalSave:
         storage: where to.
         description: of its shards, None where ranks don't compare them.
         pending: on rank 0, the save that it began; else None.
+        held: what this rank holds of it.
     """
 
     parts: TreeParts
@@ -228,6 +229,7 @@ class LocalSave:
     storage: Storage
     description: Description | None
     pending: PendingSave | None
+    held: Held
 
 
 def meet(
@@ -258,8 +260,9 @@ def meet(
             hashed = common_digest(compared(call, parts.common), allow_pickle=call.options.allow_pickle)
             description = describe(parts.tensors, parts.objects, call.world.rank, hashed, known)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
-        pending = begin(call, storage, backends, undo) if call.world.rank == 0 else None
-        return LocalSave(parts, known, backends, storage, description, pending)
+        held = Held()
+        pending = begin(call, storage, backends, held, undo) if call.world.rank == 0 else None
+        return LocalSave(parts, known, backends, storage, description, pending, held)
 
     def message(local: LocalSave) -> Message:
         description = brief(local.description, call.world.size)
@@ -340,10 +343,9 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: S
         pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
     if call.is_async and call.options.snapshot:
         tensors = snapshot_shards(tensors)
-    known, parts = replace(pending, layout=columns, world=call.world), local.parts
-    return save_request(
-        known, (tensors, objects), parts.common, call.choices, local.backends, call.strategies, parts.united
-    )
+    known, writes, parts = replace(pending, layout=columns, world=call.world), (tensors, objects), local.parts
+    backends = (call.choices, local.backends, call.strategies)
+    return save_request(known, local.held, writes, parts.common, *backends, parts.united)
 
 
 def share_out(

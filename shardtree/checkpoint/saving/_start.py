@@ -12,7 +12,19 @@ from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...layouts import ShardColumns
-from ...storage import Begun, Conditional, Exchanging, Listing, Storage, claim, new_folder, process_token, release
+from ...storage import (
+    Begun,
+    Claim,
+    Conditional,
+    Exchanging,
+    Listing,
+    NewFolder,
+    Storage,
+    claim,
+    new_folder,
+    process_token,
+    release,
+)
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -96,13 +108,31 @@ class SaveStart:
     old: Stamp | None
 
 
-def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack) -> PendingSave:
+@dataclass(slots=True, eq=False)
+class Held:
+    """What a rank holds of a save until that ends, and how far its request has come.
+
+    Attributes:
+        claim: marks the save as alive; on rank 0 alone.
+        folder: the storage's own folder, where this save had to make it.
+        has_run: whether the request was run before.
+        common: returns the fields of the common state's format, where that is written beside the shards.
+    """
+
+    claim: Claim | None = None
+    folder: NewFolder | None = None
+    has_run: bool = False
+    common: Callable[[], Any] | None = None
+
+
+def begin(call: SaveCall, storage: Storage, backends: Backends, held: Held, undo: ExitStack) -> PendingSave:
     """Return the pending save whose folder is made; on rank 0.
 
     Args:
         call: the call of `save`.
         storage: where to.
         backends: of the shards and of the common state.
+        held: gets the claim on the save, and the folder.
         undo: gets a callback that removes the folder again, as long as nothing is in it.
 
     Raises:
@@ -121,14 +151,14 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, undo: ExitStack)
     except BaseException:
         if made is not None:
             made.drop()
-            end(PendingSave(storage, save_id, call.world, memo={"claim": claim(save_id)}))
+            end(PendingSave(storage, save_id, call.world), Held(claim(save_id)))
         raise
-    undo.callback(_undo, pending)
+    undo.callback(_undo, pending, held)
     with step("save: make the folder"):
         if made is None:
-            make_folder(pending, backends, call.strategies)
+            make_folder(pending, held, backends, call.strategies)
         else:
-            pending.memo["claim"] = made.result()
+            held.claim = made.result()
     return pending
 
 
@@ -221,11 +251,10 @@ def start_of(pending: PendingSave) -> SaveStart:
     return SaveStart(pending.save_id, pending.before, None if pending.replaced is None else pending.replaced.stamp)
 
 
-def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies | None) -> None:
-    """Make a save's folder.
+def make_folder(pending: PendingSave, held: Held, backends: Backends, strategies: Strategies | None) -> None:
+    """Make a save's folder, and hold it.
 
-    What still has to reach the medium is put into the pending save's memo: rank 0 waits for it after its own writing,
-    not here, where all other ranks would wait too.
+    Rank 0 waits after its own writing until the folder is on the medium, not here, where all others would wait too.
 
     Raises:
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
@@ -233,27 +262,27 @@ def make_folder(pending: PendingSave, backends: Backends, strategies: Strategies
     """
     durable = pending.options.durable
     # Before any file: another save's clean-up removes what belongs to a save that isn't known to be alive.
-    pending.memo["claim"] = claim(pending.save_id)
+    held.claim = claim(pending.save_id)
     if pending.replaced is not None:
         make_sibling(pending.replaced.storage, pending.save_id, strategies, durable=durable)
         return
-    pending.memo["folder"] = new_folder(pending.storage, durable=durable)
+    held.folder = new_folder(pending.storage, durable=durable)
     # Not synced here: the commit syncs the storage's own folder.
     make_save_folder(pending.storage, pending.save_id, durable=False)
     if not _in_save_folder(backends, strategies):
         _check_no_other_save(pending.storage, pending.save_id)
 
 
-def _undo(pending: PendingSave) -> None:
-    end(pending)
+def _undo(pending: PendingSave, held: Held) -> None:
+    end(pending, held)
     # Only here, in a failed call: by the time a request is abandoned, its caller may rely on the folder.
-    if "folder" in pending.memo:
-        pending.memo["folder"].remove()
+    if held.folder is not None:
+        held.folder.remove()
 
 
-def end(pending: PendingSave) -> None:
+def end(pending: PendingSave, held: Held) -> None:
     """Mark a save as ended, and remove the folder that it made unless files are in it. Never raises."""
-    if "claim" not in pending.memo:  # only rank 0 has one
+    if held.claim is None:  # only rank 0 has one
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage

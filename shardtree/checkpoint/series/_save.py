@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -31,14 +31,12 @@ class Place:
         folder: the step's.
         record: the step's record once the save is committed.
         strategies: the dispatch table; None for the process's.
-        memo: the record that was there before, once another one is written.
     """
 
     root: Storage
     folder: str
     record: Record
     strategies: Strategies | None
-    memo: dict[str, bytes | None] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -91,14 +89,17 @@ def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     if request.world.rank != 0:
         return request.add_finalize_fn(nothing)  # ranks finalize together: each has as many functions
 
+    before: list[bytes | None] = []  # the record that was there, once another one is written
+
     def write() -> T:
         written = request.async_fn()
-        _announce(place)
+        _announce(place, before)
         return written
 
     def abandon() -> None:
         request.abandon()
-        _take_back(place)
+        while before:
+            _take_back(place, before.pop())
 
     confirm = partial(_confirm, place)
     return replace(request, async_fn=write, finalize_fns=(*request.finalize_fns, confirm), abandon=abandon)
@@ -108,15 +109,15 @@ def nothing() -> None:
     """Do nothing: a finalizer of ranks that have nothing to do then."""
 
 
-def _announce(place: Place) -> None:
+def _announce(place: Place, before: list[bytes | None]) -> None:
     """Write the record before the checkpoint counts; while an old checkpoint is there, it has the pins of both."""
-    before = place.root.read(place.name) if place.root.length(place.name) is not None else None
+    found = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
         # Without metrics and time: a crash before the commit must not leave the old checkpoint with the new one's.
         pinned = record.pinned or sound_record(place.root, place.folder).pinned
         record = Record(pinned=pinned)
-    place.memo["before"] = before
+    before[:] = [found]  # first: where the write fails, the old one is to be restored
     write_record(place.root, place.folder, record)
 
 
@@ -124,11 +125,8 @@ def _confirm(place: Place) -> None:
     write_record(place.root, place.folder, replace(place.record, time=time.time()))
 
 
-def _take_back(place: Place) -> None:
-    """Restore the record that was there before. Never raises."""
-    if "before" not in place.memo:
-        return
-    before = place.memo.pop("before")
+def _take_back(place: Place, before: bytes | None) -> None:
+    """Restore the record that was there before, None if there was none. Never raises."""
     try:
         if before is not None:
             place.root.replace(place.name, before, durable=True)

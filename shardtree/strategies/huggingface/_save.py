@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -38,9 +38,29 @@ from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, draft_name, file_name
 
 # The commit: files get the names by which a model is recognised, the one that makes it a model last
 
-_MOVED = f"{BACKEND}.moved"
-
 logger = logging.getLogger("shardtree")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's files, the number of each tensor's file, and the rank that writes each file's header."""
+
+    files: tuple[ModelFile, ...]
+    file_of: Mapping[str, int]
+    head_writer: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What the rows of one save have planned and done, for those that come after.
+
+    Attributes:
+        model: that all ranks write.
+        moved: the names that its files have got so far; a save that fails removes them.
+    """
+
+    model: Model
+    moved: list[str] = field(default_factory=list)
 
 
 def commit(pending: PendingSave, fields: Fields) -> None:
@@ -48,14 +68,14 @@ def commit(pending: PendingSave, fields: Fields) -> None:
 
     If another format keeps the common state, metadata.json comes before the index: it is the commit then.
     """
-    files: Sequence[ModelFile] = pending.memo[BACKEND]
+    saving: Saving = pending.state
+    files, moved = saving.model.files, saving.moved
     count = len(files)
     alone = fields["common_backend"] == BACKEND
     if alone and count == 1:
         pending.storage.move(draft_name(pending.save_id, 0, 1), SINGLE_FILE)
         _sync(pending)
         return
-    moved: list[str] = pending.memo.setdefault(_MOVED, [])
     for number in range(count):
         pending.storage.move(draft_name(pending.save_id, number, count), file_name(number, count))
         moved.append(file_name(number, count))
@@ -102,17 +122,18 @@ def check_free(pending: PendingSave, files: Sequence[ModelFile]) -> None:
         raise AlreadyACheckpoint(error_text(what, offenders=there, fix="Remove them, or save to another folder."))
 
 
-def abandon(pending: PendingSave, files: Sequence[ModelFile]) -> None:
+def abandon(pending: PendingSave, saving: Saving) -> None:
     """Remove the files of a failed save, unless it is a model already. Never raises."""
     if pending.world.rank != 0:
         return
+    files = saving.model.files
     try:
         for number in range(len(files)):
             pending.storage.remove(draft_name(pending.save_id, number, len(files)))
         pending.storage.remove_folder(pending.save_id)
         if not any(pending.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
-            for name in pending.memo.pop(_MOVED, []):
-                pending.storage.remove(name)
+            while saving.moved:
+                pending.storage.remove(saving.moved.pop())
     except Exception as error:
         # The save's own error is being raised, and must not be hidden; a later save removes what stays.
         logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
@@ -182,30 +203,23 @@ def _prepare(
         raise UnsupportedValue(
             error_text(what, offenders=objects, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
-    if BACKEND not in pending.shared:
+    if isinstance(pending.state, Saving):  # of another rank that this process plays
+        model = pending.state.model
+    else:
         is_whole = takes_files_whole(pending.storage) and pending.world.size > 1
-        pending.shared[BACKEND] = _model(_layout(pending), max_file_bytes, pending.world.size if is_whole else None)
-    model: _Model = pending.shared[BACKEND]
-    files = pending.memo[BACKEND] = model.files
+        model = _model(_layout(pending), max_file_bytes, pending.world.size if is_whole else None)
+    saving = Saving(model)
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, model, tensors),
-        commit=partial(_check_lengths, pending, files),
-        abandon=partial(abandon, pending, files),
+        commit=partial(_check_lengths, pending, model.files),
+        abandon=partial(abandon, pending, saving),
+        state=saving,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model's files, the number of each tensor's file, and the rank that writes each file's header."""
-
-    files: tuple[ModelFile, ...]
-    file_of: Mapping[str, int]
-    head_writer: tuple[int, ...]
-
-
-def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None) -> _Model:
+def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None) -> Model:
     """Return a model's files.
 
     Args:
@@ -220,7 +234,7 @@ def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None) -> _Mo
     files = model_files(kinds, max_file_bytes=max_file_bytes, writers=writers)
     file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
     heads = tuple(max((writers[key] for key in file.bytes_before), default=0) if writers else 0 for file in files)
-    return _Model(files, file_of, heads)
+    return Model(files, file_of, heads)
 
 
 def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
@@ -241,7 +255,7 @@ def _layout(pending: PendingSave) -> ShardColumns:
     return pending.layout
 
 
-def _write(pending: PendingSave, model: _Model, shards: Sequence[ShardedTensor]) -> None:
+def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> None:
     files, rank = model.files, pending.world.rank
     if rank == 0:
         check_free(pending, files)

@@ -32,7 +32,7 @@ from ...storage import (
     tensor_buffers,
 )
 from .._checks import check_objects_written, checked_data
-from .._save_folders import REMOVES_SAVES, remove_orphaned, remove_unless_committed
+from .._save_folders import remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
 from ._file import build_index, write_index
@@ -115,13 +115,22 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
         >>> sorted(request.execute_sync())
         ['index', 'save_id']
     """
+    seen = _Seen(pending.storage)
     return AsyncRequest(
         world=pending.world,
         async_fn=write,
-        commit=partial(_commit, pending),
+        commit=partial(_commit, pending, seen),
         abandon=partial(_abandon, pending),
-        clean_up=partial(_clean_up, pending),
+        clean_up=partial(_clean_up, pending, seen),
+        removes_saves=True,
     )
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """The folder, or where each look at it is a request, what was listed of it right before the commit."""
+
+    storage: Storage
 
 
 def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
@@ -273,17 +282,16 @@ def _joined(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-def _commit(pending: PendingSave, written: Sequence[RankFiles]) -> Fields:
-    pending.memo[REMOVES_SAVES] = True  # by `_clean_up`
+def _commit(pending: PendingSave, seen: _Seen, written: Sequence[RankFiles]) -> Fields:
     index = partial(write_index, pending, collect_index(written))
     if not isinstance(pending.storage, Listing):
         _check_written(pending.storage, written)
         return index()
     # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
-    seen = pending.memo["listed"] = Listed(pending.storage)
+    seen.storage = Listed(pending.storage)
     with ThreadPoolExecutor(1) as thread:
         fields = thread.submit(index)
-        _check_written(seen, written)
+        _check_written(seen.storage, written)
         return fields.result()
 
 
@@ -310,13 +318,13 @@ def _abandon(pending: PendingSave) -> None:
         logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
-def _clean_up(pending: PendingSave) -> None:
+def _clean_up(pending: PendingSave, seen: _Seen) -> None:
     if pending.world.rank != 0:
         return
     try:
         storage, options = pending.storage, pending.options
-        seen = pending.memo.pop("listed", storage)
-        remove_orphaned(storage, seen, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
+        listed, seen.storage = seen.storage, storage
+        remove_orphaned(storage, listed, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
     except StorageError as error:
         # No failure of this save, whose checkpoint counts by now; the next save tries again.
         logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

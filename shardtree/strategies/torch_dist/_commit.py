@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...errors import StorageError, StrategyError, error_text
+from ...errors import StorageError, StrategyError, TreePath, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, check_stored_shards, join_columns, select_rows
 from ...storage import Storage
 from .._checks import check_objects_written
 from .._traits import METADATA_FILE
 from .._values import Fields, PendingSave
-from ._common import VALUES
 from ._listing import DCP, TORCH_DIST
 from ._metadata_file import INDEX_FILE
 from ._metadata_write import Archive, Stored, encode_index_file
-from ._write import Written, note
+from ._write import Written
 
 # What all ranks wrote, combined and checked on rank 0 before any file refers to it
 
@@ -74,15 +74,47 @@ def _objects(written: Sequence[Written], keys: Sequence[str]) -> dict[str, Archi
     return {key: (file, byte, length) for key, file, byte, length in rows}
 
 
-def stored_by(pending: PendingSave, backend: str) -> Stored:
-    """Return what the sharded strategy of a backend left in the memo about its files.
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A plain value of the common state.
+
+    Attributes:
+        name: its path, joined by dots.
+        path: where it stands in the common tree.
+        archive: where it is stored.
+    """
+
+    name: str
+    path: TreePath
+    archive: Archive
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What the rows of one save have found out and done on a rank, for those that come after.
+
+    Attributes:
+        backend: of the two, the one that the shards are saved in.
+        stored: what all ranks have stored, once rank 0 has checked it.
+        values: the plain values of the common state, once they are written.
+        names: of the files that rank 0 has begun to write before the commit; a save that fails removes them.
+    """
+
+    backend: str
+    stored: Stored | None = None
+    values: tuple[StoredValue, ...] = ()
+    names: list[str] = field(default_factory=list)
+
+
+def stored_by(pending: PendingSave, backend: str) -> tuple[Saving, Stored]:
+    """Return the state of a save whose shards are in a backend's format, and what was stored of these.
 
     Raises:
         StrategyError: another strategy wrote the shards.
     """
-    stored = pending.memo.get(backend)
-    if isinstance(stored, Stored):
-        return stored
+    state = pending.state
+    if isinstance(state, Saving) and state.backend == backend and state.stored is not None:
+        return state, state.stored
     fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
     raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
 
@@ -93,10 +125,11 @@ _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backen
 def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
     # No field of our own: Megatron-Core refuses a metadata.json with any other.
-    stored, durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
+    (saving, stored), durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
     pending.storage.remove_folder(pending.save_id)
+    saving.names.append(INDEX_FILE)
     # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
-    pending.storage.replace(note(pending, INDEX_FILE), encode_index_file(stored, pending.save_id), durable=durable)
+    pending.storage.replace(INDEX_FILE, encode_index_file(stored, pending.save_id), durable=durable)
     # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
     # checkpoint can't be Megatron-Core's in any case.
     if fields["common_backend"] == "torch":
@@ -106,11 +139,11 @@ def commit(pending: PendingSave, fields: Fields) -> None:
 
 def commit_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
-    stored, values = stored_by(pending, DCP[0]), pending.memo.get(VALUES, ())
+    saving, stored = stored_by(pending, DCP[0])
     pending.storage.remove_folder(pending.save_id)
     # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
     paths = {key: (key,) for key in (*stored.columns.keys, *stored.objects)}
-    paths |= {value.name: value.path for value in values}
-    archives = {value.name: value.archive for value in values}
+    paths |= {value.name: value.path for value in saving.values}
+    archives = {value.name: value.archive for value in saving.values}
     data = encode_index_file(stored, pending.save_id, archives, paths)
     pending.storage.replace(INDEX_FILE, data, durable=pending.options.durable)

@@ -14,10 +14,6 @@ from ._load import unboxed
 from ._metadata_file import INDEX_FILE
 from ._payloads import decoded
 
-VALUES = "dcp values"
-"""The key of the plain values in a pending save's memo."""
-
-
 _MOST_GAPS = 100_000
 """The most empty positions in lists. A list's length isn't stored: guards against a path with a huge position."""
 

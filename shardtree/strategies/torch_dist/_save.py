@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,11 @@ from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
 from . import recognize
-from ._commit import collect, stored_by
-from ._common import VALUES, check_names, named_values, without_hollow
+from ._commit import Saving, StoredValue, collect, stored_by
+from ._common import check_names, named_values, without_hollow
 from ._listing import DCP, META_FILE, TORCH_DIST
 from ._metadata_file import INDEX_FILE
-from ._metadata_write import Archive
-from ._write import Written, data_file, file_layout, names_of, note, write_file
+from ._write import Written, data_file, file_layout, write_file
 
 logger = logging.getLogger("shardtree")
 
@@ -48,24 +46,26 @@ def _request(
     pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject], backend: str
 ) -> AsyncRequest[Written]:
     layout = file_layout(shards, pending.world.rank, allow_pickle=pending.options.allow_pickle)
+    saving = Saving(backend)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(write_file, pending, layout),
-        commit=partial(_commit, pending, backend),
-        abandon=partial(_abandon, pending),
+        commit=partial(_commit, pending, saving),
+        abandon=partial(_abandon, pending, saving.names),
+        state=saving,
     )
 
 
-def _commit(pending: PendingSave, backend: str, written: Sequence[Written]) -> Fields:
+def _commit(pending: PendingSave, saving: Saving, written: Sequence[Written]) -> Fields:
     """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
-    pending.memo[backend] = collect(pending.storage, written)
+    saving.stored = collect(pending.storage, written)
     return {}
 
 
-def _abandon(pending: PendingSave) -> None:
+def _abandon(pending: PendingSave, noted: Sequence[str]) -> None:
     """Remove the files of a failed save, unless the folder has a checkpoint: this save's, or one made meanwhile."""
     # File names are fixed: with a checkpoint there, they may be its own.
-    storage, noted = pending.storage, names_of(pending)
+    storage = pending.storage
     try:
         if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in noted and recognize(storage) is not None):
             return
@@ -81,24 +81,10 @@ def _abandon(pending: PendingSave) -> None:
 # Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """A plain value of the common state.
-
-    Attributes:
-        name: its path, joined by dots.
-        path: where it stands in the common tree.
-        archive: where it is stored.
-    """
-
-    name: str
-    path: TreePath
-    archive: Archive
-
-
 def save_common(pending: PendingSave, common: Any) -> Fields:
     """Write common.pt, and return the fields of metadata.json that name its format."""
-    note(pending, COMMON_FILE)
+    if isinstance(pending.state, Saving):  # else another format has the shards
+        pending.state.names.append(COMMON_FILE)
     return {**save_torch_common(pending, common), "common_backend": "torch", "common_backend_version": 1}
 
 
@@ -109,7 +95,7 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
         UnsupportedValue: a value can't be stored.
         TreeError: two of them, or a value and a shard, have one name.
     """
-    stored = stored_by(pending, DCP[0])
+    saving, stored = stored_by(pending, DCP[0])
     taken = {*stored.columns.keys, *stored.objects}
     named = without_hollow(named_values(common), taken)
     check_names(named, taken)
@@ -120,8 +106,9 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
         values.append(StoredValue(name, named[name][0], (file, byte, len(data))))
         byte += len(data)
     if values:
-        pending.storage.write(note(pending, file), _buffers(encoded), durable=pending.options.durable)
-    pending.memo[VALUES] = tuple(values)
+        saving.names.append(file)
+        pending.storage.write(file, _buffers(encoded), durable=pending.options.durable)
+    saving.values = tuple(values)
     return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
 
 

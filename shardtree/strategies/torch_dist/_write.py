@@ -127,7 +127,6 @@ def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_
 
 
 _ZEROS = memoryview(bytes(64))
-_NAMES = "files to remove"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,18 +158,6 @@ def data_file(rank: int, number: int = 0) -> str:
         '__3_0.distcp'
     """
     return f"__{rank}_{number}.distcp"
-
-
-def note(pending: PendingSave, name: str) -> str:
-    """Record the name of a file that this save writes on rank 0 before it commits, and return the name."""
-    pending.memo[_NAMES] = (*names_of(pending), name)
-    return name
-
-
-def names_of(pending: PendingSave) -> tuple[str, ...]:
-    """Return the recorded names."""
-    noted: tuple[str, ...] = pending.memo.get(_NAMES, ())
-    return noted
 
 
 def write_file(pending: PendingSave, layout: FileLayout) -> Written:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -31,7 +31,18 @@ from ._metadata import NODE_FILE, OURS, encode_v3
 
 # The commit, on rank 0: the index of all chunk files, then the group, then metadata.json
 
-_MEMO = "zarr"
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What the rows of one save have found out, for those that come after.
+
+    Attributes:
+        columns: the shards that all ranks write.
+        members: the zarr.json of each array by its folder, once rank 0 has written the index.
+    """
+
+    columns: ShardColumns
+    members: Mapping[str, Document] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,18 +59,19 @@ class Written:
     objects: tuple[tuple[str, int, int], ...]
 
 
-def write_index(pending: PendingSave, columns: ShardColumns, written: Sequence[Written]) -> Fields:
+def write_index(pending: PendingSave, saving: Saving, written: Sequence[Written]) -> Fields:
     """Write the index, and return its fields of metadata.json; on rank 0.
 
     Args:
         pending: what is being saved.
-        columns: the shards that all ranks wrote.
+        saving: has the shards that all ranks wrote, and gets the members of the group.
         written: what each rank wrote.
 
     Raises:
         StorageError: rank 0 doesn't see a file as it was written.
         IntegrityError: two ranks wrote the same object, or a tensor has the name of one.
     """
+    columns = saving.columns
     files = {name: StoredFile(name, length, hashes) for part in written for name, length, hashes in part.files}
     _check_seen(pending, files)
     number = {name: position for position, name in enumerate(files)}
@@ -79,7 +91,7 @@ def write_index(pending: PendingSave, columns: ShardColumns, written: Sequence[W
     data = encode_columns(build_index(stored, file, byte, files=list(files.values()), objects=objects))
     name, document = blob("index", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
-    pending.memo[_MEMO] = _members(parts, written) | {f"{FOLDER}/index": document}
+    saving.members = _members(parts, written) | {f"{FOLDER}/index": document}
     return {"save_id": pending.save_id, "index": {"name": name, "length": len(data), "digest": digest(data)}}
 
 
@@ -122,7 +134,7 @@ def object_blob(rank: int, length: int, places: Sequence[tuple[str, int, int]]) 
 def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the group's zarr.json, with the metadata of all arrays in it, and last metadata.json; on rank 0."""
     # Consolidated metadata: other programs open all arrays by this one file.
-    members = dict(pending.memo.get(_MEMO, {}))
+    members = dict(pending.state.members) if isinstance(pending.state, Saving) else {}
     common = fields.get("common")
     if isinstance(common, dict) and str(common.get("name")).startswith(f"{FOLDER}/common/"):
         members[f"{FOLDER}/common"] = blob("common", int(common["length"]))[1]
@@ -180,12 +192,13 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     written, own = _all_writes(pending, tensors)
     objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
-    work = _work(pending, written, own, objects)
+    work, saving = _work(pending, written, own, objects), Saving(written)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, work, tensors),
-        commit=partial(write_index, pending, written),
+        commit=partial(write_index, pending, saving),
         abandon=partial(_abandon, pending, work),
+        state=saving,
     )
 
 
@@ -198,11 +211,11 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
     if pending.layout is None:
         fix = "Save with validate_access_integrity=True, so that ranks exchange what they hold."
         raise StrategyError(error_text("save: how tensors are cut into zarr chunks depends on all ranks", fix=fix))
-    if _MEMO not in pending.shared:
+    if isinstance(pending.state, Saving):  # of another rank that this process plays
+        columns = pending.state.columns
+    else:
         # The same sharing out as in `save`, computed again: every rank has to know who writes which file.
-        rows = np.flatnonzero(level_writes(pending.layout, pending.world.size))
-        pending.shared[_MEMO] = select_rows(pending.layout, rows)
-    columns = pending.shared[_MEMO]
+        columns = select_rows(pending.layout, np.flatnonzero(level_writes(pending.layout, pending.world.size)))
     mine = np.flatnonzero(columns.rank == pending.world.rank)
     if [columns.keys[number] for number in columns.key[mine].tolist()] != [shard.key for shard in tensors]:
         found = f"{len(tensors)} shards to write where {mine.size} are expected"
