@@ -29,6 +29,7 @@ from ..strategies import (
     stamp,
     table_of,
     traits_of,
+    unless_replaced,
     unreplaced,
 )
 from ..strategies.index import IndexMetadata
@@ -352,16 +353,14 @@ def open_together(
     """
     alone = partial(open_alone, directory, world, options, strategies)
     found, opened = share(world, "load: open", alone, as_opened, steps=OPEN_STEPS, given=alike(options))
-    checkpoint = with_opened(found, opened[0], strategies)
-    parse_together(checkpoint, None, strategies)
-    return checkpoint
+    return parse_together(with_opened(found, opened[0], strategies), None, strategies)
 
 
-def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> None:
-    """Have rank 0 parse a format's metadata for all ranks; collective, and only for formats that have a row for that.
+def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Checkpoint:
+    """Return the checkpoint with its metadata parsed by rank 0 for all; collective, and only for formats with that row.
 
     Args:
-        checkpoint: as this rank opened it, its fields rank 0's; its memo gets what was parsed.
+        checkpoint: as this rank opened it, its fields rank 0's.
         choice: the caller's for the shards: with a function of its own, nothing may need the metadata.
         strategies: the dispatch table; None for the process's.
     """
@@ -369,12 +368,16 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
     backend = sharded_backend(checkpoint.fields)
     parse = find_strategy(StrategyAction.PARSE, *backend, strategies=strategies)
     if parse is None or checkpoint.world.size == 1:
-        return
+        return checkpoint
 
-    def parsed() -> Mapping[str, Any]:
-        return {} if callable(choice) else unreplaced(checkpoint, parse)
+    def parsed() -> Any:
+        if callable(choice):
+            return None
+        with unless_replaced(checkpoint):
+            return checkpoint.once(parse)
 
-    checkpoint.memo.update(on_rank_zero(checkpoint.world, "load: parse the metadata", parsed))
+    found = on_rank_zero(checkpoint.world, "load: parse the metadata", parsed)
+    return checkpoint if found is None else replace(checkpoint, known=checkpoint.known.having(parse, found))
 
 
 def open_alone(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:

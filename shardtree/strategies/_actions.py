@@ -158,13 +158,13 @@ class LoadMetadata(Protocol):
 
 
 class Parse(Protocol):
-    """PARSE: return what the other actions would each find out from the format's metadata, for `checkpoint.memo`.
+    """PARSE: return what the format's other rows need of its metadata; they ask for it by `checkpoint.once(parse)`.
 
     Where several ranks load together, rank 0 alone calls it, and the others get a copy of the plain data. For formats
     whose metadata takes long to read or to parse; without, each rank reads it for itself.
     """
 
-    def __call__(self, checkpoint: Checkpoint, /) -> Mapping[str, Any]: ...
+    def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +174,11 @@ class Resolution:
     Attributes:
         find: returns plain data, the result of a share of the work; called with the share's number, and how many shares
             there are: one for each rank that needs it.
-        keep: returns what goes into the rank's `checkpoint.memo`, or raises; called with all shares' results, in order.
+        keep: notes all shares' results, in order, in what the format knows of the checkpoint on this rank; or raises.
     """
 
     find: Callable[[int, int], Any]
-    keep: Callable[[Sequence[Any]], Mapping[str, Any]]
+    keep: Callable[[Sequence[Any]], None]
 
 
 class Resolve(Protocol):

@@ -26,18 +26,14 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     Raises:
         CorruptCheckpoint: the manifest isn't one, or has hashes of another kind.
     """
-    if "manifest" not in checkpoint.memo:
-        checkpoint.memo["manifest"] = _read(checkpoint.storage) if _may_have_one(checkpoint) else None
-    manifest: Mapping[str, str] | None = checkpoint.memo["manifest"]
-    return manifest
+    return checkpoint.once(_read)
 
 
-def _may_have_one(checkpoint: Checkpoint) -> bool:
+def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     # In other formats' folders a file of that name is somebody else's. Only our own metadata.json has a digest.
-    return checkpoint.traits.has_manifest and "digest" not in checkpoint.fields
-
-
-def _read(storage: Storage) -> Mapping[str, str] | None:
+    if not checkpoint.traits.has_manifest or "digest" in checkpoint.fields:
+        return None
+    storage = checkpoint.storage
     length = storage.length(MANIFEST_FILE)
     if length is None:
         return None
@@ -63,7 +59,7 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
     Raises:
         CorruptCheckpoint: it has another, or the manifest isn't sound.
     """
-    checked: set[str] = checkpoint.memo.setdefault("manifest checked", set())
+    checked = checkpoint.once(_names_checked)
     expected = (read_manifest(checkpoint) or {}).get(name)
     if expected is None or name in checked:
         return
@@ -73,6 +69,11 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
         what = f"load: {where!r} isn't what was saved: its SHA-256 isn't the one in {MANIFEST_FILE}"
         raise CorruptCheckpoint(error_text(what, fix=fix))
     checked.add(name)
+
+
+def _names_checked(_: Checkpoint) -> set[str]:
+    """Return where the names of the files go that were checked."""
+    return set()
 
 
 def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], frozenset[str]]:

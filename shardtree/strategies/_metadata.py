@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -177,8 +178,8 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
         CorruptCheckpoint: the file isn't there, or its bytes aren't those that were saved.
         CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
     """
-    if (fetched := checkpoint.memo.pop(_fetched(field), None)) is not None:
-        return fetched  # type: ignore[no-any-return]
+    if field in checkpoint.fetched:
+        return checkpoint.fetched[field]
     name, length, expected = _entry(checkpoint.fields, field)
     storage = checkpoint.storage
     where = storage.where(name)
@@ -198,17 +199,14 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
     return data, where
 
 
-def fetch_checked(checkpoint: Checkpoint, *fields: str) -> None:
-    """Fetch files for `read_checked` side by side, where each is a request; errors are left to that."""
+def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
+    """Return the checkpoint with files fetched side by side, where each is a request; errors are left to the reads."""
     known = [field for field in fields if field in checkpoint.fields]
     if isinstance(checkpoint.storage, Listing):
         with suppress(CheckpointingException):
             found = in_threads(partial(read_checked, checkpoint), known, threads=len(known))
-            checkpoint.memo.update(zip(map(_fetched, known), found, strict=True))
-
-
-def _fetched(field: str) -> str:
-    return f"{field} as it was fetched"
+            return replace(checkpoint, fetched=dict(zip(known, found, strict=True)))
+    return checkpoint
 
 
 def _entry(fields: Fields, field: str) -> tuple[str, int, str]:

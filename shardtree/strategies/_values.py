@@ -11,7 +11,7 @@ from .._shielded import shielded
 from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_text
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
-from ..storage import ReadReport, Sibling, Storage, Verify
+from ..storage import Buffer, ReadReport, Sibling, Storage, Verify
 from ..world import World, agree, gather_on_rank_zero, on_rank_zero
 from ._traits import FormatTraits, Stamp
 
@@ -74,6 +74,30 @@ class LoadOptions:
     parameter_names: Sequence[str] | Sequence[Sequence[str]] | None = None
 
 
+class Known:
+    """What was read of an open checkpoint: each function's result, once it was asked for. Nothing is ever forgotten.
+
+    Args:
+        given: results that are known already, by their functions.
+    """
+
+    __slots__ = ("_results",)
+
+    def __init__(self, given: Mapping[Callable[[Checkpoint], Any], Any] | None = None) -> None:
+        self._results = dict(given or {})
+
+    def of(self, read: Callable[[Checkpoint], T], checkpoint: Checkpoint) -> T:
+        """Return what a function reads of the checkpoint."""
+        if read not in self._results:
+            self._results[read] = read(checkpoint)
+        found: T = self._results[read]
+        return found
+
+    def having(self, read: Callable[[Checkpoint], T], result: T) -> Known:
+        """Return one that has a function's result too."""
+        return Known({**self._results, read: result})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A finished checkpoint.
@@ -83,7 +107,9 @@ class Checkpoint:
         fields: of metadata.json.
         world: the ranks that read it together.
         options: how it is read.
-        memo: what strategies keep of it, such as the parsed index.
+        known: what formats have read of it, such as the parsed index.
+        fetched: files that were fetched before they are read, by the field that names them in metadata.json: the bytes,
+            which are as they were saved, and the file's name.
         stamp: with which a checkpoint that took its place is noticed.
         traits: of the formats that it is in, together.
     """
@@ -92,9 +118,17 @@ class Checkpoint:
     fields: Fields
     world: World
     options: LoadOptions = field(default_factory=LoadOptions)
-    memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    known: Known = field(default_factory=Known, repr=False)
+    fetched: Mapping[str, tuple[Buffer, str]] = field(default_factory=dict, repr=False)
     stamp: Stamp = ()
     traits: FormatTraits = field(default_factory=FormatTraits)
+
+    def once(self, read: Callable[[Checkpoint], T]) -> T:
+        """Return what a function reads of the checkpoint: it is called the first time, and not again.
+
+        For what several rows of a format need, such as its parsed metadata.
+        """
+        return self.known.of(read, self)
 
 
 @dataclass(frozen=True, slots=True)

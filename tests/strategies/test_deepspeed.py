@@ -19,6 +19,7 @@ from shardtree.errors import CorruptCheckpoint, NotACheckpoint, UnsafeFile, Unsu
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
 from shardtree.strategies.deepspeed import _flat
+from shardtree.strategies.deepspeed._contents import read_contents
 from tests.strategies.optimizer_formats import (
     FIXTURES,
     LAYOUTS,
@@ -99,7 +100,7 @@ def test_it_verifies_and_a_flipped_bit_is_found(name: str, tmp_path: Path) -> No
     assert st.verify(copy, report=lambda found: None) == ()
     path = copy / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     opened = st.open_checkpoint(copy)
-    index = opened.checkpoint.memo["contents"].stored
+    index = opened.checkpoint.once(read_contents).stored
     data = bytearray(path.read_bytes())
     data[int(index.chunk_byte[index.chunk_file == index.chunk_file.max() - (3 - 1 if "4" in name else 0)][0])] ^= 1
     path.write_bytes(data)

@@ -67,8 +67,8 @@ def open_alike(where: Directory, world: World, options: LoadOptions, strategies:
     if other is not None:
         what = f"convert: rank {other} sees another checkpoint than rank 0 in {found.storage.where()!r}"
         raise WorldError(error_text(what, fix="Wait until it is saved, on storage that all ranks share."))
-    parse_together(replace(found, world=world), None, strategies)
-    return found
+    parsed = parse_together(replace(found, world=world), None, strategies)
+    return replace(parsed, world=found.world)
 
 
 def source_tree(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -196,7 +196,7 @@ def resolve(
     """Find out what the format's metadata doesn't say; collective, and only for formats that need it.
 
     Args:
-        checkpoint: its fields are rank 0's; its memo gets what was found.
+        checkpoint: its fields are rank 0's; formats note what was found in what they know of it.
         sharded: the caller's choice for the shards.
         strategies: the dispatch table; None for the process's.
         wanted: returns the keys of the tensors that this rank reads, and whether all that is stored is listed too.
@@ -220,11 +220,12 @@ def resolve(
 
     found = gather(world, "load: resolve", find)
 
-    def keep() -> Mapping[str, Any]:
-        return {} if resolution is None else resolution.keep([found[rank] for rank in ranks])
+    def keep() -> None:
+        if resolution is not None:
+            resolution.keep([found[rank] for rank in ranks])
 
     # A phase of its own: what raises here does so before a given tensor is written, on all ranks.
-    checkpoint.memo.update(agree(world, "load: keep what was resolved", keep))
+    agree(world, "load: keep what was resolved", keep)
 
 
 def wanted_by(local: LocalLoad) -> tuple[Set[str], bool]:
@@ -272,8 +273,7 @@ def check(
     Raises:
         KeyMismatch, TreeError, UnsupportedValue, ShapeError, IntegrityError, UnsafeFile: as `load`.
     """
-    checkpoint, (sharded, _, strategies) = local.checkpoint, request.choices
-    fetch_checked(checkpoint, "index", "common")
+    checkpoint, (sharded, _, strategies) = fetch_checked(local.checkpoint, "index", "common"), request.choices
     descriptions = [description for _, description, _ in messages if description is not None]
     columns: ShardColumns | None = None
     if descriptions:
@@ -310,6 +310,7 @@ def check(
     with step("load: choose to exchange"):
         saved = None if callable(sharded) or columns is None else bytes_wanted_twice([columns])
         exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved)
+    checkpoint = replace(checkpoint, fetched={})  # which are read by now
     reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
     with step("load: make memory"):
         return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omitted)

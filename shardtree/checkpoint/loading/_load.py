@@ -192,7 +192,7 @@ def load(
         options=options,
     )
     local, messages = ask(ranks, checkpoint_dir, request)
-    parse_together(local.checkpoint, sharded_strategy, strategies)
+    local = replace(local, checkpoint=parse_together(local.checkpoint, sharded_strategy, strategies))
     resolve(local.checkpoint, sharded_strategy, strategies, partial(wanted_by, local))
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
     missing, unexpected = compare_keys(ranks, request, local)
@@ -254,7 +254,6 @@ def load_plain_tensors(
     ranks = current_world(world)
     how = LoadOptions() if options is None else options
     checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
-    parse_together(checkpoint, None, strategies)
     resolve(checkpoint, None, strategies, partial(_all_stored, checkpoint, strategies))
     listed = partial(tensors_of, checkpoint, None, strategies)
     target, places = share(ranks, "load: metadata", listed, lambda _: place_of(checkpoint.storage))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +17,23 @@ if TYPE_CHECKING:
     from ._contents import Contents
 
 _STEP_BYTES = 1024 * 1024
-_MEMO = "copies"
+
+
+class Seen:
+    """What was compared of an open checkpoint so far.
+
+    Attributes:
+        files: whether each file is known to be its rank's own.
+        boxes: of masters that are their weights, once they are rounded.
+        copies: of the tensors whose copies were compared, what to say of those that differ, else nothing.
+    """
+
+    __slots__ = ("boxes", "copies", "files")
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.files = False
+        self.boxes: set[object] = set()
+        self.copies: dict[str, str] = {}
 
 
 class Copy(NamedTuple):
@@ -79,7 +95,7 @@ def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
 
 def differing_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str]) -> dict[str, str]:
     """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
-    known: dict[str, str] = checkpoint.memo.setdefault(_MEMO, {})
+    known = checkpoint.once(Seen).copies
     found = dict.fromkeys(key for key in keys if key in contents.copies)
     for key in found.keys() - known.keys():
         known[key] = next((copy.reason for copy in contents.copies[key] if _differs(checkpoint, copy)), "")
@@ -111,7 +127,7 @@ def resolution(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> Re
     if checkpoint.world.size == 1 or checkpoint.options.verify is None or keys.isdisjoint(contents.copies):
         return None
     copies = [(key, copy) for key, each in sorted(contents.copies.items()) for copy in each]
-    keep = partial(_kept, [(key, copy.reason) for key, copy in copies])
+    keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in copies])
     return Resolution(partial(_differing, checkpoint, [copy for _, copy in copies]), keep)
 
 
@@ -128,6 +144,6 @@ def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, share
     return found
 
 
-def _kept(reasons: Sequence[tuple[str, str]], found: Sequence[Sequence[int]]) -> Mapping[str, Mapping[str, str]]:
+def _keep(seen: Seen, reasons: Sequence[tuple[str, str]], found: Sequence[Sequence[int]]) -> None:
     differing = sorted((number for numbers in found for number in numbers), reverse=True)
-    return {_MEMO: dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)}
+    seen.copies = dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)

@@ -20,7 +20,7 @@ from .._replaced import check_lengths
 from .._values import Checkpoint
 from ..index import chunks_of, explain_from_index, file_at, find_texts, kind_at, plan_shards, texts
 from ._contents import Contents
-from ._copies import refused_among
+from ._copies import Seen, refused_among
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -55,9 +55,10 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
 
 
 def _check_files(checkpoint: Checkpoint, contents: Contents) -> None:
-    if contents.check is not None and not checkpoint.memo.get("files checked"):
+    seen = checkpoint.once(Seen)
+    if contents.check is not None and not seen.files:
         contents.check(checkpoint)
-        checkpoint.memo["files checked"] = True
+        seen.files = True
 
 
 def _uncompared(contents: Contents, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
@@ -105,7 +106,7 @@ def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
     """
     pair = contents.compared.get(shard.key)
     box = (pair, shard.global_offset, shard.local_shape, str(shard.flattened_range))
-    seen: set[object] = checkpoint.memo.setdefault("compared", set())
+    seen = checkpoint.once(Seen).boxes
     if pair is None or box in seen:
         return ReadReport()
     read, dtype = partial(_read, checkpoint, contents), _stored_kind(contents, pair.weight).dtype

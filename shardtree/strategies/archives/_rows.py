@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
 from typing import Any
 
 from ...codec.archives import Record
@@ -36,7 +35,9 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
     Args:
         read_contents: called once for an open checkpoint.
     """
-    contents = partial(_contents, read_contents)
+
+    def contents(checkpoint: Checkpoint) -> Contents:
+        return checkpoint.once(read_contents)
 
     def load_common(checkpoint: Checkpoint) -> Any:
         """Return the stored common tree."""
@@ -73,13 +74,6 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
         return resolution(checkpoint, contents(checkpoint), keys)
 
     return load_common, load, load_objects, load_metadata, explain_load, verify, resolve
-
-
-def _contents(read_contents: ReadContents, checkpoint: Checkpoint) -> Contents:
-    if "contents" not in checkpoint.memo:
-        checkpoint.memo["contents"] = read_contents(checkpoint)
-    found: Contents = checkpoint.memo["contents"]
-    return found
 
 
 def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from ...layouts import ShardColumns, TensorKind
 from ...storage import Reader, Storage, StoredFile, collector_paused, in_threads, opened, threads_of
 from .._values import Checkpoint
 from ..index import Index, build_index
-from ._listing import BACKEND, Listing, read_listing
+from ._listing import Listing, read_listing
 
 # Reading the header of a safetensors file of any writer
 
@@ -134,18 +134,15 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     Raises:
         CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
     """
-    if BACKEND not in checkpoint.memo:
-        # An entry for each tensor and no garbage, through which the collector would look again and again.
-        with collector_paused():
-            listing = read_listing(checkpoint)
-            checkpoint.memo[BACKEND] = contents(listing, read_headers(checkpoint.storage, listing))
-    found: Contents = checkpoint.memo[BACKEND]
-    return found
+    return checkpoint.once(parse)
 
 
-def parse(checkpoint: Checkpoint) -> dict[str, Contents]:
+def parse(checkpoint: Checkpoint) -> Contents:
     """Return what one rank reads of a model for all, so that not every rank reads every file's header."""
-    return {BACKEND: read_contents(checkpoint)}
+    # An entry for each tensor and no garbage, through which the collector would look again and again.
+    with collector_paused():
+        listing = read_listing(checkpoint)
+        return contents(listing, read_headers(checkpoint.storage, listing))
 
 
 def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:

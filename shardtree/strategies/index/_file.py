@@ -157,10 +157,7 @@ def read_index(checkpoint: Checkpoint) -> Index:
         >>> read_index(st.open_checkpoint(storage).checkpoint).key_shape.tolist()
         [[2, 3]]
     """
-    if "index" not in checkpoint.memo:
-        checkpoint.memo["index"] = decode_index(*read_checked(checkpoint, "index"))
-    index: Index = checkpoint.memo["index"]
-    return index
+    return decode_index(*read_checked(checkpoint, "index"))
 
 
 def write_index(pending: PendingSave, index: Index) -> Fields:

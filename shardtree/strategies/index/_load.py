@@ -209,11 +209,20 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
 
 
 def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
-    known = checkpoint.memo.get("finder")
-    if known is None or known[0] is not index:
-        known = checkpoint.memo["finder"] = index, finder(index)
-    find: Find = known[1]
-    return find
+    newest = checkpoint.once(_Newest)
+    if newest.find is None or newest.index is not index:
+        newest.index, newest.find = index, finder(index)
+    return newest.find
+
+
+class _Newest:
+    """The index of a checkpoint that was read by last, and what looks tensors up in it."""
+
+    __slots__ = ("find", "index")
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.index: Index | None = None
+        self.find: Find | None = None
 
 
 def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:

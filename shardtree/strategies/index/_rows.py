@@ -54,32 +54,26 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
         ['explain', 'load_metadata', 'load_objects', 'load_sharded', 'verify']
     """
 
-    def index_of(checkpoint: Checkpoint) -> Index:
-        if "index" not in checkpoint.memo:
-            checkpoint.memo["index"] = read_index(checkpoint)
-        index: Index = checkpoint.memo["index"]
-        return index
-
     def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
         """Fill each shard's data, a contiguous tensor, in place, and return what was read."""
-        return load_from_index(checkpoint, index_of(checkpoint), shards)
+        return load_from_index(checkpoint, checkpoint.once(read_index), shards)
 
     def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
         """Return the data of each sharded object, in order."""
-        return objects_from_index(checkpoint, index_of(checkpoint), objects) if objects else []
+        return objects_from_index(checkpoint, checkpoint.once(read_index), objects) if objects else []
 
     def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
         """Return every stored tensor by key, and object by unique key, whole and without data."""
-        return IndexMetadata(index_of(checkpoint))
+        return IndexMetadata(checkpoint.once(read_index))
 
     def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
         """Return what loading shards would cost, from the index alone."""
-        index = index_of(checkpoint)
+        index = checkpoint.once(read_index)
         return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         """Return which blocks of the indexed files aren't as they were saved, and which have no hash."""
-        return verify_index(checkpoint, index_of)
+        return verify_index(checkpoint, read_index)
 
     return {
         (StrategyAction.LOAD_SHARDED, backend, version): load_sharded,
@@ -144,7 +138,7 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
         read_index: returns its index; its error is the only finding, since the hashes are in the index.
     """
     try:
-        index = read_index(checkpoint)
+        index = checkpoint.once(read_index)
     except CorruptCheckpoint as error:
         return (Damage(index_name(checkpoint), str(error)),)
     return tuple(files_damage(checkpoint, index))

@@ -27,10 +27,11 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     if damage:
         return (*found, *damage)  # without the index, the data files' hashes aren't known
     files = verify_index(checkpoint, read_index)
+    name = index_name(checkpoint)
     damaged = {key for one in files if isinstance(one, Damage) for key in one.keys}
-    if "index" not in checkpoint.memo:
-        return (*found, *files)
-    return (*found, *files, *_fingerprint_damage(checkpoint, index_name(checkpoint), damaged))
+    if any(isinstance(one, Damage) and one.file == name for one in files):
+        return (*found, *files)  # it can't be read
+    return (*found, *files, *_fingerprint_damage(checkpoint, name, damaged))
 
 
 def _whole(checkpoint: Checkpoint, field: str) -> Iterator[Damage]:
@@ -53,7 +54,7 @@ def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[s
         name: the index file's.
         damaged: keys whose bytes are known to be damaged; these aren't read again.
     """
-    index = read_index(checkpoint)
+    index = checkpoint.once(read_index)
     metadata = IndexMetadata(index)
     known = stored_fingerprints(metadata)
     tensors = [shard for key in known if key not in damaged and isinstance(shard := metadata[key], ShardedTensor)]

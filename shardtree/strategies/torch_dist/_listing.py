@@ -222,9 +222,6 @@ class Listing:
     values: Mapping[str, int]
 
 
-_MEMO = "listing"
-
-
 def read_listing(checkpoint: Checkpoint) -> Listing:
     """Return what is in a checkpoint and where, read once.
 
@@ -232,24 +229,20 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
         CorruptCheckpoint: `.metadata` isn't sound.
         UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
     """
-    if _MEMO not in checkpoint.memo:
-        try:
-            # Parsed once. It makes an object for each tensor and no garbage, through which the collector would look.
-            with collector_paused():
-                contents = read_metadata_file(checkpoint)
-                checkpoint.memo[_MEMO] = _listing(contents, _hidden(checkpoint))
-        except (ValueError, OverflowError) as error:
-            where = checkpoint.storage.where(INDEX_FILE)
-            fix = "It was damaged or made by another program; load another checkpoint."
-            text = error_text(f"open: {where!r} is not sound", found=str(error)[:300], fix=fix)
-            raise CorruptCheckpoint(text) from error
-    listing: Listing = checkpoint.memo[_MEMO]
-    return listing
+    return checkpoint.once(parse)
 
 
-def parse(checkpoint: Checkpoint) -> dict[str, Listing]:
+def parse(checkpoint: Checkpoint) -> Listing:
     """Return what one rank reads of a checkpoint for all: `.metadata` of a large one takes many seconds to parse."""
-    return {_MEMO: read_listing(checkpoint)}
+    try:
+        # It makes an object for each tensor and no garbage, through which the collector would look.
+        with collector_paused():
+            return _listing(read_metadata_file(checkpoint), _hidden(checkpoint))
+    except (ValueError, OverflowError) as error:
+        where = checkpoint.storage.where(INDEX_FILE)
+        fix = "It was damaged or made by another program; load another checkpoint."
+        text = error_text(f"open: {where!r} is not sound", found=str(error)[:300], fix=fix)
+        raise CorruptCheckpoint(text) from error
 
 
 def index_on_files(listing: Listing, index: Index) -> Index:

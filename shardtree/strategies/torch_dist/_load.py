@@ -24,8 +24,8 @@ from .._values import Checkpoint
 from ..index import DeferredMetadata, Index, IndexMetadata, explain_from_index, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, index_on_files, is_object, read_listing
-from ._model_states import COMPARED, FIX, differing, refuse, refused_among, states_among
-from ._optimizer import MEMO, STEP, optimizer_index
+from ._model_states import FIX, Compared, differing, refuse, refused_among, states_among
+from ._optimizer import STEP, States, optimizer_index
 from ._payloads import (
     SCATTERED,
     Payloads,
@@ -235,9 +235,10 @@ def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
         return tuple(states)
-    if states and COMPARED not in checkpoint.memo:
+    compared = checkpoint.once(Compared)
+    if states and not compared.all_alike:
         refuse(checkpoint, _differing(checkpoint, listing, 0, 1))
-        checkpoint.memo[COMPARED] = True
+        compared.all_alike = True
     return ()
 
 
@@ -249,16 +250,18 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
     """Return how to tell whose states are where, if keys may be states; or whether they are those of their weights."""
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
+
+        def keep_states(found: Sequence[Index]) -> None:
+            checkpoint.once(States).index = found[0]
+
         # One rank for all: a bucket's reading takes the hashes of all weights.
-        return Resolution(
-            lambda share, _: None if share else _states(checkpoint, listing), lambda found: {MEMO: found[0]}
-        )
+        return Resolution(lambda share, _: None if share else _states(checkpoint, listing), keep_states)
     if checkpoint.options.verify is None or not states_among(checkpoint, listing, keys):
         return None
 
-    def keep(found: Sequence[Mapping[str, str]]) -> Mapping[str, bool]:
+    def keep(found: Sequence[Mapping[str, str]]) -> None:
         refuse(checkpoint, {key: reason for each in reversed(found) for key, reason in each.items()})
-        return {COMPARED: True}
+        checkpoint.once(Compared).all_alike = True
 
     return Resolution(partial(_differing, checkpoint, listing), keep)
 

@@ -21,12 +21,18 @@ from ...mapping import ShardedTensor
 from .._masters import Comparison, Read, first_difference
 from .._values import Checkpoint
 from ..index import Index, find_texts, kind_at, text_at, texts, whole_shard
-from ._listing import TORCH_DIST, Listing
+from ._listing import TORCH_DIST, Listing, read_listing
 
-COMPARED = "masters compared"
-"""The place in a checkpoint's memo that says that its masters are its weights."""
 
-_PAIRS = "masters"
+class Compared:
+    """Whether the masters of an open checkpoint are known to be its weights."""
+
+    __slots__ = ("all_alike",)
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.all_alike = False
+
+
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?:(?P<master>param|fp32_param)\.)?(?P<weight>.+)", re.DOTALL)
 _GATHERED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/shard_")
 _IN_OBJECTS = (
@@ -41,7 +47,8 @@ def states_among(checkpoint: Checkpoint, listing: Listing, keys: Iterable[str]) 
     if (checkpoint.fields.get("sharded_backend"), checkpoint.fields.get("sharded_backend_version")) != TORCH_DIST:
         return []  # other programs' keys may mean something else
     states = sorted(key for key in keys if _STATE.fullmatch(key))
-    return states if states and _pairs(checkpoint, listing) else []
+    pairs: Mapping[str, Comparison] = checkpoint.once(_pairs) if states else {}
+    return states if pairs else []
 
 
 def refused_among(listing: Listing, keys: Iterable[str]) -> Mapping[str, str]:
@@ -52,12 +59,9 @@ def refused_among(listing: Listing, keys: Iterable[str]) -> Mapping[str, str]:
     return {**listing.unknown, **dict.fromkeys(absent, _IN_OBJECTS)}
 
 
-def _pairs(checkpoint: Checkpoint, listing: Listing) -> Mapping[str, Comparison]:
-    """Return what can be compared, by the master's key, looked up once."""
-    if _PAIRS not in checkpoint.memo:
-        checkpoint.memo[_PAIRS] = dict(_comparable(listing.index))
-    pairs: Mapping[str, Comparison] = checkpoint.memo[_PAIRS]
-    return pairs
+def _pairs(checkpoint: Checkpoint) -> Mapping[str, Comparison]:
+    """Return what can be compared, by the master's key."""
+    return dict(_comparable(read_listing(checkpoint).index))
 
 
 def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
@@ -86,7 +90,7 @@ def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int =
         share: which share of all chunks to compare.
         shares: how many there are.
     """
-    pairs, index = _pairs(checkpoint, listing), listing.index
+    pairs, index = checkpoint.once(_pairs), listing.index
     found: dict[str, str] = {}
     for row in _rows(index, list(pairs), share, shares).tolist():
         box = _box(index, row)

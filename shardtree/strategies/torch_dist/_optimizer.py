@@ -57,8 +57,13 @@ STEP = "optimizer.state.step."
 """The beginning of keys of steps: Megatron-Core has one step, which each parameter gets as a tensor of its own."""
 
 
-MEMO = "optimizer states"
-"""The place of the index with states in a checkpoint's memo."""
+class States:
+    """The index of an open checkpoint with its buckets as states of the model's parameters, once that is known."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, _: Checkpoint) -> None:
+        self.index: Index | None = None
 
 
 def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Index:
@@ -71,7 +76,8 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         UnsupportedValue: a bucket has no reading, or nothing tells apart parameters whose weights alone are equal.
         CorruptCheckpoint: ranks' copies of a parameter's state differ.
     """
-    if MEMO not in checkpoint.memo:
+    states = checkpoint.once(States)
+    if states.index is None:
         tensors = listing.contents.tensors
         buckets, pieces = buckets_of(tensors), pieces_of(tensors)
         hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
@@ -83,9 +89,8 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
         units = choose([_readings(fill, bucket, pieces, hashed[bucket.dtype], memory) for bucket in buckets], orders)
         groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
         matches = decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
-        checkpoint.memo[MEMO] = _index(listing, _one_of_each(fill, matches))
-    index: Index = checkpoint.memo[MEMO]
-    return index
+        states.index = _index(listing, _one_of_each(fill, matches))
+    return states.index
 
 
 def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:

@@ -19,7 +19,7 @@ from ...storage import Buffer, Reader, fetch_ahead, in_threads, opened, threads_
 from .._manifest import check_listed
 from .._values import Checkpoint
 from ..torch import decode_with_holes
-from ._listing import Listing
+from ._listing import Listing, read_listing
 
 _UNKNOWN, SCATTERED = -1, -2
 """In place of a payload's first byte: it hasn't been looked up; its bytes aren't in row-major order."""
@@ -45,7 +45,7 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
         CorruptCheckpoint: an archive isn't there, or holds another tensor than `.metadata` says.
         UnsupportedValue: one is compressed, or in another format.
     """
-    payloads = _remembered(checkpoint, listing)
+    payloads = checkpoint.once(_none_yet)  # those that are looked up stay in it
     wanted = numbers[payloads.begin[numbers] == _UNKNOWN]
     check_readable(listing, wanted)
     archives = listing.archives
@@ -167,13 +167,9 @@ def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
     return reader.read(byte + begin, byte + end)
 
 
-def _remembered(checkpoint: Checkpoint, listing: Listing) -> Payloads:
-    if "payloads" not in checkpoint.memo:
-        count = len(listing.archives.names)
-        begin = np.full(count, _UNKNOWN, dtype=np.int64)
-        checkpoint.memo["payloads"] = Payloads(begin, np.zeros(count, dtype=np.int64))
-    payloads: Payloads = checkpoint.memo["payloads"]
-    return payloads
+def _none_yet(checkpoint: Checkpoint) -> Payloads:
+    count = len(read_listing(checkpoint).archives.names)
+    return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64))
 
 
 def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> tuple[int, int]:

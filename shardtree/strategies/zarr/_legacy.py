@@ -26,10 +26,11 @@ BACKEND, VERSION = "zarr", 1
 def legacy_group(checkpoint: Checkpoint) -> Group:
     """Return the content of a checkpoint's folder, listed once."""
     # Once for each opened checkpoint: listing the chunks of thousands of arrays takes long.
-    if "group" not in checkpoint.memo:
-        checkpoint.memo["group"] = read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
-    group: Group = checkpoint.memo["group"]
-    return group
+    return checkpoint.once(_read_group)
+
+
+def _read_group(checkpoint: Checkpoint) -> Group:
+    return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
 
 
 def load_legacy_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:

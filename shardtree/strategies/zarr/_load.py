@@ -231,16 +231,15 @@ def is_own(fields: Fields) -> bool:
 
 def read_arrays(checkpoint: Checkpoint) -> Group:
     """Return the content of a checkpoint's folder, listed once."""
-    if "group" not in checkpoint.memo:
-        if is_own(checkpoint.fields):
-            group = Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
-        else:
-            arrays, _, untaken = find_arrays(checkpoint.storage)
-            # Not for Megatron-Core's old format, in which a missing chunk is an error.
-            group = read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
-        checkpoint.memo["group"] = group
-    found: Group = checkpoint.memo["group"]
-    return found
+    return checkpoint.once(_read_arrays)
+
+
+def _read_arrays(checkpoint: Checkpoint) -> Group:
+    if is_own(checkpoint.fields):
+        return Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
+    arrays, _, untaken = find_arrays(checkpoint.storage)
+    # Not for Megatron-Core's old format, in which a missing chunk is an error.
+    return read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
 
 
 def _with_fill(array: StoredArray) -> StoredArray:
