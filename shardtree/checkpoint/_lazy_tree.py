@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, repeat
 from operator import attrgetter
 from typing import Any
-
-import torch
 
 from .._deferred import notebook_html
 from .._shielded import shielded
 from ..errors import KeyMismatch, error_text
 from ..layouts import StoredLayout
-from ..lazy import stored_each
-from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
+from ..lazy import frozen_values, stored_each
+from ..mapping import ShardedObject, ShardedTensor, with_data
 from ..storage import Directory
 from ..strategies import (
     Checkpoint,
@@ -33,8 +30,7 @@ from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
-from ._stored import layout_in
-from .loading._targets import new_memory
+from .stored import StoredBoxes, layout_in
 
 _SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
 
@@ -73,7 +69,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
             )
         if isinstance(shard, ShardedObject):
             return self._read(shard)
-        return _lazy(self._reader(), [shard])[0]
+        return _lazy(self, self._load_sharded(), [shard])[0]
 
     def __iter__(self) -> Iterator[str]:
         """Return the keys, tensors' first, each kind sorted."""
@@ -93,18 +89,17 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
         """Yield each key with its value, in order."""
-        metadata, reader = iter(self.metadata.items()), self._reader()
+        metadata, load_sharded = iter(self.metadata.items()), self._load_sharded()
         while some := list(islice(metadata, _BATCH)):
             shards = [shard for _, shard in some if isinstance(shard, ShardedTensor)]
-            tensors = iter(_lazy(reader, shards))
+            tensors = iter(_lazy(self, load_sharded, shards))
             for key, shard in some:
                 yield key, self._read(shard) if isinstance(shard, ShardedObject) else next(tensors)
 
-    def _reader(self) -> Callable[..., torch.Tensor]:
+    def _load_sharded(self) -> Strategy:
         # The row is looked up here, once for all reads of a tensor: it takes a tenth of a small one.
         backend = sharded_backend(self.checkpoint.fields)
-        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.strategies)
-        return partial(_read_box, self, load_sharded)
+        return strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.strategies)
 
     def _read(self, item: ShardedObject) -> ShardedObject:
         """Return a stored object with its data."""
@@ -186,29 +181,15 @@ def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckp
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
 
 
-def _lazy(read: Callable[..., torch.Tensor], shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+def _lazy(tree: OpenCheckpoint, load_sharded: Strategy, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
     """Return stored tensors with what reads them as their data."""
     keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _SHARD_FIELDS)
-    readers = map(partial, repeat(read), keys, dtypes, shapes)
-    data = stored_each(readers, shapes, dtypes, keys)
+    columns: dict[str, Iterable[Any]] = {"tree": repeat(tree), "load_sharded": repeat(load_sharded)}
+    columns |= {"key": keys, "dtype": dtypes, "global_shape": shapes}
+    data = stored_each(frozen_values(StoredBoxes, len(keys), columns), shapes, dtypes, keys)
     # Without the constructor: the index was checked as columns, and checking each shard again took nearly all of the
     # time for 100,000 tensors.
     if local_shapes == shapes and not any(flat):
         return with_data(shards, data)
     # Metadata from a caller's strategy that isn't of whole tensors: the slower constructor raises what is wrong.
     return [replace(shard, data=lazy) for shard, lazy in zip(shards, data, strict=True)]
-
-
-def _read_box(
-    tree: OpenCheckpoint,
-    load_sharded: Strategy,
-    key: str,
-    dtype: torch.dtype,
-    global_shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> torch.Tensor:
-    # New memory for each read: the caller may keep the result, and change it.
-    data = new_memory(key, shape, dtype)
-    unreplaced(tree.checkpoint, load_sharded, [box_of(key, data, dtype, global_shape, offset, shape)])
-    return data

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, singledispatch
+from functools import singledispatch
 from typing import Any
 
 from ..checkpoint import CheckpointSeries, OpenCheckpoint
-from ..checkpoint._stored import index_of, largest_tensors
+from ..checkpoint.stored import StoredBoxes, index_of, largest_tensors
 from ..errors import MetadataError, StrategyError, TreeError, error_text, shorten
 from ..layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
 from ..lazy import LazyTensor
@@ -212,8 +212,8 @@ def _(value: ShardedTensorFactory, of: Any) -> Picture:
 def _(value: ShardedTensor, of: Any) -> Picture:
     # A stored tensor knows the checkpoint that it is read from; one that was changed since is another.
     reader = getattr(value.data.source, "reader", None) if isinstance(value.data, LazyTensor) else None
-    opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
-    if isinstance(opened, OpenCheckpoint) and opened.metadata.get(value.key) == value.without_data():
+    opened = reader.tree if isinstance(reader, StoredBoxes) else None
+    if opened is not None and opened.metadata.get(value.key) == value.without_data():
         return stored_picture(opened.stored_layout(value.key))
     return shard_picture(value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ def describe_failure(doing: str, kind: str, leaf: Any, path: TreePath, error: Ex
 # Wrapping a factory's two functions for the other library: what `build_fn` returns is converted; `merge_fn` gets plain
 # tensors, and needs no conversion.
 #
-# Each wrapper is a `functools.partial` of a function of this module, so that converting back unwraps it, and factories
-# that go back and forth don't collect layers.
+# Each wrapper is a value that has what it wraps, so that converting back unwraps it, and factories that go back and
+# forth don't collect layers.
 
 Convert = Callable[[Any], Any]
 
@@ -42,73 +42,82 @@ Convert = Callable[[Any], Any]
 def build_from_theirs(theirs: Any, convert: Convert) -> FactoryBuildFn:
     """Return the build function of a Megatron-Core factory, for one of ours."""
     function: Any = theirs.build_fn
-    if _wraps(function, _build_ours):
-        return function.args[0]  # type: ignore[no-any-return]
+    if isinstance(function, _BuildOurs):
+        return function.build_fn
     empty = copy(theirs)
     empty.data = None  # else the function would keep the tensor alive
-    return partial(_build_theirs, empty, convert)
+    return _BuildTheirs(empty, convert)
 
 
 def merge_from_theirs(theirs: Any) -> FactoryMergeFn:
     """Return the merge function of a Megatron-Core factory, for one of ours."""
     function = theirs.merge_fn
-    return function.args[0].merge_fn if _wraps(function, _merge_ours) else partial(_merge_theirs, function)
+    return function.ours.merge_fn if isinstance(function, _MergeOurs) else _MergeTheirs(function)
 
 
 def build_from_ours(ours: ShardedTensorFactory, convert: Convert) -> Callable[..., Any]:
     """Return the build function of one of our factories, for Megatron-Core's."""
     function: Any = ours.build_fn
-    return function.args[0].build_fn if _wraps(function, _build_theirs) else partial(_build_ours, function, convert)
+    return function.empty.build_fn if isinstance(function, _BuildTheirs) else _BuildOurs(function, convert)
 
 
 def merge_from_ours(ours: ShardedTensorFactory) -> Callable[..., Any]:
     """Return the merge function of one of our factories, for Megatron-Core's."""
     function: Any = ours.merge_fn
-    return function.args[0] if _wraps(function, _merge_theirs) else partial(_merge_ours, ours)
+    return function.merge_fn if isinstance(function, _MergeTheirs) else _MergeOurs(ours)
 
 
-def _wraps(function: Any, inner: Callable[..., Any]) -> bool:
-    return isinstance(function, partial) and function.func is inner
+@dataclass(frozen=True, slots=True, eq=False)
+class _BuildTheirs:
+    """Builds by a copy of their factory, which has no tensor itself."""
+
+    empty: Any
+    convert: Convert
+
+    def __call__(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> Any:
+        # By their own build() rather than by calling build_fn: versions differ in the arguments that they pass to it.
+        theirs = copy(self.empty)
+        theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
+        if flattened_range is not None and not hasattr(self.empty, "flattened_range"):
+            fix = "Build from the whole tensor."
+            raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core has no flat factories", fix=fix))
+        if hasattr(self.empty, "flattened_range"):
+            theirs.flattened_range = flattened_range
+        return self.convert(theirs.build())
 
 
-def _build_theirs(
-    empty: Any, convert: Convert, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None
-) -> Any:
-    """Build by a copy of their factory with these fields."""
-    # By their own build() rather than by calling build_fn: versions differ in the arguments that they pass to it.
-    theirs = copy(empty)
-    theirs.key, theirs.data, theirs.replica_id = key, data, replica_id
-    if flattened_range is not None and not hasattr(empty, "flattened_range"):
-        fix = "Build from the whole tensor."
-        raise UnsupportedValue(error_text(f"build {key!r}: this Megatron-Core has no flat factories", fix=fix))
-    if hasattr(empty, "flattened_range"):
-        theirs.flattened_range = flattened_range
-    return convert(theirs.build())
+@dataclass(frozen=True, slots=True, eq=False)
+class _MergeTheirs:
+    """Merges by their function."""
+
+    merge_fn: FactoryMergeFn
+
+    def __call__(self, loaded: Any) -> Any:
+        # It gets new containers, since Megatron-Core's functions may change their argument.
+        return self.merge_fn(map_shards(lambda leaf: leaf, loaded))
 
 
-def _merge_theirs(merge_fn: FactoryMergeFn, loaded: Any) -> Any:
-    """Merge by their function."""
-    # It gets new containers, since Megatron-Core's functions may change their argument.
-    return merge_fn(map_shards(lambda leaf: leaf, loaded))
+@dataclass(frozen=True, slots=True, eq=False)
+class _BuildOurs:
+    """Builds by our function."""
+
+    build_fn: FactoryBuildFn
+    convert: Convert
+
+    def __call__(self, key: str, data: Any, replica_id: ReplicaId = 0, flattened_range: slice | None = None) -> Any:
+        # With nested factories applied, since Megatron-Core doesn't look for any in what a factory builds.
+        return self.convert(apply_factories(self.build_fn(key, data, replica_id, flattened_range)))
 
 
-def _build_ours(
-    build_fn: FactoryBuildFn,
-    convert: Convert,
-    key: str,
-    data: Any,
-    replica_id: ReplicaId = 0,
-    flattened_range: slice | None = None,
-) -> Any:
-    """Build by our function."""
-    # With nested factories applied, since Megatron-Core doesn't look for any in what a factory builds.
-    return convert(apply_factories(build_fn(key, data, replica_id, flattened_range)))
+@dataclass(frozen=True, slots=True, eq=False)
+class _MergeOurs:
+    """Merges by our factory's function."""
 
+    ours: ShardedTensorFactory
 
-def _merge_ours(ours: ShardedTensorFactory, loaded: Any) -> Any:
-    """Merge by our function."""
-    # Nested factories are merged first; to find them, the factory builds again.
-    return apply_factory_merges(loaded, ours)
+    def __call__(self, loaded: Any) -> Any:
+        # Nested factories are merged first; to find them, the factory builds again.
+        return apply_factory_merges(loaded, self.ours)
 
 
 def from_megatron(tree: Any) -> Any:

@@ -162,7 +162,7 @@ def test_a_range_for_a_factory_that_takes_none_is_refused() -> None:
 
 def test_a_function_keeps_no_tensor_alive() -> None:
     theirs = old.ShardedTensorFactory("w", torch.zeros(4, 3), rows, torch.cat)
-    assert from_megatron([theirs])[0].without_data().build_fn.args[0].data is None
+    assert from_megatron([theirs])[0].without_data().build_fn.empty.data is None
     assert theirs.data is not None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
@@ -13,7 +12,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Storage, digest
 from ...strategies import Checkpoint
 from .._dispatch import Backends
-from .._lazy_tree import OpenCheckpoint
+from ..stored import StoredBoxes
 from ._plan import Batch
 from ._source import StoredObject
 
@@ -87,8 +86,7 @@ def _part(part: Any, known: dict[int, str], nonce: str) -> Any:
 def _origin(source: Any) -> list[Any]:
     """Return the identity of another checkpoint, if a transform reads this tensor from one."""
     reader = getattr(source, "reader", None)
-    opened = reader.args[0] if isinstance(reader, partial) and reader.args else None
-    return [_identity(opened.checkpoint)] if isinstance(opened, OpenCheckpoint) else []
+    return [_identity(reader.tree.checkpoint)] if isinstance(reader, StoredBoxes) else []
 
 
 def _object(item: ShardedObject, nonce: str, allow_pickle: bool) -> Any:

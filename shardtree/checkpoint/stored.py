@@ -1,17 +1,25 @@
-"""Where stored tensors lie, from a checkpoint's index: which file holds which part, without reading any."""
+"""Where stored tensors lie, from a checkpoint's index: which file holds which part; and what reads boxes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from ..errors import KeyMismatch, StrategyError, error_text
 from ..layouts import ShardColumns, StoredLayout
+from ..mapping import box_of
 from ..plans import near_names
-from ..strategies import Checkpoint, Strategies, StrategyAction, unreplaced
+from ..strategies import Checkpoint, Strategies, Strategy, StrategyAction, unreplaced
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, chunks_of, find_texts, kind_at, texts
 from ._dispatch import sharded_backend, strategy_of
+from .loading._targets import new_memory
+
+if TYPE_CHECKING:
+    from ._lazy_tree import OpenCheckpoint
 
 
 def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Iterable[str] = ()) -> IndexMetadata | None:
@@ -72,3 +80,30 @@ def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
     chosen = np.argsort(-held, kind="stable")[:count].tolist()
     keys = texts(index.key_text, index.key_start)
     return tuple(keys[number] for number in chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBoxes:
+    """Reads boxes of a stored tensor, as the source of its lazy data.
+
+    Attributes:
+        tree: where it is stored.
+        load_sharded: reads it.
+        key: the tensor's.
+        dtype: the tensor's.
+        global_shape: the tensor's.
+    """
+
+    tree: OpenCheckpoint
+    load_sharded: Strategy
+    key: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+
+    def __call__(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a box's elements."""
+        # New memory for each read: the caller may keep the result, and change it.
+        data = new_memory(self.key, shape, self.dtype)
+        box = box_of(self.key, data, self.dtype, self.global_shape, offset, shape)
+        unreplaced(self.tree.checkpoint, self.load_sharded, [box])
+        return data
