@@ -58,7 +58,6 @@ MAY_IMPORT = {
 
 LONGEST = 400
 LONGER_BECAUSE: dict[str, str] = {  # "package/_module": why it's one piece
-    "storage/_local": "a folder's files: how they are read, written, reserved, listed and removed",
     "lazy/_tensor": "the lazy tensor and all that it answers; the functions that make one need its class",
 }
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from ..errors import CheckpointingException, NotACheckpoint, error_text
 from ..plans import near_names
-from ..storage import LocalStorage, Storage, folder_in
+from ..storage import LocalStorage, Storage, folder_in, is_folder
 from ..strategies import Fields, is_save_folder
 
 FieldsAt = Callable[[Storage], Fields | None]
@@ -80,7 +80,7 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
     """
     what = f"open: {storage.where()!r} is not a checkpoint"
     fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
-    if storage.is_folder():
+    if is_folder(storage):
         names = storage.names()
         if not any(map(_CONVERSION.fullmatch, names)) and (inside := list(checkpoints_in(storage, fields_at))):
             return _of_several(storage, what, inside)
@@ -92,7 +92,7 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
         return NotACheckpoint(error_text(what, found="no such folder", fix=f"Did you mean {near!r}?" if near else fix))
     if (known := clue(names)) is not None:
         state, fix = f"{state.partition(',')[0]}: {known[0]}", known[1]
-    elif steps := [name for name in names if step_prefix(name) is not None and storage.is_folder(name)]:
+    elif steps := [name for name in names if step_prefix(name) is not None and is_folder(storage, name)]:
         state, fix = "a run without a finished step", f"Open {steps[-1]!r} in it: the error says what it lacks."
     return NotACheckpoint(error_text(what, found=state, fix=fix))
 
@@ -151,7 +151,7 @@ def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Ite
     done: set[str] = set()
     names = [name for name in storage.names() if not name.startswith(".") and not is_save_folder(name)]
     # Before it is asked what is a folder: a dataset may lie there, of very many files.
-    for name in islice((name for name in sorted(names, key=_newest_first) if storage.is_folder(name)), _MOST_FOLDERS):
+    for name in islice((name for name in sorted(names, key=_newest_first) if is_folder(storage, name)), _MOST_FOLDERS):
         prefix = step_prefix(name)
         if prefix is not None and prefix in done:
             continue

@@ -17,7 +17,7 @@ from ..codec.archives import StreamedTensor, streamed_archive
 from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
-from ..storage import Directory, Storage, storage_at, tensor_buffers
+from ..storage import Directory, Storage, make_folder, storage_at, tensor_buffers
 from ..trees import key_matcher
 
 __all__ = ["save_universal"]
@@ -239,4 +239,4 @@ def _write(storage: Storage, durable: bool, progress: Callable[[int], None], nam
 
 
 def _make_folder(storage: Storage, name: str, durable: bool) -> None:
-    storage.make_folder(name, durable=durable)
+    make_folder(storage, name, durable=durable)

@@ -24,23 +24,28 @@ from ._buffers import (
     tensor_buffers,
 )
 from ._byte_ranges import ByteRanges, joined_crc32, read_crc32
-from ._capabilities import Conditional, Entry, Listing, Ranged, read_if_there, remove_files, threads_of
+from ._capabilities import (
+    Capabilities,
+    Entry,
+    Function,
+    abort_open_uploads,
+    can,
+    is_folder,
+    is_link,
+    make_folder,
+    move,
+    read_if_there,
+    remove_files,
+    remove_folder,
+    siblings,
+    sync_folder,
+    threads_of,
+    write_parts,
+)
 from ._checked import ReadReport, StoredFile, Verify
 from ._cost import fetch_cost, ranged_cost
 from ._fetch import fetch, fetch_run
-from ._folders import (
-    Directory,
-    NewFolder,
-    Renaming,
-    abort_open_uploads,
-    folder_in,
-    is_link,
-    is_same_place,
-    new_folder,
-    storage_at,
-    takes_files_whole,
-    takes_late_requests,
-)
+from ._folders import Directory, NewFolder, folder_in, is_same_place, new_folder, storage_at
 from ._fsspec import FsspecStorage, fsspec_storage
 from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
@@ -53,7 +58,6 @@ from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_not
 from ._storage import (
     AnyBuffer,
     Buffer,
-    Exchanging,
     Reader,
     Sibling,
     SizedBuffers,
@@ -63,14 +67,16 @@ from ._storage import (
     is_temporary,
 )
 from ._threads import Begun, background_threads, collector_paused, in_threads, in_turn, read_ahead, usual_threads
+from ._wrapped import around, wrapped
 
 __all__ = [
     "AnyBuffer",
     "Buffer",
     "ByteRanges",
     "BytesReader",
+    "Capabilities",
     "Directory",
-    "Exchanging",
+    "Entry",
     "LocalStorage",
     "MemoryStorage",
     "ReadReport",
@@ -81,4 +87,5 @@ __all__ = [
     "StoredFile",
     "Verify",
     "object_storage",
+    "wrapped",
 ]

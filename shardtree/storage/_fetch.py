@@ -17,7 +17,7 @@ from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, block_hash, incomplete_reads, reread_blocks
 from ._buffers import is_staged
 from ._byte_ranges import ByteRanges, RangeHasher, range_crc32, read_crc32
-from ._capabilities import Ranged
+from ._capabilities import can
 from ._checked import (
     ReadReport,
     StoredFile,
@@ -81,8 +81,7 @@ def fetch_run(
     Returns:
         How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
     """
-    # As isinstance(storage, Ranged) finds out, which takes a fifth of a small read's time.
-    if hasattr(storage, "read_range") or file.ranges is not None or is_staged(memory):
+    if can(storage).read_range is not None or file.ranges is not None or is_staged(memory):
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
@@ -124,8 +123,8 @@ def _fetch_to_host(
     with collector_paused():
         views = _target_views(runs.target, memories, byte_buffer, memoryview(b""))
         bits = _target_views(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8, device="cpu"))
-    if isinstance(storage, Ranged):
-        return fetch_ranged(storage, files, plan, views, bits, verify=verify, progress=progress)
+    if (read_range := can(storage).read_range) is not None:
+        return fetch_ranged(storage, read_range, files, plan, views, bits, verify=verify, progress=progress)
     read = partial(_fetch_file, storage, views=views, memories=bits, verify=verify, progress=progress)
     numbers = np.union1d(runs.file, strided.file).tolist()
     reports = (read(files[number], of_file(runs, number), of_file(strided, number)) for number in numbers)

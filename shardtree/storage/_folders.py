@@ -3,199 +3,57 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
-from ._capabilities import Conditional
-from ._fsspec import FsspecStorage, fsspec_storage
+from ._capabilities import Function, can, make_folder
+from ._fsspec import fsspec_storage
 from ._local import LocalStorage
-from ._memory import MemoryStorage
-from ._object_store import ObjectStorage
-from ._object_uploads import abort_uploads
 from ._object_url import SCHEMES, object_storage
 from ._secrets import without_secrets
-from ._storage import Buffer, Reader, Storage, inside
+from ._storage import Storage, inside
 from ._sync import parents_of_missing
+from ._wrapped import Wrapped, around
 
 # Folders within a storage.
-
-
-@runtime_checkable
-class Renaming(Protocol):
-    """A storage that can rename a folder in one step, and has symbolic links. Errors are those of `Storage`."""
-
-    def move_folder(self, old: str, new: str) -> None:
-        """Rename a folder in one step; nothing may have the new name."""
-
-    def is_link(self, name: str) -> bool:
-        """Return whether a name is a symbolic link."""
-
-
-def is_link(storage: Storage, name: str) -> bool:
-    """Return whether a name is a symbolic link; False on storages without links.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> is_link(MemoryStorage(), "a")
-        False
-    """
-    return isinstance(storage, Renaming) and storage.is_link(name)
 
 
 def folder_in(storage: Storage, name: str) -> Storage:
     """Return a folder of a storage as a storage; it needn't exist yet.
 
     Examples:
-        >>> folder_in(LocalStorage("/runs"), "step_10")
-        LocalStorage(root='/runs/step_10')
-    """
-    # The same kind rather than a `Subfolder`, so that the folder keeps what that kind can do beyond `Storage`: exchange
-    # whole folders, map files, fetch ranges side by side.
-    if isinstance(storage, LocalStorage):
-        return LocalStorage(os.path.join(storage.root, name))
-    if isinstance(storage, FsspecStorage):
-        return FsspecStorage(storage.files, f"{storage.root}/{name}", f"{storage.url}/{name}")
-    if isinstance(storage, ObjectStorage):
-        return storage.folder(name)
-    return Subfolder(storage, name)
-
-
-@dataclass(frozen=True, slots=True)
-class Subfolder:
-    """A folder of any storage: every name is prefixed by the folder's.
-
-    Args:
-        whole: the storage.
-        folder: its name there.
-
-    Examples:
         >>> from shardtree.storage import MemoryStorage
         >>> whole = MemoryStorage()
-        >>> Subfolder(whole, "step_10").replace("a.txt", b"abc", durable=False)
-        >>> whole.read("step_10/a.txt")
-        b'abc'
+        >>> folder_in(whole, "step_10").replace("a.txt", b"abc", durable=False)
+        >>> whole.read("step_10/a.txt"), folder_in(LocalStorage("/runs"), "step_10")
+        (b'abc', LocalStorage(root='/runs/step_10'))
     """
-
-    whole: Storage
-    folder: str
-
-    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        """Write a new file from buffers, in order, and return its length."""
-        return self.whole.write(self._full(name), buffers, durable=durable)
-
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        """Write parts of a file of `length` bytes."""
-        self.whole.write_parts(self._full(name), length, parts, durable=durable)
-
-    def move(self, old: str, new: str) -> None:
-        """Give a file another name."""
-        self.whole.move(self._full(old), self._full(new))
-
-    def open(self, name: str) -> AbstractContextManager[Reader]:
-        """Open a file for reading."""
-        return self.whole.open(self._full(name))
-
-    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content in one step."""
-        self.whole.replace(self._full(name), data, durable=durable)
-
-    def read(self, name: str) -> bytes:
-        """Return a file's bytes."""
-        return self.whole.read(self._full(name))
-
-    def length(self, name: str) -> int | None:
-        """Return a file's length in bytes, None if there is no such file."""
-        return self.whole.length(self._full(name))
-
-    def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return the names of what is directly inside a folder, sorted."""
-        return self.whole.names(self._full(folder))
-
-    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder and those above it."""
-        self.whole.make_folder(self._full(name), durable=durable)
-
-    def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name."""
-        return self.whole.is_folder(self._full(name))
-
-    def sync_folder(self, name: str = "") -> None:
-        """Wait until what was made or removed in a folder is on the medium."""
-        self.whole.sync_folder(self._full(name))
-
-    def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if it isn't there."""
-        self.whole.remove(self._full(name))
-
-    def remove_folder(self, name: str) -> None:
-        """Remove a folder if it is empty."""
-        self.whole.remove_folder(self._full(name))
-
-    def changed(self, name: str) -> float | None:
-        """Return when a name was changed last, by the storage's own clock."""
-        return self.whole.changed(self._full(name))
-
-    def where(self, name: str = "") -> str:
-        """Return a name as people and error messages should see it."""
-        return self.whole.where(self._full(name))
-
-    def _full(self, name: str) -> str:
-        plain = inside(name, self.folder)  # the storage would check its own root only, and let "../" leave this folder
-        return f"{self.folder}/{plain}" if plain else self.folder
+    # Of the same kind where that has one, so that it can do the same: exchange whole folders, for one.
+    if (folder := can(storage).folder) is not None:
+        return folder(name)
+    found: Storage = around(storage, partial(_with_names_in, name), name)
+    return found
 
 
-def takes_late_requests(storage: Storage) -> bool:
-    """Return whether a storage may carry out a request after whoever sent it has ended.
+def _with_names_in(folder: str, call: str, function: Function) -> Function | None:
+    """Return a storage's call with the folder's name before all names that it is given."""
+    if call in ("sibling", "siblings"):
+        return None  # the folder that they are beside is another one
 
-    Examples:
-        >>> takes_late_requests(LocalStorage("/runs"))
-        False
-    """
-    return isinstance(_unwrapped(storage)[0], Conditional | FsspecStorage)
+    def full(name: Any) -> Any:
+        if not isinstance(name, str):
+            return name
+        plain = inside(name, folder)  # the storage would check its own root only, and let "../" leave this folder
+        return f"{folder}/{plain}" if plain else folder
 
-
-def takes_files_whole(storage: Storage) -> bool:
-    """Return whether a storage takes a file from one writer only, whole and in order: nothing writes into a file there.
-
-    Examples:
-        >>> takes_files_whole(LocalStorage("/runs"))
-        False
-    """
-    return isinstance(_unwrapped(storage)[0], Conditional | FsspecStorage)
-
-
-def _unwrapped(storage: Any) -> tuple[Any, str]:
-    """Return the storage that has the files, and the folder's name in it."""
-    folder = ""
-    while True:
-        if isinstance(storage, Subfolder):
-            storage, folder = storage.whole, "/".join(filter(None, (storage.folder, folder)))
-        elif (inner := getattr(storage, "inner", None)) is not None:  # as listings and records have it
-            storage = inner
-        else:
-            return storage, folder
-
-
-def abort_open_uploads(storage: Storage, is_left: Callable[[str, float], bool]) -> None:
-    """Give up uploads that interrupted saves have left open in a folder; nothing where there are no such.
-
-    Args:
-        storage: the folder.
-        is_left: whether an upload may be given up, by the file's name and the seconds since it began.
-
-    Examples:
-        >>> abort_open_uploads(LocalStorage("/runs"), lambda name, age: True)
-    """
-    inner, folder = _unwrapped(storage)
-    if isinstance(inner, ObjectStorage):
-        root = "/".join(filter(None, (inner.root, folder)))
-        abort_uploads(inner.url, root, inner.secrets, is_left)
+    if call == "remove_all":
+        return lambda names: function([*map(full, names)])
+    return lambda name="", *rest, **options: function(full(name), *map(full, rest), **options)
 
 
 # The storage of a path or URL.
@@ -244,9 +102,19 @@ def is_same_place(one: Storage, other: Storage) -> bool:
         >>> is_same_place(storage_at("/runs/step_10"), storage_at("/runs/step_9/../step_10/"))
         True
     """
-    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
-        return os.path.realpath(one.root) == os.path.realpath(other.root)
-    return one == other
+    return _place(one) == _place(other)
+
+
+def _place(storage: Storage) -> tuple[object, str]:
+    """Return the storage that has the files, and the folder in it."""
+    folder = ""
+    found: object = storage
+    while isinstance(found, Wrapped):
+        folder = "/".join(filter(None, (found.inside, folder)))
+        found = found.inner
+    if isinstance(found, LocalStorage):
+        return LocalStorage, os.path.realpath(os.path.join(found.root, folder))
+    return found, folder
 
 
 def _absolute(path: str) -> str:
@@ -276,7 +144,7 @@ class NewFolder:
 
 
 def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
-    """Make a storage's own folder; in memory and on object stores it begins to exist with its first file.
+    """Make a storage's own folder, where it doesn't begin to exist with its first file.
 
     Other storages than local ones wait here, and their folder isn't removed again.
 
@@ -293,10 +161,8 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
         >>> storage.is_folder()
         False
     """
-    if isinstance(storage, MemoryStorage | FsspecStorage | ObjectStorage):
-        return NewFolder(_do_nothing, _do_nothing)
     if not isinstance(storage, LocalStorage):
-        storage.make_folder(durable=durable)
+        make_folder(storage, durable=durable)
         return NewFolder(_do_nothing, _do_nothing)
     parents = parents_of_missing(storage.root)
     storage.make_folder(durable=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from typing import Any
 
 from ..errors import CheckpointingException, OutcomeUnknown, StorageError, error_text
+from ._capabilities import Capabilities
 from ._local import LocalStorage
 from ._secrets import plain_url, without_secrets
 from ._storage import (
@@ -17,7 +17,6 @@ from ._storage import (
     Storage,
     byte_view,
     inside,
-    whole,
 )
 
 MARKER = ".shardtree-folder"
@@ -82,6 +81,18 @@ class FsspecStorage:
     root: str = field(repr=False)  # with the query of a signed URL
     url: str
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a file system behind a URL can do beyond `Storage`."""
+        return Capabilities(
+            move=self.move,
+            make_folder=self.make_folder,
+            is_folder=self.is_folder,
+            remove_folder=self.remove_folder,
+            folder=lambda name: FsspecStorage(self.files, f"{self.root}/{name}", f"{self.url}/{name}"),
+            late_requests=True,
+        )
+
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""
         return "/".join(filter(None, (self.url, inside(name, self.url))))
@@ -111,13 +122,6 @@ class FsspecStorage:
             file.closed = True  # else it would upload what it has when it is collected
         with suppress(StorageError):
             self.remove(name)
-
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
-        """Write a file from parts that make up all of it, in order: object stores can't write into a file."""
-        buffers = whole(parts, length, self.where(name))
-        # Taken first, so that an error about it is raised before anything is uploaded.
-        first = list(islice(buffers, 1))
-        self.write(name, chain(first, buffers), durable=durable)
 
     def move(self, old: str, new: str) -> None:
         """Rename a file; most stores copy it and remove the old one."""
@@ -167,7 +171,12 @@ class FsspecStorage:
         return tuple(name for name in self._everything(folder) if name != MARKER)
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder, as an object in it that every rank sees, since object stores have no folders."""
+        """Make a folder, as an object in it that every rank sees, since object stores have no folders.
+
+        The storage's own folder begins to exist with its first file.
+        """
+        if not inside(name, self.url):
+            return
         with self._storage_errors("make the folder", name):
             marker = f"{self._path(name)}/{MARKER}"
             # Object stores need no parent folders; file systems that do report it by FileNotFoundError.
@@ -180,9 +189,6 @@ class FsspecStorage:
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
         return bool(self._everything(name))
-
-    def sync_folder(self, name: str = "") -> None:
-        """Do nothing: what is uploaded is durable."""
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
 
 from ..errors import StorageError
-from ._capabilities import Entry, Listing
+from ._capabilities import Capabilities, Entry, can, read_if_there, remove_files
 from ._storage import Buffer, Reader, Storage, inside
 from ._threads import in_threads
 
@@ -16,7 +16,7 @@ _READERS = 16
 
 @contextmanager
 def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
-    """Yield a storage that answers from one listing, and removes files at the end; itself where it isn't a `Listing`.
+    """Yield a storage that answers from one listing, and removes files at the end; itself where it can't list them.
 
     What other programs change meanwhile isn't seen until something is written here, or a file turns out to be gone.
 
@@ -31,7 +31,8 @@ def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
         ...     seen is storage
         True
     """
-    if not isinstance(storage, Listing):
+    # Folders that are there without files aren't in a listing.
+    if can(storage).entries is None or can(storage).make_folder is not None:
         yield storage
         return
     seen = Listed(storage, deep)
@@ -54,23 +55,29 @@ def prefetch(storage: Storage, names: Iterable[str]) -> None:
 
 
 class Listed:
-    """A `Storage` that knows another one's listing."""
+    """A `Storage` that knows another one's listing; all that it can do beyond is what that one does late."""
 
-    def __init__(self, inner: Any, deep: bool = True) -> None:
+    def __init__(self, inner: Storage, deep: bool = True) -> None:
         self.inner, self._deep = inner, deep
         self._known: dict[str, Entry] | None = None
         self._removed: list[str] = []
         self._contents: dict[str, tuple[Entry, bytes]] = {}
 
+    @property
+    def capabilities(self) -> Capabilities:
+        there = can(self.inner)
+        return Capabilities(abort_uploads=there.abort_uploads, late_requests=there.late_requests)
+
     def remove_all_now(self) -> None:
         """Remove what was to be removed."""
         removed, self._removed = self._removed, []
-        self.inner.remove_all(removed)
+        remove_files(self.inner, removed)
 
     def _entries(self) -> dict[str, Entry]:
         if self._known is None:
             self.remove_all_now()
-            self._known = self.inner.entries(deep=self._deep)
+            entries = can(self.inner).entries
+            self._known = {} if entries is None else entries(deep=self._deep)
         return self._known
 
     def _beyond(self, plain: str) -> bool:
@@ -82,7 +89,7 @@ class Listed:
     def prefetch(self, names: Iterable[str]) -> None:
         """Read small files side by side, for `read`; those that aren't there are passed over."""
         there = [name for name in names if self.length(name) is not None and name not in self._contents]
-        found = in_threads(self.inner.content, there, threads=_READERS)
+        found = in_threads(partial(read_if_there, self.inner), there, threads=_READERS)
         for name, data in zip(there, found, strict=True):
             if data is not None:
                 self._contents[name] = (self._entries()[name], data)
@@ -90,27 +97,22 @@ class Listed:
     def names(self, folder: str = "") -> tuple[str, ...]:
         plain = self._plain(folder)
         if plain and not self._deep:
-            return tuple(self.inner.names(plain))
+            return self.inner.names(plain)
         start = f"{plain}/" if plain else ""
         found = (name[len(start) :].partition("/")[0] for name in self._entries() if name.startswith(start))
         return tuple(sorted({*found} - {""}))
 
-    def is_folder(self, name: str = "") -> bool:
-        return bool(self.names(name))
-
     def length(self, name: str) -> int | None:
         plain = self._plain(name)
         if self._beyond(plain):
-            beyond: int | None = self.inner.length(plain)
-            return beyond
+            return self.inner.length(plain)
         entry = self._entries().get(plain)
         return None if entry is None else entry.length
 
     def changed(self, name: str) -> float | None:
         plain = self._plain(name)
         if not self._deep:
-            beyond: float | None = self.inner.changed(plain)
-            return beyond
+            return self.inner.changed(plain)
         if plain in self._entries():
             return self._entries()[plain].changed
         start = f"{plain}/" if plain else ""
@@ -122,30 +124,22 @@ class Listed:
         if self._entries().pop(plain, None) is not None or self._beyond(plain):
             self._removed.append(plain)
 
-    def remove_folder(self, name: str) -> None:
-        """Do nothing: a folder goes with its last file."""
-
     def read(self, name: str) -> bytes:
         entry, data = self._contents.get(name, (None, b""))
         if entry is not None and entry == self._entries().get(name):
             return data
         try:
-            return bytes(self.inner.read(name))
+            return self.inner.read(name)
         except StorageError:
             self._known = None  # it may have been removed since
             raise
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
-        opened: AbstractContextManager[Reader] = self.inner.open(name)
-        return opened
+        return self.inner.open(name)
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         self._known = None
-        return int(self.inner.write(name, buffers, durable=durable))
-
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        self._known = None
-        self.inner.write_parts(name, length, parts, durable=durable)
+        return self.inner.write(name, buffers, durable=durable)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         # At once: the order of changes is what makes a removal all or nothing.
@@ -153,19 +147,8 @@ class Listed:
         self._known = None
         self.inner.replace(name, data, durable=durable)
 
-    def move(self, old: str, new: str) -> None:
-        self.remove_all_now()
-        self._known = None
-        self.inner.move(old, new)
-
-    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        self.inner.make_folder(name, durable=durable)
-
-    def sync_folder(self, name: str = "") -> None:
-        self.inner.sync_folder(name)
-
     def where(self, name: str = "") -> str:
-        return str(self.inner.where(name))
+        return self.inner.where(name)
 
     def _plain(self, name: str) -> str:
         return inside(name, self.where())

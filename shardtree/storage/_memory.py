@@ -11,6 +11,7 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text, plural
+from ._capabilities import Capabilities
 from ._storage import (
     AnyBuffer,
     Buffer,
@@ -65,6 +66,20 @@ class MemoryStorage:
         # Not the files themselves: in a traceback or a notebook they would be all of a model.
         return f"MemoryStorage({plural(len(self._files), 'file')})"
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a folder in memory can do beyond `Storage`."""
+        return Capabilities(
+            move=self.move,
+            write_parts=self.write_parts,
+            make_folder=self.make_folder,
+            is_folder=self.is_folder,
+            remove_folder=self.remove_folder,
+            move_folder=self.move_folder,
+            sibling=self.sibling,
+            siblings=self.siblings,
+        )
+
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""
         return f"memory:{_plain(name)}"
@@ -101,10 +116,6 @@ class MemoryStorage:
             _rename(self._files, _plain(old), _plain(new))
             _rename(self._folders, _plain(old), _plain(new))
 
-    def is_link(self, name: str) -> bool:
-        """Return False: there are no links in memory."""
-        return False
-
     @contextmanager
     def open(self, name: str) -> Iterator[BytesReader]:
         """Open a file for reading."""
@@ -132,16 +143,14 @@ class MemoryStorage:
         return tuple(sorted({name.split("/")[0] for name in found if name}))
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder."""
+        """Make a folder; the storage's own is always there."""
         with self.lock:
-            self._folders.setdefault(_plain(name), next(self._ticks))
+            if plain := _plain(name):
+                self._folders.setdefault(plain, next(self._ticks))
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
         return _plain(name) in {"", *self._folders} or bool(self.names(name))
-
-    def sync_folder(self, name: str = "") -> None:
-        """Do nothing: memory can't be made more durable."""
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""

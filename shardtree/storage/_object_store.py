@@ -13,10 +13,11 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
-from ._capabilities import Entry
+from ._capabilities import Capabilities, Entry
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
 from ._object_streams import ObjectReader, noting, parts_of
-from ._storage import AnyBuffer, Buffer, SizedBuffers, byte_view, inside, whole
+from ._object_uploads import abort_uploads
+from ._storage import AnyBuffer, Buffer, byte_view, inside
 
 T = TypeVar("T")
 
@@ -56,6 +57,24 @@ class ObjectStorage:
     secrets: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
     request_scale: int = field(repr=False, compare=False, default=1)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What an object store can do beyond `Storage`."""
+        return Capabilities(
+            move=self.move,
+            folder=self.folder,
+            replace_if=self.replace_if,
+            mark=self.mark,
+            entries=self.entries,
+            content=self.content,
+            remove_all=self.remove_all,
+            read_range=self.read_range,
+            abort_uploads=self.abort_uploads,
+            late_requests=True,
+            latency=_latencies.get(self._place),
+            request_scale=self.request_scale,
+        )
+
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""
         return "/".join(filter(None, (self.url, inside(name, self.url))))
@@ -63,11 +82,6 @@ class ObjectStorage:
     def folder(self, name: str) -> ObjectStorage:
         """Return a folder in this one."""
         return replace(self, url=f"{self.url}/{name}", root=self._path(name))
-
-    @property
-    def latency(self) -> float | None:
-        """How long the last small request to this store took, in seconds; None if there was none in this process."""
-        return _latencies.get(self._place)
 
     @property
     def _place(self) -> str:
@@ -209,10 +223,6 @@ class ObjectStorage:
             for each in found
         }
 
-    def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a file in a folder of that name: stores have no others."""
-        return bool(self.names(name))
-
     # Writing
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
@@ -247,16 +257,12 @@ class ObjectStorage:
             obstore.put(self.store, self._path(name), stream, chunk_size=part, max_concurrency=in_flight)
         return sum(lengths)
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, AnyBuffer]], *, durable: bool) -> None:
-        """Write a file from parts that make up all of it, in order: stores can't write into a file."""
-        self.write(name, SizedBuffers(length, whole(parts, length, self.where(name))), durable=durable)
-
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one request."""
         self._put(name, data, "overwrite")
 
     def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Give a file new content if it still has the old one; see `Conditional`."""
+        """Give a file new content if it still has the old one; see `Capabilities`."""
         if before is None:
             return self._commits(name, data, "create")
         # The tag that came with these bytes, if this process has read them: so a change since then is seen for sure.
@@ -277,7 +283,7 @@ class ObjectStorage:
         return True
 
     def mark(self, name: str, data: bytes) -> bool:
-        """Create a small file, and return whether the store honours conditions; see `Conditional`."""
+        """Create a small file, and return whether the store honours conditions; see `Capabilities`."""
         store = self._place
         try:
             self._put(name, data, "create")
@@ -314,12 +320,6 @@ class ObjectStorage:
             obstore.copy(self.store, self._path(old), self._path(new))
         self.remove(old)
 
-    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Do nothing: a folder is there as soon as a file is in it."""
-
-    def sync_folder(self, name: str = "") -> None:
-        """Do nothing: what was put is durable."""
-
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
         self.remove_all([name])
@@ -336,8 +336,9 @@ class ObjectStorage:
                 except FileNotFoundError:
                     return
 
-    def remove_folder(self, name: str) -> None:
-        """Do nothing: a folder goes with its last file."""
+    def abort_uploads(self, folder: str, is_left: Callable[[str, float], bool]) -> None:
+        """Give up uploads that interrupted saves have left open in a folder."""
+        abort_uploads(self.url, self._path(folder), self.secrets, is_left)
 
     # Errors
 

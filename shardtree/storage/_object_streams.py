@@ -11,7 +11,7 @@ from threading import BoundedSemaphore
 import numpy as np
 
 from ..errors import StorageError, error_text
-from ._capabilities import Ranged
+from ._capabilities import can
 from ._storage import Buffer, Reader, Storage
 from ._threads import in_threads
 
@@ -81,8 +81,8 @@ def noting(parts: Iterable[Buffer], lengths: list[int], raised: list[BaseExcepti
 
 def opened(storage: Storage, name: str, length: int) -> AbstractContextManager[Reader]:
     """Open a file whose length is known: where each look at a file is a request, that one is saved."""
-    if isinstance(storage, Ranged):
-        return nullcontext(ObjectReader(partial(storage.read_range, name), storage.where(name), length))
+    if (read_range := can(storage).read_range) is not None:
+        return nullcontext(ObjectReader(partial(read_range, name), storage.where(name), length))
     return storage.open(name)
 
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from ..codec import crc32
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, Flags, block_hash
 from ._byte_ranges import range_crc32
+from ._capabilities import ReadRange, can
 from ._checked import (
     ReadReport,
     StoredFile,
@@ -33,7 +33,7 @@ from ._checked import (
 )
 from ._object_streams import copy_bytes
 from ._requests import REQUEST_BYTES, Request, Wanted, requests_of
-from ._storage import Buffer
+from ._storage import Buffer, Storage
 from ._strided import copy_piece
 from ._threads import usual_threads
 
@@ -105,7 +105,8 @@ def checks_of(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) ->
 
 
 def fetch_ranged(
-    storage: Any,
+    storage: Storage,
+    read_range: ReadRange,
     files: Mapping[int, StoredFile],
     plan: LoadPlan,
     views: Sequence[Buffer],
@@ -117,7 +118,8 @@ def fetch_ranged(
     """Read what a plan says by requests, and return how much that was.
 
     Args:
-        storage: a `Ranged` one.
+        storage: where the files are.
+        read_range: its request.
         files: by their number in the plan.
         plan: what to read.
         views: for each requested shard its bytes, for runs.
@@ -130,12 +132,12 @@ def fetch_ranged(
         StorageError: a file can't be read.
     """
     checks, wanted = _checks_of_plan(files, plan, verify)
-    requests = requests_of(plan, wanted, REQUEST_BYTES * getattr(storage, "request_scale", 1))
+    requests = requests_of(plan, wanted, REQUEST_BYTES * can(storage).request_scale)
     sums = {number: Sums() for number in checks}
-    run = partial(_run, storage, checks, views, memories)
+    run = partial(_run, storage, read_range, checks, views, memories)
     # A store that answers at once keeps the cores busy with a few requests. More only take turns there, each with other
     # memory: on two cores, 32 in flight took 1.3 times as long as 4.
-    answers_at_once = (getattr(storage, "latency", None) or 1.0) < _SHORT_LATENCY
+    answers_at_once = (can(storage).latency or 1.0) < _SHORT_LATENCY
     most = min(2 * usual_threads(), _IN_FLIGHT) if answers_at_once else _IN_FLIGHT
     done = _in_flight(run, requests, sums, progress, most)
     # Once more before it is called damage: what came over a network may differ from what the store holds.
@@ -168,7 +170,8 @@ def planned_requests(files: Mapping[int, StoredFile], plan: LoadPlan, verify: Ve
 
 
 def _run(
-    storage: Any,
+    storage: Storage,
+    read_range: ReadRange,
     checks: Mapping[int, Checks],
     views: Sequence[Buffer],
     memories: Sequence[torch.Tensor],
@@ -177,7 +180,7 @@ def _run(
     """Fetch what a request asks for, and copy it; return how many bytes were copied, and the checksums."""
     check = checks[request.file]
     with _on_the_way.taking(request.end - request.begin):
-        data, length = storage.read_range(check.file.name, request.begin, request.end)
+        data, length = read_range(check.file.name, request.begin, request.end)
         if length != check.file.length:
             raise wrong_length(check.file, length, storage.where(check.file.name))
         if request.pieces.file.size:

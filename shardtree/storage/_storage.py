@@ -92,40 +92,26 @@ class Reader(Protocol):
         """
 
 
+CALLS = ("write", "replace", "open", "read", "length", "names", "remove", "changed", "where")
+"""What every storage can do: the methods of `Storage`."""
+
+
 @runtime_checkable
 class Storage(Protocol):
     """A folder of files with ``/`` in their names; every name is relative to the folder.
 
-    Every failure is a `StorageError` that names the file.
+    What a storage can do beyond that, it says by an attribute ``capabilities``: see `Capabilities`. Every failure is a
+    `StorageError` that names the file.
     """
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        """Write a new file from buffers, in order, and return its length; `durable` waits until it is on the medium.
+        """Write a file from buffers, in order, and return its length; `durable` waits until it is on the medium.
 
-        Where the length of a large file is known beforehand, the buffers come as `SizedBuffers`. Several threads may
-        write files of different names at the same time. The library's own storages take any contiguous buffers: bytes,
+        A file of that name, as an interrupted save may have left it, is replaced. Where the length of a large file is
+        known beforehand, the buffers come as `SizedBuffers`. Several threads may write files of different names at the
+        same time. What the buffers raise is raised. The library's own storages take any contiguous buffers: bytes,
         bytearrays, arrays.
         """
-
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        """Write parts of a file that several ranks may write together, each its own parts, at the same time.
-
-        The file has `length` bytes afterwards, whatever it had before; bytes that no rank writes are zero in a new
-        file, and unchanged in an old one. A storage that can't write into a file, such as an object store, accepts
-        parts from one writer only, if they are the whole file in order.
-
-        Args:
-            name: of the file; all who write it give the same `length`.
-            length: of the whole file, in bytes.
-            parts: pairs of the byte that a part begins at and its bytes; adjacent parts are written together.
-            durable: waits until the parts are on the medium.
-        """
-
-    def move(self, old: str, new: str) -> None:
-        """Rename a file, replacing the file of that name; in one step where the storage can do that."""
-
-    def open(self, name: str) -> AbstractContextManager[Reader]:
-        """Open a file for reading."""
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Give a file new content in one step: at any moment a reader sees all of the old content or all of the new.
@@ -133,6 +119,9 @@ class Storage(Protocol):
         Raises:
             OutcomeUnknown: no answer came, so that the file may have the new content already, or get it yet.
         """
+
+    def open(self, name: str) -> AbstractContextManager[Reader]:
+        """Open a file for reading."""
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
@@ -143,29 +132,20 @@ class Storage(Protocol):
     def names(self, folder: str = "") -> tuple[str, ...]:
         """Return the names of what is directly inside a folder, sorted; nothing where there is no such folder."""
 
-    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder and those above it, if they aren't there; `durable` waits until they are on the medium."""
-
-    def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name."""
-
-    def sync_folder(self, name: str = "") -> None:
-        """Wait until what was made or removed in a folder is on the medium."""
-
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""
 
-    def remove_folder(self, name: str) -> None:
-        """Remove a folder if it is empty."""
-
     def changed(self, name: str) -> float | None:
-        """Return when a name was changed last, in seconds by the storage's own clock; None if it isn't there."""
+        """Return when a file was changed last, in seconds by the storage's own clock; None if it isn't there.
+
+        Of a folder, when something was made in it, None where that isn't known.
+        """
 
     def where(self, name: str = "") -> str:
         """Return a name as people and error messages should see it."""
 
 
-# An optional capability: replacing the whole folder atomically.
+# A folder that takes the place of the whole, where that can be done in one step.
 
 
 class Sibling(Protocol):
@@ -216,17 +196,6 @@ class Sibling(Protocol):
 
     def remove(self) -> None:
         """Remove the folder with all that is in it; files that were linked keep their other names."""
-
-
-@runtime_checkable
-class Exchanging(Protocol):
-    """A storage whose folder can be exchanged with one beside it."""
-
-    def sibling(self, name: str) -> Sibling:
-        """Return the folder beside this one that a save of that name makes, or has made."""
-
-    def siblings(self) -> tuple[str, ...]:
-        """Return the names of the saves that have made one, sorted."""
 
 
 # Names within a storage: relative paths that stay inside its folder.

@@ -17,7 +17,7 @@ from ..errors import (
     OutcomeUnknown,
     error_text,
 )
-from ..storage import Buffer, Conditional, Listing, Storage, digest, in_threads
+from ..storage import Buffer, Storage, can, digest, in_threads
 from ._replaced import missing_file
 from ._traits import METADATA_FILE
 from ._values import Checkpoint, Fields
@@ -103,8 +103,8 @@ def metadata_bytes(storage: Storage) -> bytes | None:
     Raises:
         CorruptCheckpoint: it is larger than any that a save writes, so it isn't read.
     """
-    if isinstance(storage, Listing):
-        return storage.content(METADATA_FILE, _MOST_BYTES)
+    if (content := can(storage).content) is not None:
+        return content(METADATA_FILE, _MOST_BYTES)
     length = storage.length(METADATA_FILE)
     if length is not None and length > _MOST_BYTES:
         what = f"open: {storage.where(METADATA_FILE)!r} is larger than any that a save writes"
@@ -120,8 +120,8 @@ def replace_metadata(storage: Storage, before: bytes | None, fields: Mapping[str
         OutcomeUnknown: the store didn't answer, and has what it had before: it may take the new file yet.
     """
     data = encode_metadata(fields)
-    if isinstance(storage, Conditional):
-        if storage.replace_if(METADATA_FILE, before, data) or _has_arrived(storage, before, data):
+    if (replace_if := can(storage).replace_if) is not None:
+        if replace_if(METADATA_FILE, before, data) or _has_arrived(storage, before, data):
             return
         raise _unknown(storage, "no answer, or one that says neither yes nor no")
     check_unchanged(storage, before)
@@ -183,8 +183,8 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
     name, length, expected = _entry(checkpoint.fields, field)
     storage = checkpoint.storage
     where = storage.where(name)
-    if isinstance(storage, Listing):
-        found = storage.content(name, length)
+    if (content := can(storage).content) is not None:
+        found = content(name, length)
         data = memoryview(b"" if found is None else found)
         if found is None or data.nbytes != length:
             raise missing_file(checkpoint, name, length)
@@ -202,7 +202,7 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
 def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
     """Return the checkpoint with files fetched side by side, where each is a request; errors are left to the reads."""
     known = [field for field in fields if field in checkpoint.fields]
-    if isinstance(checkpoint.storage, Listing):
+    if can(checkpoint.storage).content is not None:
         with suppress(CheckpointingException):
             found = in_threads(partial(read_checked, checkpoint), known, threads=len(known))
             return replace(checkpoint, fetched=dict(zip(known, found, strict=True)))

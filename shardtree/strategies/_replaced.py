@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..codec import decode_header, header_length, parse_json
 from ..codec.archives import archive_records
 from ..errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, error_text
-from ..storage import Storage, StoredFile, read_if_there
+from ..storage import Storage, StoredFile, is_folder, read_if_there
 from ._traits import METADATA_FILE, stamp
 from ._values import Checkpoint
 
@@ -126,7 +126,7 @@ def _is_whole(storage: Storage, name: str) -> bool:
             match name.rpartition(".")[2]:
                 case "latest" | "latest_universal":
                     tag = bytes(reader.read()).decode("utf-8", "replace").strip()
-                    return bool(tag) and storage.is_folder(tag)
+                    return bool(tag) and is_folder(storage, tag)
                 case "pt":
                     archive_records(reader.read, reader.length, what=name)
                 case "safetensors":

@@ -11,19 +11,19 @@ from functools import partial
 from ..errors import CheckpointingException, StorageError
 from ..storage import (
     Claim,
-    Conditional,
-    FsspecStorage,
     Storage,
     abort_open_uploads,
+    can,
     claim,
     is_alive,
     listed,
+    make_folder,
     maker_is_dead,
     owner_note,
     read_if_there,
     release,
+    remove_folder,
     settle,
-    takes_late_requests,
 )
 from ._metadata import decode_metadata, metadata_bytes
 from ._traits import METADATA_FILE
@@ -76,7 +76,7 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
     # Before the folder: from its first moment on, it belongs to a save that is known to be alive.
     held = claim(folder)
     try:
-        storage.make_folder(folder, durable=durable)
+        make_folder(storage, folder, durable=durable)
         _leave_note(storage, folder)
     except BaseException:
         release(folder)
@@ -88,13 +88,13 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
 
 def _leave_note(storage: Storage, folder: str) -> None:
     name, note = f"{folder}/{OWNER_FILE}", owner_note(folder)
-    if not isinstance(storage, Conditional):
+    if (mark := can(storage).mark) is None:
         with suppress(StorageError):  # without the note, the save is judged by its age
             storage.replace(name, note, durable=False)
-        one_saver = isinstance(storage, FsspecStorage)
+        one_saver = can(storage).late_requests
     else:
         # The note makes the folder there, so that other ranks see it: a failure of this one isn't passed over.
-        one_saver = not storage.mark(name, note)
+        one_saver = not mark(name, note)
     place = storage.where().partition("://")[0]
     if one_saver and place not in _warned:
         _warned.add(place)
@@ -123,10 +123,10 @@ def noted(storage: Storage, folder: str) -> Iterator[None]:
 
     It stays if the block raises or the process is killed: the save that replaces this one then gives up the uploads.
     """
-    if not isinstance(storage, Conditional):
+    if (mark := can(storage).mark) is None:
         yield
         return
-    storage.mark(f"{folder}/{OWNER_FILE}", owner_note(folder))
+    mark(f"{folder}/{OWNER_FILE}", owner_note(folder))
     yield
     with suppress(StorageError):  # the next removal, or save, takes it away
         storage.remove(f"{folder}/{OWNER_FILE}")
@@ -135,7 +135,7 @@ def noted(storage: Storage, folder: str) -> Iterator[None]:
 def disown(storage: Storage, folder: str) -> None:
     """Remove the note of the owner, and the folder if nothing else is in it."""
     storage.remove(f"{folder}/{OWNER_FILE}")
-    storage.remove_folder(folder)
+    remove_folder(storage, folder)
 
 
 def remove_save(storage: Storage, folder: str) -> None:
@@ -144,7 +144,7 @@ def remove_save(storage: Storage, folder: str) -> None:
     for name in sorted(storage.names(folder), key=OWNER_FILE.__eq__):
         if _OUR_FILE.fullmatch(name):
             storage.remove(f"{folder}/{name}")
-    storage.remove_folder(folder)
+    remove_folder(storage, folder)
 
 
 def remove_interrupted(storage: Storage, folder: str) -> None:
@@ -193,7 +193,7 @@ def is_surely_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
     What a killed process has sent, an object store may carry out later: the request that commits, too. After a later
     commit it refuses that one; a removal without a commit has to wait.
     """
-    if takes_late_requests(storage) and newest_change(storage, folder) >= before:
+    if can(storage).late_requests and newest_change(storage, folder) >= before:
         return False
     return is_orphaned(storage, folder, before=before)
 
@@ -216,7 +216,7 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
     """
     replaced = _save_id(before)
     # Where a commit is conditional, this one has turned away whatever an interrupted save may have sent.
-    is_dead = is_orphaned if isinstance(storage, Conditional) else is_surely_orphaned
+    is_dead = is_orphaned if can(storage).replace_if is not None else is_surely_orphaned
     now = max(seen.changed(name) or 0.0 for name in (METADATA_FILE, keep))
     for name in seen.names():
         if not is_save_folder(name):
@@ -243,7 +243,7 @@ def _was_replaced_before(storage: Storage, seen: Storage, folder: str) -> bool:
     """
     # On object stores a save has its note until after its commit: one that had none in the listing was committed by
     # then. Unless it is the current one by now, it was replaced.
-    if not isinstance(storage, Conditional) or seen.length(f"{folder}/{OWNER_FILE}") is not None:
+    if can(storage).replace_if is None or seen.length(f"{folder}/{OWNER_FILE}") is not None:
         return False
     return _save_id(metadata_bytes(storage)) not in (None, folder)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from ..storage import Exchanging, Storage
+from ..storage import Storage, can
 
 METADATA_FILE = "metadata.json"
 
@@ -67,7 +67,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
         >>> [name for name, *_ in stamp(storage, ["zarr.json"])]
         ['zarr.json']
     """
-    if not isinstance(storage, Exchanging):
+    if can(storage).sibling is None:
         return ()
     names = [name for name in storage.names() if is_deciding(name, decided_by)]
     found = ((name, storage.length(name), storage.changed(name)) for name in names)

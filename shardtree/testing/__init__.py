@@ -46,7 +46,7 @@ from ._states import (
     target_tree,
 )
 from ._tensors import PRINTABLE_DTYPES, STORABLE_DTYPES, dtypes, random_bits, shapes, tensors
-from ._watched import Call, WatchedSibling, WatchedStorage
+from ._watched import Call, watched
 from .conformance import RefusedCase, StrategyReport, check_strategy
 from .conformance._row_cases import check_rows
 
@@ -65,8 +65,6 @@ __all__ = [
     "RefusedCase",
     "ShardedTrees",
     "StrategyReport",
-    "WatchedSibling",
-    "WatchedStorage",
     "assemble",
     "bits",
     "buffer_options",
@@ -128,4 +126,5 @@ __all__ = [
     "target_tree",
     "tensors",
     "transposed",
+    "watched",
 ]

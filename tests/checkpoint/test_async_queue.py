@@ -21,7 +21,7 @@ from hypothesis import strategies as draw
 import shardtree as st
 from shardtree.storage import MemoryStorage, Storage, _buffers
 from shardtree.strategies import StrategyAction, default_strategies, safetensors
-from shardtree.testing import WatchedStorage
+from shardtree.testing import watched
 from shardtree.world import World
 from tests.options import save_keywords
 
@@ -300,7 +300,7 @@ def held(storage: Storage, gate: threading.Event) -> Storage:
         if call.method == "write" and threading.current_thread().name.startswith("shardtree"):
             assert gate.wait(60)
 
-    return WatchedStorage(storage, before=before)
+    return watched(storage, before=before)
 
 
 def test_nothing_is_committed_before_all_ranks_have_written() -> None:
@@ -645,7 +645,7 @@ def test_a_fork_has_nothing_on_its_way() -> None:
 # The order of commits.
 
 
-def watched(fn: Callable[..., st.AsyncRequest[Any]], rank: int, plan: Sequence[Sequence[int]]) -> Callable[..., Any]:
+def watching(fn: Callable[..., st.AsyncRequest[Any]], rank: int, plan: Sequence[Sequence[int]]) -> Callable[..., Any]:
     """Return the strategy with a delay or failure on this rank for each save: milliseconds, or -1."""
     number = iter(range(len(plan)))
 
@@ -670,7 +670,7 @@ def check_order(plan: Sequence[Sequence[int]], ranks: int, queue_type: type[st.A
 
     def on_rank(world: World) -> tuple[list[int], int]:
         row = (StrategyAction.SAVE_SHARDED, "safetensors", 1)
-        table = {**default_strategies, row: watched(safetensors.save_sharded, world.rank, plan)}
+        table = {**default_strategies, row: watching(safetensors.save_sharded, world.rank, plan)}
         queue, failures = queue_type(), 0
         for number, folder in enumerate(folders):
             made = request(folder, float(number), world, strategies=table)

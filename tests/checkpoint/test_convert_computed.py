@@ -18,7 +18,7 @@ from shardtree.checkpoint.conversion._plan import batches_of
 from shardtree.errors import UnsupportedValue
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
-from shardtree.testing import Call, WatchedStorage
+from shardtree.testing import Call, watched
 
 SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}
 RANK = 4
@@ -149,7 +149,7 @@ def test_a_killed_soup_is_gone_on_with_and_another_begins_anew() -> None:
 
     for factor, resumed in [(0.12346, 0), (0.12345, 2)]:
         with pytest.raises(Killed):
-            run(WatchedStorage(folder, before=dies), 0.12345)
+            run(watched(folder, before=dies), 0.12345)
         assert run(folder, factor).resumed == resumed
         found = st.load_plain_tensors(folder)
         assert all(torch.equal(found[key], ONE[key] + torch.tensor(factor) * TWO[key]) for key in ONE)

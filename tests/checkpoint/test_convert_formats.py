@@ -16,7 +16,7 @@ from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.strategies.index import IndexMetadata
-from shardtree.testing import Call, WatchedStorage
+from shardtree.testing import Call, watched
 from tests.faults.sampling import EXHAUSTIVE, sample
 
 BACKENDS = sorted(
@@ -76,7 +76,7 @@ def check_equal(backend: tuple[str, int], folder: Any) -> None:
 @cache
 def steps(backend: tuple[str, int]) -> list[Call]:
     calls: list[Call] = []
-    run(backend, WatchedStorage(MemoryStorage(), after=calls.append))
+    run(backend, watched(MemoryStorage(), after=calls.append))
     removal = next(call.number for call in calls if call.method == "remove" and ".convert" in call.name)
     return [call for call in calls if call.method in CHANGES and 0 < call.number <= removal]
 
@@ -103,7 +103,7 @@ def test_one_that_was_killed_is_gone_on_with(backend: tuple[str, int]) -> None:
                 raise Killed
 
         with pytest.raises(Killed):
-            run(backend, WatchedStorage(folder, before=before, after=done.append))
+            run(backend, watched(folder, before=before, after=done.append))
         if st.is_checkpoint(folder):
             check_equal(backend, folder)
         report = run(backend, folder)
@@ -128,7 +128,7 @@ def test_a_changed_plan_removes_what_was_left(backend: tuple[str, int], tmp_path
 
     folder = LocalStorage(str(tmp_path / "there"))
     with pytest.raises(Killed):
-        run(backend, WatchedStorage(folder, before=before))
+        run(backend, watched(folder, before=before))
     leave_out = ["rng", "b", "common"]
     convert(source(), folder, backend=backend, leave_out=leave_out)
     alone = LocalStorage(str(tmp_path / "alone"))

@@ -19,7 +19,7 @@ from shardtree.checkpoint.conversion import ConversionReport, _write, convert
 from shardtree.errors import IntegrityError, StorageError, WorldError
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
-from shardtree.testing import Call, WatchedStorage, global_states, rank_tree, state_layouts
+from shardtree.testing import Call, global_states, rank_tree, state_layouts, watched
 from shardtree.world import simulate
 from tests.checkpoint.test_convert_formats import BACKENDS, HOLDS_TENSORS_ONLY, names
 from tests.checkpoint.test_explain import counted, payload
@@ -123,7 +123,7 @@ def check_once(ranks: int) -> None:
     source, written = counted(folder), list[Call]()
     # Unchecked: else the whole block of a checksum is read where a batch ends in it, twice by neighbours.
     options: dict[str, Any] = {"verify": False, "load_options": st.LoadOptions(verify=None), "transform": doubled}
-    run(ranks, source, WatchedStorage(MemoryStorage(), after=written.append), **options)
+    run(ranks, source, watched(MemoryStorage(), after=written.append), **options)
     stored = sum(leaf.data.nbytes for leaf in TENSORS)
     assert payload(source.counts, folder) == stored, "bytes read"
     data = [call.name for call in written if call.method == "write" and "-of-" in call.name]
@@ -188,7 +188,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_gone_on_with() -> None:
         with pytest.raises(StorageError) as caught:
             convert(
                 source,
-                WatchedStorage(folder, before=full),
+                watched(folder, before=full),
                 backend="safetensors",
                 max_bytes_in_flight=400,
                 world=world,
@@ -246,7 +246,7 @@ def killed(ranks: int, folder: MemoryStorage, change: int) -> tuple[bool, set[st
             done.add(call.name)
 
     try:
-        run(ranks, SOURCE, WatchedStorage(folder, before=before, after=after))
+        run(ranks, SOURCE, watched(folder, before=before, after=after))
     except Killed:
         return True, done
     return False, done

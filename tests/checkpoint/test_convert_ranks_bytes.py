@@ -14,8 +14,7 @@ import shardtree as st
 from shardtree.checkpoint.comparison._compare import compare
 from shardtree.checkpoint.conversion import ConversionReport, _write, convert
 from shardtree.errors import StorageError
-from shardtree.storage import MemoryStorage
-from shardtree.testing import WatchedStorage
+from shardtree.storage import MemoryStorage, wrapped
 from shardtree.world import simulate
 from tests.checkpoint.test_convert_formats import BACKENDS
 from tests.s3.environment import at, s3
@@ -39,32 +38,29 @@ def run(ranks: int, source: Any, folder: Any, backend: Any, **options: Any) -> l
     return simulate(ranks, lambda world: convert(source, folder, backend=backend, **options, world=world))
 
 
-class Written(WatchedStorage):
-    """A storage that adds up the bytes that are written, by the name that the file has at last."""
+def written(folder: MemoryStorage) -> Any:
+    """Return a storage that adds up the bytes that are written, by the name that the file has at last."""
+    counts: Counter[str] = Counter()
 
-    counts: Counter[str]
-
-    def write(self, name: str, buffers: Iterable[Any], *, durable: bool) -> int:
-        length = self.inner.write(name, buffers, durable=durable)
-        self.counts[name] += length
+    def write(name: str, buffers: Iterable[Any], *, durable: bool) -> int:
+        length = folder.write(name, buffers, durable=durable)
+        counts[name] += length
         return length
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Any]], *, durable: bool) -> None:
+    def write_parts(name: str, length: int, parts: Iterable[tuple[int, Any]], *, durable: bool) -> None:
         def seen() -> Iterator[tuple[int, Any]]:
             for byte, buffer in parts:
-                self.counts[name] += buffer.nbytes
+                counts[name] += buffer.nbytes
                 yield byte, buffer
 
-        self.inner.write_parts(name, length, seen(), durable=durable)
+        folder.write_parts(name, length, seen(), durable=durable)
 
-    def move(self, old: str, new: str) -> None:
-        self.inner.move(old, new)
-        self.counts[new] += self.counts.pop(old, 0)
+    def move(old: str, new: str) -> None:
+        folder.move(old, new)
+        counts[new] += counts.pop(old, 0)
 
-
-def written(folder: MemoryStorage) -> Written:
-    storage = Written(folder)
-    object.__setattr__(storage, "counts", Counter())
+    storage = wrapped(folder, write=write, write_parts=write_parts, move=move)
+    storage.counts = counts
     return storage
 
 

@@ -17,7 +17,7 @@ from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.checkpoint.conversion._journal import Journal, announcer, begin_journal, begun_save, remove_others
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
-from shardtree.testing import Call, WatchedStorage
+from shardtree.testing import Call, watched
 from tests.options import convert_keywords
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def dies(number: int, error: type[BaseException]) -> Callable[[Call], None]:
 
 def calls(source: Any) -> list[Call]:
     made: list[Call] = []
-    run(source, WatchedStorage(MemoryStorage(), after=made.append))
+    run(source, watched(MemoryStorage(), after=made.append))
     return made
 
 
@@ -77,10 +77,10 @@ def check_killed(number: int, resume: Callable[..., ConversionReport] = run) -> 
     """Raise unless a conversion that is killed at a call can be gone on with, and what was done isn't done again."""
     folder, first, second = MemoryStorage(), list[Call](), list[Call]()
     with pytest.raises(Killed):
-        run(SOURCE, WatchedStorage(folder, before=dies(number, Killed), after=first.append))
+        run(SOURCE, watched(folder, before=dies(number, Killed), after=first.append))
     if st.is_checkpoint(folder):
         assert not compare(SOURCE, folder)
-    report = resume(SOURCE, WatchedStorage(folder, after=second.append))
+    report = resume(SOURCE, watched(folder, after=second.append))
     assert not compare(SOURCE, folder)
     assert report.verified_nbytes == report.nbytes and report.batches == 4
     done = [call.name for call in first if call.method == "replace" and call.name.endswith(".done")]
@@ -115,7 +115,7 @@ def test_the_law_catches_a_conversion_that_begins_anew() -> None:
 def test_a_kill_while_the_journal_is_removed_leaves_a_finished_checkpoint() -> None:
     folder = MemoryStorage()
     with pytest.raises(Killed):
-        run(SOURCE, WatchedStorage(folder, before=dies(REMOVAL + 1, Killed)))
+        run(SOURCE, watched(folder, before=dies(REMOVAL + 1, Killed)))
     assert not compare(SOURCE, folder)
 
 
@@ -127,7 +127,7 @@ NEEDED = [number for number in STEPS if not CALLS[number].name.endswith("owner.j
 def test_a_conversion_that_fails_says_so_and_is_gone_on_with(number: int) -> None:
     folder = MemoryStorage()
     with pytest.raises(StorageError) as caught:
-        run(SOURCE, WatchedStorage(folder, before=dies(number, StorageError)))
+        run(SOURCE, watched(folder, before=dies(number, StorageError)))
     if any(name.endswith(".files") for name in files(folder)) and not st.is_checkpoint(folder):
         assert "the same call resumes from it" in caught.value.__notes__[-1]
     if number < REMOVAL:
@@ -146,7 +146,7 @@ def killed_after(batches: int, **options: Any) -> MemoryStorage:
             raise Killed
 
     with pytest.raises(Killed):
-        run(SOURCE, WatchedStorage(folder, after=after), **options)
+        run(SOURCE, watched(folder, after=after), **options)
     return folder
 
 
@@ -266,7 +266,7 @@ def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
     process.communicate()
     assert process.returncode == -9 and not st.is_checkpoint(tmp_path / "new")
     made: list[Call] = []
-    storage = WatchedStorage(LocalStorage(str(tmp_path / "new")), after=made.append)
+    storage = watched(LocalStorage(str(tmp_path / "new")), after=made.append)
     report = convert(tmp_path / "source", storage, backend="safetensors", max_bytes_in_flight=8192)
     assert 7 <= report.resumed < 30 == report.batches
     assert len(data_files(made)) == 30 - report.resumed

@@ -14,7 +14,7 @@ import shardtree as st
 from shardtree.checkpoint.loading import _auto
 from shardtree.checkpoint.loading._auto import Place, exchange_choice
 from shardtree.storage import LocalStorage, MemoryStorage, ReadReport, _mounts, crosses_network
-from shardtree.testing import WatchedStorage
+from shardtree.testing import watched
 
 ROWS = torch.arange(1 << 19).view(1 << 9, -1)
 MIB = 2**20
@@ -29,11 +29,11 @@ def test_ranks_read_for_each_other_where_all_three_hold(places: list[tuple[str, 
     assert bool(found.why) is (len(places) > 1)
 
 
-def saved() -> WatchedStorage:
+def saved() -> Any:
     """Return a storage that isn't known to be local or in memory."""
     folder = MemoryStorage()
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", ROWS)}, folder)
-    return WatchedStorage(folder)
+    return watched(folder)
 
 
 def replica(rank: int, dtype: torch.dtype = torch.int64) -> dict[str, Any]:

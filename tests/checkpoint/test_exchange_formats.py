@@ -13,8 +13,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import RemoteError, StorageError
-from shardtree.storage import BLOCK_BYTES, MemoryStorage, Reader, Verify
-from shardtree.testing import Call, WatchedStorage, first_difference, random_bits
+from shardtree.storage import BLOCK_BYTES, MemoryStorage, Reader, Verify, wrapped
+from shardtree.testing import Call, first_difference, random_bits, watched
 
 FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
 SHAPES = {"a": (1200, 1000), "b": (640, 1024)}
@@ -39,24 +39,21 @@ class SpanReader:
         return found
 
 
-class Spans(WatchedStorage):
-    """A storage that notes which bytes are read."""
-
-    spans: list[tuple[str, int, int]]
+def noted(inner: MemoryStorage) -> Any:
+    """Return a storage that notes which bytes are read."""
+    spans: list[tuple[str, int, int]] = []
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        with self.inner.open(name) as reader:
-            yield SpanReader(reader, name, self.spans)
+    def opened(name: str) -> Iterator[Any]:
+        with inner.open(name) as reader:
+            yield SpanReader(reader, name, spans)
 
-
-def noted(inner: MemoryStorage) -> Spans:
-    found = Spans(inner)
-    object.__setattr__(found, "spans", [])
+    found = wrapped(inner, open=opened)
+    found.spans = spans
     return found
 
 
-def times_read(storage: Spans) -> np.ndarray:
+def times_read(storage: Any) -> np.ndarray:
     """Return how often each byte is read of the files that tensors lie in."""
     names = sorted({name for name, begin, end in storage.spans if end - begin > 2**18})
     counts = {name: np.zeros(storage.inner.length(name) or 0, dtype=int) for name in names}
@@ -104,7 +101,7 @@ CASES = pytest.mark.parametrize(
 TOTAL = sum(data.nbytes for data in WHOLE.values())
 
 
-def check_reads(found: Spans, alone: Spans, reports: Sequence[st.storage.ReadReport], verify: Verify) -> None:
+def check_reads(found: Any, alone: Any, reports: Sequence[st.storage.ReadReport], verify: Verify) -> None:
     """Raise unless ranks read what one rank of each set that wants the same would read alone, or little more."""
     assert sum(report.bytes_read for report in reports) == TOTAL
     again = len(reports) * 2**16  # the files' headers
@@ -168,7 +165,7 @@ def test_a_rank_that_can_not_read_its_part_fails_all(backend: tuple[str, int], r
             raise StorageError("the medium is gone")
 
     def on_rank(world: st.World) -> tuple[int, ...]:
-        storage = WatchedStorage(folder, before=broken) if world.rank == ranks - 1 else folder
+        storage = watched(folder, before=broken) if world.rank == ranks - 1 else folder
         target = {key: shard_of(key, world.rank, ranks, None, torch.float32) for key in WHOLE}
         with pytest.raises(RemoteError) as error:
             st.load(target, storage, world=world, options=st.LoadOptions(exchange="always"))

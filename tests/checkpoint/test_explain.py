@@ -22,9 +22,9 @@ from shardtree.errors import (
     StrategyError,
 )
 from shardtree.plans import near_names, read_rounds
-from shardtree.storage import MemoryStorage, Reader, Storage, _checked
+from shardtree.storage import MemoryStorage, Reader, Storage, _checked, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
-from shardtree.testing import Layout, WatchedStorage, cut, layouts
+from shardtree.testing import Layout, cut, layouts
 from tests.options import load_keywords, save_keywords
 
 Explain = Callable[..., st.plans.Explanation]
@@ -47,25 +47,22 @@ class CountedReader:
         return found
 
 
-class Counted(WatchedStorage):
-    """A storage that adds up the bytes that are read, by file."""
-
-    counts: dict[str, int]
+def counted(storage: Storage) -> Any:
+    """Return a storage that adds up the bytes that are read, by file."""
+    counts: dict[str, int] = {}
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        with self.inner.open(name) as reader:
-            yield CountedReader(reader, self.counts, name)
+    def opened(name: str) -> Iterator[Any]:
+        with storage.open(name) as reader:
+            yield CountedReader(reader, counts, name)
 
-    def read(self, name: str) -> bytes:
-        data = self.inner.read(name)
-        self.counts[name] = self.counts.get(name, 0) + len(data)
+    def read(name: str) -> bytes:
+        data = storage.read(name)
+        counts[name] = counts.get(name, 0) + len(data)
         return data
 
-
-def counted(storage: Storage) -> Counted:
-    found = Counted(storage)
-    object.__setattr__(found, "counts", {})
+    found = wrapped(storage, open=opened, read=read)
+    found.counts = counts
     return found
 
 

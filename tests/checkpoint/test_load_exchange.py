@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException, StrategyError
 from shardtree.storage import MemoryStorage
-from shardtree.testing import WatchedStorage
+from shardtree.testing import watched
 from tests.options import load_keywords
 
 SIZES = {"replicated": 4096, "rows": 512, "padded": 64, "empty": 0}
@@ -101,7 +101,7 @@ def test_a_file_that_can_not_be_read_fails_every_rank():
         with pytest.raises((CheckpointingException, OSError)):
             st.load(
                 target(world.rank, 3),
-                WatchedStorage(FOLDER, before=broken),
+                watched(FOLDER, before=broken),
                 world=world,
                 options=st.LoadOptions(exchange="always"),
             )

@@ -15,8 +15,18 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, claim, folder_in, owner_note, release, storage_at
-from shardtree.testing import Call, WatchedStorage
+from shardtree.storage import (
+    LocalStorage,
+    MemoryStorage,
+    Storage,
+    claim,
+    folder_in,
+    make_folder,
+    owner_note,
+    release,
+    storage_at,
+)
+from shardtree.testing import Call, watched
 from shardtree.world import World
 from tests.options import save_keywords
 
@@ -169,7 +179,7 @@ def test_unfinished_and_failed_steps_are_not_listed(root: Storage) -> None:
     with pytest.raises(st.CheckpointingException):
         series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "bad": open}, 4, metrics={"loss": 0})
     root.make_folder("step_00000005")
-    folder_in(root, "step_00000006").make_folder(SAVE_ID)
+    make_folder(folder_in(root, "step_00000006"), SAVE_ID)
     assert numbers(series) == [1, 2]
     request.execute_sync()
     assert numbers(series) == [1, 2, 3]
@@ -281,7 +291,7 @@ def test_a_removal_that_fails_after_a_save_is_a_warning_and_is_tried_again(caplo
             raise st.errors.StorageError("permission denied")
 
     broken = [True]
-    series = st.CheckpointSeries(WatchedStorage(MemoryStorage(), before=refuse), keep=st.retention.keep_last(1))
+    series = st.CheckpointSeries(watched(MemoryStorage(), before=refuse), keep=st.retention.keep_last(1))
     for number in range(3):
         series.save(tree(), number)
     assert numbers(series) == [2], "the rest isn't listed any more"
@@ -470,7 +480,7 @@ def test_a_failure_is_told_once_all_others_went(root: Storage) -> None:
             raise st.errors.StorageError("permission denied")
 
     with pytest.raises(st.errors.StorageError, match="step_00000001: permission denied"):
-        st.CheckpointSeries(WatchedStorage(root, refuse)).remove(plan)
+        st.CheckpointSeries(watched(root, refuse)).remove(plan)
     assert numbers(st.CheckpointSeries(root)) == [1, 3]
 
 
@@ -541,6 +551,6 @@ def test_listing_reads_little(caplog: pytest.LogCaptureFixture) -> None:
     saved(root, *range(20))
     calls: list[Call] = []
     with caplog.at_level(logging.WARNING):
-        st.CheckpointSeries(WatchedStorage(root, calls.append)).steps()
+        st.CheckpointSeries(watched(root, calls.append)).steps()
     assert len(calls) <= 1 + 20 * 5
     assert caplog.text == ""

@@ -14,8 +14,8 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint.series import _remove
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in
-from shardtree.testing import Call, WatchedStorage
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in, wrapped
+from shardtree.testing import Call, watched
 from tests.faults.sampling import first
 from tests.options import load_keywords
 
@@ -46,11 +46,13 @@ def failing_at(number: int, seen: list[Call]) -> Callable[[Call], None]:
     return strike
 
 
-class Stiff(WatchedStorage):
-    """A storage that can't rename folders, as object stores can't."""
+def refuse(old: str, new: str) -> None:
+    raise st.errors.StorageError("no renaming here")
 
-    def move_folder(self, old: str, new: str) -> None:
-        raise st.errors.StorageError("no renaming here")
+
+def stiff(storage: Storage, before: Callable[[Call], None]) -> Any:
+    """Return a watched storage whose folders refuse to be renamed."""
+    return wrapped(watched(storage, before), move_folder=refuse)
 
 
 def series(storage: Storage) -> st.CheckpointSeries:
@@ -103,7 +105,7 @@ def check_done(storage: Storage) -> None:
 def check_removals(
     start: Callable[[], Storage],
     run: Callable[[Storage], object],
-    watch: type[WatchedStorage] = WatchedStorage,
+    watch: Callable[..., Any] = watched,
     fault: Callable[[int, list[Call]], Callable[[Call], None]] = killed_at,
     stride: int = 1,
 ) -> int:
@@ -124,7 +126,7 @@ def check_removals(
 
 def remove(storage: Storage) -> None:
     # The plan reads alone; it is made without faults.
-    inner = storage.inner if isinstance(storage, WatchedStorage) else storage
+    inner = getattr(storage, "inner", storage)
     series(storage).remove(series(inner).plan_removal(POLICY))
 
 
@@ -137,18 +139,18 @@ def template() -> MemoryStorage:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
-@pytest.mark.parametrize("watch", [WatchedStorage, Stiff], ids=["renaming", "in place"])
+@pytest.mark.parametrize("watch", [watched, stiff], ids=["renaming", "in place"])
 def test_a_removal_that_dies_leaves_nothing_half_done(
-    template: MemoryStorage, watch: type[WatchedStorage], fault: Callable[..., Any]
+    template: MemoryStorage, watch: Callable[..., Any], fault: Callable[..., Any]
 ) -> None:
     assert check_removals(lambda: copy(template), remove, watch, fault, stride=13) > 50
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
-@pytest.mark.parametrize("watch", [WatchedStorage, Stiff], ids=["renaming", "in place"])
+@pytest.mark.parametrize("watch", [watched, stiff], ids=["renaming", "in place"])
 def test_a_removal_that_dies_at_any_call_leaves_nothing_half_done(
-    template: MemoryStorage, watch: type[WatchedStorage], fault: Callable[..., Any]
+    template: MemoryStorage, watch: Callable[..., Any], fault: Callable[..., Any]
 ) -> None:
     check_removals(lambda: copy(template), remove, watch, fault)
 
@@ -167,21 +169,21 @@ def test_files_do_what_memory_does(tmp_path: Path) -> None:
 def interrupted(template: MemoryStorage, number: int) -> MemoryStorage:
     storage = copy(template)
     with suppress(Killed):
-        remove(WatchedStorage(storage, killed_at(number, [])))
+        remove(watched(storage, killed_at(number, [])))
     return storage
 
 
 @pytest.mark.slow
 def test_finishing_a_removal_may_die_too(template: MemoryStorage) -> None:
     calls: list[Call] = []
-    remove(WatchedStorage(copy(template), calls.append))
+    remove(watched(copy(template), calls.append))
     renamed = next(call.number for call in calls if call.method == "move_folder") + 4
     check_removals(lambda: interrupted(template, renamed), lambda storage: series(storage).clean(), stride=5)
 
 
 def without_a_note(storage: Storage) -> None:
     """The planted fault: files go one by one, and nothing says so."""
-    inner = storage.inner if isinstance(storage, WatchedStorage) else storage
+    inner = getattr(storage, "inner", storage)
     for item in series(inner).plan_removal(POLICY).going:
         for file in reversed(item.files):
             storage.remove(f"{item.folder}/{file.name}")
@@ -220,7 +222,7 @@ def check_saves(start: Callable[[], MemoryStorage], run: Callable[[Storage], obj
     while number < 200:
         storage, seen = start(), list[Call]()
         with suppress(Killed):
-            run(WatchedStorage(storage, killed_at(number, seen)))
+            run(watched(storage, killed_at(number, seen)))
         found = series(storage).steps()
         assert len(found) >= at_the_start
         for step in found:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draws
 
 import shardtree as st
-from shardtree.storage import Buffer, MemoryStorage
-from shardtree.testing import WatchedStorage
+from shardtree.storage import Buffer, MemoryStorage, wrapped
 from tests.faults.sampling import usually
 from tests.options import save_keywords
 
@@ -43,44 +43,44 @@ class Step:
     whole: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Medium(WatchedStorage):
-    """A storage that notes each change and what is waited for."""
+class Notes:
+    """What notes each change of a storage, and what is waited for, before or after the storage's own calls."""
 
-    steps: list[Step] = field(default_factory=list)
+    def __init__(self, inner: MemoryStorage) -> None:
+        self.inner, self.lock, self.steps = inner, RLock(), list[Step]()
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         data = b"".join(buffers)
-        with self._lock:
+        with self.lock:
             self.steps.append(Step("file", name, data, whole=durable))
             return self.inner.write(name, [memoryview(data)], durable=durable)
 
     def write_parts(self, name: str, length: int, parts: Any, *, durable: bool) -> None:
-        with self._lock:
+        with self.lock:
             self.inner.write_parts(name, length, parts, durable=durable)
             self.steps.append(Step("file", name, self.inner.read(name), whole=durable))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        with self._lock:
+        with self.lock:
             self.steps.append(Step("file", name, data, whole=durable))
             self.inner.replace(name, data, durable=durable)
             if durable:
                 self.sync_folder(name.rpartition("/")[0])
 
     def move(self, old: str, new: str) -> None:
-        with self._lock:
+        with self.lock:
             whole = all(step.whole for step in self.steps if step.name == old)
             self.steps.append(Step("move", new, self.inner.read(old), old, whole=whole))
             self.inner.move(old, new)
 
     def remove(self, name: str) -> None:
-        with self._lock:
+        with self.lock:
             if self.inner.length(name) is not None:
                 self.steps.append(Step("remove", name))
             self.inner.remove(name)
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        with self._lock:
+        with self.lock:
             parts = name.split("/")
             for folder in ("/".join(parts[: count + 1]) for count in range(len(parts))):
                 if folder and not self.inner.is_folder(folder):
@@ -88,13 +88,13 @@ class Medium(WatchedStorage):
             self.inner.make_folder(name, durable=durable)
 
     def sync_folder(self, name: str = "") -> None:
-        with self._lock:
+        with self.lock:
             for step in self.steps:
                 if step.kept is None and name in {step.name.rpartition("/")[0], step.source.rpartition("/")[0]}:
                     step.kept = len(self.steps)
 
-    def sibling(self, name: str) -> Any:
-        raise NotImplementedError
+
+NOTED = ("write", "write_parts", "replace", "move", "remove", "make_folder", "sync_folder")
 
 
 def tree(world: Any, value: float) -> dict[str, Any]:
@@ -138,15 +138,16 @@ def after_failure(steps: list[Step], moment: int, lose: Any) -> MemoryStorage:
     return storage
 
 
-def steps_of(form: str, before: str | None, medium: type[Medium] = Medium, **options: Any) -> list[Step]:
-    storage = medium(MemoryStorage())
+def steps_of(form: str, before: str | None, notes_of: type[Notes] = Notes, **options: Any) -> list[Step]:
+    notes = notes_of(MemoryStorage())
+    storage = wrapped(notes.inner, **{name: getattr(notes, name) for name in NOTED}, sibling=None, siblings=None)
     if before:
         save(storage, OLD, before)
-        storage.steps.append(Step("remove", "nothing"))
-        for step in storage.steps:
+        notes.steps.append(Step("remove", "nothing"))
+        for step in notes.steps:
             step.kept = 0 if step.kept is None else step.kept
     save(storage, NEW, form, overwrite=bool(before), **options)
-    return storage.steps
+    return notes.steps
 
 
 def check_power_law(steps: list[Step], before: float | None, draw: Any) -> None:
@@ -183,14 +184,14 @@ def test_of_every_format_a_power_failure_leaves_none_or_all_of_it(form: str) -> 
     check()
 
 
-class Hasty(Medium):
+class Hasty(Notes):
     """The planted fault: nothing waits for the data of files."""
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
         return super().write(name, buffers, durable=False)
 
 
-class Loose(Medium):
+class Loose(Notes):
     """The planted fault: nothing waits for folders, but where metadata.json is replaced."""
 
     def sync_folder(self, name: str = "") -> None:
@@ -200,7 +201,7 @@ class Loose(Medium):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [Hasty, Loose])
-def test_the_law_catches(fault: type[Medium]) -> None:
+def test_the_law_catches(fault: type[Notes]) -> None:
     steps = steps_of("native", None, fault)
 
     @settings(max_examples=300, deadline=None, database=None, report_multiple_bugs=False)

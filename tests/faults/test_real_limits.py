@@ -19,7 +19,7 @@ import torch
 import shardtree
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import LocalStorage, Storage
-from shardtree.testing import Call, WatchedStorage
+from shardtree.testing import Call, watched
 from shardtree.world import World, simulate
 from tests.faults.warm_saver import NEW, NEXT, OLD, Ends, Job, Saver, beside, listing, prepared, value_in
 
@@ -138,7 +138,7 @@ def vanishing(folder: Path, number: int) -> Callable[[Call], None]:
 def check_vanished(folder: Path, ranks: int, backend: tuple[str, int], number: int) -> bool:
     """Raise unless a save whose folder is removed at a call says so, on every rank; return whether it got so far."""
     heard: list[str] = []
-    storage = WatchedStorage(LocalStorage(str(folder)), before=vanishing(folder, number))
+    storage = watched(LocalStorage(str(folder)), before=vanishing(folder, number))
 
     def save(world: World, to: Storage | Path, value: float) -> None:
         try:

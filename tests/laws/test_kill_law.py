@@ -14,7 +14,7 @@ import torch
 
 import shardtree
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.storage import LocalStorage, MemoryStorage, Storage
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, wrapped
 from shardtree.strategies import (
     AsyncRequest,
     Checkpoint,
@@ -25,7 +25,7 @@ from shardtree.strategies import (
     safetensors,
 )
 from shardtree.strategies.index import remove_sharded
-from shardtree.testing import Call, WatchedStorage, outline
+from shardtree.testing import Call, outline, watched
 from shardtree.world import World, simulate
 from tests.options import save_keywords
 
@@ -78,13 +78,11 @@ class Fault:
 
 def calls_of(run: Callable[[Storage], None], storage: Storage) -> list[Call]:
     calls: list[Call] = []
-    run(WatchedStorage(storage, before=calls.append))
+    run(watched(storage, before=calls.append))
     return calls
 
 
-def check_kill_law(
-    begin: MemoryStorage, ranks: int, saving: Callable[[WatchedStorage], None], *, for_good: bool
-) -> int:
+def check_kill_law(begin: MemoryStorage, ranks: int, saving: Callable[[Storage], None], *, for_good: bool) -> int:
     """Raise unless, whichever call fails, the old or the new state can be loaded; return how many calls there are."""
     before = value_in(begin, ranks)
     number = 0
@@ -101,7 +99,7 @@ def check_kill_law(
                 raise
 
         try:
-            saving(WatchedStorage(storage, before=strike))
+            saving(watched(storage, before=strike))
             done = True
         except (Killed, shardtree.CheckpointingException):
             done = False
@@ -142,7 +140,7 @@ def check_next_save(ranks: int, **options: Any) -> None:
     for number in range(length):
         storage = snapshot(begin)
         with suppress(Killed, shardtree.CheckpointingException):  # a save that dies cleaning up has saved
-            save(WatchedStorage(storage, before=Fault(number, True)), ranks, NEW, overwrite=True, **options)
+            save(watched(storage, before=Fault(number, True)), ranks, NEW, overwrite=True, **options)
         save(storage, ranks, NEW, overwrite=True, stale_after=0.0, **options)
         assert value_in(storage, ranks) == NEW
         assert len(storage.names()) == 2, f"left over: {storage.names()}"
@@ -178,7 +176,7 @@ def check_removals(ranks: int, **options: Any) -> None:
     for number in range(len(calls_of(remove, snapshot(begin)))):
         storage = snapshot(begin)
         with pytest.raises((Killed, shardtree.CheckpointingException)):
-            remove(WatchedStorage(storage, before=Fault(number, True)))
+            remove(watched(storage, before=Fault(number, True)))
         tensors = shardtree.load_plain_tensors(storage, options=shardtree.LoadOptions(verify="all"))
         assert set(tensors) in ({"w"}, {"w", "norm"})
         assert bool((tensors["w"] == OLD).all())
@@ -193,11 +191,10 @@ def files_first(checkpoint: Checkpoint, key_prefix: str) -> None:
     """The planted fault: files that are needed no more are removed before metadata.json names those that are."""
     flips: list[tuple[str, bytes]] = []
 
-    class Late(WatchedStorage):
-        def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-            flips.append((name, data))
+    def later(name: str, data: bytes, *, durable: bool) -> None:
+        flips.append((name, data))
 
-    remove_sharded(replace(checkpoint, storage=Late(checkpoint.storage)), key_prefix)
+    remove_sharded(replace(checkpoint, storage=wrapped(checkpoint.storage, replace=later)), key_prefix)
     for name, data in flips:
         checkpoint.storage.replace(name, data, durable=True)
 
@@ -207,15 +204,15 @@ def test_the_law_catches_files_that_are_removed_first() -> None:
         check_removals(1, strategies=with_row(StrategyAction.REMOVE_SHARDED, files_first))
 
 
-def in_place(storage: WatchedStorage) -> WatchedStorage:
+def in_place(storage: Storage) -> Storage:
     """The planted fault: a storage that removes a file before it writes it anew."""
 
-    class InPlace(WatchedStorage):
-        def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-            self.remove(name)
-            self.write(name, [memoryview(data)], durable=durable)
+    def replace(name: str, data: bytes, *, durable: bool) -> None:
+        storage.remove(name)
+        storage.write(name, [memoryview(data)], durable=durable)
 
-    return InPlace(storage.inner, storage.before, storage.after)
+    faulty: Storage = wrapped(storage, replace=replace)
+    return faulty
 
 
 def test_the_law_catches_a_metadata_file_written_in_place() -> None:
@@ -223,18 +220,18 @@ def test_the_law_catches_a_metadata_file_written_in_place() -> None:
         check_kill_law(beginning(1), 1, lambda storage: save(in_place(storage), 1, NEW, overwrite=True), for_good=True)
 
 
-def metadata_first(storage: WatchedStorage) -> WatchedStorage:
+def metadata_first(storage: Any) -> Storage:
     """The planted fault: a storage in which a file of metadata is there before what it tells of."""
 
-    class MetadataFirst(WatchedStorage):
-        def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-            self.inner.replace("metadata.json", metadata_of(NEW), durable=True)
-            super().make_folder(name, durable=durable)
+    def folder_made(name: str = "", *, durable: bool = True) -> None:
+        storage.inner.replace("metadata.json", metadata_of(NEW), durable=True)
+        make_folder(storage, name, durable=durable)
 
-        def length(self, name: str) -> int | None:
-            return None if name == "metadata.json" else self.watched(self.inner.length, name)
+    def length(name: str) -> int | None:
+        return None if name == "metadata.json" else storage.length(name)
 
-    return MetadataFirst(storage.inner, storage.before, storage.after)
+    faulty: Storage = wrapped(storage, make_folder=folder_made, length=length)
+    return faulty
 
 
 def metadata_of(value: float) -> bytes:
@@ -248,7 +245,7 @@ def test_the_law_catches_metadata_that_is_written_first() -> None:
         check_kill_law(MemoryStorage(), 1, lambda storage: save(metadata_first(storage), 1, NEW), for_good=True)
 
 
-def check_every_moment(storage: Storage, ranks: int, saving: Callable[[WatchedStorage], None]) -> list[float | None]:
+def check_every_moment(storage: Storage, ranks: int, saving: Callable[[Storage], None]) -> list[float | None]:
     """Raise unless a whole checkpoint can be opened after every call of the storage; return which ones were seen."""
     seen: list[float | None] = []
 
@@ -257,7 +254,7 @@ def check_every_moment(storage: Storage, ranks: int, saving: Callable[[WatchedSt
         assert value is not None, f"no checkpoint after {call}"
         seen.append(value)
 
-    saving(WatchedStorage(storage, after=look))
+    saving(watched(storage, after=look))
     return seen
 
 

@@ -21,8 +21,8 @@ import shardtree
 from shardtree.errors import RemoteError
 from shardtree.layouts import tree_columns
 from shardtree.mapping import ShardedObject, ShardedTensor
-from shardtree.storage import MemoryStorage, Storage
-from shardtree.testing import Call, WatchedStorage
+from shardtree.storage import MemoryStorage, Storage, is_folder
+from shardtree.testing import Call, watched
 from shardtree.world import World, _phases, agree, gather_on_rank_zero, on_rank_zero, one_process, share, simulate, step
 from tests.options import load_keywords
 from tests.strategies.buckets import Job, layer_kinds, write
@@ -403,7 +403,7 @@ def check_bad_disk(save: Save, method: str, phase: str) -> None:
             raise shardtree.errors.StorageError("no space left on device")
 
     def save_on_it(world: World) -> None:
-        own = WatchedStorage(storage, before=full) if world.rank == 1 else storage
+        own = watched(storage, before=full) if world.rank == 1 else storage
         save(tree(world), own, world=world)
 
     errors = outcomes(save_on_it)
@@ -421,7 +421,7 @@ def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(method: str, phase:
 
 def probing(tree: Any, storage: Storage, *, world: World) -> None:
     """The planted fault: a save that tries the disk, where the others don't hear of what fails."""
-    storage.is_folder()
+    is_folder(storage)
     storage.write(f"probe-{world.rank}", [memoryview(b"")], durable=False)
     shardtree.save(tree, storage, world=world)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.storage import fetch_ahead, opened
+from shardtree.storage import Capabilities, fetch_ahead, opened
 from tests.s3.environment import ROOT, s3
 from tests.s3.server import Request, Server
 
@@ -32,6 +32,7 @@ class Counting:
 
     def __init__(self, content: bytes) -> None:
         self.content, self.spans = content, list[tuple[int, int]]()
+        self.capabilities = Capabilities(read_range=self.read_range)
 
     def where(self, name: str = "") -> str:
         return name

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, new_folder
+from shardtree.storage import LocalStorage, MemoryStorage, new_folder, wrapped
 
 
 def synced_folders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -113,9 +112,6 @@ def test_elsewhere_a_folder_is_made_by_what_is_in_it() -> None:
 def test_a_storage_of_another_kind_makes_its_folder_itself(durable: bool, tmp_path: Path) -> None:
     made: list[bool] = []
 
-    class Own:
-        def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-            made.append(durable)
-
-    new_folder(cast(Storage, Own()), durable=durable).wait()
+    own = wrapped(MemoryStorage(), make_folder=lambda name, *, durable: made.append(durable))
+    new_folder(own, durable=durable).wait()
     assert made == [durable]

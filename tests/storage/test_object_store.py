@@ -26,8 +26,10 @@ from shardtree.storage import (
     _object_uploads,
     _ranged_fetch,
     _requests,
+    is_folder,
     owner_note,
     storage_at,
+    write_parts,
 )
 from shardtree.testing import check_strategy
 from tests.cli.checkpoints import run
@@ -77,11 +79,11 @@ def first(action: str, fault: str, count: int = 1) -> Any:
 def test_files_come_and_go(server: Server) -> None:
     storage = storage_at(ROOT)
     assert isinstance(storage, ObjectStorage)
-    assert storage.length("a") is None and not storage.is_folder("x") and storage.names() == ()
+    assert storage.length("a") is None and not is_folder(storage, "x") and storage.names() == ()
     assert storage.write("x/a", [memoryview(b"abc"), memoryview(b"de")], durable=True) == 5
     assert storage.write("x/empty", [], durable=True) == 0
     storage.replace("b", b"123", durable=True)
-    assert storage.names() == ("b", "x") and storage.names("x") == ("a", "empty") and storage.is_folder("x")
+    assert storage.names() == ("b", "x") and storage.names("x") == ("a", "empty") and is_folder(storage, "x")
     assert storage.read("x/a") == b"abcde" and storage.length("x/a") == 5 and (storage.changed("x") or 0) > 1e9
     with storage.open("x/a") as reader:
         part = bytearray(3)
@@ -121,7 +123,7 @@ def test_what_is_known_to_be_long_goes_in_parts_and_what_is_short_in_one(
 ) -> None:
     monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
     data = np.random.default_rng(0).bytes(4500)
-    at().write_parts("large", 4500, [(0, memoryview(data)[:3000]), (3000, memoryview(data)[3000:])], durable=True)
+    write_parts(at(), "large", 4500, [(0, memoryview(data)[:3000]), (3000, memoryview(data)[3000:])], durable=True)
     assert server.actions().count("UploadPart") == 5 and server.store.objects["runs/large"].data == data
     server.reset()
     at().write("small", [memoryview(data)[:400], memoryview(data)[400:900]], durable=True)

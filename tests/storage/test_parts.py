@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.storage import Buffer, LocalStorage, MemoryStorage, Storage
-from shardtree.testing import WatchedStorage
+from shardtree.storage import Buffer, LocalStorage, MemoryStorage, Storage, make_folder, move, write_parts
+from shardtree.testing import watched
 from tests.storage.storages import STORAGES
 from tests.trees.samples import assert_caught
 
@@ -42,7 +42,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 def made(kind: str, folder: Path) -> Storage:
     storage = STORAGES[kind](folder)
-    storage.make_folder()
+    make_folder(storage)
     return storage
 
 
@@ -78,7 +78,7 @@ def become_the_file(
 @per_example
 @given(written_together())
 def test_parts_become_the_file(shared: Storage, case: tuple[bytes, list[list[tuple[int, int]]], bytes | None]) -> None:
-    become_the_file(shared, case, shared.write_parts)
+    become_the_file(shared, case, partial(write_parts, shared))
 
 
 def test_the_parts_law_catches_a_storage_that_truncates() -> None:
@@ -86,7 +86,7 @@ def test_the_parts_law_catches_a_storage_that_truncates() -> None:
 
     def truncating(name: str, length: int, parts: Parts, *, durable: bool) -> None:
         storage.remove(name)
-        storage.write_parts(name, length, parts, durable=durable)
+        write_parts(storage, name, length, parts, durable=durable)
 
     assert_caught(lambda write, case: become_the_file(storage, case, write), truncating, written_together())
 
@@ -96,7 +96,7 @@ def test_writers_at_the_same_time(shared: Storage) -> None:
     ranges = [(begin, begin + 1000) for begin in range(0, len(data), 1000)]
 
     def write(writer: int) -> None:
-        shared.write_parts("f", len(data), parts_of(data, ranges[writer::4]), durable=True)
+        write_parts(shared, "f", len(data), parts_of(data, ranges[writer::4]), durable=True)
 
     shared.write("f", [memoryview(b"x" * (len(data) + 77))], durable=False)
     threads = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
@@ -110,22 +110,22 @@ def test_writers_at_the_same_time(shared: Storage) -> None:
 def test_neighbours_in_thousands_and_a_large_part(shared: Storage) -> None:
     data = bytes(range(251)) * 20_000
     cuts = [*range(0, 9000, 3), 2_000_000, len(data)]
-    shared.write_parts("f", len(data), parts_of(data, pairwise(cuts)), durable=False)
+    write_parts(shared, "f", len(data), parts_of(data, pairwise(cuts)), durable=False)
     assert shared.read("f") == data
 
 
 def test_bytes_that_nobody_writes(shared: Storage) -> None:
-    shared.write_parts("new", 4, [(2, memoryview(b"x"))], durable=False)
+    write_parts(shared, "new", 4, [(2, memoryview(b"x"))], durable=False)
     assert shared.read("new") == b"\0\0x\0"
     shared.write("old", [memoryview(b"abcdef")], durable=False)
-    shared.write_parts("old", 4, [(2, memoryview(b"x"))], durable=False)
+    write_parts(shared, "old", 4, [(2, memoryview(b"x"))], durable=False)
     assert shared.read("old") == b"abxd"
 
 
 def test_a_reader_of_the_old_length_isnt_disturbed(shared: Storage) -> None:
     shared.write("f", [memoryview(b"abc")], durable=False)
     with shared.open("f") as reader:
-        shared.write_parts("f", 5, [(3, memoryview(b"de"))], durable=False)
+        write_parts(shared, "f", 5, [(3, memoryview(b"de"))], durable=False)
         room = memoryview(bytearray(3))
         reader.read_into(0, [room])
     assert bytes(room) == b"abc"
@@ -135,27 +135,27 @@ def test_a_reader_of_the_old_length_isnt_disturbed(shared: Storage) -> None:
 @pytest.mark.parametrize("byte", [-1, 2, 3, 10**20])
 def test_a_part_that_reaches_beyond_the_file_is_refused(storage: Storage, byte: int) -> None:
     with pytest.raises(StorageError, match=r"(?s)cannot write.*/?f'.*expected a part of bytes 0 to 3"):
-        storage.write_parts("f", 3, [(byte, memoryview(b"xy"))], durable=False)
+        write_parts(storage, "f", 3, [(byte, memoryview(b"xy"))], durable=False)
 
 
 @pytest.mark.parametrize("data", [b"", b"abc", b"abcdefgh"])
 def test_one_writer_of_the_whole_writes_everywhere(storage: Storage, data: bytes) -> None:
     ranges = list(pairwise(sorted({0, len(data) // 2, len(data)})))
-    storage.write_parts("f", len(data), parts_of(data, ranges), durable=True)
+    write_parts(storage, "f", len(data), parts_of(data, ranges), durable=True)
     assert storage.read("f") == data
 
 
 @pytest.mark.parametrize("ranges", [[], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)], [(2, 3), (0, 2)]])
 def test_a_store_without_places_says_what_to_do(remote: Storage, ranges: list[tuple[int, int]]) -> None:
     with pytest.raises(StorageError, match=r"(?s)f' in parts.*found byte.*Save from one process, in another format"):
-        remote.write_parts("f", 3, parts_of(b"abc", ranges), durable=False)
+        write_parts(remote, "f", 3, parts_of(b"abc", ranges), durable=False)
     assert remote.length("f") is None
 
 
 def test_a_name_that_climbs_out_is_refused(storage: Storage) -> None:
     storage.write("f", [memoryview(b"x")], durable=False)
     calls = (
-        partial(storage.write_parts, "../f", 1, [(0, memoryview(b"x"))], durable=False),
+        partial(write_parts, storage, "../f", 1, [(0, memoryview(b"x"))], durable=False),
         partial(storage.move, "../f", "g"),
         partial(storage.move, "f", "../g"),
     )
@@ -170,18 +170,18 @@ def test_an_error_between_parts_comes_through_as_it_is(storage: Storage) -> None
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        storage.write_parts("f", 6, broken(), durable=False)
+        write_parts(storage, "f", 6, broken(), durable=False)
 
 
 def test_a_moved_file_has_its_new_name_only(storage: Storage) -> None:
-    storage.make_folder("a")
+    make_folder(storage, "a")
     storage.write("a/f", [memoryview(b"new")], durable=False)
     storage.write("g", [memoryview(b"the old one")], durable=False)
-    storage.move("a/f", "g")
+    move(storage, "a/f", "g")
     assert storage.read("g") == b"new"
     assert storage.length("a/f") is None
     with pytest.raises(StorageError, match="a/f"):
-        storage.move("a/f", "h")
+        move(storage, "a/f", "h")
 
 
 def test_a_watched_write_that_breaks_off_leaves_half() -> None:
@@ -190,10 +190,10 @@ def test_a_watched_write_that_breaks_off_leaves_half() -> None:
 
     inner = MemoryStorage()
     with pytest.raises(KeyError, match="write_parts"):
-        WatchedStorage(inner, before=refuse).write_parts("f", 4, parts_of(b"abcd", [(0, 2), (2, 4)]), durable=False)
+        write_parts(watched(inner, before=refuse), "f", 4, parts_of(b"abcd", [(0, 2), (2, 4)]), durable=False)
     assert inner.read("f") == b"ab\0\0"
     with pytest.raises(KeyError, match="move"):
-        WatchedStorage(inner, before=refuse).move("f", "g")
+        move(watched(inner, before=refuse), "f", "g")
 
 
 def test_a_full_disk_is_a_storage_error() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardtree.plans import Runs, runs_plan
-from shardtree.storage import Buffer, ReadReport, StoredFile, _ranged_fetch, _requests, fetch
+from shardtree.storage import Buffer, Capabilities, ReadReport, StoredFile, _ranged_fetch, _requests, fetch
 
 COUNT, NBYTES = 40, 4096
 
@@ -18,7 +18,7 @@ class Store:
     """Answers when so many requests are in flight together, or none is to come any more."""
 
     def __init__(self, latency: float | None, together: int) -> None:
-        self.latency, self.most = latency, 0
+        self.capabilities, self.most = Capabilities(read_range=self.read_range, latency=latency), 0
         self._together, self._now, self._changed = together, 0, threading.Condition()
 
     def where(self, name: str = "") -> str:

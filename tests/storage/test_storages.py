@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, storage_at
+from shardtree.storage import (
+    LocalStorage,
+    MemoryStorage,
+    Storage,
+    is_folder,
+    make_folder,
+    remove_folder,
+    storage_at,
+    sync_folder,
+)
 from shardtree.world import World
 from tests.storage.storages import STORAGES
 from tests.trees.samples import assert_caught
@@ -31,7 +40,7 @@ per_example = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 @pytest.fixture(params=STORAGES)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     made = STORAGES[request.param](tmp_path)
-    made.make_folder()
+    make_folder(made)
     return made
 
 
@@ -118,7 +127,7 @@ def test_reading_past_the_end_says_where_the_file_ends(storage: Storage) -> None
 
 @pytest.mark.parametrize("name", ["f", "folder/f", "no/such/folder/f"])
 def test_a_missing_file_is_an_error_that_names_it(storage: Storage, name: str) -> None:
-    storage.make_folder("folder")
+    make_folder(storage, "folder")
     for reads in (partial(storage.read, name), partial(read_ranges, storage, name, 0, [1])):
         with pytest.raises(StorageError, match=f"{name}'"):
             reads()
@@ -137,7 +146,7 @@ def test_a_name_that_climbs_out_is_refused_everywhere(storage: Storage, name: st
         partial(read_ranges, storage, name, 0, [1]),
         partial(storage.length, name),
         partial(storage.names, name),
-        partial(storage.make_folder, name),
+        partial(make_folder, storage, name),
         partial(storage.remove, name),
     ]
     for call in calls:
@@ -147,7 +156,7 @@ def test_a_name_that_climbs_out_is_refused_everywhere(storage: Storage, name: st
 
 def test_names_are_sorted_and_one_level_deep(storage: Storage) -> None:
     for folder in ("b", "a/deep"):
-        storage.make_folder(folder)
+        make_folder(storage, folder)
     for name in ("z", "b/2", "b/1", "a/deep/x"):
         storage.write(name, views([b"."]), durable=False)
     assert storage.names() == ("a", "b", "z")
@@ -157,25 +166,25 @@ def test_names_are_sorted_and_one_level_deep(storage: Storage) -> None:
 
 
 def test_folders_come_and_go(storage: Storage) -> None:
-    assert not storage.is_folder("a")
-    storage.make_folder("a/b")
-    storage.make_folder("a/b")
-    assert storage.is_folder("a")
-    assert storage.is_folder("a/b")
+    assert not is_folder(storage, "a")
+    make_folder(storage, "a/b")
+    make_folder(storage, "a/b")
+    assert is_folder(storage, "a")
+    assert is_folder(storage, "a/b")
     assert storage.names("a/b") == ()
     storage.write("a/b/f", views([b"x"]), durable=True)
-    storage.sync_folder("a/b")
-    storage.remove_folder("a/b")
+    sync_folder(storage, "a/b")
+    remove_folder(storage, "a/b")
     assert storage.read("a/b/f") == b"x"
-    assert not storage.is_folder("a/b/f")
+    assert not is_folder(storage, "a/b/f")
     storage.remove("a/b/f")
-    storage.remove_folder("a/b")
-    assert not storage.is_folder("a/b")
-    storage.remove_folder("never made")
+    remove_folder(storage, "a/b")
+    assert not is_folder(storage, "a/b")
+    remove_folder(storage, "never made")
 
 
 def test_the_clock_goes_on(storage: Storage) -> None:
-    storage.make_folder("a")
+    make_folder(storage, "a")
     made = storage.changed("a")
     assert made is not None
     storage.write("a/f", views([b"1"]), durable=False)
@@ -280,7 +289,7 @@ def test_an_unknown_protocol_is_named() -> None:
 
 def test_a_folder_stands_in_the_way_of_a_file(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path))
-    storage.make_folder("a")
+    make_folder(storage, "a")
     for write in (partial(storage.write, "a", views([b"x"])), partial(storage.replace, "a", b"x")):
         with pytest.raises(StorageError, match="cannot"):
             write(durable=False)
@@ -303,7 +312,7 @@ def test_a_folder_that_is_made_is_in_its_parent_on_the_medium(tmp_path: Path, mo
     storage.make_folder("part")
     parents = [tmp_path, tmp_path / "runs", tmp_path / "runs" / "step_1"]
     assert sorted(synced) == sorted(parent.stat().st_ino for parent in parents)
-    storage.make_folder("part")
+    make_folder(storage, "part")
     assert len(synced) == 3, "nothing was made, so nothing is waited for"
 
 

@@ -6,7 +6,6 @@ import json
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from itertools import count
 from threading import Barrier
 
@@ -33,7 +32,7 @@ from shardtree.errors import (
     UnsupportedValue,
 )
 from shardtree.layouts import TensorKind
-from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.storage import LocalStorage, MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
 from shardtree.strategies.huggingface._contents import read_headers
 from shardtree.strategies.huggingface._layout import model_files, shard_pieces
@@ -41,7 +40,6 @@ from shardtree.strategies.huggingface._listing import Listing
 from shardtree.testing import (
     GlobalState,
     Layout,
-    WatchedStorage,
     check_roundtrip,
     cut,
     even_layout,
@@ -49,6 +47,7 @@ from shardtree.testing import (
     layouts,
     random_bits,
     shapes,
+    watched,
 )
 from tests.options import save_keywords
 from tests.storage.storages import STORAGES
@@ -378,7 +377,7 @@ def two_ranks_save(storage, common=None):
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_anywhere_it_is_a_model_or_none(common, after):
     calls = []
-    two_ranks_save(WatchedStorage(MemoryStorage(), after=calls.append), common)
+    two_ranks_save(watched(MemoryStorage(), after=calls.append), common)
     found = set()
     for number in range(len(calls)):
         inner, numbers = MemoryStorage(), count()
@@ -388,7 +387,7 @@ def test_killed_anywhere_it_is_a_model_or_none(common, after):
                 raise SystemError(call)
 
         with pytest.raises((SystemError, CheckpointingException)):
-            two_ranks_save(WatchedStorage(inner, **{"after" if after else "before": die}), common)
+            two_ranks_save(watched(inner, **{"after" if after else "before": die}), common)
         found.add(is_complete(inner, common))
     assert found == {False, True}
 
@@ -714,20 +713,15 @@ def test_the_table_has_all_that_a_format_needs():
     assert can == set(StrategyAction) - missing
 
 
-@dataclass(frozen=True, eq=False)
-class RemoteModel(MemoryStorage):
-    """A storage where reads are requests, none of which is answered before all have come."""
+def test_headers_of_a_remote_model_are_in_flight_together():
+    inner, all_there = MemoryStorage(), Barrier(5)
 
-    all_there: Barrier = field(default_factory=lambda: Barrier(5))
-
-    def read_range(self, name, begin, end):
-        self.all_there.wait(timeout=20)
-        data = self.read(name)
+    def read_range(name, begin, end):
+        all_there.wait(timeout=20)  # none is answered before all have come
+        data = inner.read(name)
         return memoryview(data)[begin:end], len(data)
 
-
-def test_headers_of_a_remote_model_are_in_flight_together():
-    storage = RemoteModel()
+    storage = wrapped(inner, read_range=read_range)
     names = [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
     for name in names:
         storage.write(name, [memoryview(safetensors.torch.save({name: torch.zeros(2, 3)}))], durable=False)

@@ -10,10 +10,10 @@ import torch
 
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, StorageError
-from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.storage import LocalStorage, MemoryStorage, wrapped
 from shardtree.strategies import remove_save
 from shardtree.strategies._save_folders import remove_orphaned
-from shardtree.testing import WatchedStorage
+from shardtree.testing import watched
 
 DEAD = "save-20200101T000000-0123456789abcdef"
 
@@ -75,7 +75,7 @@ def test_the_old_save_is_removed_when_the_new_one_counts(tmp_path, ranks):
 def test_at_every_step_of_an_overwrite_the_old_or_the_new_can_be_loaded():
     inner, seen = MemoryStorage(), []
     st.save(tree(1), inner)
-    st.save(tree(2), WatchedStorage(inner, before=lambda _: seen.append(value_in(inner))), overwrite=True)
+    st.save(tree(2), watched(inner, before=lambda _: seen.append(value_in(inner))), overwrite=True)
     assert seen == sorted(seen) and set(seen) == {1, 2}
 
 
@@ -84,7 +84,7 @@ def test_the_check_of_every_step_sees_a_save_that_removes_first():
     st.save(tree(1), inner)
     inner.remove("metadata.json")
     with pytest.raises(st.CheckpointingException):
-        st.save(tree(2), WatchedStorage(inner, before=lambda _: value_in(inner)), overwrite=True)
+        st.save(tree(2), watched(inner, before=lambda _: value_in(inner)), overwrite=True)
 
 
 def test_files_that_no_save_wrote_are_never_removed(tmp_path):
@@ -193,13 +193,11 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
 def test_a_file_that_rank_zero_does_not_see_is_noticed():
     shared = MemoryStorage()
 
-    class Apart(WatchedStorage):
-        def write(self, name, buffers, *, durable):
-            return MemoryStorage().write(name, buffers, durable=durable)
+    apart = wrapped(shared, write=MemoryStorage().write)
 
     def save_apart(world):
         with pytest.raises(StorageError, match="doesn't see"):
-            st.save(tree(1, world.rank, 2), Apart(shared) if world.rank == 1 else shared, world=world)
+            st.save(tree(1, world.rank, 2), apart if world.rank == 1 else shared, world=world)
         return True
 
     assert st.simulate(2, save_apart) == [True, True]

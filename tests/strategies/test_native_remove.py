@@ -10,7 +10,7 @@ import torch
 import shardtree as st
 from shardtree.errors import CheckpointReplaced, KeyMismatch
 from shardtree.storage import MemoryStorage
-from shardtree.testing import WatchedStorage
+from shardtree.testing import watched
 
 KEYS = ("model.w", "model.v", "optimizer.w", "optimizer.v")
 
@@ -109,7 +109,7 @@ def check_kill(remove, step):
     """Raise unless a removal that dies before a step leaves what loads, and the next removal ends well."""
     folder, calls = saved(), []
     with suppress(Killed):
-        remove(WatchedStorage(folder, before=kill_before(step, calls)), "optimizer.")
+        remove(watched(folder, before=kill_before(step, calls)), "optimizer.")
     assert assert_loads(folder) in (set(KEYS), {"model.w", "model.v"})
     st.remove_sharded_tensors(folder, "optimizer.")
     assert assert_loads(folder) == {"model.w", "model.v"}

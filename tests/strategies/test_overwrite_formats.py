@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +23,9 @@ from shardtree.errors import (
     StorageError,
     StrategyError,
 )
-from shardtree.storage import LocalStorage, MemoryStorage, claim, owner_note
+from shardtree.storage import LocalStorage, MemoryStorage, claim, owner_note, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
-from shardtree.testing import Call, WatchedStorage
+from shardtree.testing import Call, watched
 from tests.faults.sampling import SEED, first
 from tests.options import save_keywords
 from tests.quick_python.command import quick_python
@@ -104,15 +106,15 @@ class Killed(Exception):
     """What a storage raises from the call on at which its process is dead."""
 
 
-def dying(storage: MemoryStorage, number: int) -> WatchedStorage:
+def dying(storage: MemoryStorage, number: int) -> Any:
     def strike(call: Call) -> None:
         if call.number >= number:
             raise Killed(f"at {call}")
 
-    return WatchedStorage(storage, before=strike)
+    return watched(storage, before=strike)
 
 
-def check_kill_law(old: str, new: str, ranks: int, *, step: int = 1, storage_of: Any = WatchedStorage) -> int:
+def check_kill_law(old: str, new: str, ranks: int, *, step: int = 1, storage_of: Any = watched) -> int:
     """Raise unless a save that dies at any call leaves old or new, and the next one leaves nothing but its own files.
 
     Files that aren't a checkpoint's are there all the time. Returns how many calls there are.
@@ -122,7 +124,7 @@ def check_kill_law(old: str, new: str, ranks: int, *, step: int = 1, storage_of:
     for name in ("config.json", "deep/down/notes.txt"):
         begin.write(name, notes, durable=True)
     calls: list[Call] = []
-    save(WatchedStorage(storage_of(snapshot(begin)), before=calls.append), NEW, new, ranks, overwrite=True)
+    save(watched(storage_of(snapshot(begin)), before=calls.append), NEW, new, ranks, overwrite=True)
     for number in range(first(step), len(calls) + 1, step):
         storage = snapshot(begin)
         done = False
@@ -155,43 +157,43 @@ def test_for_every_pair_of_formats_old_or_new_is_left(old: str, new: str, ranks:
     check_kill_law(old, new, ranks)
 
 
-class ExchangedFirst(WatchedStorage):
+def beside(storage: MemoryStorage, change: Callable[[Any], dict[str, Any]]) -> Any:
+    """Return a storage whose sibling does some things in another way."""
+
+    def sibling(name: str) -> Any:
+        inner = storage.sibling(name)
+        methods = {each: getattr(inner, each) for each in dir(inner) if not each.startswith("_")}
+        return SimpleNamespace(**{**methods, **change(inner)})
+
+    return wrapped(storage, sibling=sibling)
+
+
+def exchanged_first(storage: MemoryStorage) -> Any:
     """The planted fault: the folder takes the other one's place before anything is in it."""
 
-    def sibling(self, name: str) -> Any:
-        watched = super().sibling(name)
+    def hasty(inner: Any) -> dict[str, Any]:
+        def make(note: bytes, *, durable: bool) -> None:
+            inner.make(note, durable=durable)
+            inner.exchange(durable=durable)
 
-        class Hasty(type(watched)):  # type: ignore[misc]
-            def make(self, note: bytes, *, durable: bool) -> None:
-                super().make(note, durable=durable)
-                self.inner.exchange(durable=durable)
+        return {"make": make}
 
-        return Hasty(self, watched.inner, name)
+    return beside(storage, hasty)
 
 
-class RemovedWhole(WatchedStorage):
+def removed_whole(storage: MemoryStorage) -> Any:
     """The planted fault: what isn't the checkpoint's isn't taken along."""
-
-    def sibling(self, name: str) -> Any:
-        watched = super().sibling(name)
-
-        class Careless(type(watched)):  # type: ignore[misc]
-            def share(self, names: Any, *, durable: bool) -> tuple[str, ...]:
-                return ()
-
-        return Careless(self, watched.inner, name)
+    return beside(storage, lambda _: {"share": lambda names, *, durable: ()})
 
 
-class NeverRemoved(WatchedStorage):
+def never_removed(storage: MemoryStorage) -> Any:
     """The planted fault: what a save left beside stays there."""
-
-    def siblings(self) -> tuple[str, ...]:
-        return ()
+    return wrapped(storage, siblings=lambda: ())
 
 
 @pytest.mark.parametrize(
     ("fault", "found"),
-    [(ExchangedFirst, "not a checkpoint|None after"), (RemovedWhole, "lost|notes"), (NeverRemoved, "left over")],
+    [(exchanged_first, "not a checkpoint|None after"), (removed_whole, "lost|notes"), (never_removed, "left over")],
 )
 def test_the_law_catches(fault: Any, found: str) -> None:
     with pytest.raises((AssertionError, st.CheckpointingException), match=found):
@@ -431,14 +433,14 @@ DIES = """
 import os, signal, sys, torch
 import shardtree as st
 from shardtree.storage import LocalStorage
-from shardtree.testing import WatchedStorage
+from shardtree.testing import watched
 
 def strike(call):
     if call.method == sys.argv[3]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
-storage = WatchedStorage(LocalStorage(sys.argv[1]), before=strike)
+storage = watched(LocalStorage(sys.argv[1]), before=strike)
 st.save({"w": shard}, storage, (sys.argv[2], 1), overwrite=True)
 """
 

@@ -19,16 +19,16 @@ from hypothesis import strategies as hs
 
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError, UnsupportedValue
-from shardtree.storage import LocalStorage, MemoryStorage, Storage
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import (
     Call,
     GlobalState,
-    WatchedStorage,
     check_roundtrip,
     even_layout,
     global_states,
     state_layouts,
+    watched,
 )
 from shardtree.world import World
 from tests.laws.test_kill_law import RANKS, check_kill_law, tree, value_in
@@ -345,13 +345,12 @@ def test_the_law_catches_an_index_that_comes_first() -> None:
     """The planted fault: what makes the folder a checkpoint is there before the data."""
     done = saved(lambda world: tree(world, 2.0), backend=DCP)
 
-    class IndexFirst(WatchedStorage):
-        def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-            self.inner.replace(".metadata", done.read(".metadata"), durable=True)
-            super().make_folder(name, durable=durable)
+    def save(storage: Any) -> None:
+        def folder_made(name: str = "", *, durable: bool = True) -> None:
+            storage.inner.replace(".metadata", done.read(".metadata"), durable=True)
+            make_folder(storage, name, durable=durable)
 
-    def save(storage: WatchedStorage) -> None:
-        st.save(tree(st.world.one_process(), 2.0), IndexFirst(storage.inner, storage.before), DCP)
+        st.save(tree(st.world.one_process(), 2.0), wrapped(storage, make_folder=folder_made), DCP)
 
     with pytest.raises((AssertionError, st.CheckpointingException)):
         check_kill_law(MemoryStorage(), 1, save, for_good=True)
@@ -365,7 +364,7 @@ def test_a_failed_save_removes_its_files_and_can_be_tried_again(backend: Any) ->
         if full and call.method == "write":
             raise StorageError("no space left")
 
-    storage = WatchedStorage(MemoryStorage(), before=refuse)
+    storage = watched(MemoryStorage(), before=refuse)
     request = st.save(tree(st.world.one_process(), 2.0), storage, backend, async_sharded_save=True)
     with pytest.raises(StorageError, match="no space left"):
         request.execute_sync()
@@ -391,7 +390,7 @@ def test_a_failed_save_leaves_what_others_wrote(backend: Any) -> None:
     for name, data in theirs.items():
         storage.write(name, [memoryview(data)], durable=False)
     with pytest.raises(StorageError, match="no space left"):
-        st.save(tree(st.world.one_process(), 2.0), WatchedStorage(storage, before=refuse), backend)
+        st.save(tree(st.world.one_process(), 2.0), watched(storage, before=refuse), backend)
     assert {name: storage.read(name) for name in storage.names()} == theirs
 
 
@@ -406,11 +405,8 @@ def test_a_checkpoint_that_is_there_is_not_touched(backend: Any) -> None:
 
 
 def test_a_file_that_rank_0_does_not_see_is_found() -> None:
-    class Blind(WatchedStorage):
-        def length(self, name: str) -> int | None:
-            return None if name == "__1_0.distcp" else super().length(name)
-
-    storage = Blind(MemoryStorage())
+    inner = MemoryStorage()
+    storage = wrapped(inner, length=lambda name: None if name == "__1_0.distcp" else inner.length(name))
     with pytest.raises(st.CheckpointingException, match=r"rank 0 doesn't see .*__1_0\.distcp.* as rank 1 wrote it"):
         st.simulate(2, lambda world: st.save(rows(world), storage, TORCH_DIST, world=world))
 
@@ -429,20 +425,21 @@ def test_a_tensor_that_changes_its_shape_while_it_waits_is_found() -> None:
 def test_files_and_folder_are_on_the_medium_before_the_commit() -> None:
     calls: list[str] = []
 
-    class Log(WatchedStorage):
-        def write(self, name: str, buffers: Any, *, durable: bool) -> int:
-            calls.append(f"write {name} {durable}")
-            return super().write(name, buffers, durable=durable)
+    inner = MemoryStorage()
 
-        def sync_folder(self, name: str = "") -> None:
-            calls.append(f"sync {name or 'folder'}")
-            super().sync_folder(name)
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        calls.append(f"write {name} {durable}")
+        return inner.write(name, buffers, durable=durable)
 
-        def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-            calls.append(f"replace {name} {durable}")
-            super().replace(name, data, durable=durable)
+    def sync_folder(name: str) -> None:
+        calls.append(f"sync {name or 'folder'}")
 
-    st.save(rows(st.world.one_process()), Log(MemoryStorage()), TORCH_DIST)
+    def replace(name: str, data: bytes, *, durable: bool) -> None:
+        calls.append(f"replace {name} {durable}")
+        inner.replace(name, data, durable=durable)
+
+    log = wrapped(inner, write=write, sync_folder=sync_folder, replace=replace)
+    st.save(rows(st.world.one_process()), log, TORCH_DIST)
     last = calls.index("replace .metadata True")
     assert calls[last:] == ["replace .metadata True", "replace metadata.json True"]
     assert "sync folder" in calls[:last] and "write __0_0.distcp True" in calls[: calls.index("sync folder")]

@@ -341,7 +341,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
     calls: list[Any] = []
-    save_on_two(st.testing.WatchedStorage(MemoryStorage(), before=calls.append))
+    save_on_two(st.testing.watched(MemoryStorage(), before=calls.append))
     expected = read_all(saved(STATE, LAYOUT))
     for number in range(0, len(calls), 3):
         storage, seen = MemoryStorage(), 0
@@ -351,7 +351,7 @@ def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
                 raise Killed(call)
 
         try:
-            save_on_two(st.testing.WatchedStorage(storage, before=fail))
+            save_on_two(st.testing.watched(storage, before=fail))
         except (Killed, CheckpointingException):
             seen += 1
         if not st.is_checkpoint(storage):
@@ -637,7 +637,7 @@ def test_what_begins_with_a_prefix_goes_and_the_rest_stays() -> None:
 
 def test_a_removal_that_dies_leaves_what_loads() -> None:
     calls: list[Any] = []
-    st.remove_sharded_tensors(st.testing.WatchedStorage(copied(SAVED), before=calls.append), "w")
+    st.remove_sharded_tensors(st.testing.watched(copied(SAVED), before=calls.append), "w")
     for number in range(len(calls)):
         storage = copied(SAVED)
 
@@ -646,7 +646,7 @@ def test_a_removal_that_dies_leaves_what_loads() -> None:
                 raise Killed(call)
 
         with pytest.raises(Killed):
-            st.remove_sharded_tensors(st.testing.WatchedStorage(storage, before=fail), "w")
+            st.remove_sharded_tensors(st.testing.watched(storage, before=fail), "w")
         found = st.load_plain_tensors(storage, options=st.LoadOptions(verify="all"))
         assert set(found) in ({"layers", "w"}, {"layers"})
         assert all(torch.equal(found[key], STATE.tensors[key]) for key in found)

@@ -17,7 +17,7 @@ from ...errors import ShapeError, error_text
 from ...lazy import Fetch, LazyTensor, stored
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
-from ...storage import HostMemory, Ranged
+from ...storage import HostMemory, can
 from ...strategies import StrategyAction, traits_of, unreplaced
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
@@ -235,7 +235,7 @@ _REMOTE_GROUP_BYTES = 32 * _GROUP_BYTES
 
 def is_remote(reader: BoxReader) -> bool:
     """Return whether each read is a request."""
-    return isinstance(reader.opened.checkpoint.storage, Ranged)
+    return can(reader.opened.checkpoint.storage).read_range is not None
 
 
 def group_bytes(reader: BoxReader) -> int:

@@ -14,7 +14,7 @@ from ..._shielded import shielded
 from ...errors import AlreadyACheckpoint, IntegrityError, StorageError, WorldError, error_text, plural, shorten
 from ...mapping import ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, in_larger_requests, listed, storage_at, takes_files_whole, takes_late_requests
+from ...storage import Directory, can, in_larger_requests, listed, storage_at
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,
@@ -189,7 +189,8 @@ def convert(
             layout=layout,
             most_bytes=max_bytes_in_flight,
             # Of one batch: no other may add to a file there. It streams, whatever its size.
-            cuts=not (takes_files_whole(target.storage) and traits_of(*target.backends[0], strategies).shares_files),
+            cuts=can(target.storage).write_parts is not None
+            or not traits_of(*target.backends[0], strategies).shares_files,
         )
         pickles = target.options.allow_pickle
         digest = conversion_digest(checkpoint, target.backends, plan.batches, nonce=nonces[0], allow_pickle=pickles)
@@ -253,7 +254,7 @@ def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
     if save_id is not None:
         # A call that was killed right after its commit left its note there, and what it had moved from its folder.
         disown(target.storage, save_id)
-        if takes_late_requests(target.storage):
+        if can(target.storage).late_requests:
             remove_unless_committed(target.storage, save_id)
     forget(journal)
 
@@ -324,7 +325,7 @@ def _begun(
     # What the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, tensors)
     rehearse_common(target, common)
-    if not takes_late_requests(storage):  # else after the commit, which turns away what they may have sent
+    if not can(storage).late_requests:  # else after the commit, which turns away what they may have sent
         remove_others(journal)
     if start is not None:
         _begin(target, journal, start)

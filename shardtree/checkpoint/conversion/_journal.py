@@ -10,8 +10,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -20,16 +20,15 @@ from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
 from ...storage import (
     Buffer,
-    Conditional,
-    Entry,
-    Listing,
-    ObjectStorage,
-    Reader,
+    Function,
     SizedBuffers,
     Storage,
     abort_open_uploads,
+    around,
+    make_folder,
     read_ahead,
     remove_files,
+    remove_folder,
 )
 from ...strategies import Strategies, table_of
 from ...trees import HOLE, Record
@@ -82,7 +81,7 @@ def begun_save(journal: Journal) -> str | None:
 
 def begin_journal(journal: Journal, save_id: str, *, durable: bool) -> None:
     """Make the journal of a conversion, with the name of its save."""
-    journal.storage.make_folder(journal.folder)
+    make_folder(journal.storage, journal.folder)
     journal.storage.replace(f"{journal.folder}/{_BEGUN}", canonical_json({"save_id": save_id}), durable=durable)
 
 
@@ -219,7 +218,7 @@ def _remove_files(journal: Journal, keep: AbstractSet[str]) -> None:
         *above, _ = name.split("/")
         folders |= {"/".join(above[:depth]) for depth in range(1, len(above) + 1)}
     for folder in sorted(folders, key=len, reverse=True):
-        storage.remove_folder(folder)
+        remove_folder(storage, folder)
 
 
 def _remove(storage: Storage, folder: str) -> None:
@@ -228,7 +227,7 @@ def _remove(storage: Storage, folder: str) -> None:
     begun = f"{folder}/{_BEGUN}"
     remove_files(storage, [name for name in names if name != begun])
     remove_files(storage, [name for name in names if name == begun])
-    storage.remove_folder(folder)
+    remove_folder(storage, folder)
 
 
 def _read_json(storage: Storage, name: str) -> Any:
@@ -245,132 +244,87 @@ def _nothing(_: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordingStorage:
-    """A wrapper around a storage that records the files written through it, so that they can be checked or removed.
+class _Recorder:
+    """What a storage's calls do beside, so that the files written through it are known.
 
     Attributes:
-        inner: where the files are.
+        storage: where the files are.
         announce: called with a file's name before it is written for the first time.
         lengths: name → length in bytes of each file that was written.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> storage = RecordingStorage(MemoryStorage())
-        >>> storage.write("a.bin", [memoryview(b"abc")], durable=True), storage.lengths
-        (3, {'a.bin': 3})
     """
 
-    inner: Storage
-    announce: Callable[[str], None] = _nothing
-    lengths: dict[str, int] = field(default_factory=dict)
+    storage: Storage
+    announce: Callable[[str], None]
+    lengths: dict[str, int]
 
-    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        """Write a new file and record its length."""
-        self._announce(name)
-        self.lengths[name] = self.inner.write(name, _ahead(buffers), durable=durable)
+    def write(self, call: Function, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        self._announced(name)
+        self.lengths[name] = call(name, _ahead(buffers), durable=durable)
         return self.lengths[name]
 
-    def write_parts(self, name: str, length: int, parts: Iterable[tuple[int, Buffer]], *, durable: bool) -> None:
-        """Write parts of a file and record its length."""
-        self._announce(name)
-        self.inner.write_parts(name, length, parts, durable=durable)
+    def write_parts(self, call: Function, name: str, length: int, parts: Any, *, durable: bool) -> None:
+        self._announced(name)
+        call(name, length, parts, durable=durable)
         self.lengths[name] = length
 
-    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Give a file new content and record its length."""
-        self._announce(name)
-        self.inner.replace(name, data, durable=durable)
+    def replace(self, call: Function, name: str, data: bytes, *, durable: bool) -> None:
+        self._announced(name)
+        call(name, data, durable=durable)
         self.lengths[name] = len(data)
 
-    def move(self, old: str, new: str) -> None:
-        """Give a file another name, and record that."""
-        self._announce(new)
-        self.inner.move(old, new)
+    def replace_if(self, call: Function, name: str, before: bytes | None, data: bytes) -> bool:
+        self._announced(name)
+        is_done: bool = call(name, before, data)
+        self.lengths[name] = len(data)
+        return is_done
+
+    def move(self, call: Function, old: str, new: str) -> None:
+        self._announced(new)
+        call(old, new)
         known = self.lengths.pop(old, None)
-        found = self.inner.length(new) if known is None else known
+        found = self.storage.length(new) if known is None else known
         if found is not None:
             self.lengths[new] = found
 
-    def remove(self, name: str) -> None:
-        """Remove a file, and record that."""
-        self.inner.remove(name)
+    def remove(self, call: Function, name: str) -> None:
+        call(name)
         self.lengths.pop(name, None)
 
-    def open(self, name: str) -> AbstractContextManager[Reader]:
-        """Open a file for reading."""
-        return self.inner.open(name)
+    def remove_all(self, call: Function, names: Sequence[str]) -> None:
+        call(names)
+        for name in names:
+            self.lengths.pop(name, None)
 
-    def read(self, name: str) -> bytes:
-        """Return a file's bytes."""
-        return self.inner.read(name)
-
-    def length(self, name: str) -> int | None:
-        """Return a file's length in bytes."""
-        return self.inner.length(name)
-
-    def names(self, folder: str = "") -> tuple[str, ...]:
-        """Return what is directly inside a folder."""
-        return self.inner.names(folder)
-
-    def make_folder(self, name: str = "", *, durable: bool = True) -> None:
-        """Make a folder."""
-        self.inner.make_folder(name, durable=durable)
-
-    def is_folder(self, name: str = "") -> bool:
-        """Return whether there is a folder of that name."""
-        return self.inner.is_folder(name)
-
-    def sync_folder(self, name: str = "") -> None:
-        """Wait until a folder is on the medium."""
-        self.inner.sync_folder(name)
-
-    def remove_folder(self, name: str) -> None:
-        """Remove an empty folder."""
-        self.inner.remove_folder(name)
-
-    def changed(self, name: str) -> float | None:
-        """Return when a file or folder was changed last."""
-        return self.inner.changed(name)
-
-    def where(self, name: str = "") -> str:
-        """Return a name as it is shown in messages."""
-        return self.inner.where(name)
-
-    def _announce(self, name: str) -> None:
+    def _announced(self, name: str) -> None:
         if name not in self.lengths:
             self.announce(name)
 
 
-class RecordingObjects(RecordingStorage):
-    """The same around an object store: its commit is conditional, and what it lists is known by one request."""
+def recording(storage: Storage, announce: Callable[[str], None] = _nothing) -> tuple[Storage, dict[str, int]]:
+    """Return a storage that records the files written through it, so that they can be checked or removed.
 
-    __slots__ = ()
-    inner: ObjectStorage
+    Args:
+        storage: where the files are.
+        announce: called with a file's name before it is written for the first time.
 
-    def replace_if(self, name: str, before: bytes | None, data: bytes) -> bool:
-        """Give a file new content if it has its old content, and record its length."""
-        self._announce(name)
-        is_done = self.inner.replace_if(name, before, data)
-        self.lengths[name] = len(data)
-        return is_done
+    Returns:
+        The storage, and the length in bytes of each file that was written, by its name; filled as they are.
 
-    def mark(self, name: str, data: bytes) -> bool:
-        """Create a file that isn't part of what is written, and return whether the store honours conditions."""
-        return self.inner.mark(name, data)
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> noted, lengths = recording(MemoryStorage())
+        >>> noted.write("a.bin", [memoryview(b"abc")], durable=True), lengths
+        (3, {'a.bin': 3})
+    """
+    recorder = _Recorder(storage, announce, {})
 
-    def content(self, name: str, most: int | None = None) -> bytes | None:
-        """Return a file's bytes by one request, None if there is no such file."""
-        return self.inner.content(name, most)
+    def recorded(name: str, call: Function) -> Function | None:
+        if name in ("sibling", "siblings"):
+            return None  # a conversion replaces nothing, and what other saves have left beside it isn't its own
+        return partial(getattr(recorder, name), call) if hasattr(recorder, name) else call
 
-    def entries(self, folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
-        """Return all files in a folder by their names in it."""
-        return self.inner.entries(folder, deep=deep)
-
-    def remove_all(self, names: Sequence[str]) -> None:
-        """Remove files, and record that."""
-        self.inner.remove_all(names)
-        for name in names:
-            self.lengths.pop(name, None)
+    noted: Storage = around(storage, recorded)
+    return noted, recorder.lengths
 
 
 _AHEAD_BYTES = 4 * 1024 * 1024
@@ -382,9 +336,3 @@ def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         return buffers
     made = read_ahead(buffers, _AHEAD_BYTES)
     return SizedBuffers(buffers.nbytes, made) if isinstance(buffers, SizedBuffers) else made
-
-
-def recording(storage: Storage, announce: Callable[[str], None]) -> RecordingStorage:
-    """Return a wrapper that records the files written through it, and can do what the storage can."""
-    kind = RecordingObjects if isinstance(storage, Conditional) and isinstance(storage, Listing) else RecordingStorage
-    return kind(storage, announce)

@@ -20,14 +20,14 @@ from ...errors import (
 )
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import MemoryStorage, Storage, takes_late_requests
+from ...storage import MemoryStorage, Storage, can
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
 from ...world import World, gather, on_rank_zero
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
 from ..saving._start import Held
-from ._journal import Journal, RecordingStorage, announcer, recall, record, recorded, recording, remove_others
+from ._journal import Journal, announcer, recall, record, recorded, recording, remove_others
 from ._plan import Batch, Plan
 from ._source import StoredObject, expect_tensors
 
@@ -176,19 +176,19 @@ def write_batches(
     return len(done)
 
 
-_Prepared = tuple[AsyncRequest[Any], RecordingStorage]
+_Prepared = tuple[AsyncRequest[Any], dict[str, int]]
 
 
 def _written(
     plan: Plan, journal: Journal, numbers: Sequence[int], prepared: Iterable[_Prepared], *, durable: bool
 ) -> Iterator[tuple[int, Any]]:
     """Write batches, each when its turn comes, and yield their numbers and results."""
-    for number, (request, noted) in zip(numbers, prepared, strict=True):
+    for number, (request, lengths) in zip(numbers, prepared, strict=True):
         # Small reads of the batch are planned together, before the request makes them one by one.
         expect_tensors(plan.reader, plan.batches[number].tensors)
         with _own_error():
             result = request.async_fn()
-        record(journal, number, result, noted.lengths, durable=durable)
+        record(journal, number, result, lengths, durable=durable)
         yield number, result
 
 
@@ -197,7 +197,7 @@ def _commit(destination: Destination, journal: Journal, first: Sequence[_Prepare
     with _own_error():
         request.commit([results[number] for number in range(len(results))])
         request.clean_up()
-    if takes_late_requests(destination.storage):
+    if can(destination.storage).late_requests:
         with suppress(CheckpointingException):  # the checkpoint counts by now
             remove_others(journal)
     for finalize in request.finalize_fns:
@@ -256,9 +256,9 @@ def _request(
     state: Any,
     watched: Watched,
     rank: int,
-) -> tuple[AsyncRequest[Any], RecordingStorage]:
-    """Return the request that writes a batch, and the storage that records its files."""
-    noted = recording(destination.storage, announcer(journal, rank))
+) -> _Prepared:
+    """Return the request that writes a batch, and the lengths of the files that it has written."""
+    noted, lengths = recording(destination.storage, announcer(journal, rank))
     turn = Turn(rank, len(batches))
     pending = PendingSave(noted, save_id, turn, None, destination.options, columns, state=state)
     writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
@@ -272,7 +272,7 @@ def _request(
             named = repr(keys) if len(keys) <= _MOST_NAMED else "[...]"
             error.add_note(f"convert: leave_out={named} converts without these objects")
         raise
-    return request, noted
+    return request, lengths
 
 
 _MOST_NAMED = 5  # a model has an object of the same name in each layer: a pattern names them better than a list

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import AlreadyACheckpoint, CheckpointReplaced, OutcomeUnknown, StrategyError, error_text
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Conditional, is_claimed, owner_note, release
+from ...storage import can, is_claimed, owner_note, release, remove_folder, sync_folder
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
@@ -159,7 +159,7 @@ def _write(
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run saves the storage that look.
-    if held.has_run or not isinstance(pending.storage, Conditional):
+    if held.has_run or can(pending.storage).replace_if is None:
         with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
     held.has_run = True
@@ -167,7 +167,7 @@ def _write(
         _claim_again(pending, held, strategies)
     if recognizes:
         _check_no_other(pending, strategies)
-    if recognizes or pending.world.rank != 0 or not isinstance(pending.storage, Conditional):
+    if recognizes or pending.world.rank != 0 or can(pending.storage).replace_if is None:
         written = tuple(request.async_fn() for request in requests)
     else:
         # Small, and waits for nothing: beside the uploads, it takes no time.
@@ -196,7 +196,7 @@ def _lost_to_another(pending: PendingSave) -> Iterator[None]:
     try:
         yield
     except CheckpointReplaced as error:
-        if pending.overwrite or not isinstance(pending.storage, Conditional):
+        if pending.overwrite or can(pending.storage).replace_if is None:
             raise
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         what = f"save: {pending.storage.where()!r} holds another save's checkpoint by now"
@@ -267,20 +267,20 @@ def _misfit(what: str, found: Any, expected: str, fix: str) -> StrategyError:
 def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
     # The owner's note goes after the commit: a save that was killed before is known to be dead by it. Only where files
     # have names outside of the save's folder, and on local storage, it goes first: nothing else is in that folder.
-    if not isinstance(pending.storage, Conditional) and (commit is not None or pending.replaced is not None):
+    if can(pending.storage).replace_if is None and (commit is not None or pending.replaced is not None):
         pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
     # Every name has to be on the medium before the rename that commits: after a power failure the file system may
     # keep that rename and lose what came before it.
     if pending.options.durable:
-        pending.storage.sync_folder(pending.save_id)
-        pending.storage.sync_folder()
+        sync_folder(pending.storage, pending.save_id)
+        sync_folder(pending.storage)
     if commit is None:
-        if pending.before is None or not isinstance(pending.storage, Conditional):
+        if pending.before is None or can(pending.storage).replace_if is None:
             _check_no_other(pending, strategies)
     else:
         check_unchanged(pending.storage, pending.before)
         commit(pending, fields)
-        pending.storage.remove_folder(pending.save_id)
+        remove_folder(pending.storage, pending.save_id)
     # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
     one_backend = fields["common_backend"] == fields["sharded_backend"]
     if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):

@@ -17,16 +17,17 @@ from ...errors import (
     error_text,
 )
 from ...storage import (
-    Conditional,
-    Exchanging,
     Sibling,
     Storage,
+    can,
     is_alive,
     is_left_over,
     is_temporary,
+    make_folder,
     maker_is_dead,
     owner_note,
     release,
+    siblings,
 )
 from ...strategies import (
     METADATA_FILE,
@@ -59,10 +60,10 @@ def sibling_of(storage: Storage, save_id: str) -> Sibling:
     Raises:
         StrategyError: this storage can't exchange folders.
     """
-    if not isinstance(storage, Exchanging):
+    if (sibling := can(storage).sibling) is None:
         what = f"save: {storage.where()!r} already holds a checkpoint, and its storage can't exchange two folders"
         raise StrategyError(error_text(what, fix=_ELSEWHERE))
-    return storage.sibling(save_id)
+    return sibling(save_id)
 
 
 def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, *, durable: bool) -> None:
@@ -76,7 +77,7 @@ def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, 
     try:
         sibling.make(owner_note(save_id), durable=durable)
         sibling.check_shareable(_others(storage, sibling, strategies))
-        sibling.storage.make_folder(save_id, durable=durable)
+        make_folder(sibling.storage, save_id, durable=durable)
     except BaseException as error:
         with suppress(CheckpointingException):  # the same cause may prevent this too
             sibling.remove()
@@ -195,11 +196,11 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage
-    if isinstance(storage, Conditional) and removes_saves:
+    if can(storage).replace_if is not None and removes_saves:
         return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.
     with _logging_failure(storage):
-        if isinstance(storage, Conditional):
+        if can(storage).replace_if is not None:
             disown(storage, pending.save_id)  # the note stays until after the commit there
         elif pending.replaced is None:  # here too; a format's own clean-up may not know of it
             storage.remove(f"{pending.save_id}/{OWNER_FILE}")
@@ -219,12 +220,9 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
 
 
 def _remove_siblings(pending: PendingSave, storage: Storage, before: float, strategies: Strategies | None) -> None:
-    if not isinstance(storage, Exchanging):
-        return
-    for save_id in storage.siblings():
+    for save_id, sibling in siblings(storage).items():
         if not is_save_folder(save_id):
             continue
-        sibling = storage.sibling(save_id)
         # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
         # interrupted, and one that was killed a minute ago as alive.
         alive = is_alive(sibling.note()) if save_id != pending.save_id else False

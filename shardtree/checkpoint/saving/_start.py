@@ -12,19 +12,7 @@ from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
 from ...layouts import ShardColumns
-from ...storage import (
-    Begun,
-    Claim,
-    Conditional,
-    Exchanging,
-    Listing,
-    NewFolder,
-    Storage,
-    claim,
-    new_folder,
-    process_token,
-    release,
-)
+from ...storage import Begun, Claim, NewFolder, Storage, can, claim, is_folder, new_folder, process_token, release
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -142,7 +130,7 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, held: Held, undo
     """
     save_id = _new_save_id()
     # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
-    beside = call.overwrite and isinstance(storage, Conditional) and _in_save_folder(backends, call.strategies)
+    beside = call.overwrite and can(storage).replace_if is not None and _in_save_folder(backends, call.strategies)
     made = Begun(partial(make_save_folder, storage, save_id, durable=False)) if beside else None
     try:
         with step("save: look at the folder"):
@@ -188,10 +176,11 @@ def inspect_folder(
         AlreadyACheckpoint: there is a checkpoint already, and `overwrite` isn't given.
         StorageError: another program's metadata.json is there, or no folder.
     """
-    before = metadata_bytes(storage) if isinstance(storage, Listing) else None
+    by_requests = can(storage).entries is not None
+    before = metadata_bytes(storage) if by_requests else None
     if before is None and storage.length("") is not None:
         raise StorageError(error_text(f"save: {storage.where()!r} is a file, not a folder", fix="Save to a folder."))
-    if not isinstance(storage, Listing):
+    if not by_requests:
         before = metadata_bytes(storage)
     if before is not None and is_of_others(before):
         what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
@@ -213,7 +202,7 @@ def inspect_folder(
 def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
     """Return whether some format recognises a folder that has no metadata.json."""
     # Asking each format takes looks at many names, and an import of it: not for a new folder, or one of saves alone.
-    if not isinstance(storage, Listing) and all(map(is_save_folder, storage.names())):
+    if can(storage).entries is None and all(map(is_save_folder, storage.names())):
         return False
     return recognized(storage, strategies) is not None
 
@@ -240,7 +229,7 @@ def pending_here(start: SaveStart | None, storage: Storage, world: World, option
     if start is None:
         raise TypeError("rank 0 sent no place for the save")
     pending = pending_save(start, storage, world, options)
-    if not pending.storage.is_folder(pending.save_id):
+    if not is_folder(pending.storage, pending.save_id):
         what = f"save: {storage.where()!r} is not shared: rank {world.rank} doesn't see what rank 0 made in it"
         raise StorageError(error_text(what, fix="Save to a folder on storage that all ranks share."))
     return pending
@@ -289,8 +278,8 @@ def end(pending: PendingSave, held: Held) -> None:
     try:
         if pending.replaced is None:
             disown(storage, pending.save_id)
-        if isinstance(storage, Exchanging) and storage.sibling(pending.save_id).is_exchanged() is False:
-            storage.sibling(pending.save_id).remove()  # with all files: they are this save's alone
+        if (sibling := can(storage).sibling) is not None and sibling(pending.save_id).is_exchanged() is False:
+            sibling(pending.save_id).remove()  # with all files: they are this save's alone
     except Exception as error:
         # The save's own error is being raised, and must not be hidden; a later save removes what stays.
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)

@@ -15,7 +15,7 @@ from typing import Any
 from ...codec import canonical_json, parse_json
 from ...errors import CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...retention import SavedStep, sorted_steps
-from ...storage import Storage, folder_in, listed, prefetch
+from ...storage import Storage, folder_in, is_folder, listed, prefetch
 from ...strategies import METADATA_FILE, Strategies, deciding_files, is_deciding
 from .._open import is_checkpoint
 
@@ -294,7 +294,7 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
             return None
         time = _changed(root, folder, strategies) if record.time is None or record.removing else record.time
     except StorageError:
-        if root.is_folder(folder):
+        if is_folder(root, folder):
             raise
         return None  # removed in between
     if record.removing:

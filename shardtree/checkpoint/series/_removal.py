@@ -11,7 +11,7 @@ from functools import partial
 from ..._deferred import notebook_html
 from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
-from ...storage import Exchanging, Storage, folder_in, is_alive, is_link, is_temporary
+from ...storage import Sibling, Storage, folder_in, is_alive, is_folder, is_link, is_temporary, siblings
 from ...strategies import (
     METADATA_FILE,
     Strategies,
@@ -128,7 +128,7 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     """
     if is_link(root, folder):
         return "its folder is a link"
-    if not root.is_folder(folder):
+    if not is_folder(root, folder):
         return "it is a single file"
     storage = folder_in(root, folder)
     try:
@@ -165,14 +165,12 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
     inside = (name for name in storage.names() if is_save_folder(name) and name not in finished)
     if any(not is_surely_orphaned(storage, name, before=before) for name in inside):
         return True
-    return isinstance(storage, Exchanging) and any(_is_live(storage, name, before) for name in storage.siblings())
+    beside = siblings(storage).items()
+    return any(is_save_folder(name) and _is_live(sibling, before) for name, sibling in beside)
 
 
-def _is_live(storage: Exchanging, name: str, before: float) -> bool:
-    """Return whether a save that has a sibling of a folder is, or may be, in progress."""
-    if not is_save_folder(name):
-        return False
-    sibling = storage.sibling(name)
+def _is_live(sibling: Sibling, before: float) -> bool:
+    """Return whether the save that has made a sibling of a folder is, or may be, in progress."""
     alive = is_alive(sibling.note())
     return (sibling.changed() or 0.0) >= before if alive is None else alive
 
@@ -194,7 +192,7 @@ def _walk(root: Storage, folder: str, inside: str = "", depth: int = 0) -> Itera
     """Yield the names of all files in a folder, of links without following them, and of empty folders with a slash."""
     for last in root.names(f"{folder}/{inside}"):
         name = f"{inside}{last}"
-        if depth == _DEEPEST or is_link(root, f"{folder}/{name}") or not root.is_folder(f"{folder}/{name}"):
+        if depth == _DEEPEST or is_link(root, f"{folder}/{name}") or not is_folder(root, f"{folder}/{name}"):
             yield name
         elif root.names(f"{folder}/{name}"):
             yield from _walk(root, folder, f"{name}/", depth + 1)

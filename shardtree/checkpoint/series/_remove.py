@@ -18,7 +18,20 @@ from typing import Literal, TypeVar
 
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, SavedStep, kept_steps
-from ...storage import Listed, Renaming, Storage, folder_in, is_link, is_temporary, listed, prefetch, settle
+from ...storage import (
+    Listed,
+    Storage,
+    can,
+    folder_in,
+    is_folder,
+    is_link,
+    is_temporary,
+    listed,
+    prefetch,
+    remove_folder,
+    settle,
+    sync_folder,
+)
 from ...strategies import Strategies, is_save_folder, is_surely_orphaned, remove_interrupted
 from .._open import is_checkpoint
 from ._listing import (
@@ -198,8 +211,8 @@ def finish_removals(root: Storage, names: str) -> list[str]:
 def finish_removal(root: Storage, name: str) -> bool:
     """Finish the removal of a step, if one was begun in this folder; return whether it was."""
     if root.length(f"{name}/{RECORD_FILE}") is None:
-        if root.is_folder(name) and not root.names(name):
-            root.remove_folder(name)  # interrupted between the removal of the note and that of the folder
+        if is_folder(root, name) and not root.names(name):
+            remove_folder(root, name)  # interrupted between the removal of the note and that of the folder
         return False
     record = sound_record(root, name)
     begun = is_being_removed(root, name, record)
@@ -213,7 +226,7 @@ def _removal(root: Storage, item: StepFiles) -> Phases:
     """Remove a step unless it has changed since the plan; return whether it was removed."""
     # The plan lists every file with length and time, so that the dry run is what happens.
     if any(mark(root, item.folder, file.name) != file for file in item.files):
-        if root.is_folder(item.folder):
+        if is_folder(root, item.folder):
             logger.warning("series: %s stays: it was changed since the plan", root.where(item.folder))
         return False
     if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
@@ -233,15 +246,15 @@ def _removal(root: Storage, item: StepFiles) -> Phases:
 
 def _set_aside(root: Storage, folder: str) -> str:
     """Give a folder a hidden name and return that, or its own name if folders can't be renamed."""
-    if not isinstance(root, Renaming):
+    if (move_folder := can(root).move_folder) is None:
         return folder
     name = aside_name(folder)
     try:
-        root.move_folder(folder, name)
+        move_folder(folder, name)
     except StorageError:
         return folder  # removed in place: the note in the folder says the same there
     # Before any file goes: after a power failure the folder must not be back under its name with half of its files.
-    root.sync_folder()
+    sync_folder(root)
     return name
 
 
@@ -257,14 +270,15 @@ def _emptying(root: Storage, folder: str, files: Sequence[FileMark]) -> Phases:
         if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
             root.remove(f"{folder}/{name}")
     for inner in _folders(root, folder, files):
-        root.remove_folder(f"{folder}/{inner}")
+        remove_folder(root, f"{folder}/{inner}")
     root.remove(f"{folder}/{RECORD_FILE}")
-    root.remove_folder(folder)
+    remove_folder(root, folder)
     original = set_aside_from(folder)
-    if original is not None and root.names(folder) and isinstance(root, Renaming):
+    move_folder = can(root).move_folder
+    if original is not None and root.names(folder) and move_folder is not None:
         # A file that another program has written meanwhile stays, under the path at which it was written.
         with suppress(StorageError):
-            root.move_folder(folder, original)
+            move_folder(folder, original)
     return True
 
 
@@ -282,7 +296,7 @@ def _attempt(root: Storage, folder: str, fn: Callable[[], T], failures: list[str
     try:
         return fn()
     except CheckpointingException as error:
-        if root.is_folder(folder):
+        if is_folder(root, folder):
             failures.append(f"{folder}: {str(error).splitlines()[0]}")
         return False
 
@@ -321,11 +335,11 @@ def _clean(root: Storage, names: str, strategies: Strategies | None, stale_after
     for folder in unfinished:
         _clean_step(root, folder, before)
     _raise_failures(root, failures)
-    return tuple(folder for folder in unfinished if root.is_folder(folder))
+    return tuple(folder for folder in unfinished if is_folder(root, folder))
 
 
 def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategies | None) -> bool:
-    if step_number(names, folder) is None or is_link(root, folder) or not root.is_folder(folder):
+    if step_number(names, folder) is None or is_link(root, folder) or not is_folder(root, folder):
         return False
     return not is_checkpoint(folder_in(root, folder), strategies=strategies)
 
@@ -340,4 +354,4 @@ def _clean_step(root: Storage, folder: str, before: float) -> None:
     for name in storage.names():
         if name == RECORD_FILE or (is_temporary(name) and (storage.changed(name) or 0.0) < before):
             storage.remove(name)
-    root.remove_folder(folder)
+    remove_folder(root, folder)

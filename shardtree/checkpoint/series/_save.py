@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ...errors import MetadataError, error_text
 from ...retention import SavedStep
-from ...storage import Storage, folder_in
+from ...storage import Storage, folder_in, remove_folder
 from ...strategies import AsyncRequest, Strategies
 from .._open import is_checkpoint
 from ._listing import RECORD_FILE, Record, read_record, sound_record, step_folder, step_number, write_record
@@ -132,7 +132,7 @@ def _take_back(place: Place, before: bytes | None) -> None:
             place.root.replace(place.name, before, durable=True)
         elif not place.is_finished():
             place.root.remove(place.name)
-            place.root.remove_folder(place.folder)
+            remove_folder(place.root, place.folder)
     except Exception as error:
         logger.warning("series: what a failed save noted stays in %s: %s", place.root.where(place.folder), error)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from ...storage import Storage
+from ...storage import Storage, is_folder
 from .._values import Fields
 
 ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
@@ -86,7 +86,7 @@ def tag_folder(storage: Storage, latest: str = LATEST) -> str | None:
 
 def _is_in_folder(storage: Storage, tag: str) -> bool:
     try:
-        return bool(tag) and storage.is_folder(tag)
+        return bool(tag) and is_folder(storage, tag)
     except CheckpointingException:  # a name that leads out of the folder
         return False
 

@@ -27,7 +27,7 @@ from ...errors import (
 from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
-from ...storage import Buffer, takes_files_whole
+from ...storage import Buffer, can, make_folder, move, remove_folder, sync_folder, write_parts
 from ...trees import HOLE, leaves_with_paths
 from .._actions import SaveSharded
 from .._metadata import replace_metadata
@@ -73,11 +73,11 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     count = len(files)
     alone = fields["common_backend"] == BACKEND
     if alone and count == 1:
-        pending.storage.move(draft_name(pending.save_id, 0, 1), SINGLE_FILE)
+        move(pending.storage, draft_name(pending.save_id, 0, 1), SINGLE_FILE)
         _sync(pending)
         return
     for number in range(count):
-        pending.storage.move(draft_name(pending.save_id, number, count), file_name(number, count))
+        move(pending.storage, draft_name(pending.save_id, number, count), file_name(number, count))
         moved.append(file_name(number, count))
     _sync(pending)
     if not alone:
@@ -90,8 +90,8 @@ def _sync(pending: PendingSave) -> None:
     """Sync the files' new names, and then the removal of the old ones."""
     # In this order: after a power failure a file may have both names, and must not have none.
     if pending.options.durable:
-        pending.storage.sync_folder()
-        pending.storage.sync_folder(pending.save_id)
+        sync_folder(pending.storage)
+        sync_folder(pending.storage, pending.save_id)
 
 
 def index_json(files: Sequence[ModelFile]) -> bytes:
@@ -130,7 +130,7 @@ def abandon(pending: PendingSave, saving: Saving) -> None:
     try:
         for number in range(len(files)):
             pending.storage.remove(draft_name(pending.save_id, number, len(files)))
-        pending.storage.remove_folder(pending.save_id)
+        remove_folder(pending.storage, pending.save_id)
         if not any(pending.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
             while saving.moved:
                 pending.storage.remove(saving.moved.pop())
@@ -206,7 +206,7 @@ def _prepare(
     if isinstance(pending.state, Saving):  # of another rank that this process plays
         model = pending.state.model
     else:
-        is_whole = takes_files_whole(pending.storage) and pending.world.size > 1
+        is_whole = can(pending.storage).write_parts is None and pending.world.size > 1
         model = _model(_layout(pending), max_file_bytes, pending.world.size if is_whole else None)
     saving = Saving(model)
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
@@ -260,7 +260,7 @@ def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) 
     if rank == 0:
         check_free(pending, files)
     # Made again: an abandoned request, whose folder was removed, may be run once more.
-    pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
+    make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
     # Sorted by place, so that each file is written from front to back.
     file_of = model.file_of
     rows = sorted(shards, key=lambda shard: (file_of[shard.key], *_place(shard, files[file_of[shard.key]])))
@@ -270,7 +270,7 @@ def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) 
         if has_head or number in own:
             parts = _with_progress(_parts(file, own.get(number, []), has_head=has_head), pending)
             name = draft_name(pending.save_id, number, len(files))
-            pending.storage.write_parts(name, file.length, parts, durable=pending.options.durable)
+            write_parts(pending.storage, name, file.length, parts, durable=pending.options.durable)
 
 
 def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:

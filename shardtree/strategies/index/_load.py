@@ -17,16 +17,7 @@ from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan
-from ...storage import (
-    Ranged,
-    ReadReport,
-    StoredFile,
-    collector_paused,
-    fetch,
-    fetch_cost,
-    fetch_run,
-    ranged_cost,
-)
+from ...storage import ReadReport, StoredFile, can, collector_paused, fetch, fetch_cost, fetch_run, ranged_cost
 from .._checks import check_fit
 from .._replaced import check_lengths
 from .._values import Checkpoint
@@ -282,7 +273,7 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
     files = {number: file_at(index, number) for number in numbers}
     options = checkpoint.options
     read = partial(fetch, checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
-    if not isinstance(checkpoint.storage, Ranged):
+    if can(checkpoint.storage).read_range is None:
         check_lengths(checkpoint, files.values())
         return read()
     try:
@@ -356,5 +347,5 @@ def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.
     numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
     files = {number: file_at(index, number) for number in numbers}
     check_lengths(checkpoint, files.values())
-    cost = ranged_cost if isinstance(checkpoint.storage, Ranged) else fetch_cost
+    cost = ranged_cost if can(checkpoint.storage).read_range is not None else fetch_cost
     return cost(files, plan, verify=checkpoint.options.verify)

@@ -17,7 +17,7 @@ from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect, Runs, runs_plan
-from ...storage import ReadReport, Storage, remove_files, takes_late_requests
+from ...storage import ReadReport, Storage, can, remove_files, sync_folder
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
@@ -160,7 +160,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     # between leaves a checkpoint that is as before, or as it should be with a few files too many.
     with noted(checkpoint.storage, name.rpartition("/")[0]):
         fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
-    checkpoint.storage.sync_folder(name.rpartition("/")[0])
+    sync_folder(checkpoint.storage, name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)
     unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
     # Guards against a crafted index that names other files: only names that a save gives are removed.
@@ -173,7 +173,7 @@ def _next_name(storage: Storage, name: str) -> str:
     numbers = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
     number = max((int(found[1]) for found in numbers if found), default=0) + 1
     # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
-    number += secrets.randbelow(10**9) if takes_late_requests(storage) else 0
+    number += secrets.randbelow(10**9) if can(storage).late_requests else 0
     return f"{folder}{slash}index-{number}.safetensors"
 
 

@@ -23,12 +23,14 @@ from ...storage import (
     Buffer,
     Hashes,
     Listed,
-    Listing,
     Storage,
     StoredFile,
     byte_view,
+    can,
     hash_column,
     hashed,
+    make_folder,
+    sync_folder,
     tensor_buffers,
 )
 from .._checks import check_objects_written, checked_data
@@ -204,12 +206,12 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
     """
     options, storage = pending.options, pending.storage
     # Made again: an abandoned request, whose folder was removed, may be run once more.
-    storage.make_folder(pending.save_id, durable=options.durable)
+    make_folder(storage, pending.save_id, durable=options.durable)
     hasher, where = BlockHasher(), storage.where(name)
     views = (byte_view(buffer, where) for buffer in buffers)
     length = storage.write(name, hashed(views, hasher) if options.checksums else views, durable=options.durable)
     if options.durable:
-        storage.sync_folder(pending.save_id)
+        sync_folder(storage, pending.save_id)
     options.progress(length)
     return StoredFile(name, length, hash_column(hasher) if options.checksums else None)
 
@@ -284,7 +286,7 @@ def _joined(columns: Sequence[Column]) -> Column:
 
 def _commit(pending: PendingSave, seen: _Seen, written: Sequence[RankFiles]) -> Fields:
     index = partial(write_index, pending, collect_index(written))
-    if not isinstance(pending.storage, Listing):
+    if can(pending.storage).entries is None:
         _check_written(pending.storage, written)
         return index()
     # One listing, beside the index: it shows whether all files are there, and then what has to be removed.

@@ -32,6 +32,8 @@ from ...storage import (
     in_threads,
     in_turn,
     is_in_place,
+    make_folder,
+    sync_folder,
     tensor_buffers,
     usual_threads,
 )
@@ -91,10 +93,10 @@ def write_files(
     """
     names = tuple(rank_file(pending, "safetensors", part) for part in range(len(layout)))
     # Made again: an abandoned request, whose folder was removed, may be run once more.
-    pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
+    make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
     files = _write_all(pending, names, layout, threads)
     if pending.options.durable and names:
-        pending.storage.sync_folder(pending.save_id)
+        sync_folder(pending.storage, pending.save_id)
     none = np.zeros(0, dtype=np.int64)
     # In the order in which they are written, objects among them.
     rows = np.concatenate([none, *(row[part.entries.number] for part in layout)])

@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import StorageError, StrategyError, TreePath, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, check_stored_shards, join_columns, select_rows
-from ...storage import Storage
+from ...storage import Storage, remove_folder
 from .._checks import check_objects_written
 from .._traits import METADATA_FILE
 from .._values import Fields, PendingSave
@@ -126,7 +126,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
     # No field of our own: Megatron-Core refuses a metadata.json with any other.
     (saving, stored), durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
-    pending.storage.remove_folder(pending.save_id)
+    remove_folder(pending.storage, pending.save_id)
     saving.names.append(INDEX_FILE)
     # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
     pending.storage.replace(INDEX_FILE, encode_index_file(stored, pending.save_id), durable=durable)
@@ -140,7 +140,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
 def commit_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
     saving, stored = stored_by(pending, DCP[0])
-    pending.storage.remove_folder(pending.save_id)
+    remove_folder(pending.storage, pending.save_id)
     # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
     paths = {key: (key,) for key in (*stored.columns.keys, *stored.objects)}
     paths |= {value.name: value.path for value in saving.values}

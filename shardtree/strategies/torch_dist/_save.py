@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Buffer
+from ...storage import Buffer, remove_folder
 from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
@@ -72,7 +72,7 @@ def _abandon(pending: PendingSave, noted: Sequence[str]) -> None:
         # The index first: as long as it is there, the folder may be recognised as a checkpoint.
         for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
             storage.remove(name)
-        storage.remove_folder(pending.save_id)
+        remove_folder(storage, pending.save_id)
     except Exception as error:
         # The save's own error is being raised, and must not be hidden.
         logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)

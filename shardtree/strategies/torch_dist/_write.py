@@ -17,7 +17,7 @@ from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Begun, Buffer, SizedBuffers, tensor_buffers
+from ...storage import Begun, Buffer, SizedBuffers, make_folder, sync_folder, tensor_buffers
 from .._checks import misfit
 from .._values import PendingSave
 
@@ -163,7 +163,7 @@ def data_file(rank: int, number: int = 0) -> str:
 def write_file(pending: PendingSave, layout: FileLayout) -> Written:
     """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
     # Made again: an abandoned request, whose folder was removed, may be run once more.
-    pending.storage.make_folder(pending.save_id, durable=pending.options.durable)
+    make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
     count = len(layout.objects)
     places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
     objects = tuple((key, *place) for (key, _), place in zip(layout.objects, places, strict=True))
@@ -177,7 +177,7 @@ def _write(pending: PendingSave, layout: FileLayout) -> int:
     buffers = SizedBuffers(nbytes, _with_progress(_buffers(layout), pending))
     length = pending.storage.write(name, buffers, durable=durable)
     if durable:
-        pending.storage.sync_folder()
+        sync_folder(pending.storage)
     return length
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree
-from ...storage import Buffer, Storage, digest
+from ...storage import Buffer, Storage, digest, make_folder, sync_folder
 from .._metadata import read_checked
 from .._values import Checkpoint, Fields, PendingSave
 from ..index import COLUMNS, Index, sound_index, unsound_index
@@ -57,11 +57,11 @@ def write_document(storage: Storage, folder: str, document: Document, *, durable
 def write_blob(storage: Storage, name: str, buffers: Iterable[Buffer], document: Document, *, durable: bool) -> None:
     """Write an array of bytes: its file, then its zarr.json."""
     folder = name.rpartition("/")[0]
-    storage.make_folder(folder, durable=durable)
+    make_folder(storage, folder, durable=durable)
     storage.write(name, buffers, durable=durable)
     write_document(storage, folder, document, durable=durable)
     if durable:
-        storage.sync_folder(folder)
+        sync_folder(storage, folder)
 
 
 def encode_columns(index: Index) -> bytes:

@@ -26,6 +26,7 @@ from ...storage import (
     hashed_beside,
     in_parts,
     tensor_buffers,
+    write_parts,
 )
 from .._checks import misfit
 from ._array import Shape, StoredArray
@@ -160,7 +161,7 @@ def write_chunk_file(
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
     # No rank sees all bytes of a file that several write, so that none could hash its blocks.
     if file.is_shared:
-        storage.write_parts(file.name, file.length, _reported_parts(_parts(file, shards), progress), durable=durable)
+        write_parts(storage, file.name, file.length, _reported_parts(_parts(file, shards), progress), durable=durable)
         return None
     hasher = BlockHasher() if checksums else None
     buffers = _buffers(file, shards)

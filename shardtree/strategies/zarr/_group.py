@@ -15,7 +15,7 @@ from ...errors import CorruptCheckpoint, MetadataError, error_text
 from ...geometry import Column, volumes, widen
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
-from ...storage import Storage, StoredFile
+from ...storage import Storage, StoredFile, is_folder
 from ..index import Index, build_index
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
@@ -276,7 +276,7 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
         return
     for name in names:
         inner = f"{folder}/{name}" if folder else name
-        if _is_text(name) and storage.is_folder(inner):
+        if _is_text(name) and is_folder(storage, inner):
             yield from _folders(storage, inner, depth + 1)
 
 

@@ -16,7 +16,17 @@ from ...geometry import Column
 from ...layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
-from ...storage import BlockHasher, Hashes, StoredFile, digest, hash_column, hashed
+from ...storage import (
+    BlockHasher,
+    Hashes,
+    StoredFile,
+    digest,
+    hash_column,
+    hashed,
+    make_folder,
+    remove_folder,
+    sync_folder,
+)
 from .._checks import check_objects_written
 from .._metadata import replace_metadata
 from .._traits import METADATA_FILE
@@ -149,7 +159,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     pending.storage.replace(NODE_FILE, data, durable=pending.options.durable)
     if pending.options.durable:
         for folder in (*groups, ""):
-            pending.storage.sync_folder(folder)
+            sync_folder(pending.storage, folder)
     entry = {"name": NODE_FILE, "length": len(data), "digest": digest(data)}
     replace_metadata(pending.storage, pending.before, {**fields, "group": entry}, durable=pending.options.durable)
 
@@ -252,7 +262,7 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
     durable = options.durable
     folders = sorted({name.rpartition("/")[0] for name in _names(work)})
     for folder in folders:
-        storage.make_folder(folder, durable=durable)
+        make_folder(storage, folder, durable=durable)
     files = []
     for file in work.files:
         hashes = write_chunk_file(
@@ -267,7 +277,7 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
         files.append(entry)
     if durable:
         for folder in folders:
-            storage.sync_folder(folder)
+            sync_folder(storage, folder)
     return Written(tuple(files), objects)
 
 
@@ -304,7 +314,7 @@ def _abandon(pending: PendingSave, work: Work) -> None:
         for name in names:
             storage.remove(name)
         for folder in sorted({name.rpartition("/")[0] for name in names}, reverse=True):
-            storage.remove_folder(folder)
+            remove_folder(storage, folder)
         _remove_groups(pending)
     except Exception as error:
         # The save's own error is being raised, and must not be hidden; the next save overwrites what stays.
@@ -316,4 +326,4 @@ def _remove_groups(pending: PendingSave) -> None:
         for name in group_files():
             pending.storage.remove(name)
         for folder in (f"{FOLDER}/objects", FOLDER, pending.save_id):
-            pending.storage.remove_folder(folder)
+            remove_folder(pending.storage, folder)

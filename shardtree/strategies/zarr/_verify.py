@@ -13,7 +13,17 @@ from typing import Any
 from ...codec import canonical_json, parse_json
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Storage, digest, in_threads, read_if_there, remove_files, takes_late_requests, threads_of
+from ...storage import (
+    Storage,
+    can,
+    digest,
+    in_threads,
+    is_folder,
+    read_if_there,
+    remove_files,
+    remove_folder,
+    threads_of,
+)
 from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
 from .._manifest import MANIFEST_FILE
 from .._metadata import read_checked, read_metadata, replace_metadata
@@ -228,7 +238,7 @@ def _next_index(folder: str, storage: Storage) -> str:
     found = _INDEX_FOLDER.fullmatch(folder)
     number = int(found["number"] or 0) + 1 if found else 1
     # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
-    more = secrets.randbelow(_NUMBERS - 1) if takes_late_requests(storage) else 0
+    more = secrets.randbelow(_NUMBERS - 1) if can(storage).late_requests else 0
     return f"index-{(number + more) % _NUMBERS}"
 
 
@@ -238,7 +248,7 @@ def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> N
     nodes = [f"{folder}/{NODE_FILE}" for folder in sorted(folders)]
     remove_files(storage, [*nodes, *(f"{folder}/c.0" for folder in folders if _INDEX_FOLDER.fullmatch(folder))])
     for folder in sorted(folders):
-        storage.remove_folder(folder)
+        remove_folder(storage, folder)
 
 
 # Checking a folder of ours: every chunk file against its hashes, every zarr.json against the group's
@@ -309,7 +319,7 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     storage = checkpoint.storage
     arrays, objects, untaken = find_arrays(storage)
-    folders = {array.name for array in arrays} | set(filter(storage.is_folder, untaken))
+    folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
     groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
     nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
     chunks = [name for folder in sorted(folders) for name in _chunks(storage, folder)]
@@ -321,7 +331,7 @@ def _chunks(storage: Storage, folder: str, depth: int = 0) -> Iterator[str]:
         name = f"{folder}/{last}"
         if _CHUNK_PART.fullmatch(last) is None:
             continue
-        if storage.is_folder(name) and depth < _DEEPEST:
+        if is_folder(storage, name) and depth < _DEEPEST:
             yield from _chunks(storage, name, depth + 1)
         else:
             yield name

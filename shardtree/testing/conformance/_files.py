@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, verify
 from ...checkpoint._open import open_at
 from ...errors import AlreadyACheckpoint, CheckpointingException
-from ...storage import Exchanging, LocalStorage, MemoryStorage, Storage, storage_at
+from ...storage import LocalStorage, MemoryStorage, Storage, can, is_folder, make_folder, storage_at
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
@@ -25,7 +25,7 @@ from ...strategies import (
 from ...world import one_process
 from .._layouts import even_layout
 from .._states import GlobalState
-from .._watched import Call, WatchedStorage
+from .._watched import Call, watched
 from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, WHOLE, numbers
 from ._report import Refused
 from ._subject import Case, Layouts, Promise, Subject, Trees, check_there, saved, trees_of
@@ -48,7 +48,7 @@ def file_names(storage: Storage, folder: str = "") -> set[str]:
     found: set[str] = set()
     for last in storage.names(folder):
         name = f"{folder}/{last}" if folder else last
-        found |= file_names(storage, name) if storage.is_folder(name) else {name}
+        found |= file_names(storage, name) if is_folder(storage, name) else {name}
     return found
 
 
@@ -63,11 +63,11 @@ def write(storage: Storage, name: str, data: bytes) -> None:
     if storage.length(name) is not None:
         storage.remove(name)
     elif folder != ".":
-        storage.make_folder(folder, durable=False)
+        make_folder(storage, folder, durable=False)
     storage.write(name, [memoryview(data)], durable=False)
 
 
-def failing_storage(storage: Storage, number: int) -> WatchedStorage:
+def failing_storage(storage: Storage, number: int) -> Storage:
     """Return a storage whose calls fail from a certain one on."""
 
     # All later calls fail too: a process that was killed doesn't clean up, while an exception alone would let it.
@@ -75,7 +75,8 @@ def failing_storage(storage: Storage, number: int) -> WatchedStorage:
         if call.number >= number:
             raise ProcessDied(f"at {call.method} of {call.name!r}")
 
-    return WatchedStorage(storage, before=fail)
+    failing: Storage = watched(storage, before=fail)
+    return failing
 
 
 @contextmanager
@@ -93,10 +94,10 @@ def _drop(record: logging.LogRecord) -> bool:
     return False
 
 
-def calls_of(storage: Storage) -> tuple[WatchedStorage, list[Call]]:
+def calls_of(storage: Storage) -> tuple[Storage, list[Call]]:
     """Return a storage that records its calls, and the list of them."""
     calls: list[Call] = []
-    return WatchedStorage(storage, before=calls.append), calls
+    return watched(storage, before=calls.append), calls
 
 
 # The cases.
@@ -167,7 +168,7 @@ def _check_death(subject: Subject, number: int) -> None:
 def overwrites(subject: Subject) -> Iterator[Case]:
     """Yield saves over a checkpoint: refused unless requested, complete, and without the old one's files."""
     yield Case("a second save", partial(_check_second, subject))
-    if isinstance(storage_at(subject.directory()), Exchanging):
+    if can(storage_at(subject.directory())).sibling is not None:
         yield Case("overwrite=True", partial(_check_overwrite, subject))
         yield Case("other tensors in their place", partial(_check_others, subject))
 
@@ -252,7 +253,7 @@ def _check_not_recognized(recognize: Recognize, files: dict[str, bytes]) -> None
 def _check_single(subject: Subject, recognize: Recognize) -> None:
     storage = storage_at(subject.directory())
     if isinstance(storage, LocalStorage):
-        storage.make_folder()
+        make_folder(storage)
         write(storage, "notes.txt", b"nothing")
         found = recognize(storage_at(f"{storage.root}/notes.txt"))
         assert found is None, f"takes it for {dict(found or {})}"

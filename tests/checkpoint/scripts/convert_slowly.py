@@ -6,7 +6,7 @@ import sys
 
 from shardtree.checkpoint.conversion import convert
 from shardtree.storage import LocalStorage
-from shardtree.testing import Call, WatchedStorage
+from shardtree.testing import Call, watched
 
 
 def after(call: Call) -> None:
@@ -16,4 +16,4 @@ def after(call: Call) -> None:
 
 
 source, destination = sys.argv[1:]
-convert(source, WatchedStorage(LocalStorage(destination), after=after), backend="safetensors", max_bytes_in_flight=8192)
+convert(source, watched(LocalStorage(destination), after=after), backend="safetensors", max_bytes_in_flight=8192)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import shardtree as st
 from shardtree.checkpoint.loading import _auto
-from shardtree.storage import LocalStorage, Reader
-from shardtree.testing import WatchedStorage, first_difference, random_bits
+from shardtree.storage import LocalStorage, Reader, Storage, wrapped
+from shardtree.testing import first_difference, random_bits
 
 ROWS, WIDTH = 1200, 1000
 DTYPES = {"a": torch.float32, "b": torch.bfloat16}
@@ -42,15 +42,15 @@ class CountingReader:
         return found
 
 
-class Counting(WatchedStorage):
-    """A storage that counts what is read of the files with tensors."""
-
-    counts: list[int]
+def counting(inner: Storage, counts: list[int]) -> Any:
+    """Return a storage that counts what is read of the files with tensors."""
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        with self.inner.open(name) as reader:
-            yield CountingReader(reader, self.counts) if "-of-" in name else reader
+    def opened(name: str) -> Iterator[Any]:
+        with inner.open(name) as reader:
+            yield CountingReader(reader, counts) if "-of-" in name else reader
+
+    return wrapped(inner, open=opened)
 
 
 def replicas(rank: int) -> dict[str, st.ShardedTensor]:
@@ -77,8 +77,8 @@ def summed(number: int) -> int:
 def load(folder: Path, axis: int, exchange: Any) -> None:
     """Load, and raise unless each stored byte was read once, as foretold, and each element is right."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    storage, reports = Counting(LocalStorage(str(folder))), list[st.storage.ReadReport]()
-    object.__setattr__(storage, "counts", [])
+    counts, reports = list[int](), list[st.storage.ReadReport]()
+    storage = counting(LocalStorage(str(folder)), counts)
     options = st.LoadOptions(exchange=exchange, verify=None, report=reports.append)
     how: dict[str, Any] = {"validate_access_integrity": False, "options": options}
     foretold = st.explain_ranks([target(each, axis) for each in range(ranks)], folder, **how).reads[rank]
@@ -87,7 +87,7 @@ def load(folder: Path, axis: int, exchange: Any) -> None:
         first = first_difference(loaded[key], WHOLE[key][shard.global_slice()])
         assert first is None, f"rank {rank}: {key!r}: {first}"
     (report,) = reports
-    read, stored = summed(report.bytes_read), summed(sum(storage.counts))
+    read, stored = summed(report.bytes_read), summed(sum(counts))
     # Of columns, what lies between their parts of rows is in the ranges that are mapped.
     assert read == UNION, f"{read} bytes are loaded for {UNION}"
     assert axis or stored == UNION, f"{stored} bytes are read for {UNION}"
