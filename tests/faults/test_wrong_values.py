@@ -66,6 +66,42 @@ def foreign(files: Files, calls: Sequence[Call] = CALLS) -> list[str]:
     return found
 
 
+PLACE = re.compile(
+    r"saved(\[| is )"  # the path of a value
+    r"|(at|before) byte \d|it (calls|fills|names) "  # what isn't a pickle of data
+    r"|param_shapes|partition_count|rank \d+ of '"  # what files contradict each other about
+    r"|\n  '[^'\n]+': "  # a tensor, and how much of it files have
+)
+
+
+def unplaced(files: Files, name: str) -> list[str]:
+    """Return the errors that don't name a file and a place in it, of what reads all of the files' values."""
+    storage, found = stored(files), []
+    for call in (st.load_sharded_metadata, st.load_common_state_dict):
+        try:
+            call(storage)
+        except CheckpointingException as error:
+            text = str(error)
+            # Where files contradict each other, it may be another one that is named, and what is wrong with it.
+            names_it = name.partition(",")[0] in text or ".pt'" in text
+            found += [] if names_it and PLACE.search(text) else [text]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "share", [0, *(pytest.param(share, marks=EXHAUSTIVE) for share in range(1, SHARES))], ids=lambda share: f"{share}"
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_error_of_a_wrong_value_names_the_file_and_the_place(name: str, share: int) -> None:
+    wrong = {}
+    for slot, end, value in cases(name)[share::SHARES]:
+        found = unplaced(slot.files(with_value(slot.seed, end, OTHER_TYPES[value])), slot.name)
+        wrong |= {f"{slot.name}, byte {end}: {value}": found} if found else {}
+    assert not wrong
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -93,7 +129,7 @@ def test_the_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     ("read", "found"),
     [
         (lambda at: at.member("a").items()[1].of(int), "saved['a'][1] is True, a bool, expected an int"),
-        (lambda at: at.member("a").items()[2].count(), "saved['a'][2] is -1, an int, expected 0 or more"),
+        (lambda at: at.member("a").items()[2].count(), "saved['a'][2] is -1, an int, expected 0 or more, in 64 bits"),
         (lambda at: at.member("b").of(dict, list), "saved['b'] is nothing, expected a dict or a list"),
         (lambda at: at.member("d").shape(), "saved['d'] is a list, expected a shape whose elements 64 bits can count"),
         (lambda at: at.members(str), "saved is a dict, expected keys that are each a str, not 7, an int"),

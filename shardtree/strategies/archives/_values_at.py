@@ -39,10 +39,10 @@ class ValueAt:
         return self.value
 
     def count(self) -> int:
-        """Return an int that isn't negative."""
+        """Return an int that isn't negative, and that 64 bits hold."""
         found: int = self.of(int)
-        if found < 0:
-            raise self._wrong("0 or more")
+        if not 0 <= found < 2**63:
+            raise self._wrong("0 or more, in 64 bits")
         return found
 
     def shape(self) -> tuple[int, ...]:

@@ -162,7 +162,7 @@ def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer
         else:
             _add_for_each(tensors, state, parameters, value, masters[0].file)
     for state, ranks_of in flat.items():
-        _add_flat(checkpoint, tensors, state, parameters, ranks_of, optimizer.is_zero3)
+        _add_flat(checkpoint, tensors, state, parameters, ranks_of, model.where if optimizer.is_zero3 else None)
     step = optimizer.param_group(number).get("step", optimizer.step)
     if "step" not in ranks[0] and isinstance(step, (int, float)):  # FusedAdam has it in its group
         _add_for_each(tensors, "step", parameters, step, masters[0].file)
@@ -180,15 +180,16 @@ def _add_flat(
     state: str,
     parameters: Sequence[Parameter],
     vectors: Sequence[Vector],
-    is_zero3: bool,
+    split_by: str | None,
 ) -> None:
-    """Add a state that has an element for each of the parameters'."""
-    cut = split_pieces if is_zero3 else group_pieces
+    """Add a state that has an element for each of the parameters', which ZeRO-3 splits by shapes in a model's file."""
+    cut = group_pieces if split_by is None else split_pieces
     what = f"the flat vector of {state!r}"
-    if is_zero3:
-        check_length(checkpoint, vectors, split_length(parameters, len(vectors)), what)
-    else:
+    if split_by is None:
         check_flat(checkpoint, vectors, what)
+    else:
+        by = f"param_shapes in {split_by!r}"
+        check_length(checkpoint, vectors, split_length(parameters, len(vectors)), what, by)
     for parameter in parameters:
         tensors.add(state_key(state, parameter.name), vectors[0].tensor.dtype, parameter.shape)
     tensors.pieces.extend(cut(partial(state_key, state), parameters, vectors))

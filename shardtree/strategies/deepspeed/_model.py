@@ -47,11 +47,13 @@ class Model:
     """What the model files say.
 
     Attributes:
+        where: the first file, for messages.
         groups: the trainable parameters of each group, in the order of the flat vectors.
         module: rank 0's tensors by name; those of ZeRO-3's parameters are empty.
         common: what else the files hold.
     """
 
+    where: str
     groups: Sequence[Sequence[Parameter]]
     module: Mapping[str, StoredTensor]
     common: dict[str, Any]
@@ -88,7 +90,7 @@ def read_model(
     module = {name: one.value for name, one in modules[0].members(str).items()}
     listed = first.member("param_shapes", [])
     shapes = map(_shapes, [listed] if isinstance(listed.value, dict) and listed.value else listed.items())
-    groups = [_group(names, paddings, number) for number, names in enumerate(shapes)]
+    groups = [_group(names, paddings, number, files[0].where) for number, names in enumerate(shapes)]
     trained = {parameter.name: parameter for group in groups for parameter in group}
     own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
     # Only the first rank's file names them under ZeRO-3.
@@ -105,19 +107,19 @@ def read_model(
             _compare_replicas(checkpoint, files, modules, name, stored, tensors)
     others = {name: value for name, value in module.items() if name not in own}
     common = {key: value for key, value in first.value.items() if key not in _NOT_COMMON}
-    return Model(groups, own, common | ({"module": others} if others else {}))
+    return Model(files[0].where, groups, own, common | ({"module": others} if others else {}))
 
 
 def _group(
-    shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[Sequence[int]] | None, number: int
+    shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[Sequence[int]] | None, number: int, where: str
 ) -> list[Parameter]:
     skipped: Sequence[int] = next(iter(paddings[number:]), ()) if paddings else [0] * len(shapes)
     if len(skipped) != len(shapes):
         raise CorruptCheckpoint(
             error_text(
-                f"open: group {number} of the optimizer isn't the model's",
-                found=f"{len(skipped)} paddings of parameters",
-                expected=f"{len(shapes)}",
+                f"open: group {number} of the optimizer isn't that of the model in {where!r}",
+                found=f"{len(skipped)} in param_alignment_paddings[{number}]",
+                expected=f"{len(shapes)}, by param_shapes[{number}]",
                 fix="Files of two saves lie in the folder; load another checkpoint.",
             )
         )
@@ -153,13 +155,15 @@ def _add_frozen(
     """Add a frozen parameter of ZeRO-3: each rank has its part, cut as trained ones are."""
     parts = (file.saved.member("frozen_param_fragments").member(parameter.name) for file in files)
     vectors = [Vector(number, part.of(StoredTensor)) for number, part in enumerate(parts)]
-    check_length(checkpoint, vectors, -(-prod(parameter.shape) // len(vectors)), f"its part of {parameter.name!r}")
+    by = f"frozen_param_shapes in {files[0].where!r}"
+    expected = -(-prod(parameter.shape) // len(vectors))
+    check_length(checkpoint, vectors, expected, f"its part of {parameter.name!r}", by)
     pieces = split_pieces(lambda _: name, [parameter], vectors)
     tensors.add(name, vectors[0].tensor.dtype, parameter.shape, pieces)
 
 
-def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: int, what: str) -> None:
-    """Raise unless each rank's vector has that many elements.
+def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: int, what: str, by: str) -> None:
+    """Raise unless each rank's vector has that many elements, as another place says, which is named.
 
     Raises:
         CorruptCheckpoint: one hasn't.
@@ -173,7 +177,7 @@ def check_length(checkpoint: Checkpoint, vectors: Sequence[Vector], expected: in
     if wrong:
         what = f"open: {what} has another length than the parameters"
         fix = "A file is of another save, or of another number of ranks; copy all files of one save."
-        raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=f"({expected},)", fix=fix))
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, expected=f"({expected},), by {by}", fix=fix))
 
 
 def check_flat(checkpoint: Checkpoint, vectors: Sequence[Vector], what: str) -> None:

@@ -99,7 +99,7 @@ def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple
             missing.append(repr(f"{place}/{MASTER}.pt"))
         found |= {f"{place}/{state}.pt": (parameter, state) for state in states}
     if missing:
-        what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of trained parameters"
+        what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of param_shapes in {model.where!r}"
         raise CorruptCheckpoint(error_text(what, offenders=missing, fix="Copy the whole folder, or convert it again."))
     return found
 
@@ -123,10 +123,13 @@ def _add_state(
         shape = value.shape[:1] + shape[1:]  # without the rows that pad the vocabulary
     # From ZeRO-3, tensors are flat.
     if not isinstance(value, StoredTensor) or not _fits(value.shape, shape) or not value.is_row_major:
-        found = value.shape if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
-        what = f"open: {checkpoint.storage.where(file.name)!r} isn't a state of its parameter"
+        found = f"a {type(value).__name__}"
+        if isinstance(value, StoredTensor):
+            found = f"{value.shape} at strides {value.stride}"
+        what = f"open: {file.where!r} isn't a state of its parameter"
+        expected = f"a row-major tensor {shape}, by param_shapes in {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
-        raise CorruptCheckpoint(error_text(what, found=found, expected=f"a tensor {shape}", fix=fix))
+        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
     pieces = [Piece(key, number, value.begin, (0,) * len(shape), shape)] if 0 not in shape else []
     tensors.add(key, value.dtype, shape, pieces)
     weight = model.module.get(parameter.name)
