@@ -244,6 +244,34 @@ def test_after_going_back_a_step_stays_and_what_lies_ahead_can_be_dropped(
     assert numbers(series) == [110, 120] and not caplog.records
 
 
+POLICIES = {
+    "last": st.retention.keep_last(1),
+    "every": st.retention.keep_every(100),
+    "best": st.retention.keep_best(1, "loss"),
+    "steps": st.retention.keep_steps([200]),
+    "for": st.retention.keep_for(1.0, now=4e9),
+    "every seconds": st.retention.keep_every_seconds(3600),
+    "any": st.retention.keep_any(st.retention.keep_best(2, "loss"), st.retention.keep_every(300)),
+    "a function": lambda steps: [steps[0].number],
+}
+
+
+@pytest.mark.parametrize("way", ["at once", "by request", "by queue"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_removes_a_step_by_its_own_save(policy: str, way: str) -> None:
+    with st.AsyncCallsQueue() as queue:
+        series = st.CheckpointSeries(MemoryStorage(), keep=POLICIES[policy], queue=queue if way == "by queue" else None)
+        # Going back, and worse than all that is there: each policy alone would drop it.
+        for loss, number in enumerate((100, 200, 300, 110, 30, 120)):
+            request = series.save(tree(), number, metrics={"loss": loss}, async_sharded_save=way == "by request")
+            if way == "by request":
+                request.execute_sync()  # type: ignore[union-attr]
+            queue.maybe_finalize_async_calls(blocking=True)
+            assert number in numbers(series)
+    assert len(numbers(series)) < 6
+    assert 120 not in POLICIES[policy](series.steps()), "the policy alone would drop it"
+
+
 def test_all_ranks_drop_together() -> None:
     root = MemoryStorage()
 
