@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -202,6 +203,30 @@ def is_undisturbed(do: Callable[[Any], Any], state: Callable[[], AbstractContext
 @pytest.mark.parametrize("do", DOING, ids=lambda do: do.__name__)
 def test_what_surrounds_a_call_changes_no_bit(do: Callable[[Any], Any], state: str) -> None:
     assert is_undisturbed(do, AMBIENT[state])
+
+
+FORMATS = [("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
+
+
+def uses_format(backend: tuple[str, int], state: Any) -> Any:
+    """Return what is saved, loaded and converted in a format, each in a state of torch, and what the files hold."""
+    kept = {f"w.{dtype}" for dtype in (torch.float32, torch.bfloat16, torch.int64)}
+    held: Any = {key: leaf for key, leaf in tree().items() if key in kept}
+    if backend[0] != "huggingface":
+        held |= OBJECTS
+    place, native, back = MemoryStorage(), MemoryStorage(), MemoryStorage()
+    with state():
+        st.save(held, place, backend)
+        found = st.load(st.without_data(held), place), st.load_plain_tensors(place)
+        st.convert(place, native, backend="safetensors")
+        st.convert(native, back, backend=backend[0])
+    return found, st.load(st.without_data(held), native), st.load(st.without_data(held), back)
+
+
+@pytest.mark.parametrize("state", AMBIENT)
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+def test_what_surrounds_a_call_changes_no_bit_in_any_format(backend: tuple[str, int], state: str) -> None:
+    assert is_undisturbed(partial(uses_format, backend), AMBIENT[state])
 
 
 def unshielded_product(state: Any) -> Any:
