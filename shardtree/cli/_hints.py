@@ -17,7 +17,6 @@ _KEYWORD = re.compile(
     r"(?P<value>True|False|None|\[[^\[\]]*\]|\([^()]*\)|'[^']*'|\"[^\"]*\"|\d+|\.{3}|(?![\w(]))(?(within)\))"
 )
 _LEFT = re.compile(r"\b(?:Load|Save)Options\(|\b[Pp]ass [a-z]\w*=")
-_IN_PYTHON = "What is written with = is an argument in Python; this command has no option for it."
 _NAME = re.compile(r"(?<![\w.'\"/])[a-z]+(?:_[a-z]+)+(?![\w('\"=.]\w*)")
 
 
@@ -36,8 +35,16 @@ def shell_words(text: str, options: Mapping[str, str]) -> str:
         '--leave-out common converts without it'
     """
     text = _KEYWORD.sub(lambda found: _typed(found, options), text)
-    text = _NAME.sub(lambda found: options.get(found[0], found[0]).partition(" ")[0], text)
-    return f"{text}\n  {_IN_PYTHON}" if options and _LEFT.search(text) else text
+    # `partial_rename` is what --rename calls.
+    named = {f"partial_{name}": typed for name, typed in options.items()} | {**options}
+    text = _NAME.sub(lambda found: named.get(found[0], found[0]).partition(" ")[0], text)
+    left = _LEFT.search(text) if options else None
+    return text if left is None else f"{text}\n  {_in_python(left[0])}"
+
+
+def _in_python(left: str) -> str:
+    name = left.strip("(=").rpartition(" ")[2]
+    return f"{name} is for a call from Python: this command has no option for it."
 
 
 def _typed(found: re.Match[str], options: Mapping[str, str]) -> str:

@@ -130,9 +130,9 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     used = {one[0] for one in found.values() if one is not None}
     unused = [pattern for pattern, _ in layout.specs if pattern not in used]
     if unused:
-        lines = near_patterns(unused, shards)
-        fix = "Quote patterns; an earlier one may fit all keys of a later one, and one of too many axes fits none."
-        raise KeyMismatch(error_text("--spec cuts nothing", offenders=lines, fix=fix))
+        lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in unused]
+        fix = "Quote patterns, so that the shell doesn't expand them."
+        raise KeyMismatch(error_text("--spec is used for no tensor", offenders=lines, fix=fix))
     note_shell_patterns("--spec", used, shards)
     # Layers repeat shapes and specs: one tensor of each kind is cut, and the others are cut like it.
     alike = {key: (shards[key].global_shape, shards[key].dtype, one and one[1]) for key, one in found.items()}
@@ -147,6 +147,17 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
 
     tree(0)  # a spec that doesn't fit its tensor is an error at once
     return RankTrees(tree, layout.mesh.size)
+
+
+def _why_unused(pattern: str, fits: Callable[[str], bool], spec: PartitionSpec, shards: RankTree) -> str:
+    named = [key for key in shards if fits(key)]
+    if not named:
+        return near_patterns([pattern], shards)[0]
+    key = max(named, key=lambda key: len(shards[key].global_shape))
+    axes = len(shards[key].global_shape)
+    if len(spec.entries) > axes:
+        return f"{pattern!r}: a spec of {len(spec.entries)} axes, and {key!r} has {axes}"
+    return f"{pattern!r} fits {key!r}, but an earlier --spec does too: put this one first"
 
 
 # Stored layouts.

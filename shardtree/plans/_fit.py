@@ -106,11 +106,19 @@ class Unexpected:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that is stored with another global shape or dtype than requested."""
+    """A tensor that is stored with another global shape or dtype than requested.
+
+    Attributes:
+        key: the tensor.
+        stored: what it is.
+        asked: what it should be.
+        cast: whether its dtype is converted already, where it can be.
+    """
 
     key: str
     stored: TensorKind
     asked: TensorKind
+    cast: bool = False
 
     def __str__(self) -> str:
         return f"{self.key!r}: checkpoint has {self.stored}, target asks for {self.asked}"
@@ -288,7 +296,7 @@ def find_mismatches(
         if not (same_dtype and _shape_fits(shard, kind.global_shape)):
             # Without prepended axes: which axes a shard's data lacks makes no difference to what is stored.
             asked = TensorKind(shard.dtype, shard.global_shape, 0)
-            found.setdefault(shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), asked))
+            found.setdefault(shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), asked, cast))
     return tuple(found.values())
 
 

@@ -144,10 +144,14 @@ class LocalStorage:
 
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
-        with self._storage_errors("write", name):
+        return self._write(name, buffers, name, durable=durable)
+
+    def _write(self, name: str, buffers: Iterable[AnyBuffer], meant: str, *, durable: bool) -> int:
+        """Write a new file, of which errors speak as of the one that it is meant to be."""
+        with self._storage_errors("write", meant):
             descriptor = _new_file(self.where(name))
             try:
-                length = _write_new(descriptor, buffers, self.where(name))
+                length = _write_new(descriptor, buffers, self.where(meant))
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -186,7 +190,7 @@ class LocalStorage:
         # A random name: if two processes replace the file at the same time, each renames what it wrote itself.
         temporary = "/".join(filter(None, (folder, temporary_name(last))))
         try:
-            self.write(temporary, [memoryview(data)], durable=durable)
+            self._write(temporary, [memoryview(data)], name, durable=durable)
             with self._storage_errors("replace", name):
                 os.replace(self.where(temporary), self.where(name))
         except BaseException:

@@ -16,13 +16,24 @@ REFUSALS = re.compile("(PermissionDenied|Unauthenticated|NotSupported|InvalidPat
 """Errors that say that nothing was done."""
 
 
+_ANSWER = re.compile(r"(<\?xml[^>]*\?>\s*)?<Error\b.*?(</Error>|\Z)", re.DOTALL)
+
+
+def _in_words(answer: re.Match[str]) -> str:
+    """Return what a store's XML says: its code and its message; the rest are numbers of the request."""
+    parts = (re.search(f"<{name}>(.*?)</{name}>", answer[0], re.DOTALL) for name in ("Code", "Message"))
+    return ": ".join(part[1].strip() for part in parts if part is not None) or "an answer in XML"
+
+
 def request_failure(what: str, error: Exception, secrets: Mapping[str, Any]) -> StorageError:
     """Return the error for a request that failed, with the store's own words but for secrets."""
     # Not as the cause: its text holds what was sent, and stores repeat signatures in what they answer.
-    said = str(error).partition("\n\nDebug source")[0]
+    said = _ANSWER.sub(_in_words, str(error).partition("\n\nDebug source")[0])
     found = f"{type(error).__name__}: {without_secrets(said, secrets)}"
     fix = None
-    if "ExpiredToken" in said or "expired" in said.lower():
+    if "NoSuchBucket" in said:
+        fix = "There is no such bucket: correct its name in the URL, or the endpoint and region that are asked."
+    elif "ExpiredToken" in said or "expired" in said.lower():
         fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
     elif "allow_http" in said or "URL scheme is not allowed" in said:
         fix = 'Plain http has to be allowed: AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}.'

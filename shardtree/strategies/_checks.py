@@ -102,7 +102,7 @@ def _has_another_shape(problem: Misfit) -> bool:
 
 
 def _could_be_converted(problem: Misfit) -> bool:
-    return _has_another_dtype(problem) and not _must_stay(problem)
+    return _has_another_dtype(problem) and not problem.cast and not _must_stay(problem)
 
 
 def _must_stay(problem: Misfit) -> bool:

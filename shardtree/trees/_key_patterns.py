@@ -161,10 +161,19 @@ def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict
     known = list(patterns)
     chosen = {key: found for key in keys if (found := _first_match(known, key)) is not None}
     used = {pattern for pattern, _ in chosen.values()}
-    unused = [repr(pattern) for pattern in known if pattern not in used]
+    unused = [pattern for pattern in known if pattern not in used]
     if unused:
-        fix = "Leave out what isn't there, and put a pattern before those that fit its keys too."
-        raise TreeError(error_text(f"{doing}: patterns that name nothing", offenders=unused, fix=fix))
+        fitting = {
+            pattern: next((key for key in chosen if match_key(pattern, key) is not None), None) for pattern in unused
+        }
+        lines = [
+            f"{pattern!r} fits no key"
+            if key is None
+            else f"{pattern!r} fits {key!r}, but {chosen[key][0]!r} comes first"
+            for pattern, key in fitting.items()
+        ]
+        fix = "Correct or leave out what fits no key; put a narrow pattern before a wide one."
+        raise TreeError(error_text(f"{doing}: patterns that name nothing", offenders=lines, fix=fix))
     return chosen
 
 

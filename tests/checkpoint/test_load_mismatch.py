@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +265,13 @@ def test_flat_optimizer_shards_are_converted() -> None:
     )
     loaded = st.load({"w": flat}, stored(w=source), cast=True, validate_access_integrity=False)["w"]
     assert bits(loaded) == bits(source.view(-1)[2:7].to(torch.bfloat16))
+
+
+def test_who_passes_cast_is_not_told_to_pass_it(tmp_path: Path) -> None:
+    st.save([st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))], tmp_path)
+    asked = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, dtype=torch.float16))]
+    with pytest.raises(ShapeError, match="Pass cast=True"):
+        st.load(asked, tmp_path)
+    with pytest.raises(ShapeError, match="Set allow_shape_mismatch") as caught:
+        st.load(asked, tmp_path, cast=True)
+    assert "cast=True" not in str(caught.value)

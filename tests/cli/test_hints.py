@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtree.cli._app import app
-from shardtree.cli._hints import _IN_PYTHON, shell_words
+from shardtree.cli._hints import shell_words
 from tests.cli.checkpoints import run
 
 OPTIONS = {
@@ -49,9 +49,17 @@ def test_what_is_no_option_stays(text: str) -> None:
     assert shell_words(text, OPTIONS) == text
 
 
-@pytest.mark.parametrize("text", ["or pass strategies=.", "in LoadOptions(types=(...)).", "Pass names=, in order."])
-def test_what_the_command_has_no_option_for_is_said(text: str) -> None:
-    assert shell_words(text, OPTIONS) == f"{text}\n  {_IN_PYTHON}"
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("or pass strategies=.", "strategies"),
+        ("in LoadOptions(types=(...)).", "LoadOptions"),
+        ("Pass names=, in order.", "names"),
+    ],
+)
+def test_what_the_command_has_no_option_for_is_said(text: str, name: str) -> None:
+    said = f"{name} is for a call from Python: this command has no option for it."
+    assert shell_words(text, OPTIONS) == f"{text}\n  {said}"
 
 
 def test_outside_of_a_command_nothing_changes() -> None:
