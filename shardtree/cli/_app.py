@@ -212,7 +212,9 @@ def report(
 )
 def convert(
     source: Annotated[str, typer.Argument(metavar="A", help="A checkpoint's folder, file or URL.")],
-    destination: Annotated[str, typer.Argument(metavar="B", help="The folder or URL to write to.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="B", help="The folder or URL to write to; or a .safetensors file.")
+    ],
     backend: Annotated[
         str,
         typer.Option("--to", metavar="BACKEND[:VERSION]", help=f"The format to write: {FORMATS}. hf is huggingface."),

@@ -14,7 +14,7 @@ from ..._shielded import shielded
 from ...errors import AlreadyACheckpoint, IntegrityError, StorageError, WorldError, error_text, plural, shorten
 from ...mapping import ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, can, in_larger_requests, listed, storage_at
+from ...storage import Directory, can, in_larger_requests, listed, remove_folder, storage_at
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,
@@ -37,6 +37,7 @@ from ._identity import conversion_digest
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
 from ._passage import Passage, passage_from
 from ._plan import Cutting, Plan, Transform, plan_conversion
+from ._single import in_one_file, single_file
 from ._source import open_alike
 from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
@@ -124,7 +125,8 @@ def convert(
 
     Args:
         source: where the checkpoint is.
-        destination: a folder without a checkpoint, made if it isn't there.
+        destination: a folder without a checkpoint, made if it isn't there; with the format huggingface also the name
+            of a ``.safetensors`` file that isn't.
         backend: the format, as (backend, version) or a name, which means its latest version.
         transform: a pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards
             that is written. The keys of the dict don't matter, those of the shards do. It records what it does to lazy
@@ -149,7 +151,8 @@ def convert(
 
     Raises:
         NotACheckpoint: there is no source.
-        AlreadyACheckpoint: the destination has a checkpoint.
+        AlreadyACheckpoint: the destination has a checkpoint, or is a file.
+        StorageError: it names a file that isn't written, such as ``pytorch_model.bin``.
         KeyMismatch: a key of the source is neither used nor left out nor pruned, or a pattern names nothing.
         IntegrityError: the output's shards don't tile their tensors, or the destination isn't what was written.
         UnsupportedValue: the format can't hold something.
@@ -215,9 +218,10 @@ def _destination(
     strategies: Strategies | None,
     options: SaveOptions,
 ) -> Destination:
-    backends = backends_of(backend, common_backend, strategies)
-    storage = in_larger_requests(storage_at(where))
-    return Destination(storage, (backend, common_backend), backends, strategies, options)
+    backends, choices = backends_of(backend, common_backend, strategies), (backend, common_backend)
+    if (single := single_file(where, backends)) is not None:
+        return Destination(single.draft(), choices, backends, in_one_file(strategies), options, single)
+    return Destination(in_larger_requests(storage_at(where)), choices, backends, strategies, options)
 
 
 def _check_same_plan(folders: Sequence[str]) -> None:
@@ -256,7 +260,11 @@ def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
         disown(target.storage, save_id)
         if can(target.storage).late_requests:
             remove_unless_committed(target.storage, save_id)
+    if target.single is not None:
+        target.single.put(durable=target.options.durable)
     forget(journal)
+    if target.single is not None:
+        remove_folder(target.single.above, target.single.folder)
 
 
 def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionReport:

@@ -29,6 +29,7 @@ from ..saving._commit import save_request
 from ..saving._start import Held
 from ._journal import Journal, announcer, recall, record, recorded, recording, remove_others
 from ._plan import Batch, Plan
+from ._single import SingleFile
 from ._source import StoredObject, expect_tensors
 
 # One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
@@ -85,6 +86,7 @@ class Destination:
         backends: the backends of these choices.
         strategies: the dispatch table; None for the process's.
         options: how it is written.
+        single: the file that is wanted of the folder; None for the folder itself.
     """
 
     storage: Storage
@@ -92,6 +94,7 @@ class Destination:
     backends: Backends
     strategies: Strategies | None
     options: SaveOptions
+    single: SingleFile | None = None
 
 
 def rehearse_common(destination: Destination, common: Any) -> None:
