@@ -275,7 +275,7 @@ def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
         panels.append(_bars(f"bytes by {whose}", totals))
     yield figure_html(Picture(f"{size(by_dtype.total())} in tensors", (tuple(each for each in panels if each.bars),)))
     if shares:
-        headings = [Heading(whose), Heading("tensors", right=True), *(Heading(each, right=True) for each in dtypes)]
+        headings = [Heading(whose), Heading("bytes", right=True), *(Heading(each, right=True) for each in dtypes)]
         rows = [
             (name, size(totals[name]), *(size(share[dtype]) if share[dtype] else "" for dtype in dtypes))
             for name, share in shares.items()

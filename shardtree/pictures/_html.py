@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -25,6 +26,12 @@ _STYLE = "".join(
         "td{overflow-wrap:anywhere}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}",
         "td:first-child{white-space:pre-wrap}summary{cursor:pointer;color:var(--dim);margin:8px 0}",
         "tbody tr:hover{background:var(--row)}figure{margin:12px 0}figure svg{max-width:100%;height:auto}",
+        # On a phone a row is a block, and each cell a line that says of which column it is.
+        "@media(max-width:700px){main{padding:16px 12px 32px}",
+        "tr{display:block;padding:5px 0;border-bottom:1px solid var(--rule)}",
+        "td,td.n,th{display:block;border:0;padding:0;text-align:left;white-space:pre-wrap}",
+        "th+th,th:empty,td.n:empty,td:empty{display:none}",
+        "td[data-of]::before{content:attr(data-of) ' ';color:var(--dim)}}",
     ]
 )
 
@@ -114,13 +121,19 @@ def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, number
         >>> table_html(["key"], [["a"]])
         '<div class="wide"><table><thead><tr><th>key</th></tr></thead><tbody><tr><td>a</td></tr></tbody></table></div>'
     """
-    cells = "".join(_cell("th", text, place in numbers) for place, text in enumerate(headings))
+    styles = [' class="n"' if place in numbers else "" for place in range(len(headings))]
+    cells = "".join(f"<th{style}>{text_html(text)}</th>" for style, text in zip(styles, headings, strict=True))
     head = f"<thead><tr>{cells}</tr></thead>" if any(headings) else ""
-    body = "".join(
-        f"<tr>{''.join(_cell('td', text, place in numbers) for place, text in enumerate(row))}</tr>" for row in rows
+    # What a row is of stands first, and needs no heading where there is no head.
+    marks = [f' data-of="{text_html(text)}"' if place and text else "" for place, text in enumerate(headings)]
+    starts = [f"<td{style}{mark}>" for style, mark in zip(styles, marks, strict=True)]
+    rendered = (
+        "".join(f"{start}{_breakable(text)}</td>" for start, text in zip(starts, row, strict=True)) for row in rows
     )
+    body = "".join(f"<tr>{row}</tr>" for row in rendered)
     return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _cell(name: str, text: str, is_number: bool) -> str:
-    return element_html(name, text, "n" if is_number else "")
+def _breakable(text: str) -> str:
+    """Return text as HTML whose lines may end after the parts of a key or a path, so that no word is broken."""
+    return re.sub(r"(?<=\w)([._/])(?=[^\W\d])", r"\1<wbr>", text_html(text))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import html
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import shardtree as st
 from shardtree.pictures import svg_of
 from tests.cli.checkpoints import run, save_training_state
 from tests.pictures.chromium import BROWSER, MISSING, text_after_scripts
@@ -61,6 +64,48 @@ for (const box of document.querySelectorAll('.wide, figure, h1, h2, p'))
   if (box.scrollWidth > box.clientWidth || box.getBoundingClientRect().right > width) wrong.push(box.textContent);
 document.body.textContent = JSON.stringify({wide: wrong, blocks: document.querySelectorAll('table, figure').length});
 """
+
+
+PHONE_SCRIPT = """
+const frame = document.querySelector('iframe'), page = frame.contentDocument, width = page.documentElement.clientWidth;
+const wrong = [], broken = [], range = page.createRange();
+for (const box of page.querySelectorAll('main *:not(svg *)'))
+  if (box.scrollWidth > box.clientWidth + 1 && getComputedStyle(box).display !== 'inline'
+      || box.getBoundingClientRect().right > width) wrong.push(box.textContent);
+for (const cell of page.querySelectorAll('td, th, h1, h2, p'))
+  for (const node of cell.childNodes)
+    for (const word of node.nodeType === 3 ? node.textContent.matchAll(/[A-Za-z0-9]+/g) : []) {
+      range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) broken.push(word[0]);
+    }
+const scrolls = page.documentElement.scrollWidth > width, blocks = page.querySelectorAll('tr').length;
+document.body.textContent = JSON.stringify({width, wrong, broken, scrolls, blocks});
+"""
+
+OLD_STYLE = ".wide tr{display:table-row}.wide td,.wide td.n{display:table-cell;padding:5px 14px 5px 0}"
+
+
+def on_a_phone(page: str, folder: Path) -> Any:
+    # A window of 360 pixels is less than a browser without a window makes; a frame's width is what its rules see.
+    frame = f'<iframe style="width:360px;height:600px;border:0" srcdoc="{html.escape(page)}"></iframe>'
+    script = f"<script>window.onload = () => {{{PHONE_SCRIPT}}}</script>"
+    return json.loads(html.unescape(text_after_scripts(f"<!doctype html><body>{frame}{script}</body>", folder)))
+
+
+def test_a_report_fits_a_phone_and_breaks_no_word(tmp_path: Path) -> None:
+    """Nothing scrolls sideways at 360 pixels; a page whose tables stay tables there is caught."""
+    save_training_state(tmp_path / "a")
+    long = "optimizer.state.exp_avg.decoder.layers.0.self_attention.linear_qkv.weight"
+    st.save(
+        {"w": st.ShardedTensor.from_rank_offsets(long, torch.ones(4, 4)), "arguments": {"k" * 20: 1}}, tmp_path / "b"
+    )
+    assert run("report", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "report.html").exit_code == 1
+    page = (tmp_path / "report.html").read_text()
+    found = on_a_phone(page, tmp_path)
+    assert found["width"] == 360 and found["blocks"] > 20
+    assert (found["wrong"], found["broken"], found["scrolls"]) == ([], [], False)
+    old = on_a_phone(page.replace("</style>", f"{OLD_STYLE}</style>"), tmp_path)
+    assert old["broken"] or old["wrong"]
 
 
 def test_a_report_fits_its_page(tmp_path: Path) -> None:
