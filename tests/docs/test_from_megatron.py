@@ -1,4 +1,4 @@
-"""docs/from-megatron.md: no name of Megatron-Core's is left out, and each of ours exists."""
+"""docs/from-megatron.md: no name of the installed Megatron-Core is left out, and each of ours exists."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ import ast
 import dataclasses
 import inspect
 import re
-from importlib.metadata import files
 from pathlib import Path
 
 import pytest
 
 import shardtree
 from shardtree._later import ROOMS
+from tests.peers.megatron_versions import has, source_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-megatron.md"
 NOT_ABOUT_CHECKPOINTS = {"logger"}
 
 
-def sections() -> dict[str, list[tuple[str, str]]]:
-    """Return module -> its rows, as (Megatron-Core's cell, our cell)."""
+def sections() -> dict[str, list[tuple[str, str, str]]]:
+    """Return module -> its rows, as (Megatron-Core's cell, our cell, the releases that have the name)."""
     parts = re.split(r"^## `([\w.]+)`$", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    row = re.compile(r"^\| `([\w.]+)` \| (.+?) \|", re.MULTILINE)
+    row = re.compile(r"^\| `([\w.]+)` \| (.+?) \| ((?:(?:until|since) 0\.\d+)?)", re.MULTILINE)
     return {module: row.findall(text) for module, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def megatron_tree(module: str) -> ast.Module:
-    """Return the module's source, parsed, not imported: importing takes seconds and warns of what isn't installed."""
-    name = f"megatron/core/dist_checkpointing/{module.replace('.', '/')}.py"
-    found = [path for path in files("megatron-core") or [] if path.as_posix() == name]
-    return ast.parse(Path(str(found[0].locate())).read_text())
+def installed() -> dict[str, list[tuple[str, str]]]:
+    """Return module -> its rows, as (Megatron-Core's cell, our cell), of the names that the installed release has."""
+    return {module: [(name, cell) for name, cell, span in rows if has(span)] for module, rows in sections().items()}
 
 
 def defined(body: list[ast.stmt]) -> set[str]:
@@ -60,29 +58,30 @@ def ours(name: str) -> object:
 
 @pytest.mark.parametrize("module", sections())
 def test_no_name_of_theirs_is_left_out_or_made_up(module: str) -> None:
-    listed = [theirs for theirs, _ in sections()[module]]
+    listed = [theirs for theirs, _ in installed()[module]]
     assert len(listed) == len(set(listed))
-    present = defined(megatron_tree(module).body) - NOT_ABOUT_CHECKPOINTS
+    present = defined(source_of(module).body) - NOT_ABOUT_CHECKPOINTS
     if module == "strategies.async_utils":  # its callers' methods are their own affair
         present = {name for name in present if not re.match(r"\w+AsyncCaller\.|AsyncCaller\.", name)}
     assert set(listed) == present
 
 
 @pytest.mark.parametrize(
-    "name", sorted({name for rows in sections().values() for _, cell in rows for name in re.findall("`([^`]+)`", cell)})
+    "name",
+    sorted({name for rows in sections().values() for _, cell, _ in rows for name in re.findall("`([^`]+)`", cell)}),
 )
 def test_each_name_of_ours_exists(name: str) -> None:
     ours(name)
 
 
 def test_every_row_names_something_or_says_that_it_does_not() -> None:
-    cells = [cell for rows in sections().values() for _, cell in rows]
+    cells = [cell for rows in sections().values() for _, cell, _ in rows]
     assert [cell for cell in cells if not re.fullmatch(r"`[\w.]+`|—", cell)] == []
 
 
 @pytest.mark.parametrize("leaf", ["ShardedTensor", "ShardedObject", "ShardedTensorFactory"])
 def test_fields_keep_their_names(leaf: str) -> None:
-    theirs = next(n for n in megatron_tree("mapping").body if isinstance(n, ast.ClassDef) and n.name == leaf)
+    theirs = next(n for n in source_of("mapping").body if isinstance(n, ast.ClassDef) and n.name == leaf)
     fields = [n.target.id for n in theirs.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
     present = [field.name for field in dataclasses.fields(getattr(shardtree, leaf))]
     assert [name for name in present if name in fields] == fields

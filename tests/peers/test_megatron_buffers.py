@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from shardtree.buffers import BufferPlan, flat_shards, plan_buffers
 from shardtree.mapping import ShardedTensor
 from tests.buffers.buffer_samples import assert_caught
+from tests.peers.megatron_versions import buffer_of
 
 pytestmark = pytest.mark.peers
 
@@ -66,7 +67,6 @@ def questions(draw: st.DrawFn) -> Question:
 def theirs(question: Question) -> tuple[Any, dict[str, Any]]:
     """Return Megatron-Core's buffer on the first data-parallel rank, and its parameters by name."""
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 
     parameters = {f"p{n}": torch.nn.Parameter(torch.zeros(shape)) for n, shape in enumerate(question.shapes)}
     if question.shared is not None:
@@ -77,19 +77,7 @@ def theirs(question: Question) -> tuple[Any, dict[str, Any]]:
     group = Group(question.data_parallel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        buffer = _ParamAndGradBuffer(
-            config,
-            torch.float32,
-            torch.float32,
-            list(parameters.values()),
-            group,
-            question.bucket_size,
-            {parameter: name for name, parameter in parameters.items()},
-            1.0,
-            list(range(len(parameters))),
-            False,
-            SimpleNamespace(tp=Group(1), dp_cp=group),
-        )
+        buffer = buffer_of(config, parameters, SimpleNamespace(tp=Group(1), dp_cp=group), question.bucket_size)
     return buffer, parameters
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import shardtree as st
-from tests.docs.test_from_megatron import sections
+from tests.docs.test_from_megatron import installed
+from tests.peers.megatron_versions import CHANGED_ARGUMENTS
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("megatron.core.dist_checkpointing")
@@ -36,7 +37,7 @@ def called(owner: Any, name: str) -> Callable[..., Any] | None:
 def pairs() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
     """Return name -> theirs and ours, for each row of docs/from-megatron.md where both are called the same."""
     found = {}
-    for module, rows in sections().items():
+    for module, rows in installed().items():
         for name in (theirs for theirs, cell in rows if cell == f"`{theirs}`"):
             theirs = called(importlib.import_module(f"megatron.core.dist_checkpointing.{module}"), name)
             ours = called(st, name)
@@ -47,7 +48,10 @@ def pairs() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
 
 def misfits(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     """Return what is wrong with our parameters for one who knows theirs."""
-    known, own = (inspect.signature(function).parameters for function in (theirs, ours))
+    known, own = (
+        {name: p for name, p in inspect.signature(function).parameters.items() if name not in CHANGED_ARGUMENTS}
+        for function in (theirs, ours)
+    )
     first, placed = ([p.name for p in each.values() if p.kind in (NAMED, FREE)] for each in (known, own))
     wrong = [f"places: {placed}, theirs are {first}"] if placed != first else []
     wrong += [f"{name!r} is missing" for name in known if name not in own]

@@ -62,9 +62,12 @@ MODEL = {
     "tied": False,
     "bias": False,
     "layers": 4,
+    "hidden": 32,
+    "vocabulary": 64,
     "bf16": True,
     "bucket": 4000,
     "lr": 1e-4,
+    "min_lr": 1e-5,
     "gated": True,
 }
 
@@ -105,10 +108,10 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
     kind, sizes = (MLATransformerConfig, latent | {"rope_type": "rope"}) if shape["mla"] else (TransformerConfig, {})
     config = kind(
         num_layers=shape["layers"],
-        hidden_size=32,
+        hidden_size=shape["hidden"],
         num_attention_heads=4,
         num_query_groups=4 if shape["mla"] else 2,
-        ffn_hidden_size=64,
+        ffn_hidden_size=2 * shape["hidden"],
         gated_linear_unit=shape["gated"],
         activation_func=torch.nn.functional.silu,
         add_bias_linear=shape["bias"],
@@ -146,7 +149,7 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
             GPTModel(
                 config,
                 spec,
-                64,
+                shape["vocabulary"],
                 max_sequence_length=8,
                 position_embedding_type="rope",
                 share_embeddings_and_output_weights=shape["tied"],
@@ -163,6 +166,7 @@ def job(shape: dict[str, Any]) -> tuple[Any, Any]:
     how = OptimizerConfig(
         optimizer="adam",
         lr=shape["lr"],
+        min_lr=shape["min_lr"],
         weight_decay=0.1,
         bf16=shape["bf16"],
         params_dtype=dtype,
