@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from shardtree._collector import collector_paused
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,
@@ -34,7 +35,7 @@ from shardtree.layouts import (
     sharding_problems,
 )
 from shardtree.plans import level_writes
-from shardtree.storage import StoredFile, collector_paused
+from shardtree.storage import StoredFile
 from shardtree.strategies.index import Index, build_index, plan_shards
 
 from ._bars import Bar, Settings

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 import types
 import typing
+
+from ._collector import collector_paused
 
 
 def import_quickly(module: str, package: str) -> types.ModuleType:
@@ -15,13 +16,8 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
     Modules make many objects that stay. A collection among them would look through all of torch's, which takes as long
     as a third of the imports themselves.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         return importlib.import_module(module, package)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def notebook_html(value: object) -> str:

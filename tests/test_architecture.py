@@ -147,13 +147,64 @@ def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
 def from_the_root(module: str) -> list[str]:
     """Return what a module imports of ours that is no room's: the root, or a name that would load all that waits."""
     ours = [name for name in imports(TEXTS[module], module) if name.startswith(".")]
-    known = PURE | EFFECT | {"testing", "_deferred", "_shielded"}
+    known = PURE | EFFECT | {"testing", "_collector", "_deferred", "_shielded"}
     return [name for name in ours if name.removeprefix(".").split(".")[0] not in known]
 
 
 def test_a_module_imports_from_our_packages_not_from_the_root() -> None:
     """The root imports everything, so whoever imports from it depends on everything."""
     assert offenders({name: from_the_root(name) for name in MODULES if name not in {"__init__", "_later"}}) == {}
+
+
+def private_elsewhere(source: str, module: str) -> list[str]:
+    """Return what a module imports from private modules of other rooms."""
+    ours = [name.split(".")[1:] for name in imports(source, module) if name.startswith(".")]
+    return [
+        ".".join(name)
+        for name in ours
+        if name[0] not in {package(module), "testing"} and any(part.startswith("_") for part in name[1:])
+    ]
+
+
+def test_nothing_private_of_another_room_is_imported() -> None:
+    rooms = {name for name in MODULES if "/" in name and not name.endswith("/__init__")}
+    assert offenders({name: private_elsewhere(TEXTS[name], name) for name in rooms}) == {}
+    assert private_elsewhere("from ..mapping._tensor import ShardedTensor", "trees/_x") == [
+        "mapping._tensor.ShardedTensor"
+    ]
+
+
+CHANGERS = {"append", "add", "update", "setdefault", "pop", "clear", "discard", "remove"}
+
+
+def kept_by_a_process(source: str) -> set[str]:
+    """Return the module-level names whose values change, or that are assigned anew, while the program runs."""
+    tree, changed = ast.parse(source), set[str]()
+    pairs = [
+        (node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
+    values = {target.id: value for target, value in pairs if isinstance(target, ast.Name) and value is not None}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            changed.update(node.names)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in CHANGERS:
+            changed.add(node.value.id)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load):
+            changed.add(node.value.id)
+    made = {name for name, value in values.items() if ast.unparse(value).startswith(("Lock(", "count(", "Weak"))}
+    return set(changed & {*values}) | made
+
+
+def test_what_a_process_keeps_is_on_the_page() -> None:
+    rows = (ROOT / "docs" / "design.md").read_text().partition("## What a process keeps")[2].partition("\n## ")[0]
+    places = [row.split("|")[1].split("`")[1::2] for row in rows.splitlines() if row.startswith("| `")]
+    listed = {(module, name) for module, *names in places for name in names}
+    found = {(module, name) for module, text in TEXTS.items() for name in kept_by_a_process(text)}
+    assert found - listed == set()
+    assert {module for module, name in listed if name not in TEXTS[module]} == set()
+    assert kept_by_a_process("a = {}\nb = {}\ndef f():\n    a[1] = b[1]") == {"a"}
 
 
 def test_a_module_says_what_it_holds() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ShapeError, TreeError, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..mapping._tensor import check_has_shape, without_shape
+from ..mapping.memory import check_has_shape, without_shape
 from ..trees import call_at, leaves_with_paths, match_key
 from ._per_parameter import per_parameter
 from ._state_dict import ParamId, ShardedParam, check_param

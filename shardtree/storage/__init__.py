@@ -66,7 +66,7 @@ from ._storage import (
     is_left_over,
     is_temporary,
 )
-from ._threads import Begun, background_threads, collector_paused, in_threads, in_turn, read_ahead, usual_threads
+from ._threads import Begun, background_threads, in_threads, in_turn, read_ahead, usual_threads
 from ._wrapped import around, wrapped
 
 __all__ = [

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from .._collector import collector_paused
 from ..codec import bit_view, byte_buffer
 from ..errors import StorageError
 from ..geometry import Column
@@ -37,7 +38,6 @@ from ._runs import read_runs
 from ._staged_fetch import any_staged, fetch_to_devices, memory_bytes
 from ._storage import Buffer, Reader, Storage
 from ._strided import copy_hashed, copy_strided
-from ._threads import collector_paused
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from .._collector import collector_paused
 from ..codec.archives import add_record, archive_records, decode_archive, encode_archive, find_record
 from ..codec.pickles import read_pickle, write_pickle
 from ..errors import (
@@ -100,7 +101,8 @@ def decode_with_holes(data: Buffer, what: str, options: LoadOptions) -> Any:
         CorruptCheckpoint: the bytes aren't what was saved.
         UnsafeFile: reading it takes pickled code, and `allow_pickle` isn't given.
     """
-    tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
+    with collector_paused():
+        tree = decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)
     holes = find_record(data, _HOLES, what=what)
     return tree if holes is None else with_holes(tree, decode_holes(holes, what), what)
 

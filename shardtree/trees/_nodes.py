@@ -21,7 +21,7 @@ from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text,
 from ..geometry import refuse
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
-from ..mapping._tensor import check_has_shape
+from ..mapping.memory import check_has_shape
 
 # The hole takes the place of a leaf that was removed. None won't do: it is a value.
 

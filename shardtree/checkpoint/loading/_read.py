@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from ..._collector import collector_paused
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...plans import overlaps, plan_exchange, read_rounds
 from ...plans.moving import convert
-from ...storage import ReadReport, collector_paused
+from ...storage import ReadReport
 from ...strategies import (
     Checkpoint,
     Strategies,

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from ... import trees
+from ..._collector import collector_paused
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
@@ -23,7 +24,7 @@ from ...mapping.memory import (
     overwrite,
     tied,
 )
-from ...storage import collector_paused, copies_of, empty_tensor
+from ...storage import copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..._collector import collector_paused
 from ...errors import CheckpointingException, ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ...mapping.memory import has_elements, lacks_memory
-from ...storage import collector_paused
 from ...strategies import misfit
 from ...trees import (
     United,

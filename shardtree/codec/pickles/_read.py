@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from ._constructors import Constructor
 from ._limits import check_bounded
 from ._machine import FIX, Irregular, Machine, Run, Scan
-
-_LARGE = 1_000_000
 
 
 def _frame(machine: Machine) -> None:
@@ -251,25 +247,7 @@ def read_pickle(
           LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it.
     """
     content = data if type(data) is bytes else bytes(data)
-    with _collector_paused(len(content)):
-        return _run(Machine(content, classes, what, persistent_load, fix, scan), refused)
-
-
-@contextmanager
-def _collector_paused(length: int) -> Iterator[None]:
-    """Pause the garbage collector: reading makes millions of objects and no garbage, and it would scan them all."""
-    pause = length >= _LARGE and gc.isenabled()
-    if pause:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pause:
-            gc.enable()
-
-
-def _run(machine: Machine, refused: frozenset[type]) -> Any:
-    handlers = _HANDLERS
+    machine, handlers = Machine(content, classes, what, persistent_load, fix, scan), _HANDLERS
     try:
         while (code := machine.read(1)) != pickle.STOP:
             handlers[code[0]](machine)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ..._collector import collector_paused
 from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of
@@ -65,7 +66,8 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
             what = f"open: {where!r}"
             # The pickle is the first record of most, and the directory the last.
             fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
-            found = describe_archive(reader.read, reader.length, what=what, file=name, classes=classes, types=types)
+            with collector_paused():  # a large pickle makes millions of objects and no garbage
+                found = describe_archive(reader.read, reader.length, what=what, file=name, classes=classes, types=types)
             return ArchiveFile(name, where, reader.length, found.value, found.records)
 
     return in_threads(read, names, threads_of(checkpoint.storage, checkpoint.options.threads))

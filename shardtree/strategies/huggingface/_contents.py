@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 
+from ..._collector import collector_paused
 from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_length
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
-from ...storage import Reader, Storage, StoredFile, collector_paused, in_threads, opened, threads_of
+from ...storage import Reader, Storage, StoredFile, in_threads, opened, threads_of
 from .._values import Checkpoint
 from ..index import Index, build_index
 from ._listing import Listing, read_listing

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from ... import plans
+from ..._collector import collector_paused
 from ...errors import CorruptCheckpoint, IntegrityError, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan
-from ...storage import ReadReport, StoredFile, can, collector_paused, fetch, fetch_cost, fetch_run, ranged_cost
+from ...storage import ReadReport, StoredFile, can, fetch, fetch_cost, fetch_run, ranged_cost
 from .._checks import check_fit
 from .._replaced import check_lengths
 from .._values import Checkpoint

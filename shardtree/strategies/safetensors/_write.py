@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._collector import collector_paused
 from ...codec import decode_tree, encode_tree
 from ...errors import CheckpointingException, error_text
 from ...fingerprints import piece_total, run_pieces
@@ -24,7 +25,6 @@ from ...storage import (
     Buffer,
     Hashes,
     SizedBuffers,
-    collector_paused,
     hash_column,
     hashed,
     hashed_beside,

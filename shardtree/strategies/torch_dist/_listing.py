@@ -9,12 +9,13 @@ from math import prod
 
 import numpy as np
 
+from ..._collector import collector_paused
 from ...codec import check_storable
 from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
-from ...storage import StoredFile, collector_paused
+from ...storage import StoredFile
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, index_problem, text_columns

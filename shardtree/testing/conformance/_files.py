@@ -8,21 +8,18 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import PurePosixPath
 
-from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, verify
-from ...checkpoint._open import open_at
+from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, open_checkpoint, verify
 from ...errors import AlreadyACheckpoint, CheckpointingException
 from ...storage import LocalStorage, MemoryStorage, Storage, can, is_folder, make_folder, storage_at
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
-    LoadOptions,
     Recognize,
     StrategyAction,
     VerifyReport,
     find_strategy,
     is_save_folder,
 )
-from ...world import one_process
 from .._layouts import even_layout
 from .._states import GlobalState
 from .._watched import Call, watched
@@ -220,7 +217,7 @@ def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
     own = file_names(place) - {METADATA_FILE}
     for name in others:
         write(place, name, _FOREIGN[name])
-    checkpoint = open_at(place, one_process(), LoadOptions(), subject.strategies)
+    checkpoint = open_checkpoint(place, strategies=subject.strategies).checkpoint
     fields = checkpoint.fields
     backends = {(fields[f"{kind}_backend"], fields[f"{kind}_backend_version"]) for kind in ("sharded", "common")}
     rows = [find_strategy(StrategyAction.LIST_FILES, *each, strategies=subject.strategies) for each in backends]
