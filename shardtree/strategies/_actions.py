@@ -34,7 +34,6 @@ class StrategyAction(Enum):
     EXPLAIN = "explain"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
-    SAVE_OBJECTS = "save_objects"
     REMOVE_SHARDED = "remove_sharded"
     VERIFY = "verify"
     RECOGNIZE = "recognize"
@@ -211,19 +210,13 @@ class SaveCommon(Protocol):
 class SaveSharded(Protocol):
     """SAVE_SHARDED: prepare to write this rank's share of the shards, and return the request that writes them.
 
-    If the backend has a row for SAVE_OBJECTS too, or the common state goes to it, sharded objects are passed here as
-    well.
+    If the backend has a row for LOAD_OBJECTS too, or the common state goes to it, sharded objects are passed here as
+    well. Else they go to the SAVE_SHARDED row of the common state's backend.
     """
 
     def __call__(
         self, pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject], /
     ) -> AsyncRequest[Any]: ...
-
-
-class SaveObjects(Protocol):
-    """SAVE_OBJECTS: prepare to write sharded objects, beside a backend that can't hold them."""
-
-    def __call__(self, pending: PendingSave, objects: Sequence[ShardedObject], /) -> AsyncRequest[Any]: ...
 
 
 class RemoveSharded(Protocol):
@@ -285,7 +278,6 @@ PROTOCOLS = {
     StrategyAction.EXPLAIN: Explain,
     StrategyAction.SAVE_COMMON: SaveCommon,
     StrategyAction.SAVE_SHARDED: SaveSharded,
-    StrategyAction.SAVE_OBJECTS: SaveObjects,
     StrategyAction.REMOVE_SHARDED: RemoveSharded,
     StrategyAction.VERIFY: VerifyFiles,
     StrategyAction.RECOGNIZE: Recognize,

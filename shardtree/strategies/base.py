@@ -121,7 +121,7 @@ def find_strategy(
     """Return the function of a row, None if there is none: whether a backend can do something.
 
     Examples:
-        >>> find_strategy(StrategyAction.SAVE_OBJECTS, "punch cards", 1) is None
+        >>> find_strategy(StrategyAction.LOAD_OBJECTS, "punch cards", 1) is None
         True
     """
     row = (action, backend, version)

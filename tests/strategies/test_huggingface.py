@@ -706,7 +706,6 @@ def test_the_table_has_all_that_a_format_needs():
     can = {action for action, *backend in default_strategies if tuple(backend) == HF}
     missing = {
         StrategyAction.LOAD_OBJECTS,
-        StrategyAction.SAVE_OBJECTS,
         StrategyAction.REMOVE_SHARDED,
         StrategyAction.RESOLVE,
     }

@@ -65,11 +65,11 @@ def save_request(
     sharded_backend, common_backend = backends
     save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choices[0], sharded_backend, strategies)
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
-    takes_objects = find_strategy(StrategyAction.SAVE_OBJECTS, *sharded_backend, strategies=strategies) is not None
+    takes_objects = find_strategy(StrategyAction.LOAD_OBJECTS, *sharded_backend, strategies=strategies) is not None
     if takes_objects or sharded_backend == common_backend:
         requests: tuple[Any, ...] = (save_sharded(pending, [*tensors, *objects]),)
     else:
-        save_objects = strategy_of(StrategyAction.SAVE_OBJECTS, None, common_backend, strategies)
+        save_objects = strategy_of(StrategyAction.SAVE_SHARDED, None, common_backend, strategies)
         requests = (save_sharded(pending, tensors), save_objects(pending, objects))
     for request in requests:
         if not isinstance(request, AsyncRequest):

@@ -23,6 +23,7 @@ from .._checks import check_objects_known
 from .._findings import Damage, Finding
 from .._metadata import read_metadata, replace_metadata, write_checked
 from .._save_folders import is_save_file, noted
+from .._traits import FormatTraits
 from .._values import Checkpoint
 from ._columns import Index, find_texts, text_columns, texts
 from ._damage import files_damage
@@ -85,7 +86,9 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
 
 
 def rows_of_saves(backend: str, version: int) -> Strategies:
-    """Return the rows of a format that saves by `save_with_index`: `rows_from_index`'s, REMOVE_SHARDED and LIST_FILES.
+    """Return the rows of a format that saves by `save_with_index`: all but SAVE_SHARDED, and those of a common state.
+
+    They are `rows_from_index`'s, REMOVE_SHARDED and LIST_FILES, and DESCRIBE: all files are in the save's own folder.
 
     Examples:
         >>> rows = rows_of_saves("tar", 1)
@@ -96,6 +99,7 @@ def rows_of_saves(backend: str, version: int) -> Strategies:
         **rows_from_index(backend, version, read_index),
         (StrategyAction.REMOVE_SHARDED, backend, version): remove_sharded,
         (StrategyAction.LIST_FILES, backend, version): list_files,
+        (StrategyAction.DESCRIBE, backend, version): lambda: FormatTraits(in_save_folder=True, fills_devices=True),
     }
 
 

@@ -11,7 +11,6 @@ ROWS: Strategies = {
     (StrategyAction.LOAD_COMMON, "safetensors", 1): load_common,
     (StrategyAction.SAVE_COMMON, "safetensors", 1): save_common,
     (StrategyAction.SAVE_SHARDED, "safetensors", 1): save_sharded,
-    (StrategyAction.SAVE_OBJECTS, "safetensors", 1): save_sharded,
     (StrategyAction.VERIFY, "safetensors", 1): verify_files,
     (StrategyAction.DESCRIBE, "safetensors", 1): lambda: FormatTraits(
         in_save_folder=True, cuts_chunks="always", fills_devices=True

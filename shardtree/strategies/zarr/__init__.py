@@ -41,7 +41,6 @@ ROWS: StoredRows = {
     (StrategyAction.EXPLAIN, "zarr", 3): "zarr._load:explain",
     (StrategyAction.SAVE_COMMON, "zarr", 3): "zarr._blobs:save_common",
     (StrategyAction.SAVE_SHARDED, "zarr", 3): "zarr._save:save_sharded",
-    (StrategyAction.SAVE_OBJECTS, "zarr", 3): "zarr._save:save_sharded",
     (StrategyAction.REMOVE_SHARDED, "zarr", 3): "zarr._verify:remove_sharded",
     (StrategyAction.COMMIT, "zarr", 3): "zarr._save:commit",
     (StrategyAction.VERIFY, "zarr", 3): "zarr._verify:verify_files",

@@ -95,7 +95,6 @@ def _is_kind_of(narrow: Any, wide: Any) -> bool:
 # somebody loads the checkpoint.
 _NEEDS = {
     StrategyAction.SAVE_SHARDED: (StrategyAction.LOAD_SHARDED,),
-    StrategyAction.SAVE_OBJECTS: (StrategyAction.LOAD_OBJECTS,),
     StrategyAction.SAVE_COMMON: (StrategyAction.LOAD_COMMON,),
     StrategyAction.LOAD_SHARDED: (StrategyAction.LOAD_METADATA,),
     StrategyAction.EXPLAIN: (StrategyAction.LOAD_SHARDED,),
