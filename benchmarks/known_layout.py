@@ -55,9 +55,9 @@ def _of_one_rank(trees: Sequence[Any], columns: st.layouts.ShardColumns, rounds:
     shards, ranks = [tensor_shards(tree) for tree in trees], len(trees)
     match = partial(known_layout, "save", columns, shards[0], 0, ranks)
     matched, known = _seconds(match, rounds)
-    told = [pickle.dumps(describe(own, (), rank)) for rank, own in enumerate(shards)]
-    brief = [describe(own, (), rank, known=known) for rank, own in enumerate(shards)]
-    described, _ = _seconds(lambda: describe(shards[0], (), 0), rounds)
+    told = [pickle.dumps(describe(own, (), rank, ranks=len(shards))) for rank, own in enumerate(shards)]
+    brief = [describe(own, (), rank, known=known, ranks=len(shards)) for rank, own in enumerate(shards)]
+    described, _ = _seconds(lambda: describe(shards[0], (), 0, ranks=len(shards)), rounds)
     unpacked, full = _seconds(lambda: [pickle.loads(each) for each in told], rounds)
     checks = [_seconds(partial(check_together, "save", *each), rounds)[0] for each in ((full,), (brief, known))]
     return [

@@ -80,7 +80,7 @@ def _layout_bars(name: str, mesh: Mesh, kinds: dict[str, TensorKind], specs: dic
             "check and share out": partial(shared_out, [layout], ranks),
         },
     )
-    yield _said(f"{name}, known", "a rank says", pickle.dumps(describe(own, (), rank, known=known)), ranks)
+    yield _said(f"{name}, known", "a rank says", pickle.dumps(describe(own, (), rank, known=known, ranks=ranks)), ranks)
     told = _descriptions(layout, ranks)
     described = unpack_columns(told)
     yield from _steps(

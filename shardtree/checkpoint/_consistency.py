@@ -161,13 +161,13 @@ class Description:
     """One rank's part of a layout, without data.
 
     Attributes:
-        columns: its tensor shards, packed; nothing where all ranks know them already.
+        columns: its tensor shards, packed if there are other ranks; nothing where all ranks know them already.
         objects: its sharded objects.
         common: the hash of its common tree, None where that doesn't matter.
         layout: the hash of all ranks' tensor shards, None where they aren't known.
     """
 
-    columns: PackedColumns
+    columns: PackedColumns | ShardColumns
     objects: ObjectColumns
     common: str | None = None
     layout: str | None = None
@@ -179,18 +179,20 @@ def describe(
     rank: int,
     common: str | None = None,
     known: KnownLayout | None = None,
+    *,
+    ranks: int,
 ) -> Description:
-    """Return what a rank sends the others about its shards, without what they know."""
+    """Return what a rank, of that many, sends the others about its shards, without what they know."""
     # All ranks have a known layout already: only its hash travels.
     columns = layouts.shard_columns(tensors if known is None else (), rank)
-    packed = pack_columns(columns, rank)
+    packed = pack_columns(columns, rank) if ranks > 1 else columns
     return Description(packed, layouts.object_columns(objects, rank), common, None if known is None else known.digest)
 
 
 def brief(description: Description | None, ranks: int) -> Description | None:
     """Return what a rank says at first of that many: `complete` sends the rest."""
-    if description is None:
-        return None
+    if description is None or isinstance(description.columns, ShardColumns):
+        return description
     return replace(description, columns=without_long_table(description.columns, ranks))
 
 
@@ -205,9 +207,10 @@ def complete(
         descriptions: by rank, as they were sent; None from a rank that sent none.
     """
     sent = [each for each in descriptions if each is not None]
-    if own is None or len(sent) < len(descriptions):
+    packed = [each.columns for each in sent if not isinstance(each.columns, ShardColumns)]
+    if own is None or isinstance(own.columns, ShardColumns) or len(packed) < len(descriptions):
         return list(descriptions)
-    columns = send_tables(world, own.columns, [each.columns for each in sent])
+    columns = send_tables(world, own.columns, packed)
     return [replace(each, columns=found) for each, found in zip(sent, columns, strict=True)]
 
 
@@ -232,10 +235,15 @@ def check_together(
             or the ranks were given different layouts.
     """
     check_alike(doing, [part.layout for part in descriptions])
-    parts = unpack_columns([part.columns for part in descriptions]) if known is None else [known.columns]
+    parts = [known.columns] if known is not None else _unpacked([part.columns for part in descriptions])
     if tiling:
         return layouts.join_checked(parts, [part.objects for part in descriptions])
     return layouts.join_agreed(parts)
+
+
+def _unpacked(columns: Sequence[PackedColumns | ShardColumns]) -> list[ShardColumns]:
+    packed = [each for each in columns if not isinstance(each, ShardColumns)]
+    return unpack_columns(packed) if packed else [each for each in columns if isinstance(each, ShardColumns)]
 
 
 def check_held(

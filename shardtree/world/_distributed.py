@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 
 from ..errors import WorldError, error_text, rank_text
-from ._groups import Gloo, absent_ranks, coordination_group, is_initialised, member_of, wait_for_all
+from ._groups import Gloo, absent_ranks, coordination_group, member_of, wait_for_all
 from ._world import (
     DEFAULT_TIMEOUT,
     Exchange,
@@ -289,6 +289,6 @@ def current_world(world: World | torch.distributed.ProcessGroup | None = None, *
     """
     if isinstance(world, World):
         return world
-    if world is not None or is_initialised():
+    if world is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return distributed(world, purpose=purpose)
     return one_process()

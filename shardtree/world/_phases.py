@@ -82,6 +82,31 @@ class step:  # noqa: N801  as `contextlib.suppress` is: one writes `with step(..
             error.__dict__[_STEP] = self.phase  # not setattr, for the same reason
 
 
+def tried(fn: Callable[[], T]) -> Callable[[], T]:
+    """Call a function now, and return one to be called once: it returns the result, or raises the error.
+
+    For what a rank does before it meets the others: inside of the phase that follows, they learn of it if it fails.
+
+    Examples:
+        >>> from shardtree.world import tried
+        >>> half = tried(lambda: 10 // 0)
+        >>> half()
+        Traceback (most recent call last):
+        ...
+        ZeroDivisionError: integer division or modulo by zero
+    """
+    try:
+        result = fn()
+    except BaseException as error:
+        failed = [error]
+
+        def fail() -> T:
+            raise failed.pop()  # kept here, it would keep what its frames hold alive
+
+        return fail
+    return lambda: result
+
+
 def agree(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = (), given: Given | None = None) -> T:
     """Return what fn returns on this rank, after it succeeded on every rank.
 

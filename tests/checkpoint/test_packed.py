@@ -87,7 +87,7 @@ def check_said_alike(check: Callable[..., None], case: tuple[GlobalState, Layout
     trees = (rank_tree(state, layout, rank) for rank in range(next(iter(layout.values())).ranks))
     parts = [st.layouts.shard_columns(st.layouts.tensor_shards(tree), rank) for rank, tree in enumerate(trees)]
     parts = [replace(part, main=part.main & np.resize(np.array(mask), len(part))) for part in parts]
-    said, descriptions = AlikeColumns(), [describe((), (), rank) for rank in range(len(parts))]
+    said, descriptions = AlikeColumns(), [describe((), (), rank, ranks=len(parts)) for rank in range(len(parts))]
     for rank, part in enumerate(parts):
         said.add(part, rank)
     expected = error_of(lambda: st.layouts.join_checked(parts))

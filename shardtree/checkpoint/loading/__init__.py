@@ -1,5 +1,12 @@
 """Loading: a target is taken apart, checked against what is stored, filled, and put together."""
 
+import typing
+
 from ._explain import explain, explain_ranks
-from ._load import load, load_plain_tensors
+from ._load import load_plain_tensors
 from ._strict import StrictHandling
+
+if typing.TYPE_CHECKING:
+    from ._typed import load
+else:
+    from ._load import load

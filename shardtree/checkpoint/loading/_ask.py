@@ -12,8 +12,16 @@ import torch
 from ...codec import named_types
 from ...errors import StrategyError, UnsafeFile, UnsupportedValue
 from ...layouts import ShardColumns
-from ...storage import Directory
-from ...strategies import Checkpoint, LoadOptions, Resolution, Strategies, StrategyAction, fetch_checked, find_strategy
+from ...strategies import (
+    Checkpoint,
+    LoadOptions,
+    Resolution,
+    Strategies,
+    StrategyAction,
+    fetch_checked,
+    find_strategy,
+    unless_replaced,
+)
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
@@ -23,7 +31,7 @@ from .._open import (
     Opened,
     as_opened,
     load_common,
-    open_alone,
+    parse_together,
     sharded_metadata,
     stored_keys,
     stored_kinds,
@@ -39,6 +47,7 @@ from ._strict import (
     StrictHandling,
     log_keys,
     log_left_out,
+    log_unfilled,
     mismatched_keys,
     parse_strict,
 )
@@ -136,12 +145,12 @@ class CheckedLoad:
     omitted: Omissions
 
 
-def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
+def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
     """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
 
     Args:
         world: who loads together.
-        directory: where the checkpoint is.
+        opened: returns the checkpoint as this rank has opened it, or raises why it hasn't.
         request: what this rank asks for.
 
     Raises:
@@ -149,12 +158,14 @@ def ask(world: World, directory: Directory, request: LoadRequest) -> tuple[Local
     """
 
     def alone() -> LocalLoad:
-        checkpoint = open_alone(directory, world, request.options, request.choices[2])
+        checkpoint = opened()
         with step("load: options"):
             mode, device = parse_strict(request.strict), usable_device(request.device)
         with step("load: prepare"):
             target, known = matched_target(request, world.rank, world.size)
-        described = describe(target.tensors, target.objects, world.rank, known=known) if request.describes else None
+        described = None
+        if request.describes:
+            described = describe(target.tensors, target.objects, world.rank, known=known, ranks=world.size)
         return LocalLoad(checkpoint, mode, device, target, known, described)
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
@@ -228,6 +239,14 @@ def resolve(
     agree(world, "load: keep what was resolved", keep)
 
 
+def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
+    """Return what a rank knows once all know what takes more than a look at metadata; collective for such formats."""
+    sharded, _, strategies = request.choices
+    checkpoint = parse_together(local.checkpoint, sharded, strategies)
+    resolve(checkpoint, sharded, strategies, partial(wanted_by, local))
+    return replace(local, checkpoint=checkpoint)
+
+
 def wanted_by(local: LocalLoad) -> tuple[Set[str], bool]:
     """Return the keys of the tensors that a rank asks for, and whether all that is stored is listed too."""
     # A mode that compares keys lists all that is stored.
@@ -256,6 +275,22 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
 
 
 _UNFITTED: Final[tuple[Kinds, ObjectsFit]] = ({}, ObjectsFit())
+
+
+def check_ranks(
+    request: LoadRequest, local: LocalLoad, messages: Sequence[Message], missing: set[str], unexpected: set[str]
+) -> CheckedLoad:
+    """Return `check`, once all ranks' loads are known to succeed; one all-gather."""
+
+    def fits() -> CheckedLoad:
+        with unless_replaced(local.checkpoint):
+            return check(request, local, messages, missing, unexpected)
+
+    world = local.checkpoint.world
+    checked, lacking = share(world, "load: check", fits, lambda found: found.omitted.unfilled, steps=CHECK_STEPS)
+    if world.rank == 0:
+        log_unfilled(list(dict.fromkeys(path for paths in lacking for path in paths)))
+    return checked
 
 
 def check(

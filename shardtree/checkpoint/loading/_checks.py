@@ -377,8 +377,10 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
     # A trial of the last step's join, with the target's own leaves. An optimizer's state in tuples, or a list with
     # shards beside values, can't come back without its shards: it is left out, so that a load of a part can succeed.
     found = joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
-    lacking = unfilled(target, found)
-    if keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
+    lacking = unfilled(target, found) if target.plain else []
+    if not lacking:
+        pass
+    elif keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
         refuse_renamed(lacking, common, keys.stored)
     omitted = Omissions(tuple(map(render_path, left_out(common, found))), tuple(map(render_path, lacking)))
     refuse_omissions(keys.mode, omitted.left_out, omitted.unfilled)

@@ -200,7 +200,7 @@ def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed:
             layouts = layouts or [known]
             try:
                 columns.add(shard_columns(target.tensors, rank), rank)
-                said.append(describe((), target.objects, rank, known=known))
+                said.append(describe((), target.objects, rank, known=known, ranks=len(trees)))
             except Exception as error:  # counts only if ranks say to each other what they ask for
                 faults.append(error)
     agreed = False

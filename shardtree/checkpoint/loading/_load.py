@@ -6,88 +6,26 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import torch
 
 from ..._shielded import shielded
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
-from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
+from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
 from ...trees import refuse_too_deep
-from ...world import agree, current_world, share, step
+from ...world import agree, current_world, share, step, tried
 from .._dispatch import Choice
-from .._open import open_together, parse_together, sharded_metadata, tensors_of
-from ._ask import CHECK_STEPS, CheckedLoad, LoadRequest, ask, check, compare_keys, resolve, wanted_by
+from .._open import open_alone, open_together, sharded_metadata, tensors_of
+from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, resolve, with_metadata
 from ._auto import exchange_choice, place_of
 from ._checks import joined
 from ._read import Destination, Reading, deliver, destination_of, read_into
-from ._strict import RETURNING, StrictHandling, log_unfilled, log_untaken
-
-_Key = TypeVar("_Key")
-
-_Returns: TypeAlias = Literal[
-    StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL, "return_unexpected", "return_all"
-]
-_Leaves: TypeAlias = Literal[
-    StrictHandling.ASSUME_OK_UNEXPECTED,
-    StrictHandling.LOG_UNEXPECTED,
-    StrictHandling.LOG_ALL,
-    StrictHandling.RAISE_UNEXPECTED,
-    StrictHandling.RAISE_ALL,
-    StrictHandling.IGNORE_ALL,
-    "assume_ok_unexpected",
-    "log_unexpected",
-    "log_all",
-    "raise_unexpected",
-    "raise_all",
-    "ignore_all",
-]
+from ._strict import RETURNING, StrictHandling, log_untaken
 
 
-class _Keywords(TypedDict, total=False):
-    """What `load` takes by name alone, for type checkers."""
-
-    world: Any
-    donate: bool
-    cast: bool
-    device: str | torch.device | None
-    layout: ShardColumns | None
-    strategies: Strategies | None
-    options: LoadOptions | None
-
-
-@overload
-def load(
-    sharded_state_dict: dict[_Key, Any],
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = ...,
-    common_strategy: Choice = ...,
-    validate_access_integrity: bool = ...,
-    strict: _Leaves = ...,
-    **keywords: Unpack[_Keywords],
-) -> dict[_Key, Any]: ...
-@overload
-def load(
-    sharded_state_dict: dict[_Key, Any],
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = ...,
-    common_strategy: Choice = ...,
-    validate_access_integrity: bool = ...,
-    strict: _Returns = ...,
-    **keywords: Unpack[_Keywords],
-) -> tuple[dict[_Key, Any], set[str], set[str]]: ...
-@overload
-def load(
-    sharded_state_dict: Any,
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = ...,
-    common_strategy: Choice = ...,
-    validate_access_integrity: bool = ...,
-    strict: str | StrictHandling = ...,
-    **keywords: Unpack[_Keywords],
-) -> Any: ...
 @shielded
 def load(
     sharded_state_dict: Any,
@@ -114,9 +52,9 @@ def load(
     says. Stored lists, tuples and records whose shards the target doesn't ask for are left out; the report and
     ``strict="raise_all"`` name the plain values that go with them. The steps:
 
-    1. Open: rank 0 reads metadata.json.
-    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, with step 1; another one
-       where rank 0 parses a format's metadata for all, and one or three more where metadata doesn't say it all.
+    1. Open: rank 0 reads metadata.json. No collective; if it fails, ranks learn of it in the next step.
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective; another one where rank 0
+       parses a format's metadata for all, and one or three more where metadata doesn't say it all.
     3. Compare keys, where `strict` asks for it: one or two collectives, in the default mode none.
     4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
     5. Read: only what is asked for. One collective; more where one rank reads for several.
@@ -191,27 +129,32 @@ def load(
         device=device,
         options=options,
     )
-    local, messages = ask(ranks, checkpoint_dir, request)
-    local = replace(local, checkpoint=parse_together(local.checkpoint, sharded_strategy, strategies))
-    resolve(local.checkpoint, sharded_strategy, strategies, partial(wanted_by, local))
+    opened = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1
+    local, messages = ask(ranks, opened, request)  # 2
+    local = with_metadata(request, local)
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
-    missing, unexpected = compare_keys(ranks, request, local)
-
-    def fits() -> CheckedLoad:
-        with unless_replaced(local.checkpoint):
-            return check(request, local, messages, missing, unexpected)
-
-    checked, lacking = share(ranks, "load: check", fits, lambda found: found.omitted.unfilled, steps=CHECK_STEPS)
-    if ranks.rank == 0:
-        log_unfilled(list(dict.fromkeys(path for paths in lacking for path in paths)))
+    missing, unexpected = compare_keys(ranks, request, local)  # 3
+    checked = check_ranks(request, local, messages, missing, unexpected)  # 4
     # The first step that changes anything: given tensors are untouched if any rank fails before.
-    objects, read = read_into(checked.reading, checked.destination)
-    finish = partial(_put_together, checked, objects, read, options.report)
-    tree = agree(ranks, "load: report", finish, steps=_LAST_STEPS)
+    objects, read = read_into(checked.reading, checked.destination)  # 5
+    tree = put_together(checked, objects, read)  # 6
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
 
 _LAST_STEPS = ("load: deliver", "load: join")
+
+
+def put_together(checked: CheckedLoad, objects: Sequence[Any], read: ReadReport) -> Any:
+    """Return the tree of the common state and what was read, once all ranks have theirs; a barrier.
+
+    Args:
+        checked: the load, its memory filled.
+        objects: the data of the objects among the target's leaves.
+        read: how much was read; goes to the caller's `report`.
+    """
+    checkpoint = checked.reading.checkpoint
+    finish = partial(_put_together, checked, objects, read, checkpoint.options.report)
+    return agree(checkpoint.world, "load: report", finish, steps=_LAST_STEPS)
 
 
 def _put_together(

@@ -1,3 +1,8 @@
 """Saving: a tree is taken apart, written by all ranks to a folder, and committed, or replaces an old checkpoint."""
 
-from ._save import save
+import typing
+
+if typing.TYPE_CHECKING:
+    from ._typed import save
+else:
+    from ._save import save

@@ -8,35 +8,12 @@ from typing import Any
 
 from ... import layouts
 from ...codec import decode_tree, encode_tree
-from ...errors import IntegrityError, MetadataError, error_text
+from ...errors import IntegrityError, error_text
 from ...mapping import LocalNonpersistentObject, ShardedBase
-from ...trees import United, comparable, deepest, is_hollow, misfits, partition, unite, united
+from ...trees import United, deepest, is_hollow, misfits, partition, unite, united
 from ...world import agree, gather
 from .._consistency import check_common
-from ._start import SaveCall
-
-
-def check_union(call: SaveCall) -> None:
-    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
-
-    Raises:
-        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
-    """
-    if call.options.common not in ("same", "union"):
-        expected = "'same' or 'union'"
-        raise MetadataError(error_text("save: no such common", found=repr(call.options.common), expected=expected))
-    if call.options.common == "union" and (call.common_view is not None or not call.validate):
-        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
-        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
-
-
-def compared(call: SaveCall, common: Any) -> Any:
-    """Return what of a rank's common tree must be the same on all ranks, or fit together."""
-    if not call.validate:
-        return None
-    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
-    common = comparable(common)
-    return common if call.common_view is None else call.common_view(common)
+from ._start import SaveCall, compared
 
 
 def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str | None]) -> tuple[Any, United]:

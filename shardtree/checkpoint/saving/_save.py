@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from ...mapping import is_main_replica
 from ...plans import held_places, level_writes
 from ...storage import Directory, Storage, background_threads, storage_at
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
-from ...world import agree, current_world, gather, share, step
+from ...world import World, agree, current_world, gather, share, step, tried
 from .._consistency import (
     Description,
     KnownLayout,
@@ -34,58 +34,11 @@ from .._dispatch import Backends, Choice, backends_of, check_options
 from .._fingerprint import check_can_hold, in_usual_threads
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
-from ._common import check_union, common_to_store, compared
+from ._common import common_to_store
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import Held, SaveCall, SaveStart, begin, pending_here, start_of
+from ._start import Held, SaveCall, SaveStart, begin, check_union, compared, pending_here, start_of
 
 
-class _Keywords(TypedDict, total=False):
-    """What `save` takes by name alone, for type checkers."""
-
-    world: Any
-    overwrite: bool
-    layout: ShardColumns | None
-    strategies: Strategies | None
-    options: SaveOptions | None
-
-
-# In this order: a call that doesn't say async_sharded_save fits the first two.
-@overload
-def save(
-    sharded_state_dict: Any,
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = ...,
-    common_strategy: Choice = ...,
-    validate_access_integrity: bool = ...,
-    async_sharded_save: Literal[False] = ...,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
-    content_metadata: Mapping[str, Any] | None = ...,
-    **keywords: Unpack[_Keywords],
-) -> None: ...
-@overload
-def save(
-    sharded_state_dict: Any,
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = ...,
-    common_strategy: Choice = ...,
-    validate_access_integrity: bool = ...,
-    async_sharded_save: Literal[True] = ...,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
-    content_metadata: Mapping[str, Any] | None = ...,
-    **keywords: Unpack[_Keywords],
-) -> AsyncRequest[Any]: ...
-@overload
-def save(
-    sharded_state_dict: Any,
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = ...,
-    common_strategy: Choice = ...,
-    validate_access_integrity: bool = ...,
-    async_sharded_save: bool = ...,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = ...,
-    content_metadata: Mapping[str, Any] | None = ...,
-    **keywords: Unpack[_Keywords],
-) -> AsyncRequest[Any] | None: ...
 @shielded
 def save(
     sharded_state_dict: Any,
@@ -108,11 +61,12 @@ def save(
     The last step makes it a checkpoint, by metadata.json or the format's own file. Until then, a checkpoint that was
     there stays as it was. The steps:
 
-    1. Take the tree apart: shards, objects, common state. Pure.
+    1. Take the tree apart: shards, objects, common state. Pure; if it fails, ranks learn of it in the next step.
     2. Meet: ranks describe their shards to each other, and rank 0 makes the folder. One collective.
     3. Compare: common states where their hashes differ, which `options` may unite; replicas with `check_replicas`.
        Usually no collective.
-    4. Check that shards tile their tensors, share out replicas, and plan this rank's files. One collective.
+    4. Plan: check that shards tile their tensors, share out replicas, lay out this rank's files. Pure but for a look
+       at the folder. One collective.
     5. Write them. No collective; an asynchronous save returns the request that does this and the next step.
     6. Commit: lengths and hashes meet on rank 0, which writes the index and metadata.json. Two collectives.
 
@@ -172,27 +126,30 @@ def save(
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
     call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
 
-    def parts_of() -> TreeParts:
-        check_options("save", given, SaveOptions)
-        check_union(call)
-        return (take_apart_for_later if is_async else take_apart)(sharded_state_dict, content_metadata)
-
+    parts = tried(partial(_parts, call, given, sharded_state_dict, content_metadata))  # 1
     with ExitStack() as undo:
-        local, messages = meet(call, parts_of, checkpoint_dir, undo)
-        local = compare_common(call, sharded_state_dict, local, messages)
+        local, messages = meet(call, parts, checkpoint_dir, undo)  # 2
+        local = compare_common(call, sharded_state_dict, local, messages)  # 3
         sums = sum_replicas(call, local, messages)
         # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
         # Only now: that some ranks alone are asynchronous is heard in the group that all ranks use.
-        later = replace(call, world=current_world(world, purpose="async save")) if is_async else call
-        request = agree(ranks, "save: plan", partial(_plan, later, local, messages, sums), steps=_PLAN_STEPS)
+        writing = current_world(world, purpose="async save") if is_async else ranks
+        request = plan(call, local, messages, sums, writing)  # 4
         undo.pop_all()  # from here on the request removes the folder if it is abandoned
     if is_async:
         return warns_unused(request)
-    request.execute_sync()
+    request.execute_sync()  # 5 and 6
     return None
 
 
-# Steps 2 to 4: ranks meet, compare what they hold, and share out who writes what
+# Steps 1 to 4: the tree is taken apart; ranks meet, compare what they hold, and share out who writes what
+
+
+def _parts(call: SaveCall, options: Any, tree: Any, content_metadata: Mapping[str, Any] | None) -> TreeParts:
+    check_options("save", options, SaveOptions)
+    check_union(call)
+    return (take_apart_for_later if call.is_async else take_apart)(tree, content_metadata)
+
 
 Sums = NDArray[np.uint64]
 """What shards add to their tensors' fingerprints, uint64 (shards,)."""
@@ -233,21 +190,21 @@ class LocalSave:
 
 
 def meet(
-    call: SaveCall, parts_of: Callable[[], TreeParts], directory: Directory, undo: ExitStack
+    call: SaveCall, parts: Callable[[], TreeParts], directory: Directory, undo: ExitStack
 ) -> tuple[LocalSave, list[Message]]:
     """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
 
     Args:
         call: the call of `save`.
-        parts_of: takes this rank's tree apart.
+        parts: returns this rank's tree, taken apart, or raises why it isn't.
         directory: where to.
         undo: gets a callback that removes the folder that rank 0 makes.
     """
 
     def alone() -> LocalSave:
         with step("save: prepare"):
-            parts = parts_of()
-            known = known_layout("save", call.layout, parts.tensors, call.world.rank, call.world.size)
+            own = parts()
+            known = known_layout("save", call.layout, own.tensors, call.world.rank, call.world.size)
         with step("save: find the format"):
             refuse_overlap(directory, call.world.rank)
             backends = backends_of(*call.choices, call.strategies)
@@ -257,12 +214,12 @@ def meet(
             storage = storage_at(directory)
         description = None
         if call.describes:
-            hashed = common_digest(compared(call, parts.common), allow_pickle=call.options.allow_pickle)
-            description = describe(parts.tensors, parts.objects, call.world.rank, hashed, known)
+            hashed = common_digest(compared(call, own.common), allow_pickle=call.options.allow_pickle)
+            description = describe(own.tensors, own.objects, call.world.rank, hashed, known, ranks=call.world.size)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
         held = Held()
         pending = begin(call, storage, backends, held, undo) if call.world.rank == 0 else None
-        return LocalSave(parts, known, backends, storage, description, pending, held)
+        return LocalSave(own, known, backends, storage, description, pending, held)
 
     def message(local: LocalSave) -> Message:
         description = brief(local.description, call.world.size)
@@ -335,8 +292,23 @@ def sum_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) 
 _PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
+def plan(
+    call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: Sequence[Sums], writing: World
+) -> AsyncRequest[Any]:
+    """Return the request that writes this rank's part to the folder that rank 0 made, and then commits; a barrier.
+
+    Args:
+        call: the call of `save`.
+        local: what this rank knows by itself.
+        messages: each rank's, by rank.
+        sums: as `sum_replicas` returned them.
+        writing: the ranks as they write and commit.
+    """
+    later = replace(call, world=writing)
+    return agree(call.world, "save: plan", partial(_plan, later, local, messages, sums), steps=_PLAN_STEPS)
+
+
 def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: Sequence[Sums]) -> AsyncRequest[Any]:
-    """Return the request that writes this rank's part to the folder that rank 0 made, and then commits."""
     with step("save: check integrity"):
         (tensors, objects), columns = share_out(call, local, messages, sums)
     with step("save: see the folder"):

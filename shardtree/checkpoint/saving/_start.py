@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError, error_text
+from ...errors import AlreadyACheckpoint, CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...layouts import ShardColumns
 from ...storage import Begun, Claim, NewFolder, Storage, can, claim, is_folder, new_folder, process_token, release
 from ...strategies import (
@@ -34,6 +34,7 @@ from ...strategies import (
     stamp,
     traits_of,
 )
+from ...trees import comparable
 from ...world import World, step
 from .._dispatch import Backends, Choice, alike, alike_choices, common_backend, sharded_backend
 from .._open import recognized
@@ -79,6 +80,29 @@ class SaveCall:
         flags = {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
         asked = {name: flag for name, flag in flags.items() if flag}
         return alike(self.options) | asked | alike_choices(*self.choices)
+
+
+def check_union(call: SaveCall) -> None:
+    """Raise unless common states may differ in the way that the options say, and are compared if it is their union.
+
+    Raises:
+        MetadataError: there is no such way, or some or all of the common states wouldn't be compared.
+    """
+    if call.options.common not in ("same", "union"):
+        expected = "'same' or 'union'"
+        raise MetadataError(error_text("save: no such common", found=repr(call.options.common), expected=expected))
+    if call.options.common == "union" and (call.common_view is not None or not call.validate):
+        fix = "Leave out preprocess_common_before_consistancy_check and validate_access_integrity=False."
+        raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
+
+
+def compared(call: SaveCall, common: Any) -> Any:
+    """Return what of a rank's common tree must be the same on all ranks, or fit together."""
+    if not call.validate:
+        return None
+    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
+    common = comparable(common)
+    return common if call.common_view is None else call.common_view(common)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from ...world import World, agree, current_world, on_rank_zero
 from .._dispatch import check_options
 from .._verify import verify
 from ..async_saves._queue import AsyncCallsQueue
-from ..loading._load import load
-from ..saving._save import save
+from ..loading import load
+from ..saving import save
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, check_removal, clean, drop_after, plan_removal, remove_steps
