@@ -187,6 +187,14 @@ def test_the_law_catches_values_that_come_before_chunks_and_names(monkeypatch):
         check_alike(job, None)
 
 
+@pytest.mark.parametrize("dp", [2, 4, 8])
+@pytest.mark.parametrize("hidden", [8, 16, 32])
+def test_unique_weights_in_an_unknown_order_are_read_where_a_slice_ends_between_a_pairs_halves(hidden, dp):
+    gated = Kind("mlp.linear_fc1.weight", (4 * hidden, hidden), 0, gated=True)
+    kinds = [gated, Kind("self_attention.linear_proj.weight", (hidden, hidden))]
+    check_states(Job(kinds, layers=1, hidden=hidden, dp=dp, bucket_size=300))
+
+
 class Adapters(NamedTuple):
     """Modules that no order has, of equal weights, and of states that are equal or differ.
 

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import lcm
 from typing import NamedTuple
 
@@ -253,9 +253,8 @@ def _is_slice(size: int, length: int) -> bool:
     if size <= 128:
         return True  # where ranks are many
     least = -(-length // size)
-    units = [lcm(ranks, 128) for ranks in range(least, length // (size - 128) + 2)]
-    counts = [(unit, least + number) for number, unit in enumerate(units)] + [(lcm(least, 65536), least)]
-    return any(-(-length // unit) * unit == size * ranks for unit, ranks in counts)
+    more = ((lcm(ranks, 128), ranks) for ranks in range(least, length // (size - 128) + 2))
+    return any(-(-length // unit) * unit == size * ranks for unit, ranks in chain([(lcm(least, 65536), least)], more))
 
 
 def _after(end: int, length: int) -> int:
