@@ -26,6 +26,7 @@ from ..strategies import (
     find_strategy,
     unreplaced,
 )
+from ..strategies.index import untaken_of
 from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
@@ -64,8 +65,10 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         """
         shard = self.metadata.get(key)
         if shard is None:
+            why = untaken_of(self.metadata).get(key)
+            found = repr(key) if why is None else f"{key!r}: {why}"
             raise KeyMismatch(
-                error_text("open: no such key in the checkpoint", found=repr(key), fix="list(tree) has all keys.")
+                error_text("open: no such key in the checkpoint", found=found, fix="list(tree) has all keys.")
             )
         if isinstance(shard, ShardedObject):
             return self._read(shard)

@@ -537,6 +537,10 @@ def test_of_a_model_without_all_of_its_tensors_or_files_the_rest_loads():
         with pytest.raises(CheckpointingException, match=f"'{absent}': .*lists it, and"):
             st.load({"x": st.ShardedTensor.from_rank_offsets(absent, torch.zeros(2))}, folder)
         assert absent in st.verify(folder)[0].keys
+        assert f"'{absent}': " in str(st.explain([st.ShardedTensor.from_rank_offsets(absent, torch.zeros(2))], folder))
+        with pytest.raises(KeyMismatch, match=f"'{absent}': .*lists it, and"):
+            st.open_checkpoint(folder)[absent]
+        assert st.convert(folder, MemoryStorage(), backend="safetensors").left_out == (absent,)
 
 
 def entry(begin, end, tag="U8", shape=None):
