@@ -102,7 +102,7 @@ def _each_unpacked(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
     return (_columns(read[part.digest], part) for part in parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AlikeColumns:
     """The columns of many ranks in little memory: packed, and those of ranks that are alike once.
 

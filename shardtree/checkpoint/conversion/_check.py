@@ -30,7 +30,7 @@ from ._source import StoredObject, expect_tensors
 from ._write import deal
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FingerprintReader:
     """Reads boxes of a checkpoint, each element once, and adds up their tensors' fingerprints.
 

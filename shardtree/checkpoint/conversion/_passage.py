@@ -19,7 +19,7 @@ from .._fingerprint import in_usual_threads
 from ..comparison._values import Box, BoxReader, box_shape, group_bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Passage:
     """What the elements that are written pass through when the format's own functions read them.
 

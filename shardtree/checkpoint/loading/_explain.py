@@ -47,7 +47,7 @@ Shards = Sequence[ShardedTensor]
 P = TypeVar("P", bound=plans.Misfit)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Failures:
     """Errors of checks, recorded instead of raised.
 

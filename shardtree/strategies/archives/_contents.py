@@ -61,6 +61,7 @@ class Contents:
 
     Attributes:
         files: of which the index has the numbers.
+        checked: the same files, with the CRC32s of their records.
         stored: the tensors that have bytes of their own.
         shown: all tensors: those that are stored, derived or numbers.
         derived: the master's key, of a tensor that is its master rounded.
@@ -75,6 +76,7 @@ class Contents:
     """
 
     files: Sequence[ArchiveFile]
+    checked: Sequence[StoredFile]
     stored: Index
     shown: Index
     derived: Mapping[str, str]
@@ -85,22 +87,9 @@ class Contents:
     objects: Mapping[str, Any]
     common: Any
     check: Callable[[Checkpoint], None] | None = None
-    ranges: dict[int, ByteRanges] = field(default_factory=dict)
-
-    def file(self, number: int) -> StoredFile:
-        """Return a file with the CRC32s of its records."""
-        if number not in self.ranges:
-            records = self.files[number].records
-            begin, nbytes, crc32 = (
-                np.array([getattr(record, name) for record in records], dtype=np.int64)
-                for name in ("begin", "nbytes", "crc32")
-            )
-            self.ranges[number] = ByteRanges(begin, begin + nbytes, crc32)
-        file = self.files[number]
-        return StoredFile(file.name, file.length, ranges=self.ranges[number])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tensors:
     """The tensors of a checkpoint, as they are found file by file.
 
@@ -183,6 +172,7 @@ def contents_of(
     rows = [(f"{name}", 0, 0, 0) for name in objects or {}]
     return Contents(
         files=files,
+        checked=[_with_checksums(file) for file in files],
         stored=_index(own, stored, listed, rows),
         shown=_index(kinds, [*stored, *shown], listed, rows),
         derived=derived,
@@ -194,6 +184,14 @@ def contents_of(
         common=common,
         check=check,
     )
+
+
+def _with_checksums(file: ArchiveFile) -> StoredFile:
+    begin, nbytes, crc32 = (
+        np.array([getattr(record, name) for record in file.records], dtype=np.int64)
+        for name in ("begin", "nbytes", "crc32")
+    )
+    return StoredFile(file.name, file.length, ranges=ByteRanges(begin, begin + nbytes, crc32))
 
 
 def _index(

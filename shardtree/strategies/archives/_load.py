@@ -75,7 +75,7 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
 
 def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
     plan = plan_shards(contents.stored, shards, shard_columns(shards, checkpoint.world.rank))
-    files = {number: contents.file(number) for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
+    files = {number: contents.checked[number] for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
     check_lengths(checkpoint, files.values())
     options = checkpoint.options
     memories = [shard.data for shard in shards]
@@ -173,7 +173,7 @@ def explain(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sharded
         columns = shard_columns(asked)
         numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
         plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
-        files = {number: contents.file(number) for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
+        files = {number: contents.checked[number] for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
         check_lengths(checkpoint, files.values())
         return fetch_cost(files, plan, verify=checkpoint.options.verify)
 

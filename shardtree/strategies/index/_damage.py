@@ -165,7 +165,7 @@ class _Checked:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Describer:
     """Describes damage in byte ranges of an index's files; each file's contents are looked up once."""
 

@@ -53,7 +53,7 @@ class LargeRecord:
     what: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ArchiveCheck:
     """What is known of one archive.
 
@@ -139,7 +139,7 @@ class _Batch:
     numbers: list[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Checked:
     """The results of a batch: damage, byte ranges that have a CRC32, and large records that haven't been read yet."""
 
