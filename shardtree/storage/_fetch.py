@@ -16,7 +16,7 @@ from ..errors import StorageError
 from ..geometry import Column
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, block_hash, incomplete_reads, reread_blocks
-from ._buffers import is_staged
+from ._buffers import any_staged, is_staged
 from ._byte_ranges import ByteRanges, RangeHasher, range_crc32, read_crc32
 from ._capabilities import can
 from ._checked import (
@@ -35,7 +35,7 @@ from ._checked import (
 )
 from ._ranged_fetch import fetch_ranged
 from ._runs import read_runs
-from ._staged_fetch import any_staged, fetch_to_devices, memory_bytes
+from ._staged_fetch import fetch_to_devices, memory_bytes
 from ._storage import Buffer, Reader, Storage
 from ._strided import copy_hashed, copy_strided
 

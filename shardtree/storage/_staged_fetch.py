@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -153,16 +153,6 @@ def memory_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
     return bit_view(tensor) if tensor.is_cpu else device_bits(tensor)
-
-
-def any_staged(memories: Iterable[torch.Tensor]) -> bool:
-    """Return whether any memory is on a device with staging.
-
-    Examples:
-        >>> any_staged([torch.empty(2)])
-        False
-    """
-    return any(map(copies_of, {memory.device for memory in memories}))
 
 
 def fetch_to_devices(

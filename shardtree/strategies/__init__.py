@@ -19,7 +19,6 @@ from ._actions import (
     Strategies,
     Strategy,
     StrategyAction,
-    StrategyTable,
     VerifyFiles,
 )
 from ._checks import IN_COMMON, check_fit, misfit, old_unique_key
@@ -57,6 +56,7 @@ from ._values import (
     Checkpoint,
     Exchange,
     Fields,
+    Known,
     LoadOptions,
     Outcome,
     PendingSave,
@@ -65,6 +65,7 @@ from ._values import (
 )
 from .base import (
     ENTRY_POINT_GROUP,
+    StrategyTable,
     deciding_files,
     default_strategies,
     find_strategy,
@@ -104,6 +105,7 @@ __all__ = [
     "Finding",
     "FormatTraits",
     "Index",
+    "Known",
     "ListFiles",
     "LoadCommon",
     "LoadMetadata",

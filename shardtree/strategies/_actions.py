@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from importlib import import_module
 from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
@@ -50,79 +48,6 @@ Strategies = Mapping[Row, Strategy]
 """The type of a dispatch table."""
 StoredRows = Mapping[Row, Strategy | str]
 """The rows of one of our formats: functions, or where they are, as "module:function" in `shardtree.strategies`."""
-
-
-class StrategyTable(Mapping[Row, Strategy]):
-    """A dispatch table that prints as one: an action a line, a backend a column. Read-only; ``|`` makes a new one.
-
-    Args:
-        rows: from (action, backend, version) to a function; looked at, not copied. Where a row of ours is a name, its
-            module is imported when the row is looked up: a program loads the formats that it uses.
-
-    Examples:
-        >>> table = StrategyTable({(StrategyAction.LOAD_COMMON, "cards", 1): print})
-        >>> print(table | {(StrategyAction.SAVE_COMMON, "cards", 2): print})
-                     cards 1  cards 2
-        load_common     x
-        save_common              x
-    """
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, rows: StoredRows) -> None:
-        self._rows = rows
-
-    def __getitem__(self, row: Row) -> Strategy:
-        """Return the function of a row."""
-        found = self._rows[row]
-        return _function_at(found) if isinstance(found, str) else found
-
-    def __contains__(self, row: object) -> bool:
-        """Return whether there is a row; nothing is imported."""
-        return row in self._rows
-
-    def __iter__(self) -> Iterator[Row]:
-        """Return all rows."""
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-        return len(self._rows)
-
-    def __or__(self, other: Strategies) -> StrategyTable:
-        """Return a table with the other's rows in it, which win."""
-        return StrategyTable({**self._rows, **_stored(other)})
-
-    def __ror__(self, other: Strategies) -> StrategyTable:
-        """Return a table of both, in which these rows win."""
-        return StrategyTable({**_stored(other), **self._rows})
-
-    def __repr__(self) -> str:
-        backends = sorted({row[1:] for row in self})
-        return f"StrategyTable({len(self)} rows: {', '.join(f'{name} {version}' for name, version in backends)})"
-
-    def __str__(self) -> str:
-        backends = sorted({row[1:] for row in self})
-        actions = [action for action in StrategyAction if any(row[0] is action for row in self)]
-        heads = [f"{name} {version}" for name, version in backends]
-        width = max((len(action.value) for action in actions), default=0)
-        lines = ["  ".join([" " * width, *heads])]
-        for action in actions:
-            marks = ["x" if (action, *each) in self else " " for each in backends]
-            cells = (mark.center(len(head)) for mark, head in zip(marks, heads, strict=True))
-            lines.append("  ".join([action.value.ljust(width), *cells]).rstrip())
-        return "\n".join(lines)
-
-
-@cache
-def _function_at(place: str) -> Strategy:
-    module, _, name = place.partition(":")
-    function: Strategy = getattr(import_module(f".{module}", __package__), name)
-    return function
-
-
-def _stored(table: Strategies) -> StoredRows:
-    return table._rows if isinstance(table, StrategyTable) else table
 
 
 class LoadCommon(Protocol):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import RemoteError
-from shardtree.world import World, agree, current_world, gather, on_rank_zero, one_process, share, simulate, step
+from shardtree.world import World, agree, current_world, gather, on_rank_zero, one_process, share, simulate, step, tried
 
 Phase = Callable[[World, str, Callable[[], Any]], Any]
 FAULTS: dict[str, Callable[[], BaseException]] = {
@@ -247,3 +247,13 @@ def test_others_get_what_is_told_and_a_rank_keeps_its_own() -> None:
     own = simulate(3, lambda world: share(world, "measure", lambda: [world.rank] * world.rank, len))
     assert own == [([rank] * rank, [0, 1, 2]) for rank in range(3)]
     assert share(one_process(), "measure", lambda: "abc", len) == ("abc", [3])
+
+
+def test_what_fails_before_a_phase_is_every_rank_s_error_in_it() -> None:
+    def count(world: World) -> int:
+        half = tried(lambda: 10 // world.rank)
+        return agree(world, "halve", half)
+
+    with pytest.raises(RemoteError, match=r"halve: failed on 1 rank\n  rank 0: ZeroDivisionError"):
+        simulate(3, count)
+    assert simulate(2, lambda world: agree(world, "add", tried(lambda: world.rank + 1))) == [1, 2]

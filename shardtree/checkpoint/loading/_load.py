@@ -129,15 +129,15 @@ def load(
         device=device,
         options=options,
     )
-    opened = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1
-    local, messages = ask(ranks, opened, request)  # 2
+    opened = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: reads, on rank 0
+    local, messages = ask(ranks, opened, request)  # 2: all ranks wait
     local = with_metadata(request, local)
     # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
-    missing, unexpected = compare_keys(ranks, request, local)  # 3
-    checked = check_ranks(request, local, messages, missing, unexpected)  # 4
+    missing, unexpected = compare_keys(ranks, request, local)  # 3: all wait if it was asked for
+    checked = check_ranks(request, local, messages, missing, unexpected)  # 4: pure but for small reads, then all wait
     # The first step that changes anything: given tensors are untouched if any rank fails before.
-    objects, read = read_into(checked.reading, checked.destination)  # 5
-    tree = put_together(checked, objects, read)  # 6
+    objects, read = read_into(checked.reading, checked.destination)  # 5: reads, then all wait
+    tree = put_together(checked, objects, read)  # 6: pure, then all wait
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
 

@@ -126,19 +126,19 @@ def save(
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
     call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
 
-    parts = tried(partial(_parts, call, given, sharded_state_dict, content_metadata))  # 1
+    parts = tried(partial(_parts, call, given, sharded_state_dict, content_metadata))  # 1: pure
     with ExitStack() as undo:
-        local, messages = meet(call, parts, checkpoint_dir, undo)  # 2
-        local = compare_common(call, sharded_state_dict, local, messages)  # 3
+        local, messages = meet(call, parts, checkpoint_dir, undo)  # 2: all ranks wait
+        local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if something differs
         sums = sum_replicas(call, local, messages)
         # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
         # Only now: that some ranks alone are asynchronous is heard in the group that all ranks use.
         writing = current_world(world, purpose="async save") if is_async else ranks
-        request = plan(call, local, messages, sums, writing)  # 4
+        request = plan(call, local, messages, sums, writing)  # 4: pure, then all wait
         undo.pop_all()  # from here on the request removes the folder if it is abandoned
     if is_async:
         return warns_unused(request)
-    request.execute_sync()  # 5 and 6
+    request.execute_sync()  # 5: no rank waits; 6: all do
     return None
 
 

@@ -121,17 +121,17 @@ def _saved(
 ) -> Storage:
     """Save a state, with common values if the format supports them, and return the storage."""
     plain, rich = (trees_of(state, layout) for state in _states(first))
-    with_common = subject.has(StrategyAction.LOAD_COMMON) and _supports_common(subject.memo, subject, rich)
+    with_common = subject.has(StrategyAction.LOAD_COMMON) and _supports_common(subject, rich)
     return saved(subject, rich if with_common else plain, place, **options)
 
 
-def _supports_common(memo: dict[str, bool], subject: Subject, trees: Trees) -> bool:
-    if "holds common values" not in memo:
+def _supports_common(subject: Subject, trees: Trees) -> bool:
+    if subject.holds_common is None:
+        subject.holds_common = False
         with suppress(Refused):
-            memo["holds common values"] = False
             saved(subject, trees)
-            memo["holds common values"] = True
-    return memo["holds common values"]
+            subject.holds_common = True
+    return subject.holds_common
 
 
 def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:

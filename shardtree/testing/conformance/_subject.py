@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ Trees = Sequence[Any]
 Writer = Callable[[Trees, Directory], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Subject:
     """A backend under test.
 
@@ -35,7 +35,7 @@ class Subject:
         directory: returns a new place for a checkpoint.
         save: writes all ranks' trees to a place, for a format without a row for saving; else None.
         examples: how many random states are tried.
-        memo: facts about it that were found by trying.
+        holds_common: whether it holds plain values, once that was tried.
     """
 
     backend: str
@@ -44,7 +44,7 @@ class Subject:
     directory: Callable[[], Directory]
     save: Writer | None
     examples: int
-    memo: dict[str, bool] = field(default_factory=dict)
+    holds_common: bool | None = None
 
     def row(self, action: StrategyAction) -> Strategy | None:
         """Return the function of a row, None if there is none."""
