@@ -101,7 +101,7 @@ class Storage(Protocol):
     """A folder of files with ``/`` in their names; every name is relative to the folder.
 
     What a storage can do beyond that, it says by an attribute ``capabilities``: see `Capabilities`. Every failure is a
-    `StorageError` that names the file.
+    `StorageError` that names the file. `shardtree.testing.check_storage` checks all that is promised here.
     """
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:

@@ -6,6 +6,7 @@ is under test. A law raises AssertionError and says what differs.
 """
 
 from ._bits import assemble, bits, first_difference, outline, refilled
+from ._check_storage import check_storage
 from ._law_buffers import BufferOptions, buffer_options, check_buffer_plan, check_flat_shards, packed_slices
 from ._law_factory import check_factory, factories, glu, lens_factories, stacked, transposed
 from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
@@ -88,6 +89,7 @@ __all__ = [
     "check_roundtrip",
     "check_rows",
     "check_schedule",
+    "check_storage",
     "check_strategy",
     "check_writes",
     "common_states",

@@ -1,0 +1,342 @@
+"""What every storage promises: it does what memory does, and a save that dies at any call leaves a whole checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+from zlib import crc32
+
+from ..errors import CorruptCheckpoint, StorageError, shorten
+from ..storage import (
+    Capabilities,
+    MemoryStorage,
+    SizedBuffers,
+    Storage,
+    can,
+    folder_in,
+    in_threads,
+    is_folder,
+    make_folder,
+    move,
+    remove_files,
+    remove_folder,
+    sync_folder,
+    wrapped,
+    write_parts,
+)
+from ._storage_kills import OLD, deaths, said
+from .conformance._files import silenced_log
+
+Seen = Callable[[], Storage]
+"""Returns another object for the place of a storage."""
+
+
+def check_storage(
+    new_storage: Callable[[], Storage], reopen: Callable[[Storage], Storage] = lambda storage: storage
+) -> None:
+    """Raise unless storages keep every promise of `Storage`, and of the `Capabilities` that they have.
+
+    Args:
+        new_storage: returns an empty storage, another one at each call.
+        reopen: returns another object for the same place, as another process would have it; without it, what a storage
+            remembers of its own changes isn't told from what is there.
+
+    Raises:
+        AssertionError: names all promises that are broken, and what was found.
+
+    Examples:
+        >>> check_storage(MemoryStorage)
+    """
+    broken = []
+    for check in _CHECKS:
+        storage = new_storage()
+        try:
+            with silenced_log():
+                check(storage, partial(reopen, storage))
+        except Exception as error:
+            broken.append(f"{str(check.__doc__).rstrip('.')}: {said(error)}")
+    with silenced_log():
+        for before in (None, OLD):
+            broken += [f"A killed save leaves old or new: {death}" for death in deaths(new_storage, reopen, before)]
+    assert not broken, "a storage breaks its promises\n  " + "\n  ".join(shorten(broken, shown=12))
+
+
+# What memory does, step by step: a storage must look like it after each.
+
+_FILES = (
+    "a",
+    "a.b",
+    "b/c",
+    "b/d/e",
+    ".hidden",
+    "with space",
+    "[1]/x",
+    "[1]x/y",
+    "_%*?",
+    "ü",
+    "m",
+    "new.bin",
+    "no/file",
+)
+_FOLDERS = ("", "b", "b/d", "[1]", "many", "empty", "new", "new/d", "no", "a")
+
+
+def _steps(there: Capabilities) -> Iterator[partial[Any]]:
+    """Yield what is done to a storage that can do so much."""
+    yield partial(_write_all, names=(*_FILES[:-3], *(f"many/{number:03}" for number in range(120))))
+    many = [bytes([number % 251]) * (number % 7) for number in range(3000)]
+    yield partial(_write, name="a", parts=many, told=sum(map(len, many)))
+    yield from (partial(_write, name="a.b", parts=[b"12345"], told=told) for told in (0, 4, 10**6))
+    yield partial(_write, name="a", parts=[])
+    yield from (partial(_replace, name="m", data=data) for data in (b"a long one", b"", b"short"))
+    yield from (partial(_remove, name=name) for name in ("a.b", "b/d/e", "a.b", "no/file"))
+    yield partial(remove_files, names=["[1]/x", "many/007", "no"])
+    yield partial(move, old="m", new="with space")
+    whole = [(0, memoryview(b"12")), (2, memoryview(b"345678"))]
+    yield partial(write_parts, name="m", length=8, parts=whole, durable=False)
+    if there.write_parts is not None:
+        for name in ("m", "new.bin"):
+            for parts in ([(4, memoryview(b"5")), (5, memoryview(b"6"))], [(0, memoryview(b"1"))]):
+                yield partial(write_parts, name=name, length=6, parts=parts, durable=False)
+    yield from (partial(make_folder, name="empty", durable=durable) for durable in (True, False))
+    yield from (partial(remove_folder, name=name) for name in ("b", "b/d", "empty", "never"))
+    yield partial(sync_folder, name="")
+    if there.move_folder is not None:
+        yield partial(_move_folder, old="b", new="new")
+        yield partial(_move_folder, old="new", new="many")  # which is there
+    yield partial(_write_inside, name="many")
+
+
+def _write(storage: Storage, name: str, parts: Sequence[bytes], told: int | None = None) -> int:
+    make_folder(storage, name.rpartition("/")[0], durable=False)
+    buffers = (memoryview(part) for part in parts)
+    return storage.write(name, buffers if told is None else SizedBuffers(told, buffers), durable=told == 0)
+
+
+def _write_all(storage: Storage, names: Sequence[str]) -> list[int]:
+    return [_write(storage, name, [name.encode(), b"", b"1"]) for name in names]
+
+
+def _write_inside(storage: Storage, name: str) -> int:
+    return _write(folder_in(storage, name), "x", [b"1"])
+
+
+def _replace(storage: Storage, name: str, data: bytes) -> None:
+    storage.replace(name, data, durable=bool(data))
+
+
+def _remove(storage: Storage, name: str) -> None:
+    storage.remove(name)
+
+
+def _move_folder(storage: Storage, old: str, new: str) -> object:
+    move_folder = can(storage).move_folder
+    return move_folder and _told(partial(move_folder, old, new))
+
+
+def _does_as_memory(storage: Storage, seen: Seen) -> None:
+    """What is done is there, and nothing else."""
+    there, model = can(storage), cast(Storage, MemoryStorage())
+    if there.make_folder is None:
+        model = wrapped(model, make_folder=None, is_folder=None, remove_folder=None)
+    for step in _steps(there):
+        done = f"{step.func.__name__.strip('_')} of {step.keywords.get('name', step.keywords.get('old', ''))!r}"
+        found, expected = step(storage), step(model)
+        assert found == expected, f"{done} returns {found!r}, not {expected!r}"
+        looks, should = _look(seen()), _look(model)
+        wrong = next((what for what in should if looks[what] != should[what]), None)
+        assert wrong is None, f"after {done}, {wrong} is {looks[wrong]!r}, not {should[wrong]!r}"
+
+
+def _look(storage: Storage) -> dict[str, object]:
+    """Return all that a storage says."""
+    said: dict[str, object] = {}
+    for name in _FOLDERS:
+        said[f"names({name!r})"] = storage.names(name)
+        said[f"is_folder({name!r})"] = is_folder(storage, name)
+    for name in (*_FILES, "many/100", "many/x"):
+        said[f"length({name!r})"] = storage.length(name)
+        said[f"changed({name!r})"] = "a time" if storage.changed(name) is not None else None
+        said[f"read({name!r})"] = _told(partial(storage.read, name))
+        said[f"what open({name!r}) reads"] = _told(partial(_read_in_pieces, storage, name))
+    return said
+
+
+def _told(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, in few characters, or the error that it raises."""
+    try:
+        found = call()
+    except StorageError:
+        return "a StorageError"
+    return f"{found[:12]!r}... of {len(found)} bytes, {crc32(found)}" if isinstance(found, bytes) else found
+
+
+def _read_in_pieces(storage: Storage, name: str) -> tuple[object, ...]:
+    with storage.open(name) as reader:
+        length, whole = reader.length, reader.read()
+        room = memoryview(bytearray(length))
+        reader.read_into(0, [room[: length // 3], room[length // 3 :]])
+        beyond = _told(lambda: reader.read_into(length // 2, [memoryview(bytearray(length))])) if length else None
+        ends = beyond, _told(lambda: bytes(reader.read(length // 2, length + 1)))
+        part = _told(lambda: bytes(reader.read(length // 3, length // 2)))
+        whole[:1] = bytes(whole.nbytes and 1)  # it may be written to, and the file stays as it is
+    return length, _told(lambda: bytes(room)), part, ends
+
+
+# What memory can't show.
+
+
+def _goes_on(storage: Storage, seen: Seen) -> None:
+    """The clock of `changed` goes on."""
+    times = []
+    for name in ("f", "g", "f"):
+        storage.replace(name, b"1", durable=False)
+        times.append(seen().changed(name) or 0.0)
+    assert times == sorted(times), f"it goes back: {times}"
+
+
+def _writes_at_once(storage: Storage, seen: Seen) -> None:
+    """Threads write files at the same time."""
+    expected = {f"f{number}": bytes([number]) * 50_000 for number in range(24)}
+    in_threads(lambda item: _write(storage, item[0], [item[1]]), list(expected.items()), threads=8)
+    wrong = [name for name, data in expected.items() if seen().read(name) != data]
+    assert not wrong, f"other bytes in {wrong}"
+
+
+def _breaks_off(storage: Storage, seen: Seen) -> None:
+    """A write raises what its buffers raise, and what is there then is told."""
+
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(bytes(70_000))
+        raise KeyError("mine")
+
+    for buffers in (broken(), SizedBuffers(100_000, broken())):
+        with suppress(KeyError):
+            found = storage.write("f", buffers, durable=False)
+            raise AssertionError(f"it returns {found}")
+        length, listed = seen().length("f"), "f" in seen().names()
+        read = None if length is None else len(seen().read("f"))
+        assert read == length and listed == (length is not None), f"length {length}, {read} bytes, listed: {listed}"
+
+
+def _is_replaced(storage: Storage, seen: Seen) -> None:
+    """A file is replaced in one step."""
+    contents = [bytes([number]) * (50_000 + 1000 * number) for number in range(8)]
+    storage.replace("m", contents[0], durable=False)
+    stop, wrong = threading.Event(), set[str]()
+
+    def watch(other: Storage) -> None:
+        while not stop.is_set():
+            try:
+                found = other.read("m")
+                wrong.update(() if found in contents else (f"{len(found)} bytes of a mixture",))
+            except Exception as error:
+                wrong.add(said(error))
+
+    readers = [threading.Thread(target=watch, args=(seen(),), daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for turn in range(1, 41):
+            storage.replace("m", contents[turn % 8], durable=turn % 8 == 0)
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert not wrong, f"another reads {sorted(wrong)}"
+    assert seen().names() == ("m",), f"there is {seen().names()} afterwards"
+
+
+def _names_the_file(storage: Storage, seen: Seen) -> None:
+    """`where` and errors name the file."""
+    assert "a/b.bin" in storage.where("a/b.bin"), storage.where("a/b.bin")
+    try:
+        seen().read("a/b.bin")
+    except StorageError as error:
+        assert "a/b.bin" in str(error), f"not {error}"
+
+
+_TOGETHER = ("make_folder is_folder remove_folder", "sibling siblings", "replace_if mark", "entries content remove_all")
+
+
+def _says_what_it_can(storage: Storage, seen: Seen) -> None:
+    """Capabilities that belong together come together."""
+    found = can(storage)
+    assert isinstance(found, Capabilities), f"they are a {type(found).__name__}, not st.storage.Capabilities"
+    for names in map(str.split, _TOGETHER):
+        there = [name for name in names if getattr(found, name) is not None]
+        assert there in ([], names), f"{there} alone of {names}"
+
+
+def _exchanges(storage: Storage, seen: Seen) -> None:
+    """`sibling` is exchanged with the folder in one step."""
+    there = can(storage)
+    if there.sibling is None or there.siblings is None:
+        return
+    make_folder(storage, durable=False)
+    storage.replace("f", b"old", durable=False)
+    beside = there.sibling("save-1")
+    beside.make(b"note", durable=False)
+    beside.storage.replace("f", b"new", durable=False)
+    before = beside.note(), beside.is_exchanged(), there.siblings(), seen().read("f")
+    assert before == (b"note", False, ("save-1",), b"old"), f"before, {before}"
+    beside.exchange(durable=False)
+    after = beside.is_exchanged(), beside.old_names(), seen().read("f"), beside.storage.read("f")
+    assert after == (True, ("f",), b"new", b"old"), f"afterwards, {after}"
+    beside.remove()
+    assert (there.siblings(), seen().read("f")) == ((), b"new"), f"removed, {there.siblings()}"
+
+
+def _honours_conditions(storage: Storage, seen: Seen) -> None:
+    """`replace_if` replaces what is as it was."""
+    there = can(storage)
+    if there.replace_if is None or there.mark is None:
+        return
+    there.mark("note", b"1")
+    pairs = [(b"0", b"1"), (None, b"1"), (None, b"2"), (b"1", b"3"), (b"1", b"4")]
+    found = [there.replace_if("f", *pair) for pair in pairs], seen().read("f"), seen().read("note")
+    assert found == ([False, True, False, True, False], b"3", b"1"), f"{found} of {pairs}"
+
+
+def _lists(storage: Storage, seen: Seen) -> None:
+    """`entries` and `content` see what is there."""
+    there = can(storage)
+    if there.entries is None or there.content is None:
+        return
+    for name in ("a", "b/c", "b/d/e"):
+        _write(storage, name, [name.encode()])
+    found = [sorted(each) for each in (there.entries(), there.entries("b"), there.entries(deep=False))]
+    assert found == [["a", "b/c", "b/d/e"], ["c", "d/e"], ["a", "b/"]], f"{found}"
+    entry = there.entries()["b/c"]
+    assert (entry.length, entry.changed) == (3, storage.changed("b/c")), f"{entry} of 'b/c'"
+    assert (there.content("a"), there.content("no")) == (b"a", None), "other bytes"
+    with suppress(CorruptCheckpoint):
+        raise AssertionError(f"{there.content('b/c', 2)!r} where at most 2 bytes are wanted")
+
+
+def _reads_ranges(storage: Storage, seen: Seen) -> None:
+    """`read_range` reads as far as the file goes."""
+    if (read := can(storage).read_range) is None:
+        return
+    _write(storage, "f", [b"abcdef"])
+    for begin, end in ((0, 6), (2, 4), (4, 9), (3, 3)):
+        data, length = read("f", begin, end)
+        assert (bytes(data), length) == (b"abcdef"[begin:end], 6), f"{bytes(data)!r} from {begin} to {end}"
+
+
+_CHECKS = (
+    _does_as_memory,
+    _goes_on,
+    _writes_at_once,
+    _breaks_off,
+    _is_replaced,
+    _names_the_file,
+    _says_what_it_can,
+    _exchanges,
+    _honours_conditions,
+    _lists,
+    _reads_ranges,
+)

@@ -1,0 +1,411 @@
+"""`check_storage`: every storage of ours keeps its promises, and each of many planted faults is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardtree.errors import StorageError
+from shardtree.storage import BytesReader, Entry, MemoryStorage, Storage, folder_in, make_folder, wrapped
+from shardtree.testing import check_storage, watched
+from tests.storage.storages import STORAGES
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_our_storages_keep_their_promises(kind: str, tmp_path: Path) -> None:
+    def new_storage() -> Storage:
+        storage = STORAGES[kind](Path(mkdtemp(dir=tmp_path)))
+        make_folder(storage, durable=False)
+        return storage
+
+    check_storage(new_storage)
+
+
+def test_so_do_wrapped_ones_and_folders_in_them() -> None:
+    check_storage(lambda: watched(MemoryStorage()))
+    check_storage(lambda: folder_in(MemoryStorage(), "deep/folder"))
+
+
+MINIMAL = ("write", "replace", "open", "read", "length", "names", "remove", "changed", "where")
+
+
+def test_a_storage_that_can_nothing_more_does() -> None:
+    def bare() -> Any:
+        inner = MemoryStorage()
+        return SimpleNamespace(**{name: getattr(inner, name) for name in MINIMAL})
+
+    assert isinstance(bare(), Storage)
+    check_storage(bare)
+
+
+# The planted faults: what is wrong, and what the law says of it.
+
+Fault = Callable[[MemoryStorage], Any]
+
+
+def appends(inner: MemoryStorage) -> Any:
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        old = [memoryview(inner.read(name))] if inner.length(name) is not None else []
+        return inner.write(name, [*old, *buffers], durable=durable) - sum(map(len, old))
+
+    return wrapped(inner, write=write)
+
+
+def believes_what_it_is_told(inner: MemoryStorage) -> Any:
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        data = b"".join(buffers)
+        return inner.write(name, [memoryview(data[: getattr(buffers, "nbytes", len(data))])], durable=durable)
+
+    return wrapped(inner, write=write)
+
+
+def with_reader(inner: MemoryStorage, reader_of: Callable[[bytes], Any]) -> Any:
+    @contextmanager
+    def opened(name: str) -> Iterator[Any]:
+        yield reader_of(inner.read(name))
+
+    return wrapped(inner, open=opened)
+
+
+def reads_short(inner: MemoryStorage) -> Any:
+    class Short(BytesReader):
+        def read_into(self, byte: int, buffers: Any) -> None:
+            for buffer in buffers:
+                part = self.data[byte : byte + len(buffer)]
+                buffer[: len(part)] = part
+                byte += len(buffer)
+
+        def read(self, begin: int = 0, end: int | None = None) -> memoryview:
+            return memoryview(bytearray(self.data[begin:end]))
+
+    return with_reader(inner, lambda data: Short(memoryview(data), "f"))
+
+
+def gives_its_own_memory(inner: MemoryStorage) -> Any:
+    kept: dict[bytes, bytearray] = {}
+
+    def reader_of(data: bytes) -> Any:
+        memory = memoryview(kept.setdefault(data, bytearray(data)))
+        plain = BytesReader(memory, "f")
+        return SimpleNamespace(
+            length=len(data), read_into=plain.read_into, read=lambda begin=0, end=None: memory[begin:end]
+        )
+
+    return wrapped(with_reader(inner, reader_of), read=lambda name: bytes(kept.get(inner.read(name), inner.read(name))))
+
+
+def is_empty_where_nothing_is(inner: MemoryStorage) -> Any:
+    return wrapped(inner, length=lambda name: inner.length(name) or 0)
+
+
+def reads_what_is_not_there(inner: MemoryStorage) -> Any:
+    return wrapped(inner, read=lambda name: b"" if inner.length(name) is None else inner.read(name))
+
+
+def lists_one_page(inner: MemoryStorage) -> Any:
+    return wrapped(inner, names=lambda folder="": inner.names(folder)[:100])
+
+
+def lists_nothing_hidden(inner: MemoryStorage) -> Any:
+    return wrapped(
+        inner, names=lambda folder="": tuple(name for name in inner.names(folder) if not name.startswith("."))
+    )
+
+
+def lists_as_it_comes(inner: MemoryStorage) -> Any:
+    return wrapped(inner, names=lambda folder="": inner.names(folder)[::-1])
+
+
+def keeps_what_is_removed(inner: MemoryStorage) -> Any:
+    return wrapped(inner, remove=lambda name: None)
+
+
+def minds_what_is_gone(inner: MemoryStorage) -> Any:
+    def remove(name: str) -> None:
+        if inner.length(name) is None:
+            raise StorageError(f"no {name!r}")
+        inner.remove(name)
+
+    return wrapped(inner, remove=remove)
+
+
+def has_no_clock(inner: MemoryStorage) -> Any:
+    return wrapped(inner, changed=lambda name: None)
+
+
+def runs_backwards(inner: MemoryStorage) -> Any:
+    return wrapped(inner, changed=lambda name: None if inner.changed(name) is None else -(inner.changed(name) or 0.0))
+
+
+def writes_through_one_buffer(inner: MemoryStorage) -> Any:
+    shared = bytearray()
+
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        shared[:] = b"".join(buffers)
+        time.sleep(0.002)
+        return inner.write(name, [memoryview(bytes(shared))], durable=durable)
+
+    return wrapped(inner, write=write)
+
+
+def says_so_before_it_is_written(inner: MemoryStorage) -> Any:
+    told: dict[str, int] = {}
+
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        told[name] = getattr(buffers, "nbytes", 1)
+        told[name] = inner.write(name, buffers, durable=durable)
+        return told[name]
+
+    return wrapped(inner, write=write, length=lambda name: told.get(name, inner.length(name)))
+
+
+def swallows_what_buffers_raise(inner: MemoryStorage) -> Any:
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        data = bytearray()
+        try:
+            for buffer in buffers:
+                data += buffer
+        except KeyError:
+            pass
+        return inner.write(name, [memoryview(data)], durable=durable)
+
+    return wrapped(inner, write=write)
+
+
+def replaces_in_two_steps(inner: MemoryStorage) -> Any:
+    def replace(name: str, data: bytes, *, durable: bool) -> None:
+        inner.remove(name)
+        time.sleep(0.002)
+        inner.write(name, [memoryview(data)], durable=durable)
+
+    return wrapped(inner, replace=replace)
+
+
+def replaces_half_by_half(inner: MemoryStorage) -> Any:
+    def replace(name: str, data: bytes, *, durable: bool) -> None:
+        inner.write(name, [memoryview(data[: len(data) // 2])], durable=durable)
+        time.sleep(0.002)
+        inner.write(name, [memoryview(data)], durable=durable)
+
+    return wrapped(inner, replace=replace)
+
+
+def leaves_temporary_files(inner: MemoryStorage) -> Any:
+    def replace(name: str, data: bytes, *, durable: bool) -> None:
+        inner.write(f"{name}.new", [memoryview(data)], durable=durable)
+        inner.replace(name, data, durable=durable)
+
+    return wrapped(inner, replace=replace)
+
+
+def names_no_file(inner: MemoryStorage) -> Any:
+    def read(name: str) -> bytes:
+        if inner.length(name) is None:
+            raise StorageError("no such file")
+        return inner.read(name)
+
+    return wrapped(inner, read=read)
+
+
+def raises_what_it_gets(inner: MemoryStorage) -> Any:
+    def read(name: str) -> bytes:
+        if inner.length(name) is None:
+            raise KeyError(name)
+        return inner.read(name)
+
+    return wrapped(inner, read=read)
+
+
+def says_it_can_half(inner: MemoryStorage) -> Any:
+    return wrapped(inner, siblings=None)
+
+
+def is_vague_about_what_it_can(inner: MemoryStorage) -> Any:
+    found = wrapped(inner)
+    found.capabilities = ("write_parts",)
+    return found
+
+
+def cuts_files_to_their_parts(inner: MemoryStorage) -> Any:
+    def write_parts(name: str, length: int, parts: Any, *, durable: bool) -> None:
+        inner.remove(name)
+        inner.write_parts(name, length, parts, durable=durable)
+
+    return wrapped(inner, write_parts=write_parts)
+
+
+def copies_what_it_should_move(inner: MemoryStorage) -> Any:
+    return wrapped(inner, move=lambda old, new: inner.replace(new, inner.read(old), durable=True))
+
+
+def makes_no_folders(inner: MemoryStorage) -> Any:
+    return wrapped(inner, make_folder=lambda name, *, durable: None)
+
+
+def removes_full_folders(inner: MemoryStorage) -> Any:
+    def remove_folder(name: str) -> None:
+        for last in inner.names(name):
+            inner.remove(f"{name}/{last}")
+        inner.remove_folder(name)
+
+    return wrapped(inner, remove_folder=remove_folder)
+
+
+def renames_over_others(inner: MemoryStorage) -> Any:
+    def move_folder(old: str, new: str) -> None:
+        for last in inner.names(old):
+            inner.move(f"{old}/{last}", f"{new}/{last}")
+        inner.remove_folder(old)
+
+    return wrapped(inner, move_folder=move_folder)
+
+
+def opens_another_folder(inner: MemoryStorage) -> Any:
+    return wrapped(inner, folder=lambda name: MemoryStorage())
+
+
+def exchanges_nothing(inner: MemoryStorage) -> Any:
+    def sibling(name: str) -> Any:
+        found = inner.sibling(name)
+        methods = {each: getattr(found, each) for each in dir(found) if not each.startswith("_")}
+        return SimpleNamespace(**{**methods, "exchange": lambda *, durable: None})
+
+    return wrapped(inner, sibling=sibling)
+
+
+def passes_over_conditions(inner: MemoryStorage) -> Any:
+    def replace_if(name: str, before: bytes | None, data: bytes) -> bool:
+        inner.replace(name, data, durable=True)
+        return True
+
+    return wrapped(inner, replace_if=replace_if, mark=lambda name, data: replace_if(name, None, data))
+
+
+def listing(inner: MemoryStorage, **own: Any) -> Any:
+    def entries(folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
+        start = f"{folder}/" if folder else ""
+        found = (name for name in inner.all_names() if name.startswith(start))
+        return {name.removeprefix(start): Entry(inner.length(name) or 0, inner.changed(name) or 0.0) for name in found}
+
+    def content(name: str, most: int | None = None) -> bytes | None:
+        return None if inner.length(name) is None else inner.read(name)
+
+    calls = {"entries": entries, "content": content, "remove_all": lambda names: [*map(inner.remove, names)], **own}
+    return wrapped(inner, make_folder=None, is_folder=None, remove_folder=None, **calls)
+
+
+def lists_deep_in_any_case(inner: MemoryStorage) -> Any:
+    return listing(inner)
+
+
+def lists_nothing(inner: MemoryStorage) -> Any:
+    return listing(inner, entries=lambda folder="", *, deep=True: {})
+
+
+def ranged(inner: MemoryStorage, more: int) -> Any:
+    def read_range(name: str, begin: int, end: int) -> tuple[memoryview, int]:
+        data = inner.read(name)
+        return memoryview(data)[begin : end + more], len(data)
+
+    return wrapped(inner, read_range=read_range)
+
+
+def reads_too_far(inner: MemoryStorage) -> Any:
+    return ranged(inner, 1)
+
+
+def keeps_files_of_dead_saves(inner: MemoryStorage) -> Any:
+    return wrapped(inner, remove=lambda name: None if name.startswith("save-2") else inner.remove(name))
+
+
+def writes_behind(inner: MemoryStorage) -> Any:
+    """Data files are there, as it says, and reach the medium once something is removed."""
+    later: dict[str, bytes] = {}
+
+    def write(name: str, buffers: Any, *, durable: bool) -> int:
+        if "-of-" not in name:
+            return inner.write(name, buffers, durable=durable)
+        later[name] = b"".join(buffers)
+        return len(later[name])
+
+    def remove(name: str) -> None:
+        while later:
+            late, data = later.popitem()
+            inner.write(late, [memoryview(data)], durable=True)
+        inner.remove(name)
+
+    def length(name: str) -> int | None:
+        return len(later[name]) if name in later else inner.length(name)
+
+    return wrapped(inner, write=write, remove=remove, length=length)
+
+
+FAULTS: dict[Fault, str] = {
+    appends: "write of 'a.b' returns|after write",
+    believes_what_it_is_told: "write of 'a.b' returns 0, not 5",
+    reads_short: r"what open\('a'\) reads is",
+    gives_its_own_memory: "What is done is there",
+    is_empty_where_nothing_is: r"length\('m'\) is 0, not None",
+    reads_what_is_not_there: r"read\('m'\) is .*, not 'a StorageError'",
+    lists_one_page: r"names\('many'\) is",
+    lists_nothing_hidden: r"names\(''\) is",
+    lists_as_it_comes: r"names\(''\) is",
+    keeps_what_is_removed: "after remove of 'a.b'",
+    minds_what_is_gone: "no 'a.b'",
+    has_no_clock: r"changed\('a'\) is None, not 'a time'",
+    runs_backwards: "it goes back",
+    writes_through_one_buffer: "Threads write files at the same time: other bytes",
+    says_so_before_it_is_written: "what is there then is told: ",
+    swallows_what_buffers_raise: "it returns 70000",
+    replaces_in_two_steps: "in one step: another reads",
+    replaces_half_by_half: "of a mixture",
+    leaves_temporary_files: r"in one step: there is \('m', 'm.new'\)",
+    names_no_file: "errors name the file: not no such file",
+    raises_what_it_gets: "KeyError",
+    says_it_can_half: r"\['sibling'\] alone of \['sibling', 'siblings'\]",
+    is_vague_about_what_it_can: "they are a tuple",
+    cuts_files_to_their_parts: "after write_parts of 'm'",
+    copies_what_it_should_move: "after move of 'm'",
+    makes_no_folders: "What is done is there",
+    removes_full_folders: "after remove_folder of 'b'",
+    renames_over_others: "move_folder of 'new' returns None, not 'a StorageError'",
+    opens_another_folder: "after write_inside of 'many'",
+    exchanges_nothing: "in one step: afterwards",
+    passes_over_conditions: "replaces what is as it was",
+    lists_deep_in_any_case: "see what is there",
+    lists_nothing: "see what is there",
+    reads_too_far: "reads as far as the file goes",
+    keeps_files_of_dead_saves: "the next save leaves",
+    writes_behind: "A killed save leaves old or new: at",
+}
+
+
+@pytest.mark.parametrize(("fault", "found"), FAULTS.items(), ids=[fault.__name__ for fault in FAULTS])
+def test_it_catches_a_storage_that(fault: Fault, found: str) -> None:
+    with pytest.raises(AssertionError, match=found):
+        check_storage(lambda: fault(MemoryStorage()))
+
+
+def test_another_object_for_the_place_tells_what_is_there_from_what_is_remembered() -> None:
+    def remembers(inner: MemoryStorage) -> Any:
+        own = MemoryStorage()
+        return wrapped(own, where=inner.where)  # and `inner`, the place, never sees anything
+
+    places: dict[int, MemoryStorage] = {}
+
+    def new_storage() -> Any:
+        place = MemoryStorage()
+        storage = remembers(place)
+        places[id(storage)] = place
+        return storage
+
+    check_storage(new_storage)
+    with pytest.raises(AssertionError, match="What is done is there"):
+        check_storage(new_storage, lambda storage: places[id(storage)])
