@@ -9,10 +9,12 @@ from ._boxes import (
     distinct,
     flat_boxes,
     intersect,
+    joined_rows,
     narrow_flat_range,
     narrowed,
     row_major_strides,
     row_numbers,
+    rows_of,
     volumes,
     widen,
 )

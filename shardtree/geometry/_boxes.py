@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[np.int64]
+Record = TypeVar("Record")
 
 
 def box_column(rows: Sequence[Sequence[int]], fill: int, axes: int = 0) -> Column:
@@ -170,6 +171,26 @@ def begins(*columns: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     for column in columns[1:]:
         new[1:] |= column[1:] != column[:-1]
     return new
+
+
+def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record:
+    """Return some rows of a record all of whose slots are columns, in the order given.
+
+    Examples:
+        >>> from shardtree.plans import Runs
+        >>> rows_of(Runs(*(np.arange(3) for _ in range(5))), np.array([2, 0])).byte
+        array([2, 0])
+    """
+    kind: Any = type(columns)
+    found: Record = kind(*(getattr(columns, name)[rows] for name in kind.__slots__))
+    return found
+
+
+def joined_rows(parts: Sequence[Record]) -> Record:
+    """Return the rows of several records, one at least, all of whose slots are columns, as one."""
+    kind: Any = type(parts[0])
+    found: Record = kind(*(np.concatenate([getattr(part, name) for part in parts]) for name in kind.__slots__))
+    return found
 
 
 def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..geometry import Column
+from ..geometry import Column, joined_rows, rows_of
 from ..plans import Runs
 from ._storage import Buffer, Reader
 from ._threads import usual_threads
@@ -226,16 +226,16 @@ def incomplete_reads(runs: Runs, length: int, blocks: Flags) -> Runs:
         >>> incomplete.byte.tolist(), incomplete.target_byte.tolist(), incomplete.length.tolist()
         ([262144], [262134], [10])
     """
-    runs = _rows(runs, np.flatnonzero(runs.length))
+    runs = rows_of(runs, np.flatnonzero(runs.length))
     if not runs.byte.size:
         return runs
     low, high = _chains(runs.byte, runs.byte + runs.length)
     inner = -(-low // BLOCK_BYTES) * BLOCK_BYTES
     outer = np.where(high == length, high, np.maximum(high // BLOCK_BYTES * BLOCK_BYTES, inner))
     parts = (_clipped(runs, low, np.minimum(inner, high)), _clipped(runs, outer, high))
-    both = Runs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Runs.__slots__))
-    both = _rows(both, np.argsort(both.byte, kind="stable"))
-    return _rows(both, np.flatnonzero(blocks[both.byte // BLOCK_BYTES]))
+    both = joined_rows(parts)
+    both = rows_of(both, np.argsort(both.byte, kind="stable"))
+    return rows_of(both, np.flatnonzero(blocks[both.byte // BLOCK_BYTES]))
 
 
 def _chains(begin: Column, end: Column) -> tuple[Column, Column]:
@@ -251,11 +251,7 @@ def _clipped(runs: Runs, low: Column, high: Column) -> Runs:
     """Return the part of each run that lies between two positions; runs without such a part are left out."""
     begin, end = np.maximum(runs.byte, low), np.minimum(runs.byte + runs.length, high)
     clipped = Runs(runs.file, begin, runs.target, runs.target_byte + begin - runs.byte, end - begin)
-    return _rows(clipped, np.flatnonzero(begin < end))
-
-
-def _rows(runs: Runs, rows: Column) -> Runs:
-    return Runs(*(getattr(runs, name)[rows] for name in Runs.__slots__))
+    return rows_of(clipped, np.flatnonzero(begin < end))
 
 
 def reread_blocks(reader: Reader, incomplete: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:

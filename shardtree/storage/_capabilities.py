@@ -104,6 +104,11 @@ class Capabilities:
     latency: float | None = None
     request_scale: int = 1
 
+    @classmethod
+    def of(cls, storage: Storage, *names: str, **more: Any) -> Capabilities:
+        """Return capabilities that are a storage's methods of these names, and more by their names."""
+        return cls(**{name: getattr(storage, name) for name in names}, **more)
+
     def functions(self) -> dict[str, Function]:
         """Return the functions that are there, by their names."""
         found = ((field.name, getattr(self, field.name)) for field in fields(self))

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._deferred import notebook_html
 from ..errors import CorruptCheckpoint, error_text, plural, shorten
-from ..geometry import Column
+from ..geometry import Column, rows_of
 from ..plans import Runs, Strided, size_text
 from ._blocks import BLOCK_BYTES, Flags, Hashes, missing, touched
 from ._byte_ranges import ByteRanges, unread
@@ -180,7 +180,7 @@ def read_modes(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[t
         parts = [(is_contiguous(strided), False), (~is_contiguous(strided), None)]
     for flags, whole_blocks in parts:
         if flags.any():
-            yield Strided(*(getattr(strided, name)[flags] for name in Strided.__slots__)), whole_blocks
+            yield rows_of(strided, flags), whole_blocks
 
 
 # Errors
@@ -209,11 +209,9 @@ def damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
 
 def in_file_order(strided: Strided) -> Strided:
     """Return pieces sorted by file."""
-    order = np.argsort(strided.file, kind="stable")
-    return Strided(*(getattr(strided, name)[order] for name in Strided.__slots__))
+    return rows_of(strided, np.argsort(strided.file, kind="stable"))
 
 
 def of_file(rows: Rows, number: int) -> Rows:
     """Return the rows of one file, of rows that are sorted by file."""
-    first, last = np.searchsorted(rows.file, [number, number + 1]).tolist()
-    return type(rows)(*(getattr(rows, name)[first:last] for name in type(rows).__slots__))
+    return rows_of(rows, slice(*np.searchsorted(rows.file, [number, number + 1]).tolist()))

@@ -84,14 +84,12 @@ class FsspecStorage:
     @property
     def capabilities(self) -> Capabilities:
         """What a file system behind a URL can do beyond `Storage`."""
-        return Capabilities(
-            move=self.move,
-            make_folder=self.make_folder,
-            is_folder=self.is_folder,
-            remove_folder=self.remove_folder,
-            folder=lambda name: FsspecStorage(self.files, f"{self.root}/{name}", f"{self.url}/{name}"),
-            late_requests=True,
-        )
+        folders = ("make_folder", "is_folder", "remove_folder", "folder")
+        return Capabilities.of(self, "move", *folders, late_requests=True)
+
+    def folder(self, name: str) -> FsspecStorage:
+        """Return a folder in this one."""
+        return FsspecStorage(self.files, f"{self.root}/{name}", f"{self.url}/{name}")
 
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""

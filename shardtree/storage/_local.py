@@ -272,6 +272,10 @@ class LocalStorage:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
+    def folder(self, name: str) -> LocalStorage:
+        """Return a folder in this one."""
+        return LocalStorage(os.path.join(self.root, name))
+
     def sibling(self, name: str) -> LocalSibling:
         """Return the folder beside this one that a save of that name takes."""
         return LocalSibling(self.root, name, LocalStorage)
@@ -308,19 +312,8 @@ class LocalStorage:
 
 @lru_cache(maxsize=256)  # making them takes a tenth of a small read's time
 def _capabilities(storage: LocalStorage) -> Capabilities:
-    return Capabilities(
-        move=storage.move,
-        write_parts=storage.write_parts,
-        make_folder=storage.make_folder,
-        is_folder=storage.is_folder,
-        remove_folder=storage.remove_folder,
-        sync_folder=storage.sync_folder,
-        move_folder=storage.move_folder,
-        is_link=storage.is_link,
-        folder=lambda name: LocalStorage(os.path.join(storage.root, name)),
-        sibling=storage.sibling,
-        siblings=storage.siblings,
-    )
+    folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "move_folder", "is_link")
+    return Capabilities.of(storage, "move", "write_parts", *folders, "folder", "sibling", "siblings")
 
 
 @lru_cache(maxsize=1024)  # finding out takes longer than opening the file

@@ -69,16 +69,8 @@ class MemoryStorage:
     @property
     def capabilities(self) -> Capabilities:
         """What a folder in memory can do beyond `Storage`."""
-        return Capabilities(
-            move=self.move,
-            write_parts=self.write_parts,
-            make_folder=self.make_folder,
-            is_folder=self.is_folder,
-            remove_folder=self.remove_folder,
-            move_folder=self.move_folder,
-            sibling=self.sibling,
-            siblings=self.siblings,
-        )
+        folders = ("make_folder", "is_folder", "remove_folder", "move_folder")
+        return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings")
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""

@@ -60,20 +60,19 @@ class ObjectStorage:
     @property
     def capabilities(self) -> Capabilities:
         """What an object store can do beyond `Storage`."""
-        return Capabilities(
-            move=self.move,
-            folder=self.folder,
-            replace_if=self.replace_if,
-            mark=self.mark,
-            entries=self.entries,
-            content=self.content,
-            remove_all=self.remove_all,
-            read_range=self.read_range,
-            abort_uploads=self.abort_uploads,
-            late_requests=True,
-            latency=_latencies.get(self._place),
-            request_scale=self.request_scale,
+        names = (
+            "move",
+            "folder",
+            "replace_if",
+            "mark",
+            "entries",
+            "content",
+            "remove_all",
+            "read_range",
+            "abort_uploads",
         )
+        facts = {"latency": _latencies.get(self._place), "request_scale": self.request_scale}
+        return Capabilities.of(self, *names, "abort_uploads", late_requests=True, **facts)
 
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..codec import crc32
+from ..geometry import rows_of
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES, Flags, block_hash
 from ._byte_ranges import range_crc32
@@ -99,7 +100,7 @@ def checks_of(file: StoredFile, runs: Runs, strided: Strided, verify: Verify) ->
     touched = touched_blocks(file, runs, strided)
     if verify is None or file.hashes is None:
         return Checks(file, unchecked=int(touched.sum())), Wanted(none, none, False, file.length)
-    by_runs = touched_blocks(file, runs, Strided(*(getattr(strided, name)[:0] for name in Strided.__slots__)))
+    by_runs = touched_blocks(file, runs, rows_of(strided, slice(0)))
     spans = block_spans(blocks_to_check(file, by_runs, runs, verify), file.length)
     return Checks(file, touched), Wanted(*spans, True, file.length)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from ..geometry import Column
+from ..geometry import Column, rows_of
 from ..plans import LoadPlan, Runs, Strided
 from ._blocks import BLOCK_BYTES
+from ._checked import of_file
 from ._strided import last_byte, split_pieces
 
 _GAP_BYTES = 1024 * 1024
@@ -78,17 +78,12 @@ def requests_of(plan: LoadPlan, wanted: Mapping[int, Wanted], most_bytes: int = 
         [(0, 262144), (5000000, 5000100)]
     """
     runs, pieces = _cut_runs(plan.runs, most_bytes), split_pieces(plan.strided, _GAP_BYTES)
-    pieces = _rows(pieces, np.argsort(pieces.file, kind="stable"))  # runs are sorted already
+    pieces = rows_of(pieces, np.argsort(pieces.file, kind="stable"))  # runs are sorted already
     return [
         request
         for number in np.union1d(runs.file, pieces.file).tolist()
-        for request in _of_file(number, _part(runs, number), _part(pieces, number), wanted.get(number), most_bytes)
+        for request in _of_file(number, of_file(runs, number), of_file(pieces, number), wanted.get(number), most_bytes)
     ]
-
-
-def _part(columns: Any, number: int) -> Any:
-    """Return the rows of one file."""
-    return _rows(columns, slice(*np.searchsorted(columns.file, [number, number + 1]).tolist()))
 
 
 def _of_file(number: int, runs: Runs, pieces: Strided, wanted: Wanted | None, most_bytes: int) -> list[Request]:
@@ -113,8 +108,8 @@ def _of_file(number: int, runs: Runs, pieces: Strided, wanted: Wanted | None, mo
             int(first[each]),
             int(last[each]),
             int(own_last[each]),
-            _rows(runs, by_run[each]),
-            _rows(pieces, by_piece[each]),
+            rows_of(runs, by_run[each]),
+            rows_of(pieces, by_piece[each]),
         )
         for each in range(count)
     ]
@@ -144,7 +139,7 @@ def _by_group(group: Column, count: int) -> list[Column]:
 
 def _cut_runs(runs: Runs, most_bytes: int) -> Runs:
     """Return runs, cut where requests end."""
-    runs = _rows(runs, runs.length > 0)
+    runs = rows_of(runs, runs.length > 0)
     row, begin, end = _cells(runs.byte, runs.byte + runs.length, most_bytes)
     target_byte = runs.target_byte[row] + begin - runs.byte[row]
     return Runs(runs.file[row], begin, runs.target[row], target_byte, end - begin)
@@ -158,7 +153,3 @@ def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column,
     number = first[row] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
     low, high = number * most_bytes, (number + 1) * most_bytes
     return row, np.maximum(begin[row], low), np.minimum(end[row], high)
-
-
-def _rows(columns: Any, rows: Any) -> Any:
-    return type(columns)(*(getattr(columns, name)[rows] for name in type(columns).__slots__))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..codec import bit_view, device_bits
-from ..geometry import Column, row_major_strides, volumes
+from ..geometry import Column, joined_rows, row_major_strides, rows_of, volumes
 from ..plans import LoadPlan, Runs, Strided, grouped
 from ._blocks import BLOCK_BYTES, Flags, touched
 from ._buffers import DeviceCopies, Pair, copies_of
@@ -25,8 +25,6 @@ PART_BYTES = 128 * BLOCK_BYTES
 """How much of a file a part reads. Parts end where blocks do, so that the same blocks are checked as on the CPU."""
 
 _ALIGNMENT = 64  # bytes; what is copied is viewed as items of up to 8 bytes, which torch wants aligned
-
-Rows = TypeVar("Rows", Runs, Strided)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,18 +123,13 @@ def _split_large(pieces: Strided) -> Strided:
         inner = int(_nbytes(piece)[0]) // int(piece.shape[0, axis])
         cuts = [rows_of(pieces, slice(0, row)), cut(piece, axis, max(1, PART_BYTES // inner))]
         parts = [*cuts, rows_of(pieces, slice(row + 1, None))]
-        pieces = Strided(*(np.concatenate([getattr(part, name) for part in parts]) for name in Strided.__slots__))
+        pieces = joined_rows(parts)
     return pieces
 
 
 def _nbytes(pieces: Strided) -> Column:
     found: Column = volumes(pieces.shape) * pieces.item_size
     return found
-
-
-def rows_of(columns: Rows, rows: Column | Flags | slice) -> Rows:
-    """Return some rows of runs or pieces."""
-    return type(columns)(*(getattr(columns, name)[rows] for name in type(columns).__slots__))
 
 
 Report = TypeVar("Report")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..codec import byte_buffer
-from ..geometry import Column
+from ..geometry import Column, joined_rows, rows_of
 from ..plans import Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags
 from ._buffers import host_memory
@@ -139,13 +139,13 @@ def split_pieces(strided: Strided, most_gap: float = inf) -> Strided:
     if not long.any():
         return strided
     parts = [_split_piece(strided, row, most_gap) for row in np.flatnonzero(long).tolist()]
-    whole = Strided(*(getattr(strided, name)[~long] for name in Strided.__slots__))
-    return Strided(*(np.concatenate([getattr(part, name) for part in (whole, *parts)]) for name in Strided.__slots__))
+    whole = rows_of(strided, ~long)
+    return joined_rows([whole, *parts])
 
 
 def _split_piece(strided: Strided, row: int, most_gap: float) -> Strided:
     """Cut one piece."""
-    piece = Strided(*(getattr(strided, name)[row : row + 1] for name in Strided.__slots__))
+    piece = rows_of(strided, slice(row, row + 1))
     for axis in range(piece.shape.shape[1]):
         if piece.shape[0, axis] == 1:
             continue

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...geometry import Column, carve_boxes, held_elements, intersect, overlapping_pairs, volumes, widen
+from ...geometry import (
+    Column,
+    carve_boxes,
+    held_elements,
+    intersect,
+    joined_rows,
+    overlapping_pairs,
+    rows_of,
+    volumes,
+    widen,
+)
 from ...layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
 from .._save import Rows, held_places
 from ._transfers import Routes, renumbered
@@ -146,7 +156,7 @@ def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
     short = np.flatnonzero(held_elements(left, shape, len(key)) < volumes(wanted.shape))
     nowhere = np.full(short.size, NOWHERE)
     lacking = Pieces(wanted.shard[short], nowhere, wanted.offset[short], wanted.shape[short])
-    return joined_pieces([found, carved_pieces(lacking, key[short], held, held_key)[2]])
+    return joined_rows([found, carved_pieces(lacking, key[short], held, held_key)[2]])
 
 
 def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
@@ -159,14 +169,14 @@ def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Ro
     """
     row = places.row_at(pieces.place, target.rank[pieces.target])
     own, others = np.flatnonzero(row >= 0), np.flatnonzero(row < 0)
-    routes = as_routes(select_pieces(pieces, own), row[own])
-    pieces = select_pieces(pieces, others)
+    routes = as_routes(rows_of(pieces, own), row[own])
+    pieces = rows_of(pieces, others)
     if places.main.all() or not len(pieces):
         return routes, pieces
     # Replicas may be cut otherwise than the main ones. Pieces follow the main ones, so a rank may hold a piece in part.
     held = find_holdings(places, ~places.main)
     taken, box, rest = carved_pieces(pieces, wanted_by(target, pieces), held.boxes, rank_groups(held.key, held.rank))
-    return joined_routes([routes, as_routes(taken, places.row[held.boxes.shard[box]])]), rest
+    return joined_rows([routes, as_routes(taken, places.row[held.boxes.shard[box]])]), rest
 
 
 def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
@@ -184,10 +194,10 @@ def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Piec
         return pieces
     boxes = place_boxes(select_rows(places.shards, others))
     held = others[boxes.shard]
-    lacking = select_pieces(pieces, lost)
+    lacking = rows_of(pieces, lost)
     taken, box, rest = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[held])
-    known = select_pieces(pieces, np.flatnonzero(pieces.place != NOWHERE))
-    return joined_pieces([known, replace(taken, place=held[box]), rest])
+    known = rows_of(pieces, np.flatnonzero(pieces.place != NOWHERE))
+    return joined_rows([known, replace(taken, place=held[box]), rest])
 
 
 def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
@@ -202,8 +212,8 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     several = _in_mixed_groups(group[order], pieces.target[order])
     order = order[several]
     if not order.size:
-        return as_routes(select_pieces(pieces, order), order), pieces
-    some, group = select_pieces(pieces, order), group[order]
+        return as_routes(rows_of(pieces, order), order), pieces
+    some, group = rows_of(pieces, order), group[order]
     # In this order, of several shards the same one receives the elements on every rank that plans.
     left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
     later = (right < left) & (some.target[left] != some.target[right])
@@ -213,7 +223,7 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     rest = Pieces(some.target[carved.row], some.place[carved.row], carved.rest_offset, carved.rest_shape)
     single = np.delete(np.arange(len(pieces)), order)
     routes = as_routes(taken, some.target[right[carved.pair]], hop=1)
-    return routes, joined_pieces([select_pieces(pieces, single), rest])
+    return routes, joined_rows([rows_of(pieces, single), rest])
 
 
 def _in_mixed_groups(group: Column, target: Column) -> Column:
@@ -246,21 +256,6 @@ def rank_groups(key: Column, rank: Column) -> Column:
 def as_routes(pieces: Pieces, source: Column, *, hop: int = 0) -> Routes:
     """Return pieces as routes from the given rows."""
     return Routes(np.full(len(pieces), hop), source, pieces.target, pieces.offset, pieces.shape)
-
-
-def joined_routes(parts: list[Routes]) -> Routes:
-    """Return several lists of routes as one."""
-    return Routes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Routes.__slots__))
-
-
-def joined_pieces(parts: list[Pieces]) -> Pieces:
-    """Return several lists of pieces as one."""
-    return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in Pieces.__slots__))
-
-
-def select_pieces(pieces: Pieces, rows: Column) -> Pieces:
-    """Return the given rows of pieces, in the order given."""
-    return Pieces(*(getattr(pieces, name)[rows] for name in Pieces.__slots__))
 
 
 # The lower bound of bytes to move between two layouts.

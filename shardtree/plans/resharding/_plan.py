@@ -10,7 +10,7 @@ import torch
 
 from ..._deferred import notebook_html
 from ...errors import MetadataError, error_text, plural
-from ...geometry import Column, check_type, integer
+from ...geometry import Column, check_type, integer, joined_rows
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
 from ...trees import apply_factories
 from .._text import size_text
@@ -19,7 +19,6 @@ from ._document import plan_parts, plan_text
 from ._pieces import (
     cut_pieces,
     find_places,
-    joined_routes,
     least_bytes,
     located_pieces,
     own_routes,
@@ -295,7 +294,7 @@ def plan_reshard(
     # After the check, and before senders are chosen: what a rank gets once mustn't count as a sender's load twice.
     repeats, pieces = repeat_routes(after, pieces)
     sent = sent_routes(places, after, pieces, shortest)
-    return ReshardPlan(before, after, as_transfers(before, after, joined_routes([own, repeats, sent])), names)
+    return ReshardPlan(before, after, as_transfers(before, after, joined_rows([own, repeats, sent])), names)
 
 
 def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:

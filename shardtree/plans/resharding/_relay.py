@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...geometry import Column, check_type, integer, volumes
-from ._pieces import joined_routes
+from ...geometry import Column, check_type, integer, joined_rows, rows_of, volumes
 from ._plan import SHORTEST_CUT, ReshardPlan
 from ._senders import aligned_boxes, numbered_rows, snapped
-from ._transfers import Routes, Transfers, as_transfers, select_transfers
+from ._transfers import Routes, Transfers, as_transfers
 
 # Which receiver gets which part from the sources.
 
@@ -142,9 +141,9 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     stays, rest = np.flatnonzero(~cut), np.flatnonzero(cut[row] & ~shared)
     pieces = Routes(every.hop[row], every.source[row], every.target[row], boxes.offset, boxes.shape)
     wholes = Routes(every.hop, every.source, every.target, every.offset, every.shape)
-    unchanged = [_select(wholes, stays), _select(pieces, rest)]
-    passed_on = _relay_routes(plan, _select(pieces, wanted), boxes.number[wanted], shortest)
-    routes = joined_routes([*unchanged, *passed_on])
+    unchanged = [rows_of(wholes, stays), rows_of(pieces, rest)]
+    passed_on = _relay_routes(plan, rows_of(pieces, wanted), boxes.number[wanted], shortest)
+    routes = joined_rows([*unchanged, *passed_on])
     return replace(plan, transfers=_order_local_copies(as_transfers(plan.source, plan.target, routes)))
 
 
@@ -169,7 +168,7 @@ def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cu
     found: list[Routes] = []
     for size in np.unique(count).tolist():
         member = first[count == size][:, None] + np.arange(size)  # (boxes, members)
-        box = _select(pieces, member[:, 0])
+        box = rows_of(pieces, member[:, 0])
         item = plan.target.item_size[plan.target.key[box.target]]
         ranks, senders = plan.target.rank[pieces.target[member]], plan.source.rank[pieces.source[member]]
         parts = relay_parts(box.shape, item, ranks, senders, shortest_cut)
@@ -186,7 +185,7 @@ def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:
         parts: of these pieces.
     """
     row = np.arange(len(member))
-    first = _select(pieces, member[row, parts.member])
+    first = rows_of(pieces, member[row, parts.member])
     offset, shape = first.offset.copy(), first.shape.copy()
     offset[row, parts.axis] += parts.begin
     shape[row, parts.axis] = parts.size
@@ -206,9 +205,4 @@ def _order_local_copies(transfers: Transfers) -> Transfers:
     # Such a copy had hop 1, when its source was filled at hop 0. Now parts of that source arrive at hop 1 as well.
     later = replace(transfers, hop=np.where(own & late, 2, transfers.hop))
     order = np.argsort(later.hop, kind="stable")
-    return select_transfers(later, order)
-
-
-def _select(routes: Routes, rows: Column) -> Routes:
-    """Return the given rows, in the order given."""
-    return Routes(*(getattr(routes, name)[rows] for name in Routes.__slots__))
+    return rows_of(later, order)

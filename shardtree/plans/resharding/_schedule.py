@@ -9,11 +9,11 @@ import numpy as np
 
 from ..._deferred import notebook_html
 from ...errors import MetadataError, plural
-from ...geometry import Column, integer, refuse
+from ...geometry import Column, integer, refuse, rows_of
 from .._text import size_text
 from ._senders import numbered_rows
 from ._summary import steps_table
-from ._transfers import Transfers, select_transfers
+from ._transfers import Transfers
 
 # Priorities: what is passed on needn't wait for everything that its rank receives.
 
@@ -150,7 +150,7 @@ def schedule_transfers(
     moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0))
     most = _checked_bound(max_bytes_in_flight, int(item_size[moving].max(initial=1)))
     ranks, place = np.unique(np.stack([transfers.from_rank, transfers.to_rank])[:, moving], return_inverse=True)
-    (one, other), (priority, needs) = place.reshape(2, -1), priorities(select_transfers(transfers, moving))
+    (one, other), (priority, needs) = place.reshape(2, -1), priorities(rows_of(transfers, moving))
     # Large elements first: a cut at a multiple of a pair's largest element then never falls inside a smaller one.
     order = np.lexsort((-item_size[moving], other, one, needs, priority))
     moving, columns = moving[order], np.stack([priority, needs, one, other])[:, order]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...geometry import Column, overlapping_pairs, volumes
+from ...geometry import Column, overlapping_pairs, rows_of, volumes
 from ...layouts import ShardColumns
-from ._pieces import Pieces, Places, as_routes, select_pieces
+from ._pieces import Pieces, Places, as_routes
 from ._transfers import Routes
 
 _SWEEPS = 8
@@ -91,7 +91,7 @@ def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, r
         set_of = np.full(len(places.main), -1, dtype=np.int64)
         set_of[chosen] = number.reshape(-1)
         own = np.flatnonzero(set_of[pieces.place] >= 0)
-        own = own[_canonical(select_pieces(pieces, own), set_of[pieces.place[own]], target)]
+        own = own[_canonical(rows_of(pieces, own), set_of[pieces.place[own]], target)]
         ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))
         for holders, items in zip(sets, np.split(own, ends[:-1]), strict=True):
             yield _Line(items, size[items], row[items], holders)

@@ -150,8 +150,3 @@ def shard_memory(shards: ShardColumns, offset: Column) -> tuple[Column, Column]:
     # A flat range keeps the element order of its box, so the box's strides hold, from the range's start on.
     stride = row_major_strides(shards.shape)
     return ((offset - shards.offset) * stride).sum(axis=1) - np.maximum(shards.start, 0), stride
-
-
-def select_transfers(transfers: Transfers, rows: Column) -> Transfers:
-    """Return the given rows, in the order given."""
-    return Transfers(*(getattr(transfers, name)[rows] for name in Transfers.__slots__))
