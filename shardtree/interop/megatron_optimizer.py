@@ -32,6 +32,9 @@ _TYPE = "fully_reshardable"
 _GROUP_NAMES = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """What Megatron-Core finds a group of a checkpoint by, beside whether it is the experts'."""
 
+_GROUP_NAMES_SINCE_019 = (*_GROUP_NAMES, "max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
+"""What it finds one by from 0.19 on; where a group lacks one, that is as if it were None."""
+
 _Optimizers = Mapping[int | None, Mapping[str, Any]]
 """What is common state of each optimizer, by number; None where there is one for everything."""
 
@@ -69,7 +72,8 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
         {'param_groups': [{'lr': 0.1, 'step': 3.0}]}
 
     References:
-        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict, megatron-core 0.16.1.
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict, megatron-core 0.16.1 to
+        0.19.2.
     """
     parts: dict[tuple[int | None, str], Any] = {}
     differing = set()
@@ -89,21 +93,25 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
-    optimizers = _arranged(parts, expert_parallel)
+    # What older releases go on with they find by fewer names: of two groups that these don't tell apart they lose one.
+    since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # they write a common.pt
+    optimizers = _arranged(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
     # Megatron-Core has the step in the groups alone.
     steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}**",)
     left_out = ("**optimizer.distributed.dp_group_idx_**", *steps)
     return {"transform_common": partial(_with_optimizers, optimizers), "leave_out": left_out}
 
 
-def _arranged(parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None) -> _Optimizers:
+def _arranged(
+    parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
+) -> _Optimizers:
     """Return the optimizers that parts belong to, joined or split as expert parallelism has them."""
     found: dict[int | None, dict[str, Any]] = {}
     for (number, name), value in sorted(parts.items(), key=str):
         found.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value
     if expert_parallel and None in found:
         return {0: found[None], 1: _with_groups(found[None], _of_kind(found[None], experts=True))}
-    return {None: _joined([*found.values()])} if expert_parallel is False and None not in found else found
+    return {None: _joined([*found.values()], names)} if expert_parallel is False and None not in found else found
 
 
 def _of_kind(optimizer: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:
@@ -115,12 +123,12 @@ def _with_groups(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any
     return {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": groups}}
 
 
-def _joined(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one optimizer with the groups of several, each once."""
+def _joined(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return one optimizer with the groups of several, each once; Megatron-Core tells them apart by the names."""
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
-    found = [tuple(group.get(name, group.get(f"pre_{name}")) for name in _GROUP_NAMES) for group in groups]
+    found = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
     if len(set(found)) < len(found):
         what = "without expert parallelism there is one optimizer, and the experts have other hyperparameters"
         fix = "Go on with expert parallelism, or change the groups with a transform of the common state."

@@ -133,16 +133,37 @@ def test_experts_get_an_optimizer_of_their_own_for_a_run_with_expert_parallelism
         assert [group["is_expert_parallel"] for group in groups] == [number == 1] * 2
 
 
-@pytest.mark.parametrize("rate", [1e-4, 2e-4])
-def test_one_optimizer_has_one_learning_rate(rate, tmp_path):
-    shared = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3.0}
-    groups = [shared | {"lr": 1e-4, "is_expert_parallel": False}, shared | {"lr": rate, "is_expert_parallel": True}]
+def with_experts(folder, groups, **options):
+    """Save what two optimizers have of objects, and return the checkpoint, opened."""
     keys = [f"chained_{number}.optimizer.distributed.dp_group_idx_0.optimizer" for number in (0, 1)]
     objects = [
         st.ShardedObject(key, {"param_groups": [group]}, (1,), (0,)) for key, group in zip(keys, groups, strict=True)
     ]
-    st.save({"objects": objects, "optimizer": {0: {}, 1: {}}}, tmp_path)
-    opened = st.open_checkpoint(tmp_path)
+    st.save({"objects": objects, "optimizer": {0: {}, 1: {}}}, folder, **options)
+    return st.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["max_lr", "end_wd"])
+@pytest.mark.parametrize("newer", [False, True])
+def test_groups_that_a_release_tells_apart_are_joined(newer, name, tmp_path):
+    """Releases before 0.19, which write a common.pt, would take one of the two groups for both."""
+    shared = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3.0}
+    groups = [shared | {name: 1e-4, "is_expert_parallel": False}, shared | {name: 2e-4, "is_expert_parallel": True}]
+    opened = with_experts(tmp_path, groups, sharded_strategy=("torch_dist", 1), common_strategy=("torch_dist", 1))
+    if not newer:
+        with pytest.raises(UnsupportedValue, match="the experts have other hyperparameters"):
+            model_space(opened, expert_parallel=False)
+        return
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    common = model_space(st.open_checkpoint(tmp_path), expert_parallel=False)["transform_common"]({})
+    assert [group[name] for group in common["optimizer"]["optimizer"]["param_groups"]] == [1e-4, 2e-4]
+
+
+@pytest.mark.parametrize("rate", [1e-4, 2e-4])
+def test_one_optimizer_has_one_learning_rate(rate, tmp_path):
+    shared = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3.0}
+    groups = [shared | {"lr": 1e-4, "is_expert_parallel": False}, shared | {"lr": rate, "is_expert_parallel": True}]
+    opened = with_experts(tmp_path, groups)
     if rate == 1e-4:
         common = model_space(opened, expert_parallel=False)["transform_common"](st.load_common_state_dict(tmp_path))
         assert common["optimizer"]["optimizer"] == {"param_groups": groups[:1]}
