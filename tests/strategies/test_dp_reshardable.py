@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -319,6 +320,41 @@ def test_ranks_that_differ_are_refused():
     st.save([*first, *second], place, sharded_strategy=("torch_dist", 1), common_strategy=("torch", 1))
     with pytest.raises(CorruptCheckpoint, match="copies of optimizer states differ"):
         list(st.open_checkpoint(place))
+
+
+class Narrow(Job):
+    """A job that keeps its moments in other dtypes, as Megatron-Core may be told to."""
+
+    def shards(self):
+        for shard in super().shards():
+            dtype = NARROW.get(shard.key.rpartition(".")[2])
+            yield shard if dtype is None else replace(shard, data=shard.data.to(dtype), dtype=dtype)
+
+
+NARROW = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float16}
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_moments_in_other_dtypes_are_read_as_what_they_are(dp):
+    job = Narrow(layer_kinds(16), tp=2, dp=dp)
+    job.truth |= {key: value.to(NARROW.get(key.split(".")[2], torch.float32)) for key, value in job.truth.items()}
+    check_states(job)
+
+
+def test_masters_in_another_dtype_are_refused(monkeypatch):
+    monkeypatch.setitem(NARROW, "param", torch.float64)
+    with pytest.raises(CorruptCheckpoint, match="param in float32, and moments"):
+        check_states(Narrow(layer_kinds(16)))
+
+
+def test_ranks_whose_moments_have_other_dtypes_are_refused():
+    """Of what is a copy on each rank it would be noticed by the values, so that nothing is here."""
+    job = Narrow([kind for kind in layer_kinds(16) if kind.axis is not None], tp=2)
+    job.after = job.after[1:]
+    wide = [shard for shard in Job.shards(job) if "dp_group_idx_1." in shard.key]
+    job.shards = lambda: [shard for shard in Narrow.shards(job) if "dp_group_idx_1." not in shard.key] + wide
+    with pytest.raises(CorruptCheckpoint, match="ranks' optimizer states have other dtypes"):
+        check_states(job)
 
 
 def test_buckets_load_by_their_own_names():

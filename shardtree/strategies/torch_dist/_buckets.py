@@ -20,6 +20,8 @@ from itertools import chain, islice
 from math import lcm
 from typing import NamedTuple
 
+import torch
+
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._metadata_content import TensorEntry
 from ._pickled_columns import Ints
@@ -51,7 +53,7 @@ class Bucket:
         buffer: the buffer that it is a part of, by number and dtype.
         number: its place in the buffer.
         dtype: of the parameters, as torch names it.
-        states: what is stored of them: masters and moments.
+        states: what is stored of them, masters and moments, each with its dtype; ascending.
         edges: where stored chunks begin, and the bucket's length; ascending.
     """
 
@@ -60,7 +62,7 @@ class Bucket:
     buffer: tuple[int, str]
     number: int
     dtype: str
-    states: tuple[str, ...]
+    states: tuple[tuple[str, torch.dtype], ...]
     edges: Ints
 
 
@@ -109,7 +111,7 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
     """Return the buckets that `.metadata` lists, by group, buffer and place in it.
 
     Raises:
-        CorruptCheckpoint: states of a bucket are cut differently, or one has no masters.
+        CorruptCheckpoint: states of a bucket are cut differently, or one has no float32 masters.
     """
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     names = {}
@@ -122,14 +124,17 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
 
 def _bucket(name: str, found: re.Match[str], states: Mapping[str, TensorEntry]) -> Bucket:
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
-    if len(edges) != 1 or MASTER not in states:
+    dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
+    if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."
-        expected = f"{MASTER} and moments, cut alike"
+        expected = f"{MASTER} in float32, and moments, cut alike"
         raise CorruptCheckpoint(
             error_text(f"open: bucket {name!r} is not sound", found=sorted(states), expected=expected, fix=fix)
         )
     buffer = (int(found["buffer"]), found["dtype"])
-    return Bucket(name, found["group"], buffer, int(found["bucket"]), found["dtype"], tuple(states), edges.pop())
+    return Bucket(
+        name, found["group"], buffer, int(found["bucket"]), found["dtype"], (*sorted(dtypes.items()),), edges.pop()
+    )
 
 
 def _place(bucket: Bucket) -> tuple[str, tuple[int, str], int]:

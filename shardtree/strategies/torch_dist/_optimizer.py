@@ -198,8 +198,8 @@ def _agree(fill: Fill, held: Sequence[Match]) -> bool:
 
 
 def _hashes(fill: Fill, held: Unit | Match) -> Iterator[str]:
-    data = torch.empty(held.end - held.begin, dtype=torch.float32, device="cpu")
-    for state in sorted(held.bucket.states):
+    for state, dtype in held.bucket.states:
+        data = torch.empty(held.end - held.begin, dtype=dtype, device="cpu")
         _read(fill, held.bucket, state, data, held.begin)
         yield _hash(data, data.dtype)
 
@@ -212,6 +212,7 @@ class _Range(NamedTuple):
 
     Attributes:
         key: of the state.
+        dtype: that it is stored as.
         piece: of the model, whose box it is a range of.
         start: first element in the box, row-major; -1 for the whole box.
         stop: one past its last one; -1 for the whole box.
@@ -219,6 +220,7 @@ class _Range(NamedTuple):
     """
 
     key: str
+    dtype: torch.dtype
     piece: Piece
     start: int
     stop: int
@@ -227,18 +229,24 @@ class _Range(NamedTuple):
 
 def _index(listing: Listing, matches: Sequence[Match]) -> Index:
     own, own_byte, objects = _without_buckets(listing.index)
-    ranges = [found for match in matches for state in match.bucket.states for found in _ranges(listing, match, state)]
+    ranges = [found for match in matches for state in match.bucket.states for found in _ranges(listing, match, *state)]
     scalar = Piece("", (), (), ())
     step = _step_byte(listing)
     ranges += [
-        _Range(STEP + key, scalar, -1, -1, step) for key in {piece.key for match in matches for piece in match.pieces}
+        _Range(STEP + key, torch.float32, scalar, -1, -1, step)
+        for key in {piece.key for match in matches for piece in match.pieces}
     ]
-    shapes = {found.key: found.piece.global_shape for found in ranges}
-    keys = tuple(sorted(shapes))
+    kinds = {found.key: TensorKind(found.dtype, found.piece.global_shape, 0) for found in ranges}
+    if differing := sorted({found.key for found in ranges if found.dtype != kinds[found.key].dtype}):
+        fix = "The checkpoint was damaged, or its ranks were configured differently; load an earlier one."
+        raise CorruptCheckpoint(
+            error_text("open: ranks' optimizer states have other dtypes", offenders=differing, fix=fix)
+        )
+    keys = tuple(sorted(kinds))
     number = {key: row for row, key in enumerate(keys)}
     states = ShardColumns(
         keys=keys,
-        kinds=tuple(TensorKind(torch.float32, shapes[key], 0) for key in keys),
+        kinds=tuple(kinds[key] for key in keys),
         key=_int64([number[found.key] for found in ranges]),
         offset=box_column([found.piece.offset for found in ranges], fill=0),
         shape=box_column([found.piece.shape for found in ranges], fill=1),
@@ -285,7 +293,7 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow
     return columns, index.chunk_byte[chunks], [row for row in objects if not is_bucket_size(row[0])]
 
 
-def _ranges(listing: Listing, match: Match, state: str) -> Iterator[_Range]:
+def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> Iterator[_Range]:
     """Yield the stored ranges of a parameter's state, in order."""
     first = match.begin
     begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")
@@ -296,7 +304,8 @@ def _ranges(listing: Listing, match: Match, state: str) -> Iterator[_Range]:
             if low < high:
                 whole = high - low == size
                 start, stop = (-1, -1) if whole else (low - first, high - first)
-                yield _Range(f"optimizer.state.{state}.{piece.key}", piece, start, stop, byte + 4 * (low - begin))
+                key, at = f"optimizer.state.{state}.{piece.key}", byte + dtype.itemsize * (low - begin)
+                yield _Range(key, dtype, piece, start, stop, at)
         first += size
 
 
