@@ -44,6 +44,7 @@ from ._join import (
     left_out,
     misfits,
     unfilled,
+    values_only,
     without_holes,
 )
 from ._key_patterns import (
@@ -109,6 +110,7 @@ __all__ = [
     "select",
     "shard_leaves",
     "unbox",
+    "values_only",
     "without_data",
     "without_holes",
 ]

@@ -96,18 +96,23 @@ def comparable(common: Any) -> Any:
         >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
         ({'step': 1}, [])
     """
-    rest = _values_only(common)
+    rest = values_only(common)
     if rest is HOLE:
         return like(common, {}) if isinstance(common, (dict, list)) else []
     return rest
 
 
-def _values_only(tree: Tree) -> Tree:
-    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left."""
+def values_only(tree: Tree) -> Tree:
+    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left.
+
+    Examples:
+        >>> values_only([HOLE, {"w": HOLE, "step": 1}]), values_only([HOLE, {}])
+        ([HOLE, {'step': 1}], HOLE)
+    """
     children = entries(tree)
     if children is None:
         return tree
-    new = {entry: _values_only(child) for entry, child in children.items() if child is not HOLE}
+    new = {entry: values_only(child) for entry, child in children.items() if child is not HOLE}
     left = _drop_holes(new)
     # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
     # where a flat shard lies outside of the range.

@@ -13,6 +13,7 @@ import torch
 import shardtree as st
 from shardtree.checkpoint.comparison._compare import CheckpointDifference, compare
 from shardtree.checkpoint.conversion import convert
+from shardtree.errors import IntegrityError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.strategies.index import IndexMetadata
@@ -88,6 +89,35 @@ def test_there_and_back_is_the_same(backend: tuple[str, int], tmp_path: Path) ->
     check_equal(backend, tmp_path / "there")
     convert(tmp_path / "there", tmp_path / "back", backend="safetensors")
     check_equal(backend, tmp_path / "back")
+
+
+ROOTS = {
+    "list": [TREE["w"], TREE["b"]],
+    "tuple": (TREE["w"], TREE["b"]),
+    "nested": ([{"w": TREE["w"]}, ()], {"b": [TREE["b"]]}),
+    "empty containers": {"model": TREE["w"], "none here": [], "nor here": {"a": ()}},
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_what_shards_leave_of_any_root_is_no_difference(root: Any, backend: tuple[str, int]) -> None:
+    start, there, back = MemoryStorage(), MemoryStorage(), MemoryStorage()
+    st.save(root, start)
+    convert(start, there, backend=backend)
+    convert(there, back, backend="safetensors")
+    assert not compare(start, back).values and [*st.open_checkpoint(back)] == [*st.open_checkpoint(start)]
+
+
+@pytest.mark.parametrize("root", [[TREE["w"], 7], (7, [TREE["w"]]), {"w": TREE["w"], "a": [[], 7]}])
+@pytest.mark.parametrize("lost", [[], {}, [[], [8]]])
+def test_values_beside_the_shards_of_any_root_are_compared(root: Any, lost: Any) -> None:
+    row, start = (StrategyAction.SAVE_COMMON, "safetensors", 1), MemoryStorage()
+    st.save(root, start)
+    strategies = default_strategies | {row: lambda pending, common: default_strategies[row](pending, lost)}
+    with pytest.raises(IntegrityError, match="the common state differs at data"):
+        convert(start, MemoryStorage(), backend="safetensors", strategies=strategies)
 
 
 @pytest.mark.slow

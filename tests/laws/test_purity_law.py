@@ -236,6 +236,7 @@ CALLS: dict[str, Call] = {
     "trees.common_with_holes": (trees.common_with_holes, TREE),
     "trees.join": (trees.join, trees.common_with_holes({**TREE, "model": {"f": [WEIGHT, st.trees.HOLE]}}), ASKED),
     "trees.comparable": (trees.comparable, trees.common_with_holes(TREE)),
+    "trees.values_only": (trees.values_only, trees.common_with_holes(TREE)),
     "trees.is_hollow": (trees.is_hollow, trees.common_with_holes(TREE)),
     "trees.holds_tensors": (trees.holds_tensors, TREE),
     "trees.misfits": (trees.misfits, trees.common_with_holes(TREE), TREE),
