@@ -41,10 +41,10 @@ THIN = Config(hidden=448, intermediate=1152, moe_intermediate=128, heads=8, q_ra
 """As many tensors, of a 256th of the bytes."""
 
 TRAINING = {
-    "*.experts.*": (1, 1),
-    **dict.fromkeys(("*embed_tokens.weight", "*head.weight", "*_b_proj.weight", "*.gate_proj.weight"), (8, 1)),
-    **dict.fromkeys(("*.up_proj.weight",), (8, 1)),
-    **dict.fromkeys(("*.o_proj.weight", "*.down_proj.weight"), (1, 8)),
+    "**.experts.**": (1, 1),
+    **dict.fromkeys(("**.embed_tokens.weight", "**.*head.weight", "**.*_b_proj.weight", "**.gate_proj.weight"), (8, 1)),
+    **dict.fromkeys(("**.up_proj.weight",), (8, 1)),
+    **dict.fromkeys(("**.o_proj.weight", "**.down_proj.weight"), (1, 8)),
 }
 """How its tensors are cut for TP 8, PP 16 and EP 64: an expert or a layer isn't; the rest by columns or by rows."""
 

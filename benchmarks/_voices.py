@@ -14,6 +14,7 @@ import numpy as np
 import shardtree as st
 from shardtree.checkpoint._consistency import Description, brief
 from shardtree.checkpoint._packed import PackedColumns, pack_columns, without_long_table
+from shardtree.checkpoint.loading._auto import Place
 from shardtree.layouts import ShardColumns, object_columns, select_rows
 from shardtree.plans import level_writes
 from shardtree.strategies.index import RankFiles
@@ -128,7 +129,7 @@ def voices(case: Case, columns: ShardColumns, storage: ManyFiles) -> Voices:
     described = partial(_descriptions, case, packed)
     return {
         "save: describe shards": partial(described, lambda description: (description, None)),
-        "load: describe target": partial(described, lambda description: ({}, description)),
+        "load: describe target": partial(described, lambda description: ({}, description, Place("another", False))),
         "load: describe reads": lambda _: (pack("", without_long_table(part, case.ranks)) for part in packed()[1:]),
         "send tables": partial(_tables, packed),
         "save: write": partial(_written, case, columns, storage),

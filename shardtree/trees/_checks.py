@@ -24,7 +24,7 @@ from ._record import Record
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
 _PLAIN = _SCALARS | {torch.Tensor, torch.nn.Parameter}
-_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic)
+_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, LazyTensor, np.ndarray, np.generic)
 """Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
 """Values that are stored item by item, so that what lies in them is stored as it would be outside."""

@@ -57,7 +57,9 @@ def test_tensors_of_another_kind_are_told_once() -> None:
     assert find_mismatches([half], stored) == (Mismatch("w", kind(4, 6), kind(4, 6, dtype=torch.float16)),)
     assert find_mismatches([half], stored, cast=True) == ()
     whole = replace(W, dtype=torch.int64, data=None)
-    assert find_mismatches([whole], stored, cast=True) == (Mismatch("w", kind(4, 6), kind(4, 6, dtype=torch.int64)),)
+    assert find_mismatches([whole], stored, cast=True) == (
+        Mismatch("w", kind(4, 6), kind(4, 6, dtype=torch.int64), cast=True),
+    )
 
 
 def test_a_padded_tensor_may_have_another_shape_of_as_many_axes() -> None:

@@ -376,7 +376,9 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
     """
     # A trial of the last step's join, with the target's own leaves. An optimizer's state in tuples, or a list with
     # shards beside values, can't come back without its shards: it is left out, so that a load of a part can succeed.
-    found = joined(common, target, [leaf if _is_filled(leaf) else HOLE for leaf in target.leaves])
+    local = LocalNonpersistentObject
+    filled = [leaf if is_sharded(leaf) or isinstance(leaf, local) else HOLE for leaf in target.leaves]
+    found = joined(common, target, filled)
     lacking = unfilled(target, found) if target.plain else []
     if not lacking:
         pass
@@ -385,10 +387,6 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
     omitted = Omissions(tuple(map(render_path, left_out(common, found))), tuple(map(render_path, lacking)))
     refuse_omissions(keys.mode, omitted.left_out, omitted.unfilled)
     return omitted
-
-
-def _is_filled(leaf: Any) -> bool:
-    return is_sharded(leaf) or isinstance(leaf, LocalNonpersistentObject)
 
 
 def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
