@@ -24,21 +24,6 @@ from ._storage import (
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class SiblingState:
-    """The state of a sibling, shared by all `MemorySibling` objects of its name, whether it was made or not.
-
-    Attributes:
-        storage: its files.
-        note: of its owner.
-        exchanged: whether its files are the old ones.
-    """
-
-    storage: MemoryStorage
-    note: bytes | None = None
-    exchanged: bool = False
-
-
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MemoryStorage:
     """A folder in memory, shared by the threads that hold the same object. Its clock counts changes.
@@ -59,8 +44,8 @@ class MemoryStorage:
     _folders: dict[str, float] = field(default_factory=dict)
     _ticks: Iterator[int] = field(default_factory=count)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    beside: dict[str, SiblingState] = field(default_factory=dict)
-    _states: WeakValueDictionary[str, SiblingState] = field(default_factory=WeakValueDictionary)
+    beside: dict[str, MemorySibling] = field(default_factory=dict)
+    _siblings: WeakValueDictionary[str, MemorySibling] = field(default_factory=WeakValueDictionary)
 
     def __repr__(self) -> str:
         # Not the files themselves: in a traceback or a notebook they would be all of a model.
@@ -163,17 +148,13 @@ class MemoryStorage:
 
     def sibling(self, name: str) -> Sibling:
         """Return the folder beside this one that a save of that name makes."""
-        return MemorySibling(self, name)
+        # One object for all ranks, of which only rank 0 makes the folder; if that never happens, it goes with the save.
+        with self.lock:
+            return self._siblings.setdefault(name, MemorySibling(self, name))
 
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have made a folder beside this one, sorted."""
         return tuple(sorted(self.beside))
-
-    def sibling_state(self, name: str) -> SiblingState:
-        """Return the state of the folder beside this one that a save of that name makes."""
-        # Weak references: the state of a save that never made its folder goes with the save.
-        with self.lock:
-            return self._states.setdefault(name, SiblingState(self.empty()))
 
     def clear(self) -> None:
         """Remove all files and folders."""
@@ -281,13 +262,14 @@ class BytesReader:
 # Replacing a folder in memory as a whole.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class MemorySibling:
     """A folder in memory that replaces another one.
 
-    Args:
+    Attributes:
         target: the folder to replace.
         name: of the save.
+        storage: the replacing folder.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -303,30 +285,27 @@ class MemorySibling:
 
     target: MemoryStorage
     name: str
-    _state: SiblingState = field(init=False)
+    storage: MemoryStorage = field(init=False)
+    _note: bytes | None = None
+    _exchanged: bool = False
 
     def __post_init__(self) -> None:
-        """Share the state with other objects of this name: each rank has one, and only rank 0 calls `make`."""
-        object.__setattr__(self, "_state", self.target.sibling_state(self.name))
-
-    @property
-    def storage(self) -> MemoryStorage:
-        """The replacing folder."""
-        return self._state.storage
+        """Make a folder with the clock of the one that it replaces."""
+        self.storage = self.target.empty()
 
     def make(self, note: bytes, *, durable: bool) -> None:
         """Make the folder with a note of its owner."""
         with self.target.lock:
-            self.target.beside[self.name] = self._state
-            self._state.note = note
+            self.target.beside[self.name] = self
+            self._note = note
 
     def note(self) -> bytes | None:
         """Return the note, None if there is none."""
-        return self._state.note
+        return self._note
 
     def is_exchanged(self) -> bool | None:
         """Return whether the old files are in it."""
-        return self._state.exchanged if self.name in self.target.beside else None
+        return self._exchanged if self.name in self.target.beside else None
 
     def changed(self) -> float | None:
         """Return the tick of the last change in it."""
@@ -335,27 +314,26 @@ class MemorySibling:
 
     def old_names(self) -> tuple[str, ...]:
         """Return the names of all old files."""
-        return (self._state.storage if self._state.exchanged else self.target).all_names()
+        return (self.storage if self._exchanged else self.target).all_names()
 
     def check_shareable(self, names: Sequence[str]) -> None:
         """Do nothing: memory can be shared."""
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
         """Share old files with the new folder; return the names that another file has there."""
-        pair = (self.target, self._state.storage)
-        new, old = pair if self._state.exchanged else pair[::-1]
+        pair = (self.target, self.storage)
+        new, old = pair if self._exchanged else pair[::-1]
         return tuple(name for name in names if not new.share(name, old))
 
     def exchange(self, *, durable: bool) -> None:
         """Exchange the files of the two folders."""
         with self.target.lock:
-            state = self._state
-            self.target.swap(state.storage)
-            state.exchanged = not state.exchanged
+            self.target.swap(self.storage)
+            self._exchanged = not self._exchanged
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         with self.target.lock:
             self.target.beside.pop(self.name, None)
-            self._state.storage.clear()
-            self._state.note, self._state.exchanged = None, False
+            self.storage.clear()
+            self._note, self._exchanged = None, False

@@ -45,4 +45,4 @@ def test_the_law_catches_a_place_for_each() -> None:
 def test_a_name_that_is_only_looked_at_is_no_folder_and_leaves_nothing() -> None:
     storage = MemoryStorage()
     storage.sibling("save-1")
-    assert storage.siblings() == () and not storage._states
+    assert storage.siblings() == () and not storage._siblings
