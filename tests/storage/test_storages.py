@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -22,11 +20,8 @@ from shardtree.storage import (
     LocalStorage,
     MemoryStorage,
     Storage,
-    is_folder,
     make_folder,
-    remove_folder,
     storage_at,
-    sync_folder,
 )
 from shardtree.world import World
 from tests.storage.storages import STORAGES
@@ -100,15 +95,6 @@ def test_a_large_file_in_few_buffers(storage: Storage) -> None:
     gives_back(storage, [os.urandom(3_000_000), b"", os.urandom(17_000_001)], [1, 2_999_999, 20_000_000])
 
 
-def test_a_mapping_may_be_written_to_and_the_file_stays(storage: Storage) -> None:
-    storage.write("f", views([b"abc"]), durable=False)
-    with storage.open("f") as reader:
-        mapped = reader.read()
-        mapped[0] = ord("x")
-        assert bytes(mapped) == b"xbc"
-    assert storage.read("f") == b"abc"
-
-
 def test_a_mapping_outlives_its_reader(storage: Storage) -> None:
     storage.write("f", views([b"abc"]), durable=False)
     with storage.open("f") as reader:
@@ -123,17 +109,6 @@ def test_reading_past_the_end_says_where_the_file_ends(storage: Storage) -> None
         read_ranges(storage, "f", 4, [1, 4])
     with storage.open("f") as reader, pytest.raises(StorageError, match=r"(?s)f' ends at byte .*expected"):
         reader.read(4, 9)
-
-
-@pytest.mark.parametrize("name", ["f", "folder/f", "no/such/folder/f"])
-def test_a_missing_file_is_an_error_that_names_it(storage: Storage, name: str) -> None:
-    make_folder(storage, "folder")
-    for reads in (partial(storage.read, name), partial(read_ranges, storage, name, 0, [1])):
-        with pytest.raises(StorageError, match=f"{name}'"):
-            reads()
-    assert storage.length(name) is None
-    assert storage.changed(name) is None
-    storage.remove(name)
 
 
 @pytest.mark.parametrize("name", CLIMBING)
@@ -152,112 +127,6 @@ def test_a_name_that_climbs_out_is_refused_everywhere(storage: Storage, name: st
     for call in calls:
         with pytest.raises(StorageError, match="would leave the folder"):
             call()
-
-
-def test_names_are_sorted_and_one_level_deep(storage: Storage) -> None:
-    for folder in ("b", "a/deep"):
-        make_folder(storage, folder)
-    for name in ("z", "b/2", "b/1", "a/deep/x"):
-        storage.write(name, views([b"."]), durable=False)
-    assert storage.names() == ("a", "b", "z")
-    assert storage.names("b") == ("1", "2")
-    assert storage.names("a") == ("deep",)
-    assert storage.names("no") == storage.names("z") == ()
-
-
-def test_folders_come_and_go(storage: Storage) -> None:
-    assert not is_folder(storage, "a")
-    make_folder(storage, "a/b")
-    make_folder(storage, "a/b")
-    assert is_folder(storage, "a")
-    assert is_folder(storage, "a/b")
-    assert storage.names("a/b") == ()
-    storage.write("a/b/f", views([b"x"]), durable=True)
-    sync_folder(storage, "a/b")
-    remove_folder(storage, "a/b")
-    assert storage.read("a/b/f") == b"x"
-    assert not is_folder(storage, "a/b/f")
-    storage.remove("a/b/f")
-    remove_folder(storage, "a/b")
-    assert not is_folder(storage, "a/b")
-    remove_folder(storage, "never made")
-
-
-def test_the_clock_goes_on(storage: Storage) -> None:
-    make_folder(storage, "a")
-    made = storage.changed("a")
-    assert made is not None
-    storage.write("a/f", views([b"1"]), durable=False)
-    first = storage.changed("a/f")
-    time.sleep(0.02)
-    storage.replace("a/f", b"2", durable=False)
-    second = storage.changed("a/f")
-    assert first is not None
-    assert second is not None
-    assert made <= first < second
-
-
-def test_a_file_can_be_replaced_by_a_shorter_one(storage: Storage) -> None:
-    storage.replace("m", b"a long one", durable=True)
-    storage.replace("m", b"short", durable=False)
-    assert storage.read("m") == b"short"
-    assert storage.names() == ("m",)
-
-
-def sees_no_mixture(storage: Storage, replace: Callable[[bytes], None]) -> None:
-    contents = [bytes([number]) * (50_000 + 1000 * number) for number in range(8)]
-    replace(contents[0])
-    stop, wrong = threading.Event(), []
-
-    def watch() -> None:
-        while not stop.is_set():
-            try:
-                if storage.read("m") not in contents:
-                    wrong.append("a mixture")
-            except StorageError as error:
-                wrong.append(str(error))
-
-    readers = [threading.Thread(target=watch) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for turn in range(150):
-        replace(contents[turn % 8])
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert not wrong
-
-
-def test_a_reader_sees_the_old_content_or_the_new(storage: Storage) -> None:
-    sees_no_mixture(storage, partial(storage.replace, "m", durable=False))
-
-
-def test_the_mixture_law_catches_writing_in_place(tmp_path: Path) -> None:
-    storage = LocalStorage(str(tmp_path))
-
-    def in_place(content: bytes) -> None:
-        half = len(content) // 2
-
-        def slowly() -> Iterator[memoryview]:
-            for part in (content[:half], content[half:]):
-                yield memoryview(part * 30)[: len(part)]
-                time.sleep(0.001)
-
-        with open(storage.where("m"), "wb", buffering=0) as file:
-            for part in slowly():
-                file.write(part)
-
-    with pytest.raises(AssertionError):
-        sees_no_mixture(storage, in_place)
-
-
-def test_an_error_in_the_buffers_comes_through_as_it_is(storage: Storage) -> None:
-    def broken() -> Iterator[memoryview]:
-        yield memoryview(b"abc")
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        storage.write("f", broken(), durable=False)
 
 
 def test_a_storage_follows_the_protocol(storage: Storage) -> None:
