@@ -26,7 +26,7 @@ from ..strategies import (
     find_strategy,
     unreplaced,
 )
-from ..strategies.index import untaken_of
+from ..strategies.index import reasoned, untaken_of
 from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
@@ -65,8 +65,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         """
         shard = self.metadata.get(key)
         if shard is None:
-            why = untaken_of(self.metadata).get(key)
-            found = repr(key) if why is None else f"{key!r}: {why}"
+            found = reasoned(untaken_of(self.metadata), key)
             raise KeyMismatch(
                 error_text("open: no such key in the checkpoint", found=found, fix="list(tree) has all keys.")
             )

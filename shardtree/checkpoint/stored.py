@@ -14,7 +14,17 @@ from ..layouts import ShardColumns, StoredLayout
 from ..mapping import box_of
 from ..plans import near_names
 from ..strategies import Checkpoint, Strategies, Strategy, StrategyAction, unreplaced
-from ..strategies.index import DeferredMetadata, Index, IndexMetadata, chunks_of, find_texts, kind_at, texts
+from ..strategies.index import (
+    DeferredMetadata,
+    Index,
+    IndexMetadata,
+    chunks_of,
+    find_texts,
+    kind_at,
+    reasoned,
+    texts,
+    untaken_of,
+)
 from ._dispatch import sharded_backend, strategy_of
 from .loading._targets import new_memory
 
@@ -56,9 +66,8 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     if absent:
         near = near_names(absent, texts(index.key_text, index.key_start))
         fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
-        raise KeyMismatch(
-            error_text("stored layout: no such tensor in the checkpoint", offenders=map(repr, absent), fix=fix)
-        )
+        lines = [reasoned(untaken_of(metadata), key) for key in absent]
+        raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
     chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
     columns = ShardColumns(
         keys=tuple(ordered),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from ..layouts import Grid, chunk_grids
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ..plans import near_patterns
 from ..storage import LocalStorage, MemoryStorage, Storage
-from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, texts
+from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, reasoned, texts, untaken_of
 from ..trees import HOLE, Record, key_matcher, shell_differences
 
 
@@ -75,10 +75,12 @@ class Contents:
     Attributes:
         tensors: by key.
         objects: by unique key.
+        untaken: why others that are stored or listed aren't among them, by key.
     """
 
     tensors: tuple[TensorRow, ...]
     objects: tuple[ObjectRow, ...]
+    untaken: Mapping[str, str] = field(default_factory=dict)
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -115,7 +117,7 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
         (TensorRow(key='w', dtype='float32', shape=(2, 3), length=24, grid=None),)
     """
     if isinstance(metadata, IndexMetadata):
-        return Contents(_indexed_tensors(metadata.index), _indexed_objects(metadata.index))
+        return Contents(_indexed_tensors(metadata.index), _indexed_objects(metadata.index), untaken_of(metadata))
     tensors = (_tensor(shard) for shard in metadata.values() if isinstance(shard, ShardedTensor))
     objects = (_object(shard, None) for shard in metadata.values() if isinstance(shard, ShardedObject))
     return Contents(tuple(tensors), tuple(objects))
@@ -141,7 +143,7 @@ def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> Contents:
     # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
     indexed, others = contents_of(metadata), contents_of(rest)
-    return Contents((*indexed.tensors, *others.tensors), (*indexed.objects, *others.objects))
+    return Contents((*indexed.tensors, *others.tensors), (*indexed.objects, *others.objects), indexed.untaken)
 
 
 def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | None:
@@ -183,7 +185,9 @@ def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents
     unmatched = _unmatched(patterns, names)
     if unmatched:
         fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
-        lines = near_patterns(unmatched, names)
+        untaken = {key: why for contents in checkpoints for key, why in contents.untaken.items()}
+        lines = [reasoned(untaken, key) for key in filter(key_matcher(unmatched), untaken)]
+        lines += near_patterns(_unmatched(unmatched, untaken), names)
         raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
     note_shell_patterns("--key", patterns, names)
 

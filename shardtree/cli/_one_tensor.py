@@ -14,7 +14,7 @@ from ..codec import dtype_name
 from ..errors import KeyMismatch, ShapeError, StrategyError, error_text
 from ..mapping import ShardedTensor
 from ..plans import near_names
-from ..strategies.index import find_texts, texts
+from ..strategies.index import find_texts, reasoned, texts, untaken_of
 from ._contents import plain, shape_text, stored_index
 from ._layouts import chunk_shard
 from ._output import json_text, printable, size
@@ -101,7 +101,7 @@ def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
         return shard
     near = near_names([key], list(tree)).get(key)
     fix = f"Did you mean {near!r}?" if near is not None else "`shardtree inspect` without options lists all keys."
-    raise KeyMismatch(error_text(f"inspect: no tensor {key!r}", fix=fix))
+    raise KeyMismatch(error_text(f"inspect: no tensor {reasoned(untaken_of(tree.metadata), key)}", fix=fix))
 
 
 # Where its pieces lie.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardtree as st
 from shardtree.cli._contents import TensorRow
@@ -27,6 +29,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("more") / "step-100"
     save_training_state(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "--key", "lm_head.weight"],
+        ["inspect", "--key", "**.w*", "--key", "x", "--tree"],
+        ["inspect", "--values", "lm_head.weight[0:2]"],
+        ["inspect", "--layout", "lm_head.weight"],
+        ["explain", "--key", "lm_head.weight"],
+        ["plan", "--key", "lm_head.weight", "--ranks", "2"],
+        ["picture", "lm_head.weight"],
+    ],
+)
+def test_a_tensor_that_an_index_lists_and_no_file_has_is_named_with_the_reason(
+    words: list[str], tmp_path: Path
+) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "x.safetensors")
+    index = {"weight_map": {"a": "x.safetensors", "lm_head.weight": "x.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = run(words[0], tmp_path, *words[1:])
+    assert (done.exit_code, done.stdout) == (2, "")
+    reason = "'lm_head.weight': 'model.safetensors.index.json' lists it, and 'x.safetensors' doesn't have it"
+    assert reason in done.stderr, done.stderr
 
 
 def saved(root: str) -> st.CheckpointSeries:

@@ -540,7 +540,37 @@ def test_of_a_model_without_all_of_its_tensors_or_files_the_rest_loads():
         assert f"'{absent}': " in str(st.explain([st.ShardedTensor.from_rank_offsets(absent, torch.zeros(2))], folder))
         with pytest.raises(KeyMismatch, match=f"'{absent}': .*lists it, and"):
             st.open_checkpoint(folder)[absent]
-        assert st.convert(folder, MemoryStorage(), backend="safetensors").left_out == (absent,)
+        with pytest.raises(KeyMismatch, match=f"stored layout: .*\n  '{absent}': .*lists it, and"):
+            st.open_checkpoint(folder).stored_layout(absent)
+        for named in ([], [absent], [f"{absent[:1]}*"]):
+            assert st.convert(folder, MemoryStorage(), backend="safetensors", leave_out=named).left_out == (absent,)
+
+
+TIED = b'{"tie_word_embeddings": true}'
+
+
+@pytest.mark.parametrize(
+    ("config", "absent", "is_damage"),
+    [
+        (TIED, "lm_head.weight", False),
+        (b'{"text_config": ' + TIED + b"}", "lm_head.weight", False),
+        (TIED, "encoder.embed_tokens.weight", False),
+        (TIED, "layers.3.weight", True),
+        (b'{"tie_word_embeddings": false}', "lm_head.weight", True),
+        (b"[]", "lm_head.weight", True),
+        (TIED[:-1], "lm_head.weight", True),
+        (None, "lm_head.weight", True),
+    ],
+)
+@pytest.mark.parametrize("twin", ["shared.weight", "b"])
+def test_an_embedding_that_the_config_calls_tied_is_missing_and_no_damage(config, absent, is_damage, twin):
+    index = {"metadata": {"total_size": 8}, "weight_map": {twin: "x.safetensors", absent: "x.safetensors"}}
+    files = {"x.safetensors": file_of({twin: ("F32", (1,), bytes(4))}), "model.safetensors.index.json": index}
+    folder = folder_of(files if config is None else files | {"config.json": config})
+    reports = []
+    damage = st.verify(folder, report=reports.append)
+    assert bool(damage) is (is_damage or twin == "b")
+    assert absent in (damage[0].keys if damage else {one.file for one in reports[0].unchecked})
 
 
 def entry(begin, end, tag="U8", shape=None):

@@ -18,6 +18,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import near_patterns
 from ...storage import Directory, in_larger_requests, storage_at
 from ...strategies import Checkpoint, LoadOptions, Strategies
+from ...strategies.index import untaken_of
 from ...trees import holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
 from ...world import World, one_process, share
 from .._lazy_tree import OpenCheckpoint
@@ -91,7 +92,7 @@ def source_tree(
     """
     stored = reader.opened.metadata
     common, others = _tensors_of_common(reader.opened, note) if COMMON in leave_out else ({}, ())
-    left_out = left_out_keys({**stored, **common} if common else stored, leave_out)
+    left_out = left_out_keys({**stored, **common} if common else stored, leave_out, untaken_of(stored))
     absent = set(left_out)
     tree = {key: _shard(reader, key, note) for key in reader.opened if key not in absent}
     return tree | {key: shard for key, shard in common.items() if key not in absent}, left_out, others
@@ -149,13 +150,16 @@ def expect_tensors(reader: BoxReader, tensors: Iterable[ShardedTensor]) -> None:
     )  # the common state's are in memory
 
 
-def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tuple[str, ...]:
+def left_out_keys(
+    metadata: Mapping[str, Shard], patterns: Sequence[str], others: Collection[str] = ()
+) -> tuple[str, ...]:
     """Return the keys and unique keys that patterns name; ``"common"`` names the common state alone.
 
     Args:
         metadata: what is stored.
         patterns: of keys; an object is named by its key or its unique key. A shell's reading that would leave out
             other keys is a FutureWarning.
+        others: keys that patterns may name too, of what isn't in the source anyway.
 
     Raises:
         KeyMismatch: a pattern names nothing.
@@ -168,7 +172,7 @@ def left_out_keys(metadata: Mapping[str, Shard], patterns: Sequence[str]) -> tup
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise KeyMismatch(error_text("convert: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
     listed = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
-    names = {name for key, shard in metadata.items() for name in (key, shard.key)}
+    names = {name for key, shard in metadata.items() for name in (key, shard.key)} | {*others}
     nothing = [pattern for pattern in listed if not any(map(key_matcher([pattern]), names))]
     if nothing:
         fix = "Correct the pattern, or take it out if there is nothing to leave out."

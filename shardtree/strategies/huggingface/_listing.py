@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -177,6 +177,38 @@ def _is_inside(name: Any) -> bool:
 def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:
     fix = "It was damaged or edited; fetch it again."
     return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=expected, fix=fix))
+
+
+# Tied tensors: one that another's values stand for, which an index may list although no file has it
+
+_CONFIG = "config.json"
+_TIED = re.compile(
+    r"(.*\.)?(lm_head|embed_out|embed_tokens|shared|wte|output_layer|word_embeddings)\.weight", re.DOTALL
+)
+
+
+def are_tied(storage: Storage, keys: Iterable[str], stored: Iterable[str]) -> bool:
+    """Return whether a model's config says that its embeddings are tied, and keys are such, with one of them stored.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("config.json", b'{"tie_word_embeddings": true}', durable=False)
+        >>> are_tied(storage, ["lm_head.weight"], ["model.embed_tokens.weight"])
+        True
+    """
+    if not all(map(_TIED.fullmatch, keys)) or not any(map(_TIED.fullmatch, stored)):
+        return False
+    length = storage.length(_CONFIG)
+    if length is None or length > _MOST_BYTES:
+        return False
+    try:
+        config = parse_json(storage.read(_CONFIG), _CONFIG)
+    except CorruptCheckpoint:
+        return False
+    # Of a model of several kinds of input, the part that has words says it.
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    return any(isinstance(part, dict) and part.get("tie_word_embeddings") is True for part in parts)
 
 
 # Listing the files of a model's weights

@@ -9,14 +9,14 @@ from typing import Any
 from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Prospect
-from ...storage import ReadReport
+from ...storage import ReadReport, Storage
 from .._checks import check_taken
 from .._findings import Damage, Finding, Unchecked, untaken_findings
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
 from ._contents import WeightFile, absent, contents, read_contents, read_header
-from ._listing import Listing, find_weights, read_listing
+from ._listing import Listing, are_tied, find_weights, read_listing
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -86,7 +86,7 @@ def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
         except CheckpointingException as error:
             found.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
     # The index is compared only with sound files: a damaged header would make all its tensors seem missing.
-    return tuple(found) or _contradictions(listing, files)
+    return tuple(found) or _contradictions(checkpoint.storage, listing, files)
 
 
 def _keys(listing: Listing) -> dict[str, list[str]]:
@@ -97,13 +97,16 @@ def _keys(listing: Listing) -> dict[str, list[str]]:
     return found
 
 
-def _contradictions(listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:
+def _contradictions(storage: Storage, listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:
     """Return where an index and sound files contradict each other."""
     try:
         contents(listing, files)
     except CheckpointingException as error:
         return (Damage(listing.name, str(error)),)
-    if lacking := absent(listing, files):
+    lacking = absent(listing, files)
+    if lacking and are_tied(storage, lacking, [entry.name for file in files for entry in file.entries]):
+        return ()  # it is named with what isn't taken; total_size may count it or not
+    if lacking:
         why = "tensors that it lists aren't in their files, as where a tied one isn't stored twice"
         return (Damage(listing.name, why, keys=tuple(sorted(lacking))),)
     if listing.weight_map is None or listing.total_size is None:

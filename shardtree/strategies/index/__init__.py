@@ -26,7 +26,7 @@ from ._file import (
     read_index,
 )
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
-from ._metadata import DeferredMetadata, IndexMetadata, stored_fingerprints, untaken_of
+from ._metadata import DeferredMetadata, IndexMetadata, reasoned, stored_fingerprints, untaken_of
 from ._rows import (
     ReadIndex,
     list_files,

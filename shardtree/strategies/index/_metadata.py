@@ -177,6 +177,16 @@ def untaken_of(metadata: object) -> Mapping[str, str]:
     return stored.untaken if isinstance(stored, IndexMetadata) else {}
 
 
+def reasoned(untaken: Mapping[str, str], name: str) -> str:
+    """Return a name in quotes, and why what it names isn't taken, where that is known.
+
+    Examples:
+        >>> reasoned({"text": "torch has no such dtype"}, "text"), reasoned({}, "w")
+        ("'text': torch has no such dtype", "'w'")
+    """
+    return f"{name!r}: {untaken[name]}" if name in untaken else repr(name)
+
+
 def _key_of(unique_key: str) -> str:
     return unique_key.rpartition("/shard_")[0]
 
