@@ -68,7 +68,7 @@ def foreign(files: Files, calls: Sequence[Call] = CALLS) -> list[str]:
 
 PLACE = re.compile(
     r"saved(\[| is )"  # the path of a value
-    r"|(at|before) byte \d|it (calls|fills|names) "  # what isn't a pickle of data
+    r"|(at|before) byte \d"  # what isn't a pickle of data
     r"|param_shapes|partition_count|rank \d+ of '"  # what files contradict each other about
     r"|\n  '[^'\n]+': "  # a tensor, and how much of it files have
 )

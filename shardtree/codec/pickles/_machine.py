@@ -151,4 +151,5 @@ class Machine(pickle._Unpickler):
 
     def unsafe(self, wrong: str) -> UnsafeFile:
         """Return the error for a pickle that contains more than data."""
-        return UnsafeFile(error_text(f"{self.what}: it {wrong}", fix=self.fix))
+        found = f"before byte {self.file.tell()}"
+        return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=found, fix=self.fix))

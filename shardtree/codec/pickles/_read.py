@@ -244,6 +244,7 @@ def read_pickle(
         Traceback (most recent call last):
         ...
         shardtree.errors.UnsafeFile: example: it names os.system, which is neither data nor known to be harmless
+          found before byte 11
           LoadOptions(allow_pickle=True) alone reads it, and runs whatever code it brings: only if you trust it.
     """
     content = data if type(data) is bytes else bytes(data)
