@@ -1,7 +1,7 @@
 """An optimizer's states that are stored under the model's names, compared with the model before any of them is read.
 
-Megatron-Core 0.16.1 writes a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends with
-padding: the elements of all later buckets stand under other parameters' names. Then masters aren't the weights.
+Megatron-Core 0.16.1 to 0.19.2 write a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends
+with padding: the elements of all later buckets stand under other parameters' names. Then masters aren't the weights.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
 
 
 FIX = (
-    "Megatron-Core 0.16.1 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters and "
-    "moments are then other parameters'. Save the run again as dp_reshardable, or with a newer Megatron-Core. The "
-    "weights alone can be loaded from here. If they were edited, LoadOptions(verify=None) skips the comparison."
+    "Megatron-Core 0.16.1 to 0.19.2 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters "
+    "and moments are then other parameters'. Save the run again as dp_reshardable. The weights alone can be loaded "
+    "from here. If they were edited, LoadOptions(verify=None) skips the comparison."
 )
