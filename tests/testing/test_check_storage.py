@@ -321,10 +321,6 @@ def reads_too_far(inner: MemoryStorage) -> Any:
     return ranged(inner, 1)
 
 
-def keeps_files_of_dead_saves(inner: MemoryStorage) -> Any:
-    return wrapped(inner, remove=lambda name: None if name.startswith("save-2") else inner.remove(name))
-
-
 def writes_behind(inner: MemoryStorage) -> Any:
     """Data files are there, as it says, and reach the medium once something is removed."""
     later: dict[str, bytes] = {}
@@ -382,8 +378,7 @@ FAULTS: dict[Fault, str] = {
     lists_deep_in_any_case: "see what is there",
     lists_nothing: "see what is there",
     reads_too_far: "reads as far as the file goes",
-    keeps_files_of_dead_saves: "the next save leaves",
-    writes_behind: "A killed save leaves old or new: at",
+    writes_behind: "(?s)all or nothing.*counts as a checkpoint, and isn't whole",
 }
 
 
