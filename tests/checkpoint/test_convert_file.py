@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import shardtree as st
-from shardtree.errors import AlreadyACheckpoint, StorageError, UnsupportedValue
+from shardtree.errors import AlreadyACheckpoint, StorageError, StrategyError, UnsupportedValue
 from shardtree.storage import LocalStorage
+from shardtree.strategies import StrategyAction, default_strategies, huggingface
+from shardtree.world import simulate
 from tests.cli.checkpoints import run
 
 WEIGHTS = {"base.lora_A": torch.arange(6.0).view(2, 3), "base.lora_B": torch.ones(3, dtype=torch.bfloat16)}
@@ -54,8 +56,8 @@ def test_other_files_of_the_folder_stay(source: Path, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("call", ["write_parts", "move", "remove_folder"])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("call", ["write_parts", "move", "remove", "remove_folder"])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_same_call_resumes(
     call: str, number: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,9 +73,68 @@ def test_the_same_call_resumes(
         patched.setattr(LocalStorage, call, failing)
         with suppress(StorageError):
             st.convert(source, file, backend="huggingface")
-    if not file.exists():  # the file is there whole, or not at all
+    if not file.exists() or len([*file.parent.iterdir()]) > 1:
+        st.convert(source, file, backend="huggingface", verify=False)
+    check(file)
+
+
+def left_behind(source: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a file, by a conversion that is killed when the file has its name."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr("shardtree.checkpoint.conversion._convert.forget", killed)
         st.convert(source, file, backend="huggingface")
-    assert torch.equal(load_file(file)["base.lora_A"], WEIGHTS["base.lora_A"])
+    assert sorted(path.name for path in file.parent.iterdir()) == [f".{file.name}.convert", file.name]
+
+
+@pytest.mark.parametrize("change", ["other bytes", "other values", "another source"])
+def test_a_file_that_another_program_has_written_since_stays(
+    change: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "new" / "adapter_model.safetensors"
+    left_behind(source, file, monkeypatch)
+    if change == "another source":
+        source = tmp_path / "another"
+        st.save([st.ShardedTensor.from_rank_offsets("base.lora_A", torch.zeros(2, 3))], source)
+    else:
+        file.write_bytes(b"mine" if change == "other bytes" else file.read_bytes()[:-1] + b"!")
+    before = file.read_bytes()
+    with pytest.raises(AlreadyACheckpoint, match="is there already"):
+        st.convert(source, file, backend="huggingface")
+    assert file.read_bytes() == before
+
+
+def test_ranks_finish_together_what_was_killed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "new" / "adapter_model.safetensors"
+    left_behind(source, file, monkeypatch)
+    simulate(2, lambda world: st.convert(source, file, backend="huggingface", world=world))
+    check(file)
+
+
+def test_a_limit_of_files_is_refused(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "adapter_model.safetensors"
+    done = run("convert", source, file, "--to", "hf", "--max-file-size", "1MB")
+    assert done.exit_code == 2 and "a single file is written whole" in done.stderr and "--max-file-size" in done.stderr
+    row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
+    table = default_strategies | {row: huggingface.save_sharded_up_to(10**6)}
+    with pytest.raises(StrategyError, match="a single file is written whole"):
+        st.convert(source, file, backend="huggingface", strategies=table)
+    assert not file.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "step.pt"])
+@pytest.mark.parametrize("backend", ["huggingface", "safetensors", "dcp"])
+def test_a_save_to_the_name_of_a_file_says_what_writes_one(name: str, backend: str, tmp_path: Path) -> None:
+    tree = [st.ShardedTensor.from_rank_offsets("w", torch.ones(2))]
+    with pytest.raises(StorageError, match=rf"{name}' names a file, and a save makes a folder\n.*convert\("):
+        st.save(tree, tmp_path / "new" / name, backend)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new" / name).mkdir(parents=True)  # a folder of that name is one
+    st.save(tree, tmp_path / "new" / name, backend)
+    assert [*st.open_checkpoint(tmp_path / "new" / name)] == ["w"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,16 @@ from typing import Any
 
 from ..._deferred import notebook_html
 from ..._shielded import shielded
-from ...errors import AlreadyACheckpoint, IntegrityError, StorageError, WorldError, error_text, plural, shorten
+from ...errors import (
+    AlreadyACheckpoint,
+    CorruptCheckpoint,
+    IntegrityError,
+    StorageError,
+    WorldError,
+    error_text,
+    plural,
+    shorten,
+)
 from ...mapping import ShardedTensor
 from ...plans import size_text
 from ...storage import Directory, can, in_larger_requests, listed, remove_folder, storage_at
@@ -243,12 +252,15 @@ def _checked(
 ) -> Checked:
     """Read back what was written, and return what was found equal; what isn't is never gone on with."""
     try:
-        written = open_alike(target.storage, world, options, target.strategies)
+        where = target.storage if target.single is None else target.single.written()
+        written = open_alike(where, world, options, target.strategies)
         return check_written(
             partial(tree_of, written, target.strategies), plan, passage, most_bytes, target.options.progress, world
         )
-    except IntegrityError:
-        if world.rank == 0:
+    except (IntegrityError, CorruptCheckpoint) as error:
+        if target.single is not None and target.single.is_there:
+            raise target.single.refused() from error  # of another program
+        if world.rank == 0 and isinstance(error, IntegrityError):
             forget(journal)
         raise
 
@@ -325,6 +337,8 @@ def _begun(
         UnsupportedValue: the format can't hold something.
     """
     storage = target.storage
+    if target.single is not None and target.single.is_there:
+        return begun_save(journal) or "", _OF_OTHERS
     save_id, start, is_there = _look(target, journal)
     if is_there:
         # An earlier call was killed after its commit, or another save has committed since: a comparison decides.

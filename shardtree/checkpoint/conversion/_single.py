@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import AlreadyACheckpoint, StorageError, error_text
+from ...errors import AlreadyACheckpoint, StorageError, StrategyError, error_text
 from ...storage import Directory, Storage, folder_in, in_larger_requests, is_folder, move, storage_at, sync_folder
-from ...strategies import Strategies, StrategyAction, huggingface, table_of
+from ...strategies import Strategies, StrategyAction, default_strategies, huggingface, table_of
+from ..saving._start import named_file
 
-_FILE = re.compile(r".+\.(safetensors|bin|pt|pth)", re.DOTALL)
+_DRAFT = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,12 @@ class SingleFile:
     Attributes:
         above: the folder that it will be in.
         name: its own.
+        is_there: whether an earlier call has moved it there, and was killed before its hidden folder was removed.
     """
 
     above: Storage
     name: str
+    is_there: bool
 
     @property
     def folder(self) -> str:
@@ -35,9 +37,20 @@ class SingleFile:
         """Return the hidden folder."""
         return folder_in(self.above, self.folder)
 
+    def written(self) -> Storage:
+        """Return where the model is: the file if it has its name, else the hidden folder."""
+        return folder_in(self.above, self.name) if self.is_there else self.draft()
+
+    def refused(self) -> AlreadyACheckpoint:
+        """Return the error for a file that is there already."""
+        what = f"convert: the file {self.above.where(self.name)!r} is there already"
+        return AlreadyACheckpoint(error_text(what, fix="Convert to another one."))
+
     def put(self, *, durable: bool) -> None:
         """Give the file its name, once its folder was compared."""
-        move(self.above, f"{self.folder}/model.safetensors", self.name)
+        if self.is_there:
+            return
+        move(self.above, f"{self.folder}/{_DRAFT}", self.name)
         if durable:
             sync_folder(self.above)
 
@@ -50,32 +63,40 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
         backends: of the shards and of the common state.
 
     Raises:
-        AlreadyACheckpoint: the file is there.
+        AlreadyACheckpoint: the file is there, and no conversion can have written it.
         StorageError: it would be a pickle, or the format is a folder.
 
     Examples:
         >>> single_file("/runs/step_10", [("dcp", 1), ("dcp", 1)]) is None
         True
     """
-    if isinstance(where, Storage):
+    if isinstance(where, Storage) or (name := named_file(where)) is None:
         return None
     path = os.fspath(where)
-    name = path.rpartition("/")[2]
-    if not _FILE.fullmatch(name) or is_folder(storage_at(path)):
-        return None
     fix = "Name a folder; or, in the format huggingface, a .safetensors file."
     if not name.endswith(".safetensors"):
         raise StorageError(error_text(f"convert: {path!r} names a pickle, and none is written", fix=fix))
     if others := [backend for backend, _ in dict.fromkeys(backends) if backend != "huggingface"]:
         what = f"convert: {path!r} names a file, and {' and '.join(others)} is written as a folder"
         raise StorageError(error_text(what, fix=fix))
-    if storage_at(path).length("") is not None:
-        what = f"convert: the file {path!r} is there already"
-        raise AlreadyACheckpoint(error_text(what, fix="Convert to another one."))
-    return SingleFile(in_larger_requests(storage_at(path[: -len(name)] or ".")), name)
+    above = in_larger_requests(storage_at(path[: -len(name)] or "."))
+    file = SingleFile(above, name, is_there=above.length(name) is not None)
+    # The hidden folder gives its file up last: with one still in it, the other is of another program.
+    if file.is_there and (not is_folder(above, file.folder) or file.draft().length(_DRAFT) is not None):
+        raise file.refused()
+    return file
 
 
 def in_one_file(strategies: Strategies | None) -> Strategies:
-    """Return the table in which a Hugging Face model has one file, of whatever length."""
+    """Return the table in which a Hugging Face model has one file, of whatever length.
+
+    Raises:
+        StrategyError: the given table has a function of its own that writes such models.
+    """
     row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
+    if table_of(strategies)[row] is not default_strategies[row]:
+        fix = "Name a folder; or pass no limit of files (--max-file-size, save_sharded_up_to)."
+        raise StrategyError(
+            error_text("convert: a single file is written whole, by the format's own function", fix=fix)
+        )
     return {**table_of(strategies), row: huggingface.save_sharded_up_to(2**63)}

@@ -17,7 +17,7 @@ from ...fingerprints import replica_problems, shard_totals
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import is_main_replica
 from ...plans import held_places, level_writes
-from ...storage import Directory, Storage, background_threads, storage_at
+from ...storage import Directory, Storage, background_threads
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
 from ...world import World, agree, current_world, gather, share, step, tried
 from .._consistency import (
@@ -36,7 +36,7 @@ from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
 from ._common import common_to_store
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import Held, SaveCall, SaveStart, begin, check_union, compared, pending_here, start_of
+from ._start import Held, SaveCall, SaveStart, begin, check_union, compared, folder_at, pending_here, start_of
 
 
 @shielded
@@ -103,7 +103,7 @@ def save(
         IntegrityError: the ranks' shards don't tile their tensors, common states differ, replicas do and were to be
             compared, or `layout` isn't what the ranks hold, or not the same on all.
         UnsupportedValue: a value can't be stored, or a shard is hidden in one.
-        StorageError: files can't be written, or ranks don't see the same folder.
+        StorageError: files can't be written, ranks don't see the same folder, or it would have a file's name.
         RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
             share.
 
@@ -211,7 +211,7 @@ def meet(
             if call.options.fingerprint:
                 check_can_hold(backends[0][0], whole=call.validate)
         with step("save: find the folder"):
-            storage = storage_at(directory)
+            storage = folder_at(directory)
         description = None
         if call.describes:
             hashed = common_digest(compared(call, own.common), allow_pickle=call.options.allow_pickle)

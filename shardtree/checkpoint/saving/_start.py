@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -12,7 +14,20 @@ from typing import Any
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...layouts import ShardColumns
-from ...storage import Begun, Claim, NewFolder, Storage, can, claim, is_folder, new_folder, process_token, release
+from ...storage import (
+    Begun,
+    Claim,
+    Directory,
+    NewFolder,
+    Storage,
+    can,
+    claim,
+    is_folder,
+    new_folder,
+    process_token,
+    release,
+    storage_at,
+)
 from ...strategies import (
     MANIFEST_FILE,
     METADATA_FILE,
@@ -103,6 +118,35 @@ def compared(call: SaveCall, common: Any) -> Any:
     # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
     common = comparable(common)
     return common if call.common_view is None else call.common_view(common)
+
+
+_FILE = re.compile(r".+\.(safetensors|bin|pt|pth)", re.DOTALL)
+
+
+def named_file(where: Directory) -> str | None:
+    """Return a destination's name if that is a single file's, as weights have; None for a folder's, or a storage.
+
+    Examples:
+        >>> named_file("/runs/model.safetensors"), named_file("/runs/step_10")
+        ('model.safetensors', None)
+    """
+    if isinstance(where, Storage):
+        return None
+    name = os.fspath(where).rpartition("/")[2]
+    return name if _FILE.fullmatch(name) and not is_folder(storage_at(where)) else None
+
+
+def folder_at(where: Directory) -> Storage:
+    """Return the storage of the folder that a save is to make or to write into.
+
+    Raises:
+        StorageError: it has a file's name, for which other programs would take it.
+    """
+    storage = storage_at(where)
+    if named_file(where) is not None:
+        fix = "Name a folder; convert(FOLDER, FILE, backend='huggingface') makes a single .safetensors file of it."
+        raise StorageError(error_text(f"save: {storage.where()!r} names a file, and a save makes a folder", fix=fix))
+    return storage
 
 
 @dataclass(frozen=True, slots=True)
