@@ -27,7 +27,7 @@ from ..storage import ReadReport
 from ..strategies import LoadOptions, SaveOptions
 from ..trees import leaves_with_paths, map_data, prefix
 from ..world import World, one_process, run_processes
-from ._output import rate, size
+from ._output import Output, rate, size
 from ._picture import rank_label, show_layouts
 
 _DRAWN = "embeddings.word_embeddings.weight"
@@ -99,7 +99,7 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> 
         AlreadyACheckpoint: there is one in the folder to keep.
         CheckpointingException: a save or load failed.
     """
-    began, console = time.monotonic(), Console(highlight=False)
+    began, console = time.monotonic(), Output()
     title, weights = weights_of(small=small)
     whole = tensor_shards(training_state(weights, SAVED_AS, 0, 1))
     elements = sum(shard.data.numel() for shard in whole)

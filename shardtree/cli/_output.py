@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -51,7 +52,7 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to `unprintable`."""
         # rich would exit with status 1, which says "damaged" or "different" here.
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import typer
 import shardtree as st
 from shardtree.cli._app import app
 from shardtree.cli._command import _OTHER_NAMES
+from shardtree.cli._output import Output
 from tests.cli.checkpoints import process, run
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -24,9 +26,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+DEMO = ["demo", "--small", "--ranks", "1", "--load-ranks", "1"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [[], ["--help"], ["--version"], ["convert", "-h"], ["inspect"], ["inspect", "--json"], ["verify"]]
+    "words", [[], ["--help"], ["--version"], ["convert", "-h"], ["inspect"], ["inspect", "--json"], ["verify"], DEMO]
 )
 def test_a_full_stdout_is_trouble_in_one_line_and_a_closed_one_is_quiet(folder: Path, words: list[str]) -> None:
     """Status 1 would say that a checkpoint is damaged, or differs."""
@@ -36,6 +41,13 @@ def test_a_full_stdout_is_trouble_in_one_line_and_a_closed_one_is_quiet(folder: 
     assert (full.returncode, full.stderr) == (2, "shardtree: stdout can't be written: No space left on device\n")
     closed = process(*words, shell="| true")
     assert closed.returncode in (0, 141) and closed.stderr == ""  # 0 where all was written before the reader left
+
+
+def test_a_closed_pipe_is_the_systems_error() -> None:
+    """Without a number it would count as an error of ours, and end in a traceback and status 1."""
+    with pytest.raises(BrokenPipeError) as caught:
+        Output().on_broken_pipe()
+    assert caught.value.errno == errno.EPIPE
 
 
 @pytest.mark.parametrize("width", ["40", "60", "80", "200"])
