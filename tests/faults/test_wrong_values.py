@@ -134,9 +134,17 @@ def test_the_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda at: at.member("d").shape(), "saved['d'] is a list, expected a shape whose elements 64 bits can count"),
         (lambda at: at.members(str), "saved is a dict, expected keys that are each a str, not 7, an int"),
         (lambda at: at.member("e").of(str), "saved['e'] is an int, expected a str"),
+        (
+            lambda at: at.member("f").members(int),
+            "saved['f'] is a dict, expected keys of 0 or more, in 64 bits, not an int",
+        ),
+        (
+            lambda at: at.member("g").members(int, str),
+            "saved['g'] is a dict, expected keys of 0 or more, in 64 bits, not -1, an int",
+        ),
     ],
 )
 def test_the_error_names_the_file_and_the_place(read: Any, found: str) -> None:
-    value = {"a": [1, True, -1], "d": [2**40, 2**40], "e": 10**5000, 7: 0}
+    value = {"a": [1, True, -1], "d": [2**40, 2**40], "e": 10**5000, "f": {10**5000: 0}, "g": {-1: 0}, 7: 0}
     with pytest.raises(CorruptCheckpoint, match=rf"'f\.pt' isn't as .*\n  found {re.escape(found)}\n"):
         read(ValueAt(value, "f.pt"))

@@ -64,11 +64,13 @@ class ValueAt:
         return ValueAt(default if found is None else found, self.file, (*self.path, name))
 
     def members(self, *keys: type[Any]) -> dict[Any, ValueAt]:
-        """Return what a dict has, whose keys are of these types."""
+        """Return what a dict has, whose keys are of these types; those that are numbers count something."""
         found = self.of(dict)
         for key in found:
             if not isinstance(key, keys):
                 raise self._wrong(f"keys that are each {_one_of(keys)}, not {_shown(key)}")
+            if isinstance(key, int) and not 0 <= key < 2**63:
+                raise self._wrong(f"keys of 0 or more, in 64 bits, not {_shown(key)}")
         return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in found.items()}
 
     def _wrong(self, expected: str) -> CorruptCheckpoint:
