@@ -1,11 +1,11 @@
 """Ranks and their collectives: one process, simulated ranks, or the ranks of torch.distributed; and phases."""
 
-from ._distributed import distributed
+from ._distributed import current_world, distributed
 from ._launched import launched_rank, launched_world
 from ._phases import agree, gather, gather_on_rank_zero, on_one_rank, on_rank_zero, share, step, tried
 from ._processes import run_processes
 from ._simulated import simulate
-from ._world import World, current_world, one_process
+from ._world import World, one_process
 
 __all__ = [
     "World",

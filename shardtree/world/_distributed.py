@@ -22,6 +22,7 @@ from ._world import (
     check_one_each,
     check_peer,
     check_rank,
+    one_process,
     pack,
     unpack,
 )
@@ -272,3 +273,22 @@ def _length(head: torch.Tensor) -> int:
 
 def _read(what: str, frame: torch.Tensor) -> Any:
     return unpack(what, frame.numpy().data[_LENGTH : _LENGTH + _length(frame)])
+
+
+def current_world(world: World | torch.distributed.ProcessGroup | None = None, *, purpose: str | None = None) -> World:
+    """Return the world that the caller passed, or the one that this process is in.
+
+    Args:
+        world: a world, which is returned unchanged; a process group of torch.distributed; or None, for the default
+            group if it is initialised, else one process.
+        purpose: as in `distributed`; ignored if a world is passed, or it is one process.
+
+    Examples:
+        >>> current_world(None).size
+        1
+    """
+    if isinstance(world, World):
+        return world
+    if world is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return distributed(world, purpose=purpose)
+    return one_process()

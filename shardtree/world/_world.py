@@ -246,24 +246,3 @@ def one_process() -> World:
         (0, 1, ['here'])
     """
     return OneProcess(0, 1, DEFAULT_TIMEOUT)
-
-
-def current_world(world: World | torch.distributed.ProcessGroup | None = None, *, purpose: str | None = None) -> World:
-    """Return the world that the caller passed, or the one that this process is in.
-
-    Args:
-        world: a world, which is returned unchanged; a process group of torch.distributed; or None, for the default
-            group if it is initialised, else one process.
-        purpose: as in `distributed`; ignored if a world is passed, or it is one process.
-
-    Examples:
-        >>> current_world(None).size
-        1
-    """
-    if isinstance(world, World):
-        return world
-    if world is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        from ._distributed import distributed  # which most programs of one process never need
-
-        return distributed(world, purpose=purpose)
-    return one_process()
