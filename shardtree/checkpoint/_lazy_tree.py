@@ -71,7 +71,7 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
             )
         if isinstance(shard, ShardedObject):
             return self._read(shard)
-        return _lazy(self, self._load_sharded(), [shard])[0]
+        return self._lazy(self._load_sharded(), [shard])[0]
 
     def __iter__(self) -> Iterator[str]:
         """Return the keys, tensors' first, each kind sorted."""
@@ -94,9 +94,22 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         metadata, load_sharded = iter(self.metadata.items()), self._load_sharded()
         while some := list(islice(metadata, _BATCH)):
             shards = [shard for _, shard in some if isinstance(shard, ShardedTensor)]
-            tensors = iter(_lazy(self, load_sharded, shards))
+            tensors = iter(self._lazy(load_sharded, shards))
             for key, shard in some:
                 yield key, self._read(shard) if isinstance(shard, ShardedObject) else next(tensors)
+
+    def _lazy(self, load_sharded: Strategy, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+        """Return stored tensors with what reads them as their data."""
+        keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _SHARD_FIELDS)
+        columns: dict[str, Iterable[Any]] = {"tree": repeat(self), "load_sharded": repeat(load_sharded)}
+        columns |= {"key": keys, "dtype": dtypes, "global_shape": shapes}
+        data = stored_each(frozen_values(StoredBoxes, len(keys), columns), shapes, dtypes, keys)
+        # Without the constructor: the index was checked as columns, and checking each shard again took nearly all of
+        # the time for 100,000 tensors.
+        if local_shapes == shapes and not any(flat):
+            return with_data(shards, data)
+        # Metadata from a caller's strategy that isn't of whole tensors: the slower constructor raises what is wrong.
+        return [replace(shard, data=lazy) for shard, lazy in zip(shards, data, strict=True)]
 
     def _load_sharded(self) -> Strategy:
         # The row is looked up here, once for all reads of a tensor: it takes a tenth of a small one.
@@ -181,17 +194,3 @@ def open_checkpoint(
 def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckpoint:
     """Return what is stored in a checkpoint as a mapping of lazy shards."""
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
-
-
-def _lazy(tree: OpenCheckpoint, load_sharded: Strategy, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-    """Return stored tensors with what reads them as their data."""
-    keys, dtypes, shapes, local_shapes, flat = (list(map(attrgetter(name), shards)) for name in _SHARD_FIELDS)
-    columns: dict[str, Iterable[Any]] = {"tree": repeat(tree), "load_sharded": repeat(load_sharded)}
-    columns |= {"key": keys, "dtype": dtypes, "global_shape": shapes}
-    data = stored_each(frozen_values(StoredBoxes, len(keys), columns), shapes, dtypes, keys)
-    # Without the constructor: the index was checked as columns, and checking each shard again took nearly all of the
-    # time for 100,000 tensors.
-    if local_shapes == shapes and not any(flat):
-        return with_data(shards, data)
-    # Metadata from a caller's strategy that isn't of whole tensors: the slower constructor raises what is wrong.
-    return [replace(shard, data=lazy) for shard, lazy in zip(shards, data, strict=True)]
