@@ -113,7 +113,7 @@ def convert(folder: Path, rank: int, ranks: int) -> Action:
 
 
 def _convert(source: Path, destination: Path) -> None:
-    left_out = ["optimizer.*", "common"]
+    left_out = ["optimizer.**", "common"]
     fast = st.SaveOptions(durable=False)
     st.convert(source, destination, backend="huggingface", leave_out=left_out, save_options=fast)
 

@@ -90,22 +90,26 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
     # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
     # is named after their save need no check.
     # Rank 0 alone, which opened it: what others see of a network's folder may be older.
-    if checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0:
-        refuse_replaced(checkpoint)
-        if changed := _changed(checkpoint):
-            where = sorted(map(repr, map(checkpoint.storage.where, changed)))
-            what = "open: these files were cut while they were read, or a save is writing them"
-            raise CorruptCheckpoint(
-                error_text(what, offenders=where, fix="Load another checkpoint, or this one later.")
-            )
+    asks = checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0
+    if asks and (changed := refuse_replaced(checkpoint)):
+        where = sorted(map(repr, map(checkpoint.storage.where, changed)))
+        what = "open: these files were cut while they were read, or a save is writing them"
+        fix = "Load another checkpoint, or this one later."
+        raise CorruptCheckpoint(error_text(what, offenders=where, fix=fix))
 
 
-def refuse_replaced(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointReplaced if the folder now holds another checkpoint than the one that was opened."""
+def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
+    """Return the deciding files that were cut since the checkpoint was opened.
+
+    Raises:
+        CheckpointReplaced: the folder now holds another checkpoint.
+    """
     # A file that was merely cut is no save's: what is wrong with it is said by who reads it.
-    if any(_is_whole(checkpoint.storage, name) for name in _changed(checkpoint)):
+    changed = _changed(checkpoint)
+    if any(_is_whole(checkpoint.storage, name) for name in changed):
         what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
         raise CheckpointReplaced(error_text(what, fix="Open the checkpoint again."))
+    return changed
 
 
 def _changed(checkpoint: Checkpoint) -> list[str]:

@@ -162,6 +162,8 @@ CALLS: dict[str, Call] = {
     "geometry.box_slices": (geometry.box_slices, column(0, 3), column(1, 2), 1),
     "geometry.narrowed": (geometry.narrowed, column([3, 4])),
     "geometry.as_int64": (geometry.as_int64, np.array([3, 4], dtype=np.int8)),
+    "geometry.rows_of": (geometry.rows_of, plans.Runs(*(column([3, 4]) for _ in range(5))), column([0])),
+    "geometry.joined_rows": (geometry.joined_rows, [plans.Runs(*(column([3, 4]) for _ in range(5)))] * 2),
     "geometry.widen": (geometry.widen, column([3, 4]), 3, 1),
     "geometry.volumes": (geometry.volumes, column([3, 4])),
     "geometry.row_major_strides": (geometry.row_major_strides, column([3, 4])),

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
 
 @pytest.mark.parametrize("processes", [3, 4])
 def test_processes_read_overlapping_boxes_once(tmp_path: Path, processes: int) -> None:
-    done = torchrun(processes, SCRIPT, str(tmp_path), "rows", "columns", "measure")
+    done = torchrun(processes, SCRIPT, str(tmp_path), "rows", "columns", "choose")
     assert done.returncode == 0, done.stderr
 
 

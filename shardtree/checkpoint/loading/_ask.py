@@ -192,7 +192,7 @@ def _given(request: LoadRequest) -> dict[str, object]:
 
 
 def _message(local: LocalLoad, ranks: int) -> Message:
-    return as_opened(local.checkpoint), brief(local.description, ranks), place_of(local.checkpoint.storage)
+    return as_opened(local.checkpoint), brief(local.description, ranks), place_of(local.checkpoint.storage, ranks)
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:

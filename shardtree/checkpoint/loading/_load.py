@@ -199,7 +199,7 @@ def load_plain_tensors(
     checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
     resolve(checkpoint, None, strategies, partial(_all_stored, checkpoint, strategies))
     listed = partial(tensors_of, checkpoint, None, strategies)
-    target, places = share(ranks, "load: metadata", listed, lambda _: place_of(checkpoint.storage))
+    target, places = share(ranks, "load: metadata", listed, lambda _: place_of(checkpoint.storage, ranks.size))
     twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
 
     def with_memory() -> tuple[Reading, Destination]:
