@@ -67,7 +67,7 @@ def made(name: str, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("formats")
-    return {name: made(name, folder / name.replace(" ", "_")) for name in PLACES}
+    return {name: made(name, folder / name.replace(" ", "_").replace(".", "_")) for name in PLACES}
 
 
 def files_of(folder: Path) -> list[Path]:
