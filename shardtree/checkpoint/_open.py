@@ -377,7 +377,7 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
             return checkpoint.once(parse)
 
     found = on_rank_zero(checkpoint.world, "load: parse the metadata", parsed)
-    return checkpoint if found is None else replace(checkpoint, known=checkpoint.known.having(parse, found))
+    return checkpoint if found is None else replace(checkpoint, cache=checkpoint.cache.adding(parse, found))
 
 
 def open_alone(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:

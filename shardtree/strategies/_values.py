@@ -74,17 +74,17 @@ class LoadOptions:
     parameter_names: Sequence[str] | Sequence[Sequence[str]] | None = None
 
 
-class Known:
+class ReadCache:
     """What was read of an open checkpoint: each function's result, once it was asked for. Nothing is ever forgotten.
 
     Args:
-        given: results that are known already, by their functions.
+        results: those that are there already, by their functions.
     """
 
     __slots__ = ("_results",)
 
-    def __init__(self, given: Mapping[Callable[[Checkpoint], Any], Any] | None = None) -> None:
-        self._results = dict(given or {})
+    def __init__(self, results: Mapping[Callable[[Checkpoint], Any], Any] | None = None) -> None:
+        self._results = dict(results or {})
 
     def of(self, read: Callable[[Checkpoint], T], checkpoint: Checkpoint) -> T:
         """Return what a function reads of the checkpoint."""
@@ -93,9 +93,9 @@ class Known:
         found: T = self._results[read]
         return found
 
-    def having(self, read: Callable[[Checkpoint], T], result: T) -> Known:
+    def adding(self, read: Callable[[Checkpoint], T], result: T) -> ReadCache:
         """Return one that has a function's result too."""
-        return Known({**self._results, read: result})
+        return ReadCache({**self._results, read: result})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class Checkpoint:
         fields: of metadata.json.
         world: the ranks that read it together.
         options: how it is read.
-        known: what formats have read of it, such as the parsed index.
+        cache: what formats have read of it, such as the parsed index.
         fetched: files that were fetched before they are read, by the field that names them in metadata.json: the bytes,
             which are as they were saved, and the file's name.
         stamp: with which a checkpoint that took its place is noticed.
@@ -118,7 +118,7 @@ class Checkpoint:
     fields: Fields
     world: World
     options: LoadOptions = field(default_factory=LoadOptions)
-    known: Known = field(default_factory=Known, repr=False)
+    cache: ReadCache = field(default_factory=ReadCache, repr=False)
     fetched: Mapping[str, tuple[Buffer, str]] = field(default_factory=dict, repr=False)
     stamp: Stamp = ()
     traits: FormatTraits = field(default_factory=FormatTraits)
@@ -128,7 +128,7 @@ class Checkpoint:
 
         For what several rows of a format need, such as its parsed metadata.
         """
-        return self.known.of(read, self)
+        return self.cache.of(read, self)
 
 
 @dataclass(frozen=True, slots=True)

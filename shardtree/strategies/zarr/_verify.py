@@ -27,7 +27,7 @@ from ...storage import (
 from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
 from .._manifest import MANIFEST_FILE
 from .._metadata import read_checked, read_metadata, replace_metadata
-from .._values import Checkpoint, Known
+from .._values import Checkpoint, ReadCache
 from ..index import Index, files_damage, texts, without_prefix
 from ._array import Shape, StoredArray
 from ._blobs import FOLDER, Document, blob, decode_columns, encode_columns, group_document, write_blob
@@ -173,7 +173,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         fix = "Remove the arrays' folders."
         raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
     before, fields = read_metadata(storage)
-    current = replace(checkpoint, fields=fields, known=Known())
+    current = replace(checkpoint, fields=fields, cache=ReadCache())
     old = decode_columns(*read_checked(current, "index"))
     new = without_prefix(old, key_prefix)
     if new is old:
