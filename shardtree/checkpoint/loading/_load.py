@@ -53,12 +53,15 @@ def load(
     ``strict="raise_all"`` name the plain values that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json. No collective; if it fails, ranks learn of it in the next step.
-    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective; another one where rank 0
-       parses a format's metadata for all, and one or three more where metadata doesn't say it all.
-    3. Compare keys, where `strict` asks for it: one or two collectives, in the default mode none.
-    4. Check: targets fit together and what is stored; make memory. One collective; nothing was read or changed before.
+    2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, two for many ranks. Then
+       the metadata is completed: usually no collective; one where rank 0 parses a format's metadata for all, and one or
+       three more where metadata doesn't say it all.
+    3. Find missing and unexpected keys, where `strict` asks for it: one or two collectives, in the default mode none.
+    4. Check: targets fit together and what is stored, the common state is read, memory is made. One collective; no
+       tensor of the target was filled before.
     5. Read: only what is asked for. One collective; more where one rank reads for several.
-    6. Put together: loaded leaves join the common state, factories merge. One collective.
+    6. Put together: what donated tensors lack is written, leaves join the common state, factories merge, the report is
+       made. One collective.
 
     Args:
         sharded_state_dict: the target: shards say what to load. Their data may be tensors on any device (results go
@@ -72,8 +75,8 @@ def load(
         strict: what to do about keys that only the target or only the checkpoint has.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         donate: whether the target's tensors are given away: they are filled in place and returned, those that
-            factories hold too. Tied weights, one memory under several keys, are filled once. If the load fails, their
-            content is lost.
+            factories hold too. Tied weights, one memory under several keys, are filled once. If the load
+            fails from step 5 on, their content may be lost.
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
@@ -129,15 +132,15 @@ def load(
         device=device,
         options=options,
     )
-    opened = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: reads, on rank 0
-    local, messages = ask(ranks, opened, request)  # 2: all ranks wait
-    local = with_metadata(request, local)
-    # Not among the checks, which are one phase: this may be collective, and the default mode needs none of it.
-    missing, unexpected = compare_keys(ranks, request, local)  # 3: all wait if it was asked for
-    checked = check_ranks(request, local, messages, missing, unexpected)  # 4: pure but for small reads, then all wait
-    # The first step that changes anything: given tensors are untouched if any rank fails before.
-    objects, read = read_into(checked.reading, checked.destination)  # 5: reads, then all wait
-    tree = put_together(checked, objects, read)  # 6: pure, then all wait
+    opened_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
+    local, messages = ask(ranks, opened_or_error, request)  # 2: all ranks wait
+    local = with_metadata(request, local)  # 2: all wait, for some formats
+    # Before the checks, which are one phase of all ranks: comparing keys takes collectives of its own.
+    missing, unexpected = compare_keys(ranks, request, local)  # 3: all wait, in some strict modes
+    checked = check_ranks(request, local, messages, missing, unexpected)  # 4: reads no tensor; all wait
+    # The first step that writes into donated tensors; no other tensor of the target ever changes.
+    objects, report = read_into(checked.reading, checked.destination)  # 5: reads; all wait
+    tree = put_together(checked, objects, report)  # 6: may write into donated tensors; all wait
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
 

@@ -58,17 +58,20 @@ def save(
 ) -> AsyncRequest[Any] | None:
     """Save a sharded tree; every rank of the world calls it with its own tree.
 
-    The last step makes it a checkpoint, by metadata.json or the format's own file. Until then, a checkpoint that was
-    there stays as it was. The steps:
+    Step 6 makes it a checkpoint, by metadata.json or the format's own file. Until then, a checkpoint that was there
+    stays as it was. The steps:
 
-    1. Take the tree apart: shards, objects, common state. Pure; if it fails, ranks learn of it in the next step.
-    2. Meet: ranks describe their shards to each other, and rank 0 makes the folder. One collective.
-    3. Compare: common states where their hashes differ, which `options` may unite; replicas with `check_replicas`.
-       Usually no collective.
-    4. Plan: check that shards tile their tensors, share out replicas, lay out this rank's files. Pure but for a look
-       at the folder. One collective.
-    5. Write them. No collective; an asynchronous save returns the request that does this and the next step.
-    6. Commit: lengths and hashes meet on rank 0, which writes the index and metadata.json. Two collectives.
+    1. Take the tree apart: shards, objects, common state. Factories build; an asynchronous save copies the common
+       state. If it fails, ranks learn of it in the next step.
+    2. Meet: ranks describe their shards to each other, and rank 0 makes the save's own folder, in `checkpoint_dir` or
+       beside it. One collective, two for many ranks.
+    3. Compare: common states where their hashes differ, which `options` may unite; with `check_replicas`, sums of what
+       replicas hold, which step 4 compares. Usually no collective.
+    4. Plan: check that shards tile their tensors, share out replicas, lay out this rank's files; an asynchronous save
+       copies its tensors, unless `options` say that they stay. Nothing is written. One collective.
+    5. Write this rank's files. No collective; an asynchronous save returns the request that does this and step 6.
+    6. Commit: lengths and hashes meet on rank 0, which writes the common state, the index and metadata.json, and
+       removes what was replaced. Two collectives.
 
     Args:
         sharded_state_dict: dicts, lists and tuples of shards, objects, factories and plain values. It isn't changed.
@@ -118,7 +121,8 @@ def save(
     References:
         megatron.core.dist_checkpointing.serialization.save, megatron-core 0.16.1.
     """
-    given, options = options, options if isinstance(options, SaveOptions) else SaveOptions()
+    passed = options  # checked in step 1, so that all ranks learn what is wrong with it
+    options = options if isinstance(options, SaveOptions) else SaveOptions()
     validate, is_async = validate_access_integrity, async_sharded_save
     if is_async and options.threads is None:
         options = replace(options, threads=background_threads())
@@ -126,19 +130,19 @@ def save(
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
     call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
 
-    parts = tried(partial(_parts, call, given, sharded_state_dict, content_metadata))  # 1: pure
-    with ExitStack() as undo:
-        local, messages = meet(call, parts, checkpoint_dir, undo)  # 2: all ranks wait
-        local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if something differs
-        sums = sum_replicas(call, local, messages)
+    parts_or_error = tried(partial(_parts, call, passed, sharded_state_dict, content_metadata))  # 1: runs now
+    with ExitStack() as undo_folder:
+        local, messages = meet(call, parts_or_error, checkpoint_dir, undo_folder)  # 2: all ranks wait
+        local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if common states differ
+        sums = sum_replicas(call, local, messages)  # 3: all wait with check_replicas
         # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
-        # Only now: that some ranks alone are asynchronous is heard in the group that all ranks use.
+        # Not before step 2, in which ranks that aren't asynchronous would be waited for in vain.
         writing = current_world(world, purpose="async save") if is_async else ranks
-        request = plan(call, local, messages, sums, writing)  # 4: pure, then all wait
-        undo.pop_all()  # from here on the request removes the folder if it is abandoned
+        request = plan(call, local, messages, sums, writing)  # 4: nothing is written; all wait
+        undo_folder.pop_all()  # from here on the request, if it is abandoned, removes the save's own folder
     if is_async:
         return warns_unused(request)
-    request.execute_sync()  # 5: no rank waits; 6: all do
+    request.execute_sync()  # 5: each rank writes; 6: all wait, and rank 0 commits
     return None
 
 
