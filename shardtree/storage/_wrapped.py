@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from ..errors import StorageError, error_text
 from ._capabilities import Capabilities, Function, can
 from ._storage import CALLS, Storage
+
+_OTHERS: dict[str, Any] = {"folder": None, "sibling": None, "siblings": None}
+"""Other storages that the inner one makes: they wouldn't be wrapped, and a save would go past the wrapper in one."""
 
 
 class Wrapped:
@@ -23,9 +27,8 @@ class Wrapped:
         self.inner, self.inside = inner, inside
         for name in CALLS:
             setattr(self, name, calls.get(name) or getattr(inner, name))
-        # A folder that the inner storage opens wouldn't be wrapped: `folder_in` makes one that is.
-        others: dict[str, Any] = {"folder": None, **{name: calls[name] for name in calls if name not in CALLS}}
-        self.capabilities: Capabilities = replace(can(inner), **others)
+        own = {name: calls[name] for name in calls if name not in CALLS}
+        self.capabilities: Capabilities = replace(can(inner), **(_OTHERS | own))
 
     def __repr__(self) -> str:
         return f"wrapped({self.inner!r})"
@@ -34,9 +37,18 @@ class Wrapped:
 def wrapped(storage: Storage, **calls: Function | None) -> Any:
     """Return a storage that does some calls in another way, and all others as another storage does.
 
+    Some capabilities reach a file by another way than the calls of `Storage`. Who changes what is read passes his own
+    ``content`` and ``read_range`` as well, and who changes what is written ``write_parts``, ``move``, ``replace_if``,
+    ``mark`` and ``remove_all``; or None, and the calls of `Storage` are used instead. What makes other storages
+    (``sibling``, ``siblings``) isn't taken from the inner one: where both aren't given, a save that would exchange two
+    folders is refused. A folder in the result is wrapped like it.
+
     Args:
         storage: the other one, which the result has as its ``inner``.
-        calls: functions by their names, of `Storage` or of `Capabilities`; None for what the result can't do.
+        calls: functions by their names, of `Storage` or of `Capabilities`; None for a capability that the result lacks.
+
+    Raises:
+        StorageError: there is no call of such a name, or it is None and every storage has it.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -47,6 +59,11 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
         >>> wrapped(inner, remove=remove).remove("a")
         removing a
     """
+    known = {*CALLS, *(each.name for each in fields(Capabilities))}
+    wrong = [f"{name}: there is no such call" for name in calls if name not in known]
+    wrong += [f"{name}: None, but every storage has it" for name in CALLS if calls.get(name, wrapped) is None]
+    if wrong:
+        raise StorageError(error_text("wrapped", offenders=wrong, fix="Pass functions, or None for a capability."))
     return Wrapped(storage, calls)
 
 

@@ -51,7 +51,7 @@ Stamp = tuple[tuple[str, int, float], ...]
 
 
 def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of the checkpoint in a folder; () on storage where checkpoints can't be exchanged as a whole.
+    """Return the stamp of the checkpoint in a folder; () behind URLs, where none is replaced whole and looks take long.
 
     Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
     only length and time differ from another save's.
@@ -67,7 +67,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
         >>> [name for name, *_ in stamp(storage, ["zarr.json"])]
         ['zarr.json']
     """
-    if can(storage).sibling is None:
+    if can(storage).late_requests:
         return ()
     names = [name for name in storage.names() if is_deciding(name, decided_by)]
     found = ((name, storage.length(name), storage.changed(name)) for name in names)

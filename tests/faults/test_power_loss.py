@@ -140,7 +140,7 @@ def after_failure(steps: list[Step], moment: int, lose: Any) -> MemoryStorage:
 
 def steps_of(form: str, before: str | None, notes_of: type[Notes] = Notes, **options: Any) -> list[Step]:
     notes = notes_of(MemoryStorage())
-    storage = wrapped(notes.inner, **{name: getattr(notes, name) for name in NOTED}, sibling=None, siblings=None)
+    storage = wrapped(notes.inner, **{name: getattr(notes, name) for name in NOTED})
     if before:
         save(storage, OLD, before)
         notes.steps.append(Step("remove", "nothing"))

@@ -165,7 +165,7 @@ def beside(storage: MemoryStorage, change: Callable[[Any], dict[str, Any]]) -> A
         methods = {each: getattr(inner, each) for each in dir(inner) if not each.startswith("_")}
         return SimpleNamespace(**{**methods, **change(inner)})
 
-    return wrapped(storage, sibling=sibling)
+    return wrapped(storage, sibling=sibling, siblings=storage.siblings)
 
 
 def exchanged_first(storage: MemoryStorage) -> Any:
@@ -188,7 +188,7 @@ def removed_whole(storage: MemoryStorage) -> Any:
 
 def never_removed(storage: MemoryStorage) -> Any:
     """The planted fault: what a save left beside stays there."""
-    return wrapped(storage, siblings=lambda: ())
+    return wrapped(storage, sibling=storage.sibling, siblings=lambda: ())
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def raises_what_it_gets(inner: MemoryStorage) -> Any:
 
 
 def says_it_can_half(inner: MemoryStorage) -> Any:
-    return wrapped(inner, siblings=None)
+    return wrapped(inner, sibling=inner.sibling)
 
 
 def is_vague_about_what_it_can(inner: MemoryStorage) -> Any:
@@ -277,7 +277,7 @@ def exchanges_nothing(inner: MemoryStorage) -> Any:
         methods = {each: getattr(found, each) for each in dir(found) if not each.startswith("_")}
         return SimpleNamespace(**{**methods, "exchange": lambda *, durable: None})
 
-    return wrapped(inner, sibling=sibling)
+    return wrapped(inner, sibling=sibling, siblings=inner.siblings)
 
 
 def passes_over_conditions(inner: MemoryStorage) -> Any:
