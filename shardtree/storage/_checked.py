@@ -58,7 +58,8 @@ class ReadReport:
         blocks_unchecked: those that were read only in part, weren't to be checked, or have no hash.
         files: files opened.
         left_out: paths of stored plain values that couldn't be put into the tree, since the target omits shards beside
-            them; where all tensors are loaded, the names of those that can't be read.
+            them, and of those in a union of ranks' common states that no rank's target names; where all tensors are
+            loaded, the names of those that can't be read.
         unfilled: paths of plain tensors of the target that aren't in the result, since nothing is stored for them.
         uncompared: keys of an optimizer's states that would have been loaded after a comparison of masters with
             weights, had the options not said ``verify=None``.

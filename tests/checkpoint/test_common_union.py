@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as hypothesis
 
 import shardtree as st
-from shardtree.errors import CorruptCheckpoint, IntegrityError, MetadataError, WorldError
+from shardtree.checkpoint.loading import _checks
+from shardtree.errors import CorruptCheckpoint, IntegrityError, KeyMismatch, MetadataError, WorldError, render_path
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import encode_metadata, read_metadata
 from shardtree.world import World
@@ -83,10 +85,11 @@ def test_a_load_gives_what_the_target_names_of_united_dicts_alone() -> None:
 
     def loaded(target: Any) -> Any:
         target = {"w": shard("w"), **target}
-        explained = st.explain(target, folder)
-        assert explained.ok and not explained.left_out, str(explained)
-        found = st.load(target, folder)
+        explained, reports = st.explain(target, folder), list[Any]()
+        found = st.load(target, folder, options=st.LoadOptions(report=reports.append))
         del found["w"]
+        lost = st.diff({**agreed, "lr": lr, **seeds}, found).only_left
+        assert explained.ok and {*explained.left_out} == {*reports[0].left_out} == {*map(render_path, lost)}
         return found
 
     every = {**agreed, "lr": lr, **seeds}
@@ -95,6 +98,53 @@ def test_a_load_gives_what_the_target_names_of_united_dicts_alone() -> None:
         assert loaded(target) == every, target
     assert loaded({"lr": {"stage.1": 0, "new": 0}}) == {**every, "lr": {"stage.1": 0.1, "max": 1}}
     assert loaded({"seed 1": 0, "lr": {"stage.0": 0}}) == {**agreed, "lr": {"stage.0": 0.0, "max": 1}, "seed 1": 1}
+
+
+KEYS = hypothesis.sets(hypothesis.sampled_from("abcd"))
+TWO_LOADS = hypothesis.tuples(KEYS, KEYS, hypothesis.lists(KEYS, min_size=1, max_size=3))
+Load = Callable[..., Any]
+
+
+def nothing_united_vanishes(load: Load, keys: tuple[set[str], set[str], list[set[str]]]) -> None:
+    """Each stored value is in the result of some rank, or listed as left out by all; ``raise_all`` raises for it."""
+    *saved, asked = keys
+    folder = MemoryStorage()
+    save_two([{"lr": dict.fromkeys(sorted(each), 0.1), "step": 3} for each in saved], folder)
+    targets, reports = [{"lr": dict.fromkeys(sorted(each), 0.0)} for each in asked], list[Any]()
+    options = st.LoadOptions(report=reports.append)
+    found = st.simulate(len(asked), lambda world: load(targets[world.rank], folder, world=world, options=options))
+    kept = set[str]().union(*(each["lr"] for each in found))
+    lost = {render_path(("lr", key)) for key in (saved[0] | saved[1]) - kept}
+    assert all({*report.left_out} == lost for report in reports), (lost, reports)
+    strict = {"strict": "raise_all", "validate_access_integrity": False}
+    explained = st.explain_ranks(targets, folder, **strict)
+    assert {*explained.left_out} == lost and explained.ok is not bool(lost)
+
+    def raises(world: World) -> None:
+        with pytest.raises(KeyMismatch, match="no rank's target has their keys") if lost else nullcontext():
+            load(targets[world.rank], folder, world=world, **strict)
+
+    st.simulate(len(asked), raises)
+
+
+@given(TWO_LOADS)
+def test_what_no_rank_names_of_a_union_is_listed(keys: Any) -> None:
+    nothing_united_vanishes(st.load, keys)
+
+
+def test_the_law_of_unions_catches_ranks_that_list_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checks.Omissions, "unasked_by_all", lambda self, unasked: ())
+    assert_caught(nothing_united_vanishes, st.load, TWO_LOADS)
+
+
+def test_what_no_rank_names_of_a_union_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    folder = MemoryStorage()
+    save_two([{"lr": {f"stage {rank}": torch.ones(2)}} for rank in range(2)], folder)
+    st.simulate(2, lambda world: st.load({"lr": {"stage 0": 0}}, folder, world=world, strict="log_all"))
+    assert [record.message for record in caplog.records if "stage 1" in record.message] == [
+        "load: stored values that only some ranks had are left out: no rank's target has their keys\n"
+        "  tree['lr']['stage 1']"
+    ]
 
 
 @pytest.mark.parametrize("forged", [3, [3], [["a", "b"]], [[["a"], ["b"], []]], [[[["a"]], []]], [[["a"], [None]]]])

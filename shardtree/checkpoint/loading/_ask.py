@@ -42,14 +42,17 @@ from ._auto import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._checks import Keys, ObjectsFit, Omissions, check_rank, check_target, named_unexpected
 from ._read import Destination, Reading, destination_of
 from ._strict import (
+    LEFT_OUT,
     LOGGING,
+    UNASKED,
+    UNFILLED,
     WITH_MISSING,
     StrictHandling,
     log_keys,
-    log_left_out,
-    log_unfilled,
+    log_omitted,
     mismatched_keys,
     parse_strict,
+    refuse_omitted,
 )
 from ._targets import Kinds, Target, take_apart, usable_device
 
@@ -287,10 +290,16 @@ def check_ranks(
             return check(request, local, messages, missing, unexpected)
 
     world = local.checkpoint.world
-    checked, lacking = share(world, "load: check", fits, lambda found: found.omitted.unfilled, steps=CHECK_STEPS)
+    checked, each = share(
+        world, "load: check", fits, lambda found: (found.omitted.unfilled, found.omitted.unasked), steps=CHECK_STEPS
+    )
+    omitted = checked.omitted
+    unasked = omitted.unasked_by_all([bits for _, of_rank in each for bits in of_rank])
     if world.rank == 0:
-        log_unfilled(list(dict.fromkeys(path for paths in lacking for path in paths)))
-    return checked
+        log_omitted(UNFILLED, list(dict.fromkeys(path for lacking, _ in each for path in lacking)))
+        log_omitted(UNASKED, unasked if local.mode in LOGGING else ())
+    refuse_omitted(local.mode, UNASKED, unasked)  # by every rank: all know the same
+    return replace(checked, omitted=replace(omitted, left_out=(*omitted.left_out, *unasked)))
 
 
 def check(
@@ -341,7 +350,7 @@ def check(
             log_keys(missing, named_unexpected(keys, local.target, common_of))
     target, fitted, common, omitted = check_rank(step, request.tree, local.target, keys, fit, common_of, _UNFITTED)
     if local.mode in LOGGING:
-        log_left_out(omitted.left_out)
+        log_omitted(LEFT_OUT, omitted.left_out)
     with step("load: choose to exchange"):
         saved = None if callable(sharded) or columns is None else bytes_wanted_twice([columns])
         exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved)

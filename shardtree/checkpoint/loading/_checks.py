@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from ...errors import CheckpointingException, TreePath, render_path
@@ -39,7 +40,7 @@ from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, 
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
 from ._plain import asking_whole, refuse_renamed, unfilled
-from ._strict import RAISING, StrictHandling, refuse_keys, refuse_omissions
+from ._strict import LEFT_OUT, RAISING, UNFILLED, StrictHandling, refuse_keys, refuse_omitted
 from ._targets import Kinds, Target, is_sharded, without_unexpected
 
 # Sharded objects that are asked for in another shape than is stored, and the rules for them
@@ -305,15 +306,27 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Omissions:
-    """What a load leaves out, as paths.
+    """What a load leaves out.
 
     Attributes:
-        left_out: stored plain values that can't be returned, since containers around them lack shards.
-        unfilled: plain tensors of the target for which nothing is stored.
+        left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
+        unfilled: paths of plain tensors of the target for which nothing is stored.
+        united: paths of all plain values of a common state that is the union of several ranks'.
+        unasked: of each rank, which of them its part of the union lacks, as bits.
     """
 
     left_out: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
+    united: tuple[TreePath, ...] = ()
+    unasked: tuple[bytes, ...] = ()
+
+    def unasked_by_all(self, unasked: Sequence[bytes]) -> tuple[str, ...]:
+        """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
+        if len(set(map(len, unasked))) != 1:  # nothing was united, or a function of the caller's loads other states
+            return ()
+        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in unasked])
+        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.united)))
+        return tuple(render_path(self.united[number]) for number in numbers)
 
 
 def check_rank(
@@ -353,10 +366,14 @@ def check_rank(
             kept = asking_whole(kept, keys.kinds(kept.plain_keys))
         fitted = fit(kept)
     with run("load: common state"):
-        common = common_of(kept.types)
-        if keys.united:
-            common = restrict(common, target.rebuild(target.leaves), keys.united)
+        whole = common_of(kept.types)
+        common = restrict(whole, target.rebuild(target.leaves), keys.united) if keys.united else whole
         omitted = check_join(common, kept, keys)
+        if keys.united:
+            values, absent = left_out(whole, HOLE), {*left_out(whole, common)}
+            # As bits: of thousands of ranks, each may lack the values of thousands of parameters.
+            bits = np.packbits([path in absent for path in values]).tobytes()
+            omitted = replace(omitted, united=values, unasked=(bits,))
     return kept, fitted, common, omitted
 
 
@@ -385,7 +402,8 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
     elif keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
         refuse_renamed(lacking, common, keys.stored)
     omitted = Omissions(tuple(map(render_path, left_out(common, found))), tuple(map(render_path, lacking)))
-    refuse_omissions(keys.mode, omitted.left_out, omitted.unfilled)
+    refuse_omitted(keys.mode, LEFT_OUT, omitted.left_out)
+    refuse_omitted(keys.mode, UNFILLED, omitted.unfilled)
     return omitted
 
 

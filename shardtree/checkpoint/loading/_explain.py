@@ -40,7 +40,7 @@ from ._checks import (
 from ._foretell import PlannedReads, foretold_exchange, planned_reads, rank_reads, undecided
 from ._plain import asking_whole
 from ._read import by_dtype
-from ._strict import RAISING, StrictHandling, mismatched_keys, parse_strict
+from ._strict import RAISING, UNASKED, StrictHandling, mismatched_keys, parse_strict, refuse_omitted
 from ._targets import Kinds, Target, check_given, take_apart, usable_device
 
 Shards = Sequence[ShardedTensor]
@@ -138,7 +138,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
             keys = Keys(mode, *differing, lambda: stored, lambda _: kinds, united)
             yield _rank_fit(failed, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
 
-    fit = reduce(_both, fits(), _Fit())
+    fit = _with_unasked(reduce(_both, fits(), _Fit()), mode, ranks, failed)
     problems = _each_once([fit.problems, fit.unexpected if mode in RAISING else ()])
 
     def fitting() -> Iterator[Shards]:
@@ -171,6 +171,16 @@ def _said_of_one(ranks: int) -> Iterator[None]:
         raise
 
 
+def _with_unasked(fit: _Fit, mode: StrictHandling, ranks: Sequence[int], failed: _Failures) -> _Fit:
+    """Return how all targets fit, with what is left out since none of them names it."""
+    omitted = fit.omitted
+    # A rank whose target fails may ask for all of it.
+    unasked = omitted.unasked_by_all(omitted.unasked) if len(omitted.unasked) == len(ranks) else ()
+    with failed.recorded(ranks):
+        refuse_omitted(mode, UNASKED, unasked)
+    return replace(fit, omitted=replace(omitted, left_out=(*omitted.left_out, *unasked)))
+
+
 def _both(one: _Fit, other: _Fit) -> _Fit:
     """Return how the targets of some ranks and of others fit; ranks mostly have problems in common, kept once."""
     return _Fit(
@@ -180,6 +190,8 @@ def _both(one: _Fit, other: _Fit) -> _Fit:
         Omissions(
             tuple(dict.fromkeys((*one.omitted.left_out, *other.omitted.left_out))),
             tuple(dict.fromkeys((*one.omitted.unfilled, *other.omitted.unfilled))),
+            one.omitted.united or other.omitted.united,
+            (*one.omitted.unasked, *other.omitted.unasked),
         ),
         tuple(dict.fromkeys((*one.uncompared, *other.uncompared))),
         tuple(dict.fromkeys((*one.undecided, *other.undecided))),

@@ -49,8 +49,9 @@ def load(
     whose key is its path, joined by dots, on each rank that has it; where no tensor has that key, the common state's
     value is in its place. A plain tensor for which nothing is stored isn't in the result; a warning and the report name
     it. Other plain values in the target are ignored. The result keeps all containers of the target, as `trees.join`
-    says. Stored lists, tuples and records whose shards the target doesn't ask for are left out; the report and
-    ``strict="raise_all"`` name the plain values that go with them. The steps:
+    says. Stored lists, tuples and records whose shards the target doesn't ask for are left out, and so are keys that
+    only some ranks had and that no rank's target names; the report and ``strict="raise_all"`` name the plain values
+    that go with them. The steps:
 
     1. Open: rank 0 reads metadata.json. No collective; if it fails, ranks learn of it in the next step.
     2. Ask: ranks take their targets apart and exchange descriptions of them. One collective, two for many ranks. Then

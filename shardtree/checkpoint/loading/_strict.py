@@ -154,29 +154,36 @@ def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
     return lines
 
 
-_LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
-_UNFILLED = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
+LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
+UNFILLED = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
+UNASKED = "load: stored values that only some ranks had are left out: no rank's target has their keys"
+_FIXES = {
+    LEFT_OUT: "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded.",
+    UNFILLED: "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode.",
+    UNASKED: "Put these keys in a rank's target, or pass another strict mode.",
+}
+"""What isn't in the result of a load, and what to do about that."""
 
 
-def refuse_omissions(strict: StrictHandling, left_out: Sequence[str], unfilled: Sequence[str]) -> None:
-    """Raise if stored plain values can't be returned, or plain tensors not filled, where a mode raises for all.
+def refuse_omitted(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
+    """Raise if stored values aren't loaded, or plain tensors not filled, where a mode raises for all.
 
     Args:
         strict: the mode.
-        left_out: paths of the stored values.
-        unfilled: paths of the target's plain tensors.
+        what: `LEFT_OUT`, `UNFILLED` or `UNASKED`.
+        paths: of the values or tensors.
 
     Raises:
-        KeyMismatch: there is such a value or tensor.
+        KeyMismatch: there is one.
     """
-    if strict is not _S.RAISE_ALL:
-        return
-    if left_out:
-        fix = "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
-        raise KeyMismatch(error_text(_LEFT_OUT, offenders=left_out, fix=fix))
-    if unfilled:
-        fix = "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."
-        raise KeyMismatch(error_text(_UNFILLED, offenders=unfilled, fix=fix))
+    if strict is _S.RAISE_ALL and paths:
+        raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))
+
+
+def log_omitted(what: str, paths: Sequence[str]) -> None:
+    """Log the paths of what isn't in the result, if there are any."""
+    if paths:
+        logger.warning("\n  ".join([what, *map(error_text, paths)]))
 
 
 def log_untaken(untaken: Mapping[str, str]) -> None:
@@ -184,15 +191,3 @@ def log_untaken(untaken: Mapping[str, str]) -> None:
     if untaken:
         lines = [error_text(f"{name!r}: {why}") for name, why in sorted(untaken.items())]
         logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))
-
-
-def log_left_out(paths: Sequence[str]) -> None:
-    """Log the paths of stored plain values that can't be returned, if there are any."""
-    if paths:
-        logger.warning("\n  ".join([_LEFT_OUT, *map(error_text, paths)]))
-
-
-def log_unfilled(paths: Sequence[str]) -> None:
-    """Log the paths of a target's plain tensors for which nothing is stored, if there are any."""
-    if paths:
-        logger.warning("\n  ".join([_UNFILLED, *map(error_text, paths)]))
