@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import shardtree as st
+from shardtree.checkpoint.conversion._single import SingleFile
 from shardtree.errors import AlreadyACheckpoint, StorageError, StrategyError, UnsupportedValue
 from shardtree.storage import LocalStorage
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
-from shardtree.world import simulate
+from shardtree.world import World, simulate
 from tests.cli.checkpoints import run
 
 WEIGHTS = {"base.lora_A": torch.arange(6.0).view(2, 3), "base.lora_B": torch.ones(3, dtype=torch.bfloat16)}
@@ -159,6 +161,56 @@ def test_a_file_that_is_there_stays(source: Path, tmp_path: Path) -> None:
     with pytest.raises(AlreadyACheckpoint, match="is there already"):
         st.convert(source, tmp_path / "adapter_model.safetensors", backend="huggingface")
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"mine"
+
+
+def made_meanwhile(file: Path) -> Callable[[Any], Any]:
+    """Return a transform during which another program makes the file."""
+
+    def transform(tree: Any) -> Any:
+        file.write_bytes(b"mine")
+        return tree
+
+    return transform
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_that_another_program_makes_meanwhile_stays(
+    ranks: int, verify: bool, source: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "new" / "adapter_model.safetensors"
+    file.parent.mkdir()
+
+    def convert(world: World, transform: Any) -> Any:
+        return st.convert(source, file, backend="huggingface", transform=transform, verify=verify, world=world)
+
+    with pytest.raises(AlreadyACheckpoint, match="is there already") as error:
+        simulate(ranks, lambda world: convert(world, made_meanwhile(file)))
+    assert file.read_bytes() == b"mine"
+    if ranks == 1:
+        assert "the same call moves it once that file is elsewhere" in error.value.__notes__[0]
+    file.unlink()  # as the error advises, after a copy
+    simulate(ranks, lambda world: convert(world, lambda tree: tree))
+    check(file)
+
+
+def test_what_another_conversion_has_not_moved_yet_is_kept_and_finished(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, other = tmp_path / "new" / "adapter_model.safetensors", tmp_path / "other"
+    st.save([st.ShardedTensor.from_rank_offsets("base.lora_A", torch.zeros(2, 3))], other)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(SingleFile, "put", killed)
+        st.convert(source, file, backend="huggingface")
+    with pytest.raises(AlreadyACheckpoint, match="Call that conversion again, which finishes it") as error:
+        st.convert(other, file, backend="huggingface")
+    assert f".{file.name}.convert" in str(error.value)
+    st.convert(source, file, backend="huggingface")  # as the error advises
+    check(file)
 
 
 def test_a_common_state_is_refused_as_in_a_folder(tmp_path: Path) -> None:

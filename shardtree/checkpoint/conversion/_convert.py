@@ -368,6 +368,8 @@ def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None,
         is_there = seen.length(METADATA_FILE) is not None or recognized(seen, target.strategies) is not None
         if begun is not None:
             return begun, None, is_there
+        if is_there and target.single is not None:
+            raise target.single.occupied()
         if is_there:
             what = f"convert: {target.storage.where()!r} already holds a checkpoint"
             raise AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))

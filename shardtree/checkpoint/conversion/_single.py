@@ -46,10 +46,26 @@ class SingleFile:
         what = f"convert: the file {self.above.where(self.name)!r} is there already"
         return AlreadyACheckpoint(error_text(what, fix="Convert to another one."))
 
+    def occupied(self) -> AlreadyACheckpoint:
+        """Return the error for a hidden folder in which another conversion has finished all but the file's name."""
+        what = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
+        found = f"its model in {self.above.where(self.folder)!r}"
+        fix = "Call that conversion again, which finishes it, or convert to another file."
+        return AlreadyACheckpoint(error_text(what, found=found, fix=fix))
+
     def put(self, *, durable: bool) -> None:
-        """Give the file its name, once its folder was compared."""
+        """Give the file its name, once its folder was compared.
+
+        Raises:
+            AlreadyACheckpoint: another program has made a file of that name meanwhile.
+        """
         if self.is_there:
             return
+        if self.above.length(self.name) is not None:
+            error = self.refused()
+            where = self.above.where(f"{self.folder}/{_DRAFT}")
+            error.add_note(f"convert: {where!r} was written, and the same call moves it once that file is elsewhere")
+            raise error
         move(self.above, f"{self.folder}/{_DRAFT}", self.name)
         if durable:
             sync_folder(self.above)
