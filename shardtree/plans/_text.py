@@ -72,12 +72,13 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     return {key: _same_numbers(key, names) for key, names in near.items() if names}
 
 
-def near_patterns(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
+def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
     """Return patterns that fit no key, quoted, each with what may be meant: other stars, other letters, or a key.
 
     Args:
         patterns: that fit nothing.
         keys: what there is.
+        widen: whether stars across dots may be meant; not where what fits is lost, and they may fit far more.
 
     Examples:
         >>> for line in near_patterns(["*.weight", "**.wieght", "h.bais", "x"], ["h.0.weight", "h.bias"]):
@@ -90,17 +91,17 @@ def near_patterns(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
     listed = list(patterns)
     near = near_names(listed, keys)
     parts = {part for key in keys if "*" in "".join(listed) for part in key.split(".")}
-    meant = {one: _nearly(one, keys, parts) or near.get(one) for one in listed[:_KEYS]}
+    meant = {one: _nearly(one, keys, parts, widen) or near.get(one) for one in listed[:_KEYS]}
     return [repr(one) + (f" (did you mean {meant[one]!r}?)" if meant.get(one) else "") for one in listed]
 
 
-def _nearly(pattern: str, keys: Collection[str], parts: Collection[str]) -> str | None:
-    """Return a pattern that fits keys: with stars across dots, and each part as one that there is."""
+def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
+    """Return a pattern that fits keys: each part as one that there is, or with stars across dots too."""
     own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
     near = near_names(own, parts) if "*" in pattern else {}
     spelled = ".".join(near.get(part, part) for part in pattern.split("."))
-    found = (each for each in (spelled, spelled.replace("**", "*").replace("*", "**")) if "*" in each)
-    return next((each for each in found if any(map(key_matcher([each]), keys))), None)
+    wider = [spelled.replace("**", "*").replace("*", "**")] if widen else []
+    return next((each for each in [spelled, *wider] if "*" in each and any(map(key_matcher([each]), keys))), None)
 
 
 def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:

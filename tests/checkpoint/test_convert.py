@@ -312,6 +312,14 @@ WRITTEN = {
 }
 
 
+def test_no_star_is_widened_in_a_pattern_of_what_is_left_out() -> None:
+    source = saved({"a": tensor("opt.m.weight", W), "b": tensor("layer.b.weight", W)})
+    for pattern, meant in (("*.weight", ""), ("opt.*", ""), ("opt.*.wieght", "(did you mean 'opt.*.weight'?)")):
+        with pytest.raises(KeyMismatch, match=r"\*\* any") as error:
+            converted(source, leave_out=[pattern])
+        assert meant in str(error.value) and "mean '*" not in str(error.value)
+
+
 @pytest.mark.parametrize("backend", ["huggingface", native, "torch_dist", "zarr"])
 def test_tensors_of_a_common_state_that_is_left_out_are_written(backend: str) -> None:
     folder, report = converted(saved(BUFFERS), backend=backend, leave_out=["common"], max_bytes_in_flight=8)

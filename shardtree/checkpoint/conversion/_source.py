@@ -175,9 +175,12 @@ def left_out_keys(
     names = {name for key, shard in metadata.items() for name in (key, shard.key)} | {*others}
     nothing = [pattern for pattern in listed if not any(map(key_matcher([pattern]), names))]
     if nothing:
-        fix = "Correct the pattern, or take it out if there is nothing to leave out."
+        fix = (
+            "Correct the pattern, or take it out if there is nothing to leave out. * is one part between dots, ** any\n"
+            "  number of them."
+        )
         what = "convert: leave_out names what isn't in the source"
-        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names), fix=fix))
+        raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names, widen=False), fix=fix))
     note_shell_patterns("convert: leave_out", listed, names)
     is_named = key_matcher(listed)
     return tuple(key for key, shard in metadata.items() if is_named(key) or is_named(shard.key))
