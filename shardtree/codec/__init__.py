@@ -13,6 +13,7 @@ from ._dtypes import (
     dtype_from_tag,
     dtype_name,
     format_tag,
+    is_dense,
     is_tagged,
     row_major_bits,
 )

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._dtypes import dtype_from_name, dtype_from_tag, dtype_name, format_tag, is_quantised, is_tagged, row_major_bits
+from ._dtypes import (
+    dtype_from_name,
+    dtype_from_tag,
+    dtype_name,
+    format_tag,
+    is_dense,
+    is_quantised,
+    is_tagged,
+    row_major_bits,
+)
 from ._header import MAX_INT, element_count
 from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, plain_blob
 
@@ -38,7 +47,7 @@ NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM
 
 
 def _encode_tensor(value: torch.Tensor, child: Child) -> Node:
-    if value.layout is not torch.strided or value.is_meta or value.is_nested or is_quantised(value.dtype):
+    if not is_dense(value):
         return NotImplemented
     bits = row_major_bits(value).numpy()
     if is_tagged(value.dtype):

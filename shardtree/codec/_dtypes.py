@@ -205,6 +205,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is its elements, each of which has memory: not sparse, nested, quantised or meta.
+
+    Examples:
+        >>> is_dense(torch.eye(2).t()), is_dense(torch.eye(2).to_sparse())
+        (True, False)
+    """
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or is_quantised(tensor.dtype))
+
+
 def row_major_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in row-major order on the CPU: a view if its memory is that already, else a copy.
 

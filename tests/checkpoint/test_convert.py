@@ -366,6 +366,19 @@ def test_tensors_of_a_common_state_without_a_key_of_their_own_are_named() -> Non
     assert report.left_out == ("common", *named)
 
 
+SPECIAL = {"sparse": torch.eye(3).to_sparse(), "sparse rows": torch.ones(2, 3).to_sparse(1)}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_tensor_that_is_not_its_elements_is_named(kind: str) -> None:
+    tree = {"w": tensor("w", W), "c": {"buffer": SPECIAL[kind], "seen": torch.ones(2)}}
+    source = saved(tree, options=SaveOptions(allow_pickle=True), sharded_strategy="dcp")
+    for left_out in (["common"], ["common", "c.seen"]):
+        folder, report = converted(source, leave_out=left_out, allow_pickle=True, backend="huggingface")
+        assert report.left_out[-2:] == ("common", "common['c']['buffer']")
+        assert st.load_plain_tensors(folder).keys() == {"w", "c.seen"} - {*left_out}
+
+
 def test_a_common_state_that_is_pickled_may_be_left_out_unread() -> None:
     source = saved({"w": tensor("w", W), "fn": Path.joinpath}, options=SaveOptions(allow_pickle=True))
     folder, report = converted(source, leave_out=["common"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...codec import is_dense
 from ...errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, error_text, render_path
 from ...geometry import slices
 from ...lazy import Fetch, LazyTensor, stored
@@ -19,7 +20,7 @@ from ...plans import near_patterns
 from ...storage import Directory, in_larger_requests, storage_at
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
-from ...trees import holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
+from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
 from ...world import World, one_process, share
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common, open_at, parse_together
@@ -85,7 +86,7 @@ def source_tree(
 
     Returns:
         The dict; the keys and unique keys that patterns leave out of it; and the paths of tensors in a common state
-        that is left out which lie in a value, such as a set, or whose key another tensor has.
+        that is left out which lie in a value, such as a set, whose key another tensor has, or which are sparse.
 
     Raises:
         KeyMismatch: a pattern names nothing.
@@ -99,15 +100,16 @@ def source_tree(
 
 
 def _tensors_of_common(opened: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
-    shards, others = dict[str, Shard](), []
+    shards, others, common = dict[str, Shard](), [], HOLE
     # What takes pickled code to read stays unread: it may be why it is left out.
     with suppress(UnsafeFile, UnsupportedValue):
-        for path, leaf in leaves_with_paths(load_common(opened.checkpoint, None, opened.strategies)):
-            key = path_key(path)
-            if isinstance(leaf, torch.Tensor) and key not in opened.metadata and key not in shards:
-                shards[key] = _held(SourceKey(key), leaf.detach(), note)
-            elif holds_tensors(leaf):
-                others.append(render_path(path, COMMON))
+        common = load_common(opened.checkpoint, None, opened.strategies)
+    for path, leaf in leaves_with_paths(common):
+        key = path_key(path)
+        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and key not in opened.metadata and key not in shards:
+            shards[key] = _held(SourceKey(key), leaf.detach(), note)
+        elif holds_tensors(leaf):
+            others.append(render_path(path, COMMON))
     return shards, tuple(others)
 
 

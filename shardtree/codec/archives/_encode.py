@@ -17,7 +17,7 @@ import torch
 from ...errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...trees import Hole, Record
 from .._arrays import NUMPY_NAME, NUMPY_SCALARS
-from .._dtypes import check_storable, is_quantised, row_major_bits
+from .._dtypes import check_storable, is_dense, is_quantised, row_major_bits
 from .._nodes import MAX_DEPTH, Child, path_to, plainer, record_of, step_of, type_name
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
@@ -47,7 +47,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 def _tensor(value: torch.Tensor, child: Child) -> Any:
-    if value.layout is not torch.strided or value.is_meta or value.is_nested or not _is_supported(value.dtype):
+    if not is_dense(value) or not _is_supported(value.dtype):
         return NotImplemented
     # torch.save writes a tensor's whole storage: a view of one row of a large tensor must be copied, or all of it goes
     # into the file.
