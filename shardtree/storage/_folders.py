@@ -33,27 +33,41 @@ def folder_in(storage: Storage, name: str) -> Storage:
         >>> whole.read("step_10/a.txt"), folder_in(LocalStorage("/runs"), "step_10")
         (b'abc', LocalStorage(root='/runs/step_10'))
     """
+    if not (plain := inside(name, storage.where())):
+        return storage
     # Of the same kind where that has one, so that it can do the same: exchange whole folders, for one.
     if (folder := can(storage).folder) is not None:
-        return folder(name)
-    found: Storage = around(storage, partial(_with_names_in, name), name)
+        return folder(plain)
+    found: Storage = around(storage, partial(_in_folder, plain), plain)
     return found
 
 
-def _with_names_in(folder: str, call: str, function: Function) -> Function | None:
-    """Return a storage's call with the folder's name before all names that it is given."""
-    if call in ("sibling", "siblings"):
-        return None  # the folder that they are beside is another one
+def _in_folder(folder: str, call: str, function: Function) -> Function | None:
+    # The folder that siblings are beside is another one.
+    return None if call in ("sibling", "siblings") else _InFolder(folder, call, function)
 
-    def full(name: Any) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class _InFolder:
+    """A storage's call with the folder's name before all names that it is given; a value, so that it can be pickled."""
+
+    folder: str
+    call: str
+    function: Function
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if self.call == "remove_all":
+            (names,) = (*given, *named.values())
+            return self.function([*map(self._full, names)])
+        if not given:  # positional: storages call it by other names; the folder itself is the usual one
+            given = (named.pop(next((each for each in ("name", "folder", "old") if each in named), ""), ""),)
+        return self.function(*map(self._full, given), **{key: self._full(value) for key, value in named.items()})
+
+    def _full(self, name: Any) -> Any:
         if not isinstance(name, str):
             return name
-        plain = inside(name, folder)  # the storage would check its own root only, and let "../" leave this folder
-        return f"{folder}/{plain}" if plain else folder
-
-    if call == "remove_all":
-        return lambda names: function([*map(full, names)])
-    return lambda name="", *rest, **options: function(full(name), *map(full, rest), **options)
+        plain = inside(name, self.folder)  # the storage would check its own root only, and let "../" leave this folder
+        return "/".join(filter(None, (self.folder, plain)))
 
 
 # The storage of a path or URL.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from shardtree.storage import (
     is_same_place,
     make_folder,
     move,
+    remove_files,
     remove_folder,
     storage_at,
     sync_folder,
+    wrapped,
     write_parts,
 )
 from shardtree.testing import watched
@@ -71,6 +74,26 @@ def test_a_folder_of_the_same_place_is_the_same() -> None:
     assert not is_same_place(folder_in(whole, "a"), folder_in(whole, "b"))
     assert not is_same_place(folder_in(whole, "a"), folder_in(MemoryStorage(), "a"))
     assert isinstance(folder_in(storage_at("memory://x"), "a"), FsspecStorage)
+    for name in ("a/", "./a", "a//."):
+        assert is_same_place(folder_in(whole, name), folder_in(whole, "a")), name
+
+
+def test_a_folder_takes_names_as_keywords_and_can_be_its_whole(whole: Storage) -> None:
+    folder = folder_in(whole, "a")
+    make_folder(folder)
+    folder.replace(name="x", data=b"1", durable=False)
+    assert folder.names(folder="") == folder.names() == ("x",) == whole.names("a")
+    assert folder.length(name="x") == folder_in(whole, "").length("a/x") == 1
+    remove_files(folder, ["x"])
+    assert folder.names() == ()
+
+
+def test_a_folder_of_a_wrapped_storage_can_be_pickled(tmp_path: Path) -> None:
+    folder = folder_in(wrapped(LocalStorage(str(tmp_path))), "a")
+    make_folder(folder)
+    again = pickle.loads(pickle.dumps(folder))
+    again.replace("x", b"1", durable=False)
+    assert folder.read("x") == b"1" and is_same_place(again, LocalStorage(str(tmp_path / "a")))
 
 
 def test_a_folder_is_renamed_with_all_that_is_in_it(whole: Storage) -> None:
