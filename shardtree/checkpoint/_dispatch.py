@@ -145,8 +145,15 @@ def alike(options: object, doing: str = "") -> dict[str, object]:
     """
     names = _ALIKE.get(type(options), ())
     usual = type(options)() if names else None
-    values = {name: (getattr(options, name), getattr(usual, name)) for name in names}
+    values = {name: (_unordered(getattr(options, name)), getattr(usual, name)) for name in names}
     return {f"{doing}{name}": value for name, (value, default) in values.items() if value != default}
+
+
+def _unordered(value: object) -> object:
+    """Return classes in an order of their own: in that of a list or tuple nothing is said."""
+    if isinstance(value, (list, tuple)) and all(isinstance(each, type) for each in value):
+        return tuple(sorted(value, key=repr))
+    return value
 
 
 def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:

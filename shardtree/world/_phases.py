@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from ..errors import REMOTE_TWINS, RemoteError, UnsupportedValue, WorldError, attributes_of, error_text
@@ -40,6 +41,7 @@ class _Outcome:
 
 
 Given = Mapping[str, object]
+_LONG = 200
 """Arguments that must be the same on all ranks, by name. They travel as texts: what has its usual value is left out."""
 
 
@@ -308,7 +310,13 @@ def _gather_outcomes(
 
 
 def _texts(given: Given | None) -> Mapping[str, str] | None:
-    return {name: repr(value)[:200] for name, value in given.items()} if given else None
+    return {name: _text(value) for name, value in given.items()} if given else None
+
+
+def _text(value: object) -> str:
+    """Return a value as text: all of it in a digest where that is long, and lists as the tuples that mean the same."""
+    text = repr(tuple(value) if isinstance(value, list) else value)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}... ({blake2b(text.encode(), digest_size=8).hexdigest()})"
 
 
 def _check_phases(outcomes: Mapping[int, object]) -> None:

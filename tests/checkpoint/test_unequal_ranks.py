@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, WorldError
-from shardtree.storage import MemoryStorage
+from shardtree.storage import MemoryStorage, folder_in
 from shardtree.world import World
 
 
@@ -158,7 +158,7 @@ READS: dict[str, tuple[Call, list[str]]] = {
     ),
     "a conversion's patterns": (
         lambda root, world: convert(root, world, leave_out=["w"] if world.rank else []),
-        ["leave_out=[]", "leave_out=['w']"],
+        ["leave_out=()", "leave_out=('w',)"],
     ),
     "a conversion's comparison": (
         lambda root, world: convert(root, world, verify=world.rank == 0),
@@ -270,3 +270,47 @@ def test_every_call_refuses_options_of_another_class(use: Any, options: Any) -> 
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, root)
     with pytest.raises(CheckpointingException, match=r"options"):
         use(root, options)
+
+
+class One(NamedTuple):
+    a: int
+
+
+class Two(NamedTuple):
+    a: int
+
+
+MANY = [f"layers.{number}.weight" for number in range(100)]
+ALIKE: dict[str, Call] = {
+    "patterns": lambda root, world: beside(root, world, (["w"], ("w",))[world.rank]),
+    "no patterns": lambda root, world: beside(root, world, ([], ())[world.rank]),
+    "names": lambda root, world: reading(root, world, parameter_names=(MANY, tuple(MANY))[world.rank]),
+    "classes": lambda root, world: reading(root, world, types=([One, Two], (Two, One))[world.rank]),
+    "no classes": lambda root, world: reading(root, world, types=([], ())[world.rank]),
+}
+
+
+def beside(root: MemoryStorage, world: World, leave_out: Any) -> Any:
+    return st.convert(root, folder_in(root, "there"), backend="safetensors", leave_out=leave_out, world=world)
+
+
+def reading(root: MemoryStorage, world: World, **options: Any) -> Any:
+    return load(root, world, options=st.LoadOptions(**options))
+
+
+@pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
+def test_arguments_that_mean_the_same_are_the_same(call: Call) -> None:
+    root = MemoryStorage()
+    st.simulate(2, lambda world: save(root, world))
+    st.simulate(2, lambda world: call(root, world))
+
+
+def test_long_arguments_are_compared_to_their_ends() -> None:
+    root = MemoryStorage()
+    st.simulate(2, lambda world: save(root, world))
+
+    def on_rank(world: World) -> None:
+        with pytest.raises(WorldError, match=r"parameter_names=\('layers.0.*\.\.\. \([0-9a-f]{16}\)"):
+            reading(root, world, parameter_names=[*MANY, f"last {world.rank}"])
+
+    st.simulate(2, on_rank)
