@@ -40,7 +40,7 @@ from .._dispatch import alike, backends_of, given_options
 from .._lazy_tree import tree_of
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
-from ..saving._start import Held, SaveStart, inspect_folder, make_folder, pending_save
+from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
 from ._identity import conversion_digest
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
@@ -386,8 +386,8 @@ def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
 def _begin(target: Destination, journal: Journal, start: SaveStart) -> None:
     """Make the folder and the journal of a new conversion."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
-    held = Held()
-    make_folder(pending, held, target.backends, target.strategies)
-    if held.folder is not None:
-        held.folder.wait()  # here, since each batch has a pending save of its own
+    running = RunningSave()
+    make_folder(pending, running, target.backends, target.strategies)
+    if running.folder is not None:
+        running.folder.wait()  # here, since each batch has a pending save of its own
     begin_journal(journal, pending.save_id, durable=target.options.durable)

@@ -26,7 +26,7 @@ from ...trees import HOLE
 from ...world import World, gather, on_rank_zero
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
-from ..saving._start import Held
+from ..saving._start import RunningSave
 from ._journal import Journal, announcer, recall, record, recorded, recording, remove_others
 from ._plan import Batch, Plan
 from ._single import SingleFile
@@ -127,7 +127,7 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
     """
     save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
     writes, chosen = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
-    save_request(save, Held(), writes, {}, *chosen)
+    save_request(save, RunningSave(), writes, {}, *chosen)
 
 
 def write_batches(
@@ -267,7 +267,7 @@ def _request(
     writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
     try:
         request = save_request(
-            pending, Held(), writes, common, destination.choices, destination.backends, destination.strategies
+            pending, RunningSave(), writes, common, destination.choices, destination.backends, destination.strategies
         )
     except UnsupportedValue as error:
         keys = sorted({item.key for item in batches[rank].objects})

@@ -33,7 +33,7 @@ from ...world import step
 from .._dispatch import Backends, Choice, strategy_of
 from .._united import united_field
 from ._replace import check_same, clean_up, swap_folders
-from ._start import Held, end, is_recognized
+from ._start import RunningSave, end, is_recognized
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
@@ -41,7 +41,7 @@ Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
 
 def save_request(
     pending: PendingSave,
-    held: Held,
+    running: RunningSave,
     writes: Writes,
     common: Any,
     choices: tuple[Choice, Choice],
@@ -53,7 +53,7 @@ def save_request(
 
     Args:
         pending: what the parts go to.
-        held: what this rank holds of the save.
+        running: what this rank holds of the save.
         writes: the tensors and objects that are this rank's to write.
         common: the common tree, with holes where shards were.
         choices: what the caller named as strategies for the shards and the common state.
@@ -92,10 +92,10 @@ def save_request(
     removes_saves = any(request.removes_saves for request in requests)
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, held, requests, write_common, strategies, recognizes=recognizes),
-        commit=partial(_commit, pending, held, requests, write_common, fields, check, finish),
+        async_fn=partial(_write, pending, running, requests, write_common, strategies, recognizes=recognizes),
+        commit=partial(_commit, pending, running, requests, write_common, fields, check, finish),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, pending, held, requests),
+        abandon=partial(_abandon, pending, running, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
             _call_each,
@@ -150,7 +150,7 @@ def _call_each(*fns: Callable[[], None]) -> None:
 
 def _write(
     pending: PendingSave,
-    held: Held,
+    running: RunningSave,
     requests: Sequence[AsyncRequest[Any]],
     write_common: Callable[[], Fields],
     strategies: Strategies | None,
@@ -159,12 +159,12 @@ def _write(
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run saves the storage that look.
-    if held.has_run or can(pending.storage).replace_if is None:
+    if running.has_run or can(pending.storage).replace_if is None:
         with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
-    held.has_run = True
+    running.has_run = True
     if pending.world.rank == 0:
-        _claim_again(pending, held, strategies)
+        _claim_again(pending, running, strategies)
     if recognizes:
         _check_no_other(pending, strategies)
     if recognizes or pending.world.rank != 0 or can(pending.storage).replace_if is None:
@@ -173,11 +173,11 @@ def _write(
         # Small, and waits for nothing: beside the uploads, it takes no time.
         with ThreadPoolExecutor(1) as thread:
             with suppress(RuntimeError):  # while the interpreter ends, no thread can start: the commit writes it then
-                held.common = thread.submit(write_common).result
+                running.common = thread.submit(write_common).result
             written = tuple(request.async_fn() for request in requests)
-    if held.folder is not None:
+    if running.folder is not None:
         # The new folder's entry was synced by another thread meanwhile: it must be on the medium before the commit.
-        held.folder.wait()
+        running.folder.wait()
     return written
 
 
@@ -203,7 +203,7 @@ def _lost_to_another(pending: PendingSave) -> Iterator[None]:
         raise AlreadyACheckpoint(error_text(what, fix=fix)) from error
 
 
-def _claim_again(pending: PendingSave, held: Held, strategies: Strategies | None) -> None:
+def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strategies | None) -> None:
     """Make the folder again for an abandoned save whose request is run once more."""
     if pending.replaced is not None:
         check_same(pending.replaced, strategies)
@@ -211,20 +211,20 @@ def _claim_again(pending: PendingSave, held: Held, strategies: Strategies | None
         return
     if pending.replaced is not None:
         pending.replaced.sibling.make(owner_note(pending.save_id), durable=pending.options.durable)
-    held.claim = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    running.claim = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
 
 
-def _abandon(pending: PendingSave, held: Held, requests: Sequence[AsyncRequest[Any]]) -> None:
+def _abandon(pending: PendingSave, running: RunningSave, requests: Sequence[AsyncRequest[Any]]) -> None:
     try:
         for request in requests:
             request.abandon()
     finally:
-        end(pending, held)
+        end(pending, running)
 
 
 def _commit(
     pending: PendingSave,
-    held: Held,
+    running: RunningSave,
     requests: Sequence[AsyncRequest[Any]],
     write_common: Callable[[], Fields],
     fields: Fields,
@@ -242,7 +242,7 @@ def _commit(
         with step("save: index"):
             merged |= _checked_fields(request.commit([part[number] for part in written]))
     with step("save: common state"):
-        written_beside, held.common = held.common, None  # a commit that is tried again writes it itself
+        written_beside, running.common = running.common, None  # a commit that is tried again writes it itself
         merged |= (written_beside or write_common)()
     try:
         finish(merged)

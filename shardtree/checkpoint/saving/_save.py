@@ -36,7 +36,7 @@ from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
 from ._common import common_to_store
 from ._parts import TreeParts, take_apart, take_apart_for_later
-from ._start import Held, SaveCall, SaveStart, begin, check_union, compared, folder_at, pending_here, start_of
+from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, compared, folder_at, pending_here, start_of
 
 
 @shielded
@@ -181,7 +181,7 @@ class LocalSave:
         storage: where to.
         description: of its shards, None where ranks don't compare them.
         pending: on rank 0, the save that it began; else None.
-        held: what this rank holds of it.
+        running: what this rank holds of it.
     """
 
     parts: TreeParts
@@ -190,7 +190,7 @@ class LocalSave:
     storage: Storage
     description: Description | None
     pending: PendingSave | None
-    held: Held
+    running: RunningSave
 
 
 def meet(
@@ -221,9 +221,9 @@ def meet(
             hashed = common_digest(compared(call, own.common), allow_pickle=call.options.allow_pickle)
             description = describe(own.tensors, own.objects, call.world.rank, hashed, known, ranks=call.world.size)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
-        held = Held()
-        pending = begin(call, storage, backends, held, undo) if call.world.rank == 0 else None
-        return LocalSave(own, known, backends, storage, description, pending, held)
+        running = RunningSave()
+        pending = begin(call, storage, backends, running, undo) if call.world.rank == 0 else None
+        return LocalSave(own, known, backends, storage, description, pending, running)
 
     def message(local: LocalSave) -> Message:
         description = brief(local.description, call.world.size)
@@ -321,7 +321,7 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: S
         tensors = snapshot_shards(tensors)
     known, writes, parts = replace(pending, layout=columns, world=call.world), (tensors, objects), local.parts
     backends = (call.choices, local.backends, call.strategies)
-    return save_request(known, local.held, writes, parts.common, *backends, parts.united)
+    return save_request(known, local.running, writes, parts.common, *backends, parts.united)
 
 
 def share_out(

@@ -165,8 +165,8 @@ class SaveStart:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """What a rank holds of a save until that ends, and how far its request has come.
+class RunningSave:
+    """A save that a rank has begun and not ended: what marks it as alive, and how far its request has come.
 
     Attributes:
         claim: marks the save as alive; on rank 0 alone.
@@ -181,14 +181,14 @@ class Held:
     common: Callable[[], Any] | None = None
 
 
-def begin(call: SaveCall, storage: Storage, backends: Backends, held: Held, undo: ExitStack) -> PendingSave:
+def begin(call: SaveCall, storage: Storage, backends: Backends, running: RunningSave, undo: ExitStack) -> PendingSave:
     """Return the pending save whose folder is made; on rank 0.
 
     Args:
         call: the call of `save`.
         storage: where to.
         backends: of the shards and of the common state.
-        held: gets the claim on the save, and the folder.
+        running: gets the claim on the save, and the folder.
         undo: gets a callback that removes the folder again, as long as nothing is in it.
 
     Raises:
@@ -207,14 +207,14 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, held: Held, undo
     except BaseException:
         if made is not None:
             made.drop()
-            end(PendingSave(storage, save_id, call.world), Held(claim(save_id)))
+            end(PendingSave(storage, save_id, call.world), RunningSave(claim(save_id)))
         raise
-    undo.callback(_undo, pending, held)
+    undo.callback(_undo, pending, running)
     with step("save: make the folder"):
         if made is None:
-            make_folder(pending, held, backends, call.strategies)
+            make_folder(pending, running, backends, call.strategies)
         else:
-            held.claim = made.result()
+            running.claim = made.result()
     return pending
 
 
@@ -308,7 +308,7 @@ def start_of(pending: PendingSave) -> SaveStart:
     return SaveStart(pending.save_id, pending.before, None if pending.replaced is None else pending.replaced.stamp)
 
 
-def make_folder(pending: PendingSave, held: Held, backends: Backends, strategies: Strategies | None) -> None:
+def make_folder(pending: PendingSave, running: RunningSave, backends: Backends, strategies: Strategies | None) -> None:
     """Make a save's folder, and hold it.
 
     Rank 0 waits after its own writing until the folder is on the medium, not here, where all others would wait too.
@@ -319,27 +319,27 @@ def make_folder(pending: PendingSave, held: Held, backends: Backends, strategies
     """
     durable = pending.options.durable
     # Before any file: another save's clean-up removes what belongs to a save that isn't known to be alive.
-    held.claim = claim(pending.save_id)
+    running.claim = claim(pending.save_id)
     if pending.replaced is not None:
         make_sibling(pending.replaced.storage, pending.save_id, strategies, durable=durable)
         return
-    held.folder = new_folder(pending.storage, durable=durable)
+    running.folder = new_folder(pending.storage, durable=durable)
     # Not synced here: the commit syncs the storage's own folder.
     make_save_folder(pending.storage, pending.save_id, durable=False)
     if not _in_save_folder(backends, strategies):
         _check_no_other_save(pending.storage, pending.save_id)
 
 
-def _undo(pending: PendingSave, held: Held) -> None:
-    end(pending, held)
+def _undo(pending: PendingSave, running: RunningSave) -> None:
+    end(pending, running)
     # Only here, in a failed call: by the time a request is abandoned, its caller may rely on the folder.
-    if held.folder is not None:
-        held.folder.remove()
+    if running.folder is not None:
+        running.folder.remove()
 
 
-def end(pending: PendingSave, held: Held) -> None:
+def end(pending: PendingSave, running: RunningSave) -> None:
     """Mark a save as ended, and remove the folder that it made unless files are in it. Never raises."""
-    if held.claim is None:  # only rank 0 has one
+    if running.claim is None:  # only rank 0 has one
         return
     release(pending.save_id)
     storage = pending.storage if pending.replaced is None else pending.replaced.storage
