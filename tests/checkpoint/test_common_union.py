@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as hypothesis
 
 import shardtree as st
-from shardtree.checkpoint.loading import _checks
+from shardtree.checkpoint.loading import _strict
 from shardtree.errors import CorruptCheckpoint, IntegrityError, KeyMismatch, MetadataError, WorldError, render_path
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import encode_metadata, read_metadata
@@ -133,7 +133,7 @@ def test_what_no_rank_names_of_a_union_is_listed(keys: Any) -> None:
 
 
 def test_the_law_of_unions_catches_ranks_that_list_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks.Omissions, "unasked_by_all", lambda self, unasked: ())
+    monkeypatch.setattr(_strict.Omissions, "unasked_by_all", lambda self, unasked: ())
     assert_caught(nothing_united_vanishes, st.load, TWO_LOADS)
 
 

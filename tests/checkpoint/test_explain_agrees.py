@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _checks, _explain, _foretell
+from shardtree.checkpoint.loading import _checks, _explain, _foretell, _strict
 from shardtree.checkpoint.loading._checks import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
@@ -283,7 +283,7 @@ def without(name: str, faulty: Callable[..., Any], module: Any = _explain) -> Ex
 
 def unjoined(*_: Any) -> Any:
     """A planted fault: nothing is joined, so that everything fits."""
-    return _checks.Omissions()
+    return _strict.Omissions()
 
 
 def reads_all(*args: Any, **options: Any) -> st.plans.Explanation:

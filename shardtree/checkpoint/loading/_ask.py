@@ -39,7 +39,7 @@ from .._open import (
 )
 from .._united import united_of
 from ._auto import Place, bytes_wanted_twice, exchange_choice, place_of
-from ._checks import Keys, ObjectsFit, Omissions, check_rank, check_target, named_unexpected
+from ._checks import Keys, ObjectsFit, check_rank, check_target, named_unexpected
 from ._read import Destination, Reading, destination_of
 from ._strict import (
     LEFT_OUT,
@@ -47,6 +47,7 @@ from ._strict import (
     UNASKED,
     UNFILLED,
     WITH_MISSING,
+    Omissions,
     StrictHandling,
     log_keys,
     log_omitted,

@@ -40,7 +40,7 @@ from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, 
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
 from ._plain import asking_whole, refuse_renamed, unfilled
-from ._strict import LEFT_OUT, RAISING, UNFILLED, StrictHandling, refuse_keys, refuse_omitted
+from ._strict import LEFT_OUT, RAISING, UNFILLED, Omissions, StrictHandling, refuse_keys, refuse_omitted
 from ._targets import Kinds, Target, is_sharded, without_unexpected
 
 # Sharded objects that are asked for in another shape than is stored, and the rules for them
@@ -302,31 +302,6 @@ class Keys:
     stored: Callable[[], set[str]]
     kinds: Callable[[Set[str]], Kinds]
     united: United
-
-
-@dataclass(frozen=True, slots=True)
-class Omissions:
-    """What a load leaves out.
-
-    Attributes:
-        left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
-        unfilled: paths of plain tensors of the target for which nothing is stored.
-        united: paths of all plain values of a common state that is the union of several ranks'.
-        unasked: of each rank, which of them its part of the union lacks, as bits.
-    """
-
-    left_out: tuple[str, ...] = ()
-    unfilled: tuple[str, ...] = ()
-    united: tuple[TreePath, ...] = ()
-    unasked: tuple[bytes, ...] = ()
-
-    def unasked_by_all(self, unasked: Sequence[bytes]) -> tuple[str, ...]:
-        """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
-        if len(set(map(len, unasked))) != 1:  # nothing was united, or a function of the caller's loads other states
-            return ()
-        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in unasked])
-        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.united)))
-        return tuple(render_path(self.united[number]) for number in numbers)
 
 
 def check_rank(

@@ -28,7 +28,6 @@ from ._checks import (
     CommonOf,
     Keys,
     ObjectsFit,
-    Omissions,
     Run,
     check_rank,
     fit_objects,
@@ -37,10 +36,9 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._foretell import PlannedReads, foretold_exchange, planned_reads, rank_reads, undecided
-from ._plain import asking_whole
+from ._foretell import PlannedReads, fitting_shards, foretold_exchange, planned_reads, rank_reads, undecided
 from ._read import by_dtype
-from ._strict import RAISING, UNASKED, StrictHandling, mismatched_keys, parse_strict, refuse_omitted
+from ._strict import RAISING, UNASKED, Omissions, StrictHandling, mismatched_keys, parse_strict, refuse_omitted
 from ._targets import Kinds, Target, check_given, take_apart, usable_device
 
 Shards = Sequence[ShardedTensor]
@@ -142,7 +140,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     problems = _each_once([fit.problems, fit.unexpected if mode in RAISING else ()])
 
     def fitting() -> Iterator[Shards]:
-        yield from (_fitting(trees[rank], problems, kinds) for rank in asked.ranks)
+        yield from (fitting_shards(trees[rank], problems, kinds) for rank in asked.ranks)
 
     planned, columns = PlannedReads(), None if failed.ranks else asked.columns
     with failed.recorded(ranks):
@@ -187,12 +185,7 @@ def _both(one: _Fit, other: _Fit) -> _Fit:
         (*one.reads, *other.reads),
         _each_once([one.problems, other.problems]),
         _each_once([one.unexpected, other.unexpected]),
-        Omissions(
-            tuple(dict.fromkeys((*one.omitted.left_out, *other.omitted.left_out))),
-            tuple(dict.fromkeys((*one.omitted.unfilled, *other.omitted.unfilled))),
-            one.omitted.united or other.omitted.united,
-            (*one.omitted.unasked, *other.omitted.unasked),
-        ),
+        one.omitted.with_those_of(other.omitted),
         tuple(dict.fromkeys((*one.uncompared, *other.uncompared))),
         tuple(dict.fromkeys((*one.undecided, *other.undecided))),
         one.converts or other.converts,
@@ -273,13 +266,6 @@ def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
     for problem in (problem for part in parts for problem in part):
         found.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
     return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)))
-
-
-def _fitting(tree: Any, problems: Sequence[plans.Misfit], kinds: Kinds) -> Shards:
-    """Return the shards of a target of which something would be read: of a tensor with gaps, what is stored."""
-    wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
-    asked = asking_whole(take_apart(tree), kinds).tensors
-    return [shard for shard in asked if shard.key in kinds and shard.key not in wrong]
 
 
 @shielded

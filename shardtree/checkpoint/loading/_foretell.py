@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,18 @@ from ...layouts import ShardColumns, select_rows
 from ...mapping import ShardedTensor
 from ...mapping.memory import given_tensor, tied
 from ...objects import drop_objects
-from ...plans import RankReads, ReadCost, SharedReads, Undecided, plan_reads, read_rounds, stored_elements, wanted_apart
+from ...plans import (
+    Gap,
+    Misfit,
+    RankReads,
+    ReadCost,
+    SharedReads,
+    Undecided,
+    plan_reads,
+    read_rounds,
+    stored_elements,
+    wanted_apart,
+)
 from ...storage import crosses_network
 from ...strategies import Checkpoint, StrategyAction, find_strategy, get_default_strategy
 from .._dispatch import backend_of, sharded_backend
@@ -24,8 +36,9 @@ from ._ask import Choices
 from ._auto import ExchangeChoice, Place, bytes_wanted_twice, exchange_choice
 from ._checks import ObjectsFit
 from ._exchange import by_sharing, cuts_shards, parts_to_read
+from ._plain import asking_whole
 from ._read import by_dtype, columns_of, may_overflow, own_rounds
-from ._targets import Kinds, Target
+from ._targets import Kinds, Target, take_apart
 
 Shards = Sequence[ShardedTensor]
 
@@ -235,3 +248,10 @@ def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
     if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
         return stored_elements(shard, stored)
     return prod(shard.data_shape)
+
+
+def fitting_shards(tree: Any, problems: Sequence[Misfit], kinds: Kinds) -> Shards:
+    """Return the shards of a target of which something would be read: of a tensor with gaps, what is stored."""
+    wrong = {problem.key for problem in problems if not isinstance(problem, Gap)}
+    asked = asking_whole(take_apart(tree), kinds).tensors
+    return [shard for shard in asked if shard.key in kinds and shard.key not in wrong]

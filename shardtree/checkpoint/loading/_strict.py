@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from ...errors import KeyMismatch, error_text
+import numpy as np
+
+from ...errors import KeyMismatch, TreePath, error_text, render_path
 from ...plans import Unexpected, prefix_difference
 from ...strategies import IN_COMMON
 
@@ -152,6 +155,40 @@ def _some(unexpected: Sequence[str], missing: Sequence[str]) -> list[str]:
         more = f"and {len(own) - most + 1} more {kind} ones, all of which are in the error's `{kind}`"
         lines += own if len(own) <= most else [*own[: most - 1], more]
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Omissions:
+    """What a load leaves out.
+
+    Attributes:
+        left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
+        unfilled: paths of plain tensors of the target for which nothing is stored.
+        united: paths of all plain values of a common state that is the union of several ranks'.
+        unasked: of each rank, which of them its part of the union lacks, as bits.
+    """
+
+    left_out: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
+    united: tuple[TreePath, ...] = ()
+    unasked: tuple[bytes, ...] = ()
+
+    def unasked_by_all(self, unasked: Sequence[bytes]) -> tuple[str, ...]:
+        """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
+        if len(set(map(len, unasked))) != 1:  # nothing was united, or a function of the caller's loads other states
+            return ()
+        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in unasked])
+        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.united)))
+        return tuple(render_path(self.united[number]) for number in numbers)
+
+    def with_those_of(self, others: Omissions) -> Omissions:
+        """Return what is left out of the targets of some ranks and of others, each path once."""
+        return Omissions(
+            tuple(dict.fromkeys((*self.left_out, *others.left_out))),
+            tuple(dict.fromkeys((*self.unfilled, *others.unfilled))),
+            self.united or others.united,
+            (*self.unasked, *others.unasked),
+        )
 
 
 LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
