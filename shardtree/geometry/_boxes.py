@@ -187,7 +187,18 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
 
 
 def joined_rows(parts: Sequence[Record]) -> Record:
-    """Return the rows of several records, one at least, all of whose slots are columns, as one."""
+    """Return the rows of several records, one at least, all of whose slots are columns, as one.
+
+    Examples:
+        >>> class Pairs:
+        ...     __slots__ = ("left", "right")
+        ...
+        ...     def __init__(self, left, right):
+        ...         self.left, self.right = left, right
+        >>> both = joined_rows([Pairs(np.array([1]), np.array([2])), Pairs(np.array([3]), np.array([4]))])
+        >>> both.left, both.right
+        (array([1, 3]), array([2, 4]))
+    """
     kind: Any = type(parts[0])
     found: Record = kind(*(np.concatenate([getattr(part, name) for part in parts]) for name in kind.__slots__))
     return found

@@ -74,6 +74,16 @@ def around(storage: Storage, wrap: Callable[[str, Function], Function | None], i
         storage: the other one, which the result has as its ``inner``.
         wrap: from the name of a call and its function to the one that is called instead; None if it can't be done.
         inside: the folder of `storage` that the result is.
+
+    Examples:
+        >>> from functools import partial
+        >>> from shardtree.storage import MemoryStorage
+        >>> def counted(name, function, *rest, **options):
+        ...     print(name)
+        ...     return function(*rest, **options)
+        >>> around(MemoryStorage(), lambda name, function: partial(counted, name, function)).names()
+        names
+        ()
     """
     functions = {name: getattr(storage, name) for name in CALLS} | can(storage).functions()
     functions.pop("folder", None)
