@@ -19,7 +19,7 @@ from ..errors import (
     render_path,
 )
 from ..storage import Buffer
-from ..trees import HOLE, leaves_with_paths, map_sharing, without_holes
+from ..trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
 from ._findings import Damage, Finding, Unchecked, uncovered
 from ._manifest import check_listed
 from ._replaced import refuse_replaced
@@ -113,7 +113,8 @@ def encode_holes(paths: Sequence[TreePath]) -> bytes:
     Raises:
         UnsupportedValue: a dict's key on a path isn't a number, a string or a tuple of them.
     """
-    return write_pickle([tuple(path) for path in paths])
+    # Others' programs read the file too: it has a field's position.
+    return write_pickle([tuple(int(entry) if isinstance(entry, Field) else entry for entry in path) for path in paths])
 
 
 def decode_holes(data: bytes, what: str) -> list[TreePath]:

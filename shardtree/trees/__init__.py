@@ -36,6 +36,7 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
+from ._fields import Field
 from ._join import (
     common_with_holes,
     comparable,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar, cast, overload
 
 import optree
 
 from ..errors import TreeError, TreePath, error_text, plural
 from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from ._nodes import SameTree, Tree, call_on_leaves, check_function, flatten, with_data
+from ._fields import fields_of
+from ._nodes import LEAVES, SameTree, Tree, call_on_leaves, check_function, entries, flatten, with_data
 
 # Maps.
 
@@ -110,11 +111,14 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
 
 
 def path_key(path: TreePath) -> str:
-    """Return a path's entries joined by dots: the default key of the leaf there.
+    """Return a path's entries joined by dots, fields of named tuples by name: the default key of the leaf there.
 
     Examples:
         >>> path_key(("layers", 0, "weight"))
         'layers.0.weight'
+        >>> from collections import namedtuple
+        >>> [path_key(path) for path, _ in leaves_with_paths({"opt": namedtuple("Moment", "mu nu")(1, 2)})]
+        ['opt.mu', 'opt.nu']
     """
     return ".".join(map(str, path))
 
@@ -164,11 +168,27 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
     References:
         jax.tree_util.tree_flatten_with_path.
     """
-    leaves, spec = flatten(tree)
+    kinds: set[type] = set()
+    note = kinds.add  # returns None: not a leaf
+    leaves, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or note(kind))
+    # optree makes all paths at once, with positions for fields: a tree without named tuples costs no more than that.
+    named = {kind for kind in kinds if fields_of(kind)}
+    paths = _with_fields(tree, named) if named else spec.paths()
 
     def rebuild(new: Sequence[Any]) -> Tree:
         if len(new) != spec.num_leaves:
             raise TreeError(error_text("rebuild: wrong number of leaves", found=len(new), expected=spec.num_leaves))
         return spec.unflatten(new)
 
-    return list(zip(spec.paths(), leaves, strict=True)), rebuild
+    return list(zip(paths, leaves, strict=True)), rebuild
+
+
+def _with_fields(tree: Tree, named: Set[type]) -> Iterator[TreePath]:
+    """Yield the paths of a tree's leaves, in which fields stand for the positions of these classes' instances."""
+    parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in named)
+    for path, part in zip(spec.paths(), parts, strict=True):
+        if type(part) not in named:
+            yield path
+            continue
+        for entry, child in (entries(part) or {}).items():
+            yield from ((*path, entry, *rest) for rest in _with_fields(child, named))

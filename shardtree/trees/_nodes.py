@@ -22,6 +22,7 @@ from ..geometry import refuse
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
 from ..mapping.memory import check_has_shape
+from ._fields import NAMESPACE, fields_of
 
 # The hole takes the place of a leaf that was removed. None won't do: it is a value.
 
@@ -48,21 +49,19 @@ Tree = Any
 SameTree = TypeVar("SameTree")
 """A tree whose containers, and the types of whose leaves, a function keeps."""
 
-NAMESPACE: Final = "shardtree"
-
 _OPEN_KINDS = (dict, list, deque)
 _MAPPED_KINDS = (*_OPEN_KINDS, OrderedDict, defaultdict)
 TOO_DEEP = "the tree is too deep, or contains itself"
 _DEEP = 100  # levels; the codec stores no deeper values
 _SHOWN = 4  # of them, in an error
 
-_LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
+LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
 """Types that aren't looked up in optree's registry: plain values, and shards, which are nodes there."""
 
 
 def entries(node: Tree) -> Mapping[Any, Tree] | None:
-    """Return a container's children by entry (key or position) in its own order, or None for a leaf."""
-    if type(node) in _LEAVES:
+    """Return a container's children by entry (key, position or field) in its own order, or None for a leaf."""
+    if type(node) in LEAVES:
         return None
     if is_dict(node):
         return node  # type: ignore[no-any-return]
@@ -71,7 +70,7 @@ def entries(node: Tree) -> Mapping[Any, Tree] | None:
     if _is_leaf(node):
         return None
     children, _, names, _ = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
-    return dict(zip(names, children, strict=True))
+    return dict(zip(fields_of(type(node)) or names, children, strict=True))
 
 
 def like(node: Tree, new: Mapping[Any, Tree]) -> Tree:
@@ -195,24 +194,24 @@ def describe(node: Tree) -> str:
     return f"{name} of length {len(node)}" if is_sequence(node) else name
 
 
-def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+def is_known_leaf(node: Any) -> bool:
+    """Return whether a node's type is a known leaf; optree's own lookup of types takes longer."""
+    return type(node) in LEAVES
+
+
+def flatten(tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure."""
     try:
         # The spec sorts dict keys, so that ranks whose dicts have other orders agree on the order of leaves.
-        leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
+        leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     except RecursionError as error:
         raise depth_error(error, tree) from None
     # To optree a subclass of dict, list or deque is a leaf. Such ones are replaced by the type that they derive from,
     # until none is left below them.
     while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
-        leaves, spec = optree.tree_flatten(again, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
+        leaves, spec = optree.tree_flatten(again, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return leaves, spec
-
-
-def is_known_leaf(node: Any) -> bool:
-    """Return whether a node's type is a known leaf; optree's own lookup of types takes longer."""
-    return type(node) in _LEAVES
 
 
 def _plain(leaf: Any) -> Tree:

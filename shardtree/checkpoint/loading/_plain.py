@@ -102,7 +102,9 @@ def _meant(path: TreePath, common: Any, keys: Collection[str]) -> str:
     key = path_key(path)
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(1, len(parts)))
-    if (end := next((end for end in ends if end in keys), None)) is not None:
+    # Until 0.1.0 a named tuple's fields had positions in keys, as a tuple's items have.
+    by_position = path_key(tuple(int(entry) if isinstance(entry, int) else entry for entry in path))
+    if (end := next((end for end in (by_position, *ends) if end in keys), None)) is not None:
         return f"but {end!r} is"
     node, depth = deepest(common, path)
     # A container of shards alone is one hole. Where their keys are those of their paths, the tensor is none of them:
