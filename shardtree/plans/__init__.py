@@ -1,4 +1,7 @@
-"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan."""
+"""Plans: who writes which shard, and which stored bytes go where, as columns. Every rank computes the same plan.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
 
 from ._bounded import grouped, read_rounds
 from ._cells import Cells, wanted_apart

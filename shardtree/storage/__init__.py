@@ -1,4 +1,7 @@
-"""Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory."""
+"""Bytes: local files, memory, file systems behind URLs, block hashes, and the reads and writes of tensors' memory.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
 
 from ._blocks import (
     BLOCK_BYTES,

@@ -1,4 +1,7 @@
-"""Strategies: the dispatch table, the signatures of its rows, and one package a format."""
+"""Strategies: the dispatch table, the signatures of its rows, and one package a format.
+
+This room isn't settled: its names may still change, those of the root alone stay.
+"""
 
 from ._actions import (
     PROTOCOLS,
