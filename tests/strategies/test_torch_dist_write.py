@@ -306,7 +306,7 @@ def test_shards_that_overlap_are_found_on_rank_0(backend: Any) -> None:
         return {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}
 
     storage = MemoryStorage()
-    with pytest.raises(st.errors.RemoteError, match=r"IntegrityError(.|\n)*'w'.*more than one main replica"):
+    with pytest.raises(st.errors.RemoteError, match=r"IntegrityError(.|\n)*'w'"):
         st.simulate(
             2, lambda world: st.save(twice(world), storage, backend, validate_access_integrity=False, world=world)
         )

