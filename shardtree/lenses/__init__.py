@@ -11,9 +11,7 @@ from ._renamed import by_pattern, renamed, tied
 from ._stacked import expert_keys, expert_stack, stacked_layers, unstacked_layers
 
 __all__ = [
-    "PADDING",
     "AxisRuns",
-    "FusedForm",
     "Lens",
     "StoredForm",
     "as_factory",
@@ -27,7 +25,6 @@ __all__ = [
     "flat_of",
     "gate_and_up",
     "grouped_runs",
-    "joined_parts",
     "mapped_axis",
     "padded_axis",
     "rearranged",

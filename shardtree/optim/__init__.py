@@ -35,7 +35,6 @@ __all__ = [
     "optim_state_by_id",
     "optim_state_by_name",
     "optim_state_to_sharding_state",
-    "per_parameter",
     "reduced_axis",
     "regroup_optim_state",
     "sharded_params_by_name",

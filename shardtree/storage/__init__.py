@@ -73,8 +73,6 @@ from ._threads import Begun, background_threads, in_threads, in_turn, read_ahead
 from ._wrapped import around, wrapped
 
 __all__ = [
-    "AnyBuffer",
-    "Buffer",
     "ByteRanges",
     "BytesReader",
     "Capabilities",
@@ -88,7 +86,6 @@ __all__ = [
     "SizedBuffers",
     "Storage",
     "StoredFile",
-    "Verify",
     "object_storage",
     "wrapped",
 ]

@@ -82,7 +82,6 @@ register_nodes()
 __all__ = [
     "HOLE",
     "Difference",
-    "Hole",
     "Record",
     "apply_factories",
     "apply_factory_merges",
@@ -109,9 +108,6 @@ __all__ = [
     "rename",
     "restrict",
     "select",
-    "shard_leaves",
     "unbox",
-    "values_only",
     "without_data",
-    "without_holes",
 ]

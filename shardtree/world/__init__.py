@@ -12,6 +12,5 @@ __all__ = [
     "current_world",
     "distributed",
     "one_process",
-    "run_processes",
     "simulate",
 ]

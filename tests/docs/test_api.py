@@ -49,6 +49,22 @@ def test_the_page_has_one_line_for_each_name() -> None:
     assert sorted(found) == sorted(expected)
 
 
+def test_a_page_shows_or_says_what_each_name_is() -> None:
+    # What no page needs is for our own rooms, and isn't in `__all__`.
+    pages = [
+        page
+        for page in (*api_page.PAGE.parent.glob("*.md"), api_page.PAGE.parents[1] / "README.md")
+        if page != api_page.PAGE
+    ]
+    code = " ".join(
+        found for page in pages for found in re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL)
+    )
+    # Errors of other ranks are those errors, with the ranks that raised them.
+    names = {name.rpartition(".")[2].removeprefix("Remote") for name in PUBLIC}
+    assert sorted(names - {*re.findall(r"\w+", code)}) == []
+    assert len(names) <= 330
+
+
 def unlike(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names in whose docstring a pattern isn't found."""
     found = re.compile(pattern, re.MULTILINE | re.DOTALL)
