@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..errors import CheckpointingException
 from ._command import FORMATS, Command, Group
 
 app = typer.Typer(
@@ -57,7 +56,10 @@ def _shardtree(
     del version
 
 
-@_command(epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100")
+@_command(
+    epilog="Example: shardtree demo --ranks 8 --load-ranks 3 --keep step-100\n\n"
+    "Exit status: 0; 1 where something differs; 2 where a save or load fails."
+)
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Processes that save.")] = 4,
     load_ranks: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Processes that load.")] = 2,
@@ -68,17 +70,9 @@ def demo(
 ) -> None:
     """Save a training state from several processes, load it in another layout, and compare every bit."""
     from ._demo import run_demo
+    from ._output import finish
 
-    # Its tables have characters that a terminal's encoding may lack; a question mark in a frame is no loss.
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    try:
-        passed = run_demo(ranks=ranks, load_ranks=load_ranks, keep=keep, small=small)
-    except CheckpointingException as error:
-        # Status 1, unlike the other commands' 2: a save or load that fails is what the demo is to find.
-        typer.echo(f"shardtree demo: {error}", err=True)
-        raise typer.Exit(1) from error
-    if not passed:
-        raise typer.Exit(1)
+    finish("demo", partial(run_demo, ranks=ranks, load_ranks=load_ranks, keep=keep, small=small))
 
 
 @_command(

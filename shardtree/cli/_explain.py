@@ -15,7 +15,7 @@ from ..plans import Explanation, ReadCost
 from ..strategies import LoadOptions
 from ._contents import check_patterns, contents_at, matcher
 from ._layouts import MeshLayout, stored_trees, trees_on_mesh, whole_tensors
-from ._output import Output, json_text, printable, spellable, working
+from ._output import Output, json_text, printable, show_verdict, working
 
 
 def run_explain(
@@ -61,9 +61,9 @@ def run_explain(
 
 
 def _show(console: Console, explanation: Explanation) -> None:
-    mark, style = ("✗ ", "bold red") if explanation.ok is False else ("✓ ", "bold green")
-    console.print(Text(spellable(console)(mark), style=style), end="")
-    for line in str(explanation).split("\n"):
+    first, *rest = str(explanation).split("\n")
+    show_verdict(console, explanation.ok is not False, first)
+    for line in rest:
         console.print(Text(printable(line)))
     if len(explanation.reads) == 1 and explanation.ok is not False:
         console.print(Text(f"{plural(1, 'rank')}: --ranks, --mesh with --spec, or --like ask for more.", style="dim"))

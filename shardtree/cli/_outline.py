@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..trees import Record
-from ._contents import TensorRow, brief, cut_text, entries_of, kind_of, shape_text
+from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, shape_text
 from ._output import size
 from ._table import Heading
 
@@ -30,6 +29,8 @@ _WIDEST = 24  # characters of a row's key, so that all columns fit an ordinary t
 class _Node:
     row: TensorRow | None = None
     inner: dict[str, _Node] = field(default_factory=dict)
+    count: int = 0
+    length: int = 0
 
 
 def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
@@ -45,6 +46,7 @@ def key_rows(tensors: Sequence[TensorRow]) -> list[tuple[str, ...]]:
         node = root
         for part in row.key.split(".", _DEEPEST):
             node = node.inner.setdefault(part, _Node())
+            node.count, node.length = node.count + 1, node.length + row.length
         node.row = row
     return list(_rows(root, 0))
 
@@ -63,9 +65,8 @@ def _rows(node: _Node, depth: int) -> Iterator[tuple[str, ...]]:
             alike, grid = f"{len(names):,}" if len(names) > 1 else "", cut_text(one.row.grid)
             yield label, alike, one.row.dtype, shape_text(one.row.shape), grid, size(one.row.length * len(names))
         if one.inner:
-            count, length = _totals(one)
             times = f"{len(names)} \N{MULTIPLICATION SIGN} " if len(names) > 1 else ""
-            yield label, f"{times}{count:,}", "", "", "", size(length * len(names))
+            yield label, f"{times}{one.count:,}", "", "", "", size(one.length * len(names))
             yield from _rows(one, depth + 1)
 
 
@@ -77,7 +78,7 @@ def _groups(inner: Mapping[str, _Node]) -> list[tuple[list[str], _Node]]:
     """Return the entries in order, numbers by value; neighbours by number that are alike are one entry."""
     groups: list[tuple[list[str], _Node]] = []
     last: tuple[Any, ...] | None = None
-    for name in sorted(inner, key=_order):
+    for name in sorted(inner, key=lambda name: (True, int(name), name) if _is_number(name) else (False, 0, name)):
         node = inner[name]
         outline = _outline(node) if _is_number(name) else None
         if outline is not None and outline == last and int(groups[-1][0][-1]) + 1 == int(name):
@@ -92,23 +93,11 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) < 10
 
 
-def _order(name: str) -> tuple[bool, int, str]:
-    return (True, int(name), name) if _is_number(name) else (False, 0, name)
-
-
 def _outline(node: _Node) -> tuple[Any, ...]:
     """Return what layers that are alike have in common."""
     row = node.row
     own = None if row is None else (row.dtype, row.shape, cut_text(row.grid))
     return own, tuple((name, _outline(one)) for name, one in sorted(node.inner.items()))
-
-
-def _totals(node: _Node) -> tuple[int, int]:
-    count, length = (0, 0) if node.row is None else (1, node.row.length)
-    for one in node.inner.values():
-        more, bytes_more = _totals(one)
-        count, length = count + more, length + bytes_more
-    return count, length
 
 
 def common_rows(common: Any) -> Iterator[tuple[str, str, str]]:
@@ -126,15 +115,8 @@ def _values(entries: Mapping[str, Any], depth: int) -> Iterator[tuple[str, str, 
         short = _short_list(value)
         yield _INDENT * depth + name, kind_of(value), brief(value) if short is None else short
         if short is None and depth < _DEEPEST:
-            yield from _values(_inner(value), depth + 1)
-
-
-def _inner(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, Record):
-        return {str(name): one for name, one in value.fields.items()}
-    if hasattr(value, "__dict__") and type(value).__name__ == "Namespace":
-        return dict(vars(value))
-    return entries_of(value) if isinstance(value, Mapping | list | tuple) else {}
+            inner = entries_of(value) if isinstance(value, list | tuple) else fields_of(value)
+            yield from _values(inner or {}, depth + 1)
 
 
 def _short_list(value: Any) -> str | None:

@@ -22,12 +22,12 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from ..errors import CheckpointingException
 from ..errors import printable as printable
 from ._command import TROUBLE as TROUBLE
-from ._command import options_as_typed, unprintable
-from ._hints import shell_words
+from ._command import options_as_typed, shell_words, unprintable
 
 INTERRUPTED = 130  # what a shell shows for programs that SIGINT ended
 
@@ -145,6 +145,12 @@ def spellable(console: Console) -> Callable[[str], str]:
     return lambda words: words.translate(_ASCII)
 
 
+def show_verdict(console: Console, is_good: bool, words: str) -> None:
+    """Print a sentence behind the sign that says whether it is good."""
+    sign, style = ("✓ ", "bold green") if is_good else ("✗ ", "bold red")
+    console.print(Text.assemble((spellable(console)(sign), style), printable(words)))
+
+
 def json_text(document: Mapping[str, Any]) -> str:
     """Return a document as JSON in ASCII: a line for each name, and for each item of a list, so that grep can be used.
 
@@ -168,7 +174,7 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-# Sizes, rates and lengths as text.
+# Sizes and rates as text.
 
 
 def size(count: int) -> str:
@@ -184,38 +190,11 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def rate(count: int, seconds: float) -> str:
-    """Return a rate in GB/s, or in MB/s below 0.1 GB/s.
-
-    Examples:
-        >>> rate(272_000_000, 0.5), rate(2_000_000, 0.1)
-        ('0.54 GB/s', '20.00 MB/s')
-    """
-    a_second = count / max(seconds, 1e-9)  # a clock may not have moved
-    return f"{a_second / 1e9:.2f} GB/s" if a_second >= 1e8 else f"{a_second / 1e6:.2f} MB/s"
-
-
 def pace(count: int, seconds: float) -> str:
     """Return how long moving bytes took, and the rate from 10 MB on: below, opening files takes most of the time.
 
     Examples:
         >>> pace(2_000, 0.1), pace(272_000_000, 0.5)
-        ('in 0.10 s', 'in 0.50 s, 0.54 GB/s')
+        ('in 0.10 s', 'in 0.50 s, 544.0 MB/s')
     """
-    return f"in {seconds:.2f} s" + (f", {rate(count, seconds)}" if count >= 10**7 else "")
-
-
-def lengths(pieces: list[int]) -> str:
-    """Return the lengths of pieces, equal neighbours together.
-
-    Examples:
-        >>> lengths([7631, 7631, 7630, 7630]), lengths([5])
-        ('2 x 7,631 + 2 x 7,630', '5')
-    """
-    groups: list[list[int]] = []
-    for length in pieces:
-        if groups and groups[-1][1] == length:
-            groups[-1][0] += 1
-        else:
-            groups.append([1, length])
-    return " + ".join(f"{length:,}" if count == 1 else f"{count} x {length:,}" for count, length in groups)
+    return f"in {seconds:.2f} s" + (f", {size(int(count / max(seconds, 1e-9)))}/s" if count >= 10**7 else "")

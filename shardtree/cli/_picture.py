@@ -1,24 +1,16 @@
-"""`shardtree picture`, and the layouts in the demo: pictures in a terminal, in colours where it has them."""
+"""`shardtree picture`, and pictures in a terminal, in colours where it has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint import open_checkpoint
 from ..display import draw
-from ..errors import plural
-from ..layouts import tree_columns
-from ..mapping import ShardedTensor
-from ..pictures import COLOURS, TONES, Plane, Spans, cell_lines, layout_picture, picture_lines
+from ..pictures import COLOURS, Picture, picture_lines
 from ..storage import Directory
 from ..strategies import LoadOptions
-from ._output import Output, lengths, printable
-
-_WIDTH, _HEIGHT = 28, 12
+from ._output import Output, printable
 
 
 def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allow_pickle: bool) -> int:
@@ -39,48 +31,13 @@ def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allo
         drawing.save(out)
         console.print(Text(f"written: {printable(out)}"))
         return 0
-    is_plain = console.color_system is None
-    for line in picture_lines(drawing.picture, console.width, filled=is_plain):
-        console.print(_painted(line, is_plain=is_plain))
+    show_picture(console, drawing.picture)
     return 0
 
 
-def show_layouts(console: Console, before: Sequence[ShardedTensor], after: Sequence[ShardedTensor]) -> None:
-    """Print how a matrix lay on the ranks that saved it, and how it lies on those that loaded it."""
-    table = Table.grid(padding=(0, 1))
-    titles = (f"saved by {plural(len(before), 'rank')}", f"loaded by {plural(len(after), 'rank')}")
-    table.add_row(Text(titles[0], style="dim"), "", Text(titles[1], style="dim"))
-    height = max(_HEIGHT, *(len({shard.global_offset[0] for shard in shards}) for shards in (before, after)))
-    left, right = (_layout(console, shards, height) for shards in (before, after))
-    arrow = Text("\n" * (height // 2) + " → ")
-    table.add_row(left, arrow, right)
-    table.add_row(Text(_cut(before), style="dim"), "", Text(_cut(after), style="dim"))
-    console.print(table)
-
-
-def _layout(console: Console, shards: Sequence[ShardedTensor], height: int) -> Text:
-    plane = layout_picture(tree_columns(shards)).rows[0][0]
-    assert isinstance(plane, Plane), "a layout's picture begins with the plane of its tensor"
+def show_picture(console: Console, picture: Picture) -> None:
+    """Print a picture, in colours where the console has them, else with a mark for each."""
     is_plain = console.color_system is None
-    lines = cell_lines(plane, _WIDTH, height, filled=is_plain)
-    return Text("\n").join(_painted(line, is_plain=is_plain) for line in lines)
-
-
-def rank_label(rank: int) -> Text:
-    """Return a rank's number on its colour."""
-    return Text(f" {rank} ", style=_style(f"t{rank % TONES}"))
-
-
-def _painted(line: Spans, *, is_plain: bool) -> Text:
-    return Text.assemble(*((span.text, "" if is_plain else _style(span.tone)) for span in line))
-
-
-def _style(tone: str) -> str:
-    return f"black on {COLOURS[tone]}" if tone else ""
-
-
-def _cut(shards: Sequence[ShardedTensor]) -> str:
-    axis = next((axis for axis in (0, 1) if len({shard.global_offset[axis] for shard in shards}) > 1), None)
-    if axis is None:
-        return "whole on every rank"
-    return f"{('rows', 'columns')[axis]}: {lengths([shard.local_shape[axis] for shard in shards])}"
+    for line in picture_lines(picture, console.width, filled=is_plain):
+        spans = ((span.text, f"black on {COLOURS[span.tone]}" if span.tone and not is_plain else "") for span in line)
+        console.print(Text.assemble(*spans))

@@ -25,22 +25,21 @@ from ..pictures import (
     stored_picture,
     table_html,
 )
-from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
+from ..strategies import Damage, LoadOptions, VerifyReport
 from ..strategies.index import texts
-from ._command import options_as_typed
+from ._command import options_as_typed, shell_words
 from ._contents import TensorRow, cut_text, shape_text, stored_index
 from ._diff import Outcome, difference_of, difference_tables, summary
-from ._hints import shell_words
 from ._inspect import Findings, examine, facts_of, object_table, tensor_table
 from ._outline import COMMON, KEYS, common_rows, key_rows
-from ._output import TROUBLE, Output, bar, printable, size, spellable
+from ._output import TROUBLE, Output, bar, printable, show_verdict, size
 from ._table import Heading, Table
+from ._verify import unchecked_lines
 
 _MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
 _MOST_SHARES = 64  # of the table of sizes
 _MOST_BARS = 16
 _LONGEST_NAME = 32  # characters beside a bar: cut to fit, long names of files would look alike
-_MARKS = {None: ("", ""), True: ("✓ ", "bold green"), False: ("✗ ", "bold red")}
 
 # Only a file's name says which rank wrote it: ours and PyTorch's do, as 00003-of-00008.safetensors and __3_0.distcp.
 _OF_RANK = re.compile(r"(?:.*/)?(?:(\d{5,})-of-\d{5,}(?:-\d+)?|__(\d+)_\d+)\.\w+")
@@ -86,8 +85,10 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
     write_text(out, report_page(sides, outcome, problem))
     console, verdicts = Output(), list(_verdicts(sides, outcome))
     for is_good, text in verdicts:
-        mark, colour = _MARKS[is_good]
-        console.print(Text.assemble((spellable(console)(mark), colour), printable(text)))
+        if is_good is None:
+            console.print(Text(printable(text)))
+        else:
+            show_verdict(console, is_good, text)
     problems = [each for each in (*(side.problem for side in sides), problem) if each]
     for each in problems:
         typer.echo("\n".join(map(printable, f"shardtree report: {each}".split("\n"))), err=True)
@@ -245,9 +246,8 @@ def _damage(side: Side, name: str) -> Iterator[str]:
         ]
         headings = [Heading("file"), Heading("bytes", right=True), Heading("what"), Heading("what lies there")]
         yield _html(Table(headings, rows))
-    for why, found in by_reason(side.checked.unchecked if side.checked is not None else ()).items():
-        amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
-        yield element_html("p", f"{name}no checksum for {amount}: {why}", "dim")
+    for line in unchecked_lines(side.checked) if side.checked is not None else ():
+        yield element_html("p", f"{name}{line}", "dim")
 
 
 def _drawn(tree: OpenCheckpoint) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.style import Style
 from ._output import printable, spellable
 
 _GAP = "  "
-# Not rich.table, which renders all rows before it prints the first: a checkpoint may have millions of keys.
+# Not rich.table, which takes 14 times as long: a checkpoint may have millions of keys.
 _LEAST = 16  # characters that a folded column keeps
 _BATCH = 2000  # lines of one call of rich, which renders all that it is passed before it prints
 
@@ -61,56 +61,30 @@ def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row
     spell = spellable(console)
     # The first column holds keys, which are shown as they are: a sign of ours in one isn't ours to replace.
     shown = [(printable(first), *(spell(printable(cell)) for cell in rest)) for first, *rest in rows[:limit]]
-    widths = _widths(console, headings, shown)
-    styles = [Style.parse(heading.style) for heading in headings]
-    names = _line([heading.name for heading in headings], headings, widths, [Style.parse("bold")] * len(headings))
-    _print_lines(console, [names, [Segment(spell("─") * sum(widths), Style.parse("dim"))]])
-    lines = (_line(part, headings, widths, styles) for row in shown for part in _folded(row, widths[0]))
+    names = [heading.name for heading in headings]
+    widths = [max(map(cell_len, column)) for column in zip(names, *shown, strict=True)]
+    # Elsewhere nothing is folded: programs expect a row on one line.
+    if console.is_terminal:
+        others = sum(widths[1:]) + len(_GAP) * len(widths[1:])
+        widths[0] = min(widths[0], max(_LEAST, console.width - others))
+    rule = spell("─") * (sum(widths) + len(_GAP) * len(widths[1:]))
+    bold, dim, *styles = (Style.parse(style) for style in ("bold", "dim", *(heading.style for heading in headings)))
+    folded = (zip_longest(chop_cells(key, widths[0]), *([one] for one in rest), fillvalue="") for key, *rest in shown)
+    lines = chain(
+        [_line(names, headings, widths, [bold] * len(names)), [Segment(rule, dim)]],
+        (_line(part, headings, widths, styles) for parts in folded for part in parts),
+    )
     while batch := list(islice(lines, _BATCH)):
-        _print_lines(console, batch)
+        if console.color_system is None:  # plain lines end without the spaces that fill the last column
+            batch = [[Segment("".join(piece.text for piece in line).rstrip())] for line in batch]
+        console.print(Segments(piece for line in batch for piece in (*line, Segment.line())), end="")
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown):,} more", style="dim")
 
 
-def _widths(console: Console, headings: Sequence[Heading], rows: Sequence[Row]) -> list[int]:
-    """Return each column's width, with the gap after it."""
-    columns = zip([heading.name for heading in headings], *rows, strict=True)
-    widths = [max(map(_width, column)) + len(_GAP) for column in columns]
-    widths[-1] -= len(_GAP)
-    # Elsewhere nothing is folded: programs expect a row on one line.
-    if console.is_terminal:
-        widths[0] = min(widths[0], max(_LEAST, console.width - sum(widths[1:])))
-    return widths
-
-
-def _folded(row: Row, width: int) -> Iterator[Row]:
-    """Yield the lines of a row whose first cell may be too long for one."""
-    width -= len(_GAP)
-    if _width(row[0]) <= width:
-        yield row
-    else:
-        yield from zip_longest(chop_cells(row[0], width), *([cell] for cell in row[1:]), fillvalue="")
-
-
 def _line(cells: Row, headings: Sequence[Heading], widths: Sequence[int], styles: Sequence[Style]) -> list[Segment]:
     pieces = []
-    last = len(cells) - 1
-    for place, (cell, heading, width, style) in enumerate(zip(cells, headings, widths, styles, strict=True)):
-        gap = "" if place == last else _GAP
-        space = " " * (width - _width(cell) - len(gap))
-        pieces.append(Segment(f"{space}{cell}{gap}" if heading.right else f"{cell}{space}{gap}", style))
-    return pieces
-
-
-def _print_lines(console: Console, lines: Sequence[list[Segment]]) -> None:
-    # Plain lines end without the spaces that fill the last column.
-    if console.color_system is None:
-        pieces = [Segment("".join(piece.text for piece in line).rstrip() + "\n") for line in lines]
-    else:
-        pieces = [piece for line in lines for piece in (*line, Segment.line())]
-    console.print(Segments(pieces), end="")
-
-
-def _width(cell: str) -> int:
-    # cell_len knows characters that take two cells; len is quicker, and most keys are ASCII.
-    return len(cell) if cell.isascii() else cell_len(cell)
+    for cell, heading, width, style in zip(cells, headings, widths, styles, strict=True):
+        space = " " * (width - cell_len(cell))
+        pieces += [Segment(f"{space}{cell}" if heading.right else f"{cell}{space}", style), Segment(_GAP)]
+    return pieces[:-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from ..errors import plural, shorten
 from ..storage import storage_at
 from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
 from ._contents import files_in
-from ._output import Output, bar, json_text, pace, printable, size, spellable
+from ._output import Output, bar, json_text, pace, printable, show_verdict, size
 
 
 def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
@@ -37,43 +37,31 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
     if as_json:
         print(json_text(_document(checkpoint, report, damage)))
     else:
-        _show(
-            Output(),
-            checkpoint,
-            damage,
-            f"{size(report.bytes_read)} read {pace(report.bytes_read, time.monotonic() - began)}",
-        )
-        _show_unchecked(Output(), report)
+        amount = f"{size(report.bytes_read)} read {pace(report.bytes_read, time.monotonic() - began)}"
+        _show(Output(), checkpoint, report, damage, amount)
     # Bytes without a checksum aren't damage: most formats of other programs have some.
     return 1 if damage else 0
 
 
-def _show(console: Console, where: str, damage: Sequence[Damage], amount: str) -> None:
-    if not damage:
-        mark = (spellable(console)("✓ "), "bold green")
-        console.print(Text.assemble(mark, f"no damage found in {printable(where)}: {amount}"))
-        return
+def _show(console: Console, where: str, report: VerifyReport, damage: Sequence[Damage], amount: str) -> None:
     for one in damage:
-        _show_one(console, one)
+        # An end of 0: the file is damaged or missing as a whole.
+        place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
+        console.print(Text.assemble((printable(one.file), "bold red"), place))
+        for line in (*one.what.split("\n"), *(f"  {held}" for held in shorten(one.holds))):
+            console.print(Text(f"    {printable(line)}"))
     files = plural(len({one.file for one in damage}), "file")
-    mark = (spellable(console)("✗ "), "bold red")
-    console.print(Text.assemble(mark, f"{printable(where)} is damaged in {files}. {amount}"))
+    sound = f"no damage found in {where}: {amount}"
+    show_verdict(console, not damage, f"{where} is damaged in {files}. {amount}" if damage else sound)
+    for line in unchecked_lines(report):
+        console.print(Text(f"  {printable(line)}"))
 
 
-def _show_one(console: Console, one: Damage) -> None:
-    # An end of 0: the file is damaged or missing as a whole.
-    place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
-    console.print(Text.assemble((printable(one.file), "bold red"), place))
-    lines = one.what.split("\n")
-    for line in (*lines, *(f"  {held}" for held in shorten(one.holds))):
-        console.print(Text(f"    {printable(line)}"))
-
-
-def _show_unchecked(console: Console, report: VerifyReport) -> None:
-    """Print how many bytes have no checksum, by the reason."""
+def unchecked_lines(report: VerifyReport) -> Iterator[str]:
+    """Yield for how many bytes there is no checksum, by the reason."""
     for why, found in by_reason(report.unchecked).items():
         amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
-        console.print(Text(f"  no checksum for {amount}: {printable(why)}"))
+        yield f"no checksum for {amount}: {why}"
 
 
 def _document(where: str, report: VerifyReport, damage: Sequence[Damage]) -> dict[str, object]:

@@ -13,8 +13,9 @@ from rich.console import Console
 
 import shardtree as st
 from shardtree.cli import _demo
-from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compared, training_state, weights_of
+from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compared, drawn_layouts, training_state, weights_of
 from shardtree.layouts import SpecFunction
+from shardtree.pictures import text_of
 from tests.cli.checkpoints import process, run
 
 
@@ -27,7 +28,7 @@ def test_demo_saves_loads_and_finds_everything_the_same(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
     assert done.stdout.count("✓") == 2
     assert "✗" not in done.stdout
-    for text in ("Made-up weights", "00003-of-00004.safetensors", "0 rank 0 0", "420,096 of 420,096 elements"):
+    for text in ("Made-up weights", "saved by 4 ranks", "0 rank 0 0", "420,096 of 420,096 elements"):
         assert text in done.stdout
     assert st.open_checkpoint(folder)["optimizer.exp_avg.encoder.layer.1.output.dense.bias"].global_shape == (64,)
 
@@ -37,16 +38,24 @@ def test_demo_saves_loads_and_finds_everything_the_same(tmp_path: Path) -> None:
 def test_demo_replaces_no_checkpoint(tmp_path: Path) -> None:
     st.save({"step": 7}, tmp_path)
     done = process("demo", "--small", "--keep", tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "already holds a checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
     assert st.load_common_state_dict(tmp_path) == {"step": 7}
 
 
-@pytest.mark.parametrize("passed", [True, False])
-def test_the_exit_status_is_1_where_something_differs(passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_demo, "run_demo", lambda **options: passed)
-    assert run("demo").exit_code == (0 if passed else 1)
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_exit_status_is_1_where_something_differs(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_demo, "run_demo", lambda **options: status)
+    assert run("demo").exit_code == status
+
+
+def test_two_layouts_of_a_matrix_stand_side_by_side() -> None:
+    title, headings, _, first, _, *lines = text_of(drawn_layouts(torch.empty(16, 8), 4, 2)).splitlines()
+    assert title == "One matrix: embeddings.word_embeddings.weight, 16 by 8"
+    assert headings.split("   ")[0] == "saved by 4 ranks" and headings.endswith("loaded by 2 ranks")
+    assert first[:38] == "0" * 38 and first[41:] == "0" * 19 + "1" * 19
+    assert sum(" → " in line for line in lines) == 1
 
 
 SMALL = weights_of(small=True)[1]
@@ -107,14 +116,15 @@ def gain_a_value(loaded: Any) -> None:
     loaded["epoch"] = 2
 
 
-NAMED = {flip_a_bit: MATRIX, flip_a_replica_s_bit: REPLICA, lose_a_tensor: MATRIX, change_a_dtype: MATRIX}
-NAMED |= {change_the_step: "tree['step']", gain_a_value: "tree['epoch']", swap_moments: "optimizer.exp_avg."}
+NAMED = dict.fromkeys((flip_a_bit, lose_a_tensor, change_a_dtype), f"tree['model'][{MATRIX!r}]")
+NAMED |= {flip_a_replica_s_bit: f"tree['model'][{REPLICA!r}]", swap_moments: "tree['optimizer']['exp_avg']"}
+NAMED |= {change_the_step: "tree['step']", gain_a_value: "tree['epoch']"}
 
 
 def verdict(loaded: list[Any]) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=200)
-    ranks = [Moved(0, 0, "", 0, 0, *compared(*pair)) for pair in zip(loaded, STATES, strict=False)]
-    return _demo._show_verdict(console, ELEMENTS, ranks), console.file.getvalue()  # type: ignore[attr-defined]
+    ranks = [Moved(0, 0, 0, *compared(*pair)) for pair in zip(loaded, STATES, strict=False)]
+    return _demo.show_comparison(console, ELEMENTS, ranks), console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def as_loaded() -> list[Any]:

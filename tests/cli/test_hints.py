@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtree.cli._app import app
-from shardtree.cli._hints import shell_words
+from shardtree.cli._command import shell_words
 from tests.cli.checkpoints import run
 
 OPTIONS = {

@@ -1,42 +1,10 @@
-"""Pictures in a terminal: of the demo's layouts, and of a stored tensor by a command."""
+"""`shardtree picture`: a stored tensor in a terminal, and as a file."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-import torch
-from rich.console import Console
-
-import shardtree as st
-from shardtree.cli._picture import show_layouts
 from tests.cli.checkpoints import run, save_training_state
-
-SPECS = {0: st.P("tp"), 1: st.P(None, "tp"), None: st.P()}
-
-
-def shards(axis: int | None, count: int) -> list[st.ShardedTensor]:
-    return [tree["w"] for tree in st.shard({"w": torch.empty(10, 8)}, st.Mesh(tp=count), SPECS[axis])]
-
-
-def shown(before: list[st.ShardedTensor], after: list[st.ShardedTensor]) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, color_system=None)
-    show_layouts(console, before, after)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-
-
-def test_two_layouts_stand_side_by_side() -> None:
-    lines = shown(shards(0, 2), shards(1, 2))
-    assert lines[0].split("  ")[0] == "saved by 2 ranks"
-    assert lines[3] == "0000000000 rank 0 0000000000     0000000000000011111111111111"
-    assert lines[7].startswith("1111111111111111111111111111  →  ")
-    assert lines[-1].split() == ["rows:", "2", "x", "5", "columns:", "2", "x", "4"]
-
-
-def test_every_line_of_many_ranks_is_one_rank_s() -> None:
-    lines = shown(shards(0, 10), shards(None, 3))
-    assert {line[0] for line in lines[1:13]} == set("0123456789")
-    assert set(lines[2][33:]) <= set("0 ")
 
 
 def test_a_stored_tensor_is_printed_and_written(tmp_path: Path) -> None:
