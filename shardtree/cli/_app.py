@@ -24,10 +24,21 @@ app = typer.Typer(
 )
 _command = partial(app.command, cls=Command)
 
+
+def _warn_of_pickle(allowed: bool) -> bool:
+    from ..world import launched_rank
+
+    if allowed and not launched_rank():
+        what = "loading pickled values can run any code that the checkpoint's writer put there"
+        typer.echo(f"warning: --allow-pickle: {what}", err=True)
+    return allowed
+
+
 _AllowPickle = Annotated[
     bool,
     typer.Option(
         "--allow-pickle",
+        callback=_warn_of_pickle,
         help="Load pickled values too. That can run any code that the checkpoint's writer put there: only for"
         " checkpoints that you trust as you trust a program.",
     ),
@@ -67,12 +78,11 @@ def demo(
         Path | None, typer.Option(help="Save to this folder, and leave the checkpoint there.", metavar="DIR")
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny made-up weights: seconds less.")] = False,
-) -> None:
+) -> int:
     """Save a training state from several processes, load it in another layout, and compare every bit."""
     from ._demo import run_demo
-    from ._output import finish
 
-    finish("demo", partial(run_demo, ranks=ranks, load_ranks=load_ranks, keep=keep, small=small))
+    return run_demo(ranks=ranks, load_ranks=load_ranks, keep=keep, small=small)
 
 
 @_command(
@@ -98,16 +108,14 @@ def inspect(
     ] = None,
     as_json: _Json = False,
     allow_pickle: _AllowPickle = False,
-) -> None:
+) -> int:
     """Show what is in a checkpoint, and how each tensor is cut; of a run, its steps. Only --values reads a tensor."""
     from ._inspect import View, run_inspect
-    from ._output import finish, warn_of_pickle
 
     if sum((tree, common, values is not None, layout is not None)) > 1:
         raise typer.BadParameter("give one of --tree, --common, --values and --layout")
-    warn_of_pickle(allow_pickle)
     view = View(tuple(key or ()), sort, limit, tree=tree, common=common, values=values, layout=layout)
-    finish("inspect", partial(run_inspect, checkpoint, view, as_json=as_json, allow_pickle=allow_pickle))
+    return run_inspect(checkpoint, view, as_json=as_json, allow_pickle=allow_pickle)
 
 
 @_command(
@@ -122,13 +130,11 @@ def picture(
         typer.Option("--out", "-o", metavar="FILE", help="Write it: .svg, .html or .txt. Else it is printed."),
     ] = None,
     allow_pickle: _AllowPickle = False,
-) -> None:
+) -> int:
     """Draw which file holds which part of a tensor, without reading one."""
-    from ._output import finish, warn_of_pickle
-    from ._picture import run_picture
+    from ._one_tensor import run_picture
 
-    warn_of_pickle(allow_pickle)
-    finish("picture", partial(run_picture, checkpoint, key, out, allow_pickle=allow_pickle))
+    return run_picture(checkpoint, key, out, allow_pickle=allow_pickle)
 
 
 @_command(
@@ -141,12 +147,11 @@ def verify(
         int | None, typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="cores, up to 4")
     ] = None,
     as_json: _Json = False,
-) -> None:
+) -> int:
     """Read every byte of a checkpoint, and show each damaged region of a file."""
-    from ._output import finish
     from ._verify import run_verify
 
-    finish("verify", partial(run_verify, checkpoint, threads=threads, as_json=as_json))
+    return run_verify(checkpoint, threads=threads, as_json=as_json)
 
 
 @_command(
@@ -162,14 +167,12 @@ def diff(
     key: _Keys = None,
     as_json: _Json = False,
     allow_pickle: _AllowPickle = False,
-) -> None:
+) -> int:
     """Compare two checkpoints, bit for bit, across formats and cuts."""
     from ._diff import run_diff
-    from ._output import finish, warn_of_pickle
 
-    warn_of_pickle(allow_pickle)
-    work = partial(run_diff, left, right, patterns=key or [], only_structure=only_structure)
-    finish("diff", partial(work, as_json=as_json, allow_pickle=allow_pickle))
+    run = partial(run_diff, patterns=key or [], only_structure=only_structure)
+    return run(left, right, as_json=as_json, allow_pickle=allow_pickle)
 
 
 @_command(
@@ -187,16 +190,13 @@ def report(
         typer.Option("--no-verify", help="Look for no damage and compare no values, so that no tensor is read."),
     ] = False,
     allow_pickle: _AllowPickle = False,
-) -> None:
+) -> int:
     """Write a page on a checkpoint: its tensors, cuts, sizes by rank and dtype, damage; on two, their differences."""
-    from ._output import finish, warn_of_pickle
     from ._report import run_report
 
     if not out.lower().endswith((".html", ".htm")):
         raise typer.BadParameter(f"a report is HTML: {out!r} should end in .html")
-    warn_of_pickle(allow_pickle)
-    work = partial(run_report, checkpoint, other, out, is_checked=not no_verify, allow_pickle=allow_pickle)
-    finish("report", work)
+    return run_report(checkpoint, other, out, is_checked=not no_verify, allow_pickle=allow_pickle)
 
 
 @_command(
@@ -265,15 +265,11 @@ def convert(
     ] = False,
     as_json: _Json = False,
     allow_pickle: _AllowPickle = False,
-) -> None:
+) -> int:
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
-    from ..world import launched_rank
     from ._convert import Conversion, run_convert
     from ._names import float_dtype_named, format_named, function_named, renamings, size_named
-    from ._output import finish, warn_of_pickle
-    from ._ranks import run_together
 
-    warn_of_pickle(allow_pickle and not launched_rank())
     conversion = Conversion(
         source=source,
         destination=destination,
@@ -292,12 +288,7 @@ def convert(
         verify=not no_verify,
         allow_pickle=allow_pickle,
     )
-    interrupted = "interrupted; run the same command again to resume"
-
-    def work() -> int:
-        return run_together("convert", lambda world: run_convert(conversion, as_json=as_json, world=world))
-
-    finish("convert", work, interrupted=interrupted)
+    return run_convert(conversion, as_json=as_json)
 
 
 # Layouts, as they are typed.
@@ -339,17 +330,15 @@ def explain(
     ] = "auto",
     as_json: _Json = False,
     allow_pickle: _AllowPickle = False,
-) -> None:
+) -> int:
     """Say whether a load in another layout would succeed, and what each rank would read; no tensor is read."""
     from ..strategies import LoadOptions
-    from ._explain import run_explain
     from ._layouts import mesh_layout
-    from ._output import finish, warn_of_pickle
+    from ._plan import run_explain
 
-    warn_of_pickle(allow_pickle)
-    work = partial(run_explain, checkpoint, mesh_layout(mesh, spec or [], ranks), like=like, patterns=key or [])
-    options = LoadOptions(allow_pickle=allow_pickle, exchange=exchange)
-    finish("explain", partial(work, cast=cast, as_json=as_json, options=options))
+    layout, options = mesh_layout(mesh, spec or [], ranks), LoadOptions(allow_pickle=allow_pickle, exchange=exchange)
+    run = partial(run_explain, like=like, patterns=key or [], cast=cast)
+    return run(checkpoint, layout, as_json=as_json, options=options)
 
 
 @_command(
@@ -375,17 +364,16 @@ def plan(
     origins: Annotated[bool, typer.Option("--origins", help="Show where each box of each tensor comes from.")] = False,
     cast: _Cast = False,
     as_json: _Json = False,
-) -> None:
+) -> int:
     """Show which bytes move between ranks when tensors get from one layout into another; none is moved.
 
     A side without a layout is as it is stored: piece i of each tensor on rank i.
     """
     from ._layouts import mesh_layout
-    from ._output import finish
     from ._plan import run_plan
 
     before, after = mesh_layout(from_mesh, from_spec or [], from_ranks), mesh_layout(mesh, spec or [], ranks)
     if target is None and before is None and after is None:
         raise typer.BadParameter("give another checkpoint, or a layout: --ranks, or --mesh with --spec")
-    work = partial(run_plan, source, target, before=before, after=after, patterns=key or [])
-    finish("plan", partial(work, origins=origins, cast=cast, as_json=as_json))
+    run = partial(run_plan, before=before, after=after, patterns=key or [])
+    return run(source, target, origins=origins, cast=cast, as_json=as_json)

@@ -1,4 +1,4 @@
-"""What all commands have in common: their help, errors that name options, names near those of commands, a stdout."""
+"""What all commands have in common: help, exit statuses, errors in the shell's words, a stdout that may be closed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from ..errors import CheckpointingException, printable
 
 FORMATS = "{formats}"
 """In an option's help: the formats that can be written. Listed when help is shown, since that imports them."""
@@ -22,6 +25,7 @@ FORMATS = "{formats}"
 TROUBLE = 2
 """The exit status where something couldn't be done."""
 
+INTERRUPTED = 130  # what a shell shows for programs that SIGINT ended
 _BROKEN_PIPE = 141  # what a shell shows for programs that SIGPIPE ended
 
 _OTHER_NAMES = {
@@ -54,14 +58,25 @@ class Command(TyperCommand):
         return _without_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run it."""
+        """Run it, and leave with the exit status that it returns; an error of ours becomes text and status 2."""
         options = [one for one in self.params if isinstance(one, TyperOption)]
         typed = {str(one.name): _typed(one) for one in options}
         token = _options.set({**typed, **{name: typed[same] for name, same in _OF_SAVES.items() if same in typed}})
+        name = str(ctx.info_name)
         try:
-            return super().invoke(ctx)
+            # Backslashes, since a key with a character that the encoding lacks must still be told from others.
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            status = printed(partial(super().invoke, ctx))
+        except CheckpointingException as error:
+            complain(name, error)
+            status = TROUBLE
+        except KeyboardInterrupt as error:
+            typer.echo(f"shardtree {name}: {str(error) or 'interrupted'}", err=True)
+            status = INTERRUPTED
         finally:
             _options.reset(token)
+        raise typer.Exit(status)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print its help."""
@@ -138,6 +153,26 @@ def unprintable(error: OSError) -> int:
         return _BROKEN_PIPE
     typer.echo(f"shardtree: stdout can't be written: {error.strerror}", err=True)
     return TROUBLE
+
+
+def printed(work: Callable[[], int]) -> int:
+    """Return the exit status of what prints, or that of a stdout that can't be written."""
+    try:
+        status = work()
+        # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
+        sys.stdout.flush()
+    except OSError as error:
+        return unprintable(error)
+    return status
+
+
+def complain(command: str, error: Exception) -> None:
+    """Print an error's text, with its notes."""
+    # Errors of a function that is called as the command is begin with its name already.
+    texts = [str(error), *getattr(error, "__notes__", [])]
+    text = "\n  ".join(one.removeprefix(f"{command}: ") for one in texts)
+    text = shell_words(text, options_as_typed())
+    typer.echo(f"shardtree {command}: " + "\n".join(map(printable, text.split("\n"))), err=True)
 
 
 # Options.

@@ -117,10 +117,17 @@ def contents_of(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> Conten
         (TensorRow(key='w', dtype='float32', shape=(2, 3), length=24, grid=None),)
     """
     if isinstance(metadata, IndexMetadata):
-        return Contents(_indexed_tensors(metadata.index), _indexed_objects(metadata.index), untaken_of(metadata))
-    tensors = (_tensor(shard) for shard in metadata.values() if isinstance(shard, ShardedTensor))
-    objects = (_object(shard, None) for shard in metadata.values() if isinstance(shard, ShardedObject))
-    return Contents(tuple(tensors), tuple(objects))
+        index = metadata.index
+        items = map(ShardedObject.empty_from_unique_key, texts(index.object_text, index.object_start))
+        objects = tuple(map(_object, items, index.object_length.tolist()))
+        return Contents(_indexed_tensors(index), objects, untaken_of(metadata))
+    tensors = tuple(
+        TensorRow(one.key, dtype_name(one.dtype), one.global_shape, prod(one.global_shape) * one.dtype.itemsize, None)
+        for one in metadata.values()
+        if isinstance(one, ShardedTensor)
+    )
+    objects = tuple(_object(shard, None) for shard in metadata.values() if isinstance(shard, ShardedObject))
+    return Contents(tensors, objects)
 
 
 def contents_at(tree: OpenCheckpoint) -> Contents:
@@ -226,19 +233,6 @@ def _length(shape: list[int], size: int, stored: float) -> int:
     return prod(shape) * size if size >= 0 else int(stored)
 
 
-def _indexed_objects(index: Index) -> tuple[ObjectRow, ...]:
-    keys = texts(index.object_text, index.object_start)
-    lengths = index.object_length.tolist()
-    return tuple(
-        _object(ShardedObject.empty_from_unique_key(key), length) for key, length in zip(keys, lengths, strict=True)
-    )
-
-
-def _tensor(shard: ShardedTensor) -> TensorRow:
-    length = prod(shard.global_shape) * shard.dtype.itemsize
-    return TensorRow(shard.key, dtype_name(shard.dtype), shard.global_shape, length, None)
-
-
 def _object(item: ShardedObject, length: int | None) -> ObjectRow:
     return ObjectRow(item.key, item.unique_key, item.global_shape, item.global_offset, length)
 
@@ -299,7 +293,10 @@ def brief(value: Any) -> str:
     if isinstance(value, str | bytes | bytearray):
         return _short(repr(value[:_LONGEST]))  # cut first: a text may have megabytes
     if isinstance(value, bool | int | float | complex | None | np.generic | torch.dtype | torch.device):
-        return _short(_number(value))
+        # An int of more than 4300 digits has no decimal text in Python.
+        if isinstance(value, int) and value.bit_length() > 200:
+            return f"a number of {value.bit_length()} bits"
+        return _short(str(value) if isinstance(value, np.generic) else repr(value))
     if isinstance(value, list | tuple | set | frozenset):
         return plural(len(value), "item")
     return ""
@@ -334,13 +331,6 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     inner = value.fields if isinstance(value, Record) else value
     inner = vars(inner) if isinstance(inner, argparse.Namespace) else inner
     return {_name(name): one for name, one in inner.items()} if isinstance(inner, Mapping) else None
-
-
-def _number(value: Any) -> str:
-    # An int of more than 4300 digits has no decimal text in Python.
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {value.bit_length()} bits"
-    return str(value) if isinstance(value, np.generic) else repr(value)
 
 
 def _short(words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,14 +13,19 @@ from rich.text import Text
 
 from ..checkpoint import ConversionReport, convert, open_checkpoint
 from ..codec import dtype_from_name
-from ..errors import StrategyError, error_text, plural, shorten
+from ..errors import CheckpointingException, RemoteError, StrategyError, WorldError, error_text, plural, shorten
 from ..interop.megatron_optimizer import model_space
 from ..strategies import LoadOptions, SaveOptions, Strategies, StrategyAction, default_strategies, huggingface
 from ..transforms import partial_rename
 from ..trees import bind, cast, compose
-from ..world import World, on_rank_zero
+from ..world import World, launched_world, on_rank_zero
+from ._command import INTERRUPTED, TROUBLE, complain, printed
 from ._contents import contents_in_files
-from ._output import Output, bar, json_text, pace, printable, printed, show_verdict, size
+from ._output import Output, bar, json_text, pace, printable, show_verdict, size
+
+# As long as torch.distributed's own: a round of a conversion to a slow disk takes minutes, and torchrun ends
+# the other ranks by itself when one dies.
+_TIMEOUT = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +69,40 @@ class Conversion:
     allow_pickle: bool
 
 
-def run_convert(conversion: Conversion, *, as_json: bool, world: World) -> int:
-    """Convert, print what was done, and return the exit status 0; every rank calls it.
+def run_convert(conversion: Conversion, *, as_json: bool) -> int:
+    """Convert, print what was done, and return the exit status: on the ranks that torchrun has started, or alone.
+
+    The first rank prints and draws the bar. What fails on all ranks is printed by it, and all leave with one status.
 
     Args:
         conversion: the same on every rank.
         as_json: how it is printed.
-        world: the ranks that share out the work; the first prints and draws the bar.
 
     Raises:
-        CheckpointingException: it can't be done.
+        CheckpointingException: it can't be done, and this process is alone; or the ranks can't meet.
     """
+    with launched_world(_TIMEOUT) as world:
+        try:
+            return _run_rank(conversion, world, as_json=as_json)
+        except CheckpointingException as error:
+            if world.size == 1:
+                raise
+            is_lost = isinstance(error, WorldError) and not isinstance(error, RemoteError)
+            # Where a peer is lost, that may be the rank that prints.
+            if is_lost or not world.rank:
+                complain("convert", error)
+            if not is_lost:
+                # torchrun ends the others when one leaves: not before the error is printed.
+                with suppress(WorldError):
+                    world.barrier()
+            return TROUBLE
+        except KeyboardInterrupt:
+            if not world.rank:
+                raise KeyboardInterrupt("interrupted; run the same command again to resume") from None
+            return INTERRUPTED
+
+
+def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
     transform = transform_of(conversion.transforms, conversion.names, conversion.dtype)
     # By one rank: opening a checkpoint may take long.
     optimizer, nbytes = on_rank_zero(world, "convert: look at the source", partial(_look, conversion))
@@ -159,7 +188,11 @@ def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
 
 def _show(conversion: Conversion, report: ConversionReport, seconds: float, processes: int, *, as_json: bool) -> int:
     if as_json:
-        print(json_text({"destination": conversion.destination, **_document(report)}))
+        fields = asdict(report)
+        # Hexadecimal text: many JSON readers take numbers for floats, which hold 53 bits of the 64.
+        fields["fingerprints"] = {key: f"{number:016x}" for key, number in report.fingerprints.items()}
+        named = {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}
+        print(json_text({"destination": conversion.destination, **named}))
         return 0
     console = Output()
     amounts = [plural(report.tensors, "tensor"), size(report.nbytes), plural(report.objects, "object")]
@@ -182,11 +215,3 @@ def _remarks(report: ConversionReport) -> list[str]:
     if report.left_out:
         lines += [f"left out: {plural(len(report.left_out), 'key')}", *(f"  {key}" for key in shorten(report.left_out))]
     return lines
-
-
-def _document(report: ConversionReport) -> dict[str, Any]:
-    """Return what docs/command-line.md describes."""
-    fields = asdict(report)
-    # Hexadecimal text: many JSON readers take numbers for floats, which hold 53 bits of the 64.
-    fields["fingerprints"] = {key: f"{number:016x}" for key, number in report.fingerprints.items()}
-    return {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}

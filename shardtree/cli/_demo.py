@@ -22,8 +22,8 @@ from ..pictures import Picture, layout_picture
 from ..strategies import LoadOptions, SaveOptions
 from ..trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
 from ..world import World, one_process, run_processes
+from ._one_tensor import show_picture
 from ._output import Output, pace, show_verdict, size
-from ._picture import show_picture
 from ._table import Heading, show_table
 
 _DRAWN = "embeddings.word_embeddings.weight"

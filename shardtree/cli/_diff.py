@@ -32,6 +32,9 @@ _VALUES = (
 )
 
 
+_NAMES = ("key", "count", "elements", "first", "left", "right", "largest")  # of a tensor's differences, in JSON
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One of two checkpoints.
@@ -85,7 +88,7 @@ def difference_tables(outcome: Outcome) -> Iterator[Table]:
         kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in found.kinds]
         yield _pairs("other dtype or shape", kinds)
     if found.values:
-        yield Table(_VALUES, [_value_cells(each) for each in found.values])
+        yield Table(_VALUES, list(map(_value_cells, found.values)))
     for unique_key, difference in found.objects.items():
         sides = [side.tree[unique_key].data for side in (outcome.left, outcome.right)]
         yield _pairs("other object", list(_places(unique_key, difference, *sides)))
@@ -104,8 +107,8 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "bytes_compared": found.nbytes,
         "only_left": list(found.only_left),
         "only_right": list(found.only_right),
-        "kinds": [_kinds_record(each) for each in found.kinds],
-        "values": [_value_record(each) for each in found.values],
+        "kinds": [{"key": each.key, "left": _kind(each.left), "right": _kind(each.right)} for each in found.kinds],
+        "values": [{name: plain(getattr(each, name)) for name in _NAMES} for each in found.values],
         "objects": [{"unique_key": key, **_paths(difference)} for key, difference in found.objects.items()],
         "common": _paths(found.common),
     }
@@ -169,7 +172,12 @@ def summary(outcome: Outcome) -> str:
     # Only kinds of difference that there are, so that the line stays short.
     found, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
     if not found:
-        return f"{sides} {_equality(outcome)}"
+        contents = outcome.left.contents
+        tensors, objects = plural(len(contents.tensors), "tensor"), plural(len(contents.objects), "object")
+        if outcome.only_structure:
+            return f"{sides} have the same keys, dtypes and shapes: {tensors}, {objects}; no value was compared"
+        more = "" if outcome.is_selection else ", the common state"
+        return f"{sides} are equal, bit for bit: {tensors}, {size(found.nbytes)}, {objects}{more}"
     common = sum(map(len, (found.common.only_left, found.common.only_right, found.common.mismatch)))
     counts = {
         f"{plural(len(found.only_left), 'key')} only in A": found.only_left,
@@ -182,36 +190,17 @@ def summary(outcome: Outcome) -> str:
     return f"{sides} differ: " + ", ".join(words for words, there in counts.items() if there)
 
 
-def _equality(outcome: Outcome) -> str:
-    contents = outcome.left.contents
-    tensors, objects = plural(len(contents.tensors), "tensor"), plural(len(contents.objects), "object")
-    if outcome.only_structure:
-        return f"have the same keys, dtypes and shapes: {tensors}, {objects}; no value was compared"
-    common = "" if outcome.is_selection else ", the common state"
-    return f"are equal, bit for bit: {tensors}, {size(outcome.difference.nbytes)}, {objects}{common}"
-
-
 def _kind_text(kind: TensorKind) -> str:
     return f"{dtype_name(kind.dtype)} {kind.global_shape}"
 
 
-def _kinds_record(found: KindDifference) -> dict[str, Any]:
-    sides = {"left": found.left, "right": found.right}
-    kinds = {side: {"dtype": dtype_name(kind.dtype), "shape": kind.global_shape} for side, kind in sides.items()}
-    return {"key": found.key, **kinds}
-
-
-def _value_record(found: ValueDifference) -> dict[str, Any]:
-    names = ("key", "count", "elements", "first", "left", "right", "largest")
-    return {name: plain(getattr(found, name)) for name in names}
+def _kind(kind: TensorKind) -> dict[str, Any]:
+    return {"dtype": dtype_name(kind.dtype), "shape": kind.global_shape}
 
 
 def _paths(found: Difference) -> dict[str, list[str]]:
     sides = {"only_left": found.only_left, "only_right": found.only_right, "mismatch": found.mismatch}
     return {name: [render_path(path, "") for path in paths] for name, paths in sides.items()}
-
-
-Load = Callable[..., Any]
 
 
 def run_diff(
@@ -267,18 +256,15 @@ def difference_of(
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))
     else:
-        with bar(Output(stderr=True), "compare", _bytes_in_both(*(side.contents for side in sides))) as advance:
+        # The bar's end: where dtype or shape differ, no values are read.
+        kinds = {row.key: (row.dtype, row.shape) for row in sides[1].contents.tensors}
+        both = [row for row in sides[0].contents.tensors if kinds.get(row.key) == (row.dtype, row.shape)]
+        with bar(Output(stderr=True), "compare", sum(row.length for row in both)) as advance:
             strategies = selecting(matcher(patterns)) if patterns else default_strategies
             options = replace(left[1].checkpoint.options, progress=advance)
             one, other = (tree.checkpoint.storage for tree in trees)
             difference = compare(one, other, strategies=strategies, options=options)
     return Outcome(sides[0], sides[1], difference, only_structure, bool(patterns))
-
-
-def _bytes_in_both(left: Contents, right: Contents) -> int:
-    # The bar's end: where dtype or shape differ, no values are read.
-    kinds = {row.key: (row.dtype, row.shape) for row in right.tensors}
-    return sum(row.length for row in left.tensors if kinds.get(row.key) == (row.dtype, row.shape))
 
 
 def structure_difference(left: Contents, right: Contents) -> CheckpointDifference:
@@ -314,19 +300,19 @@ def selecting(matches: Callable[[str], bool]) -> Strategies:
 
     So `compare` itself needs no selection: what isn't in the metadata is neither read nor compared.
     """
-    return {row: _selecting(row[0], strategy, matches) for row, strategy in default_strategies.items()}
 
+    def load_metadata(load: Callable[..., Any], checkpoint: Any) -> Mapping[str, Any]:
+        metadata = load(checkpoint)
+        shards = ((key, metadata[key]) for key in metadata)
+        return {key: shard for key, shard in shards if matches(key) or matches(shard.key)}
 
-def _selecting(action: StrategyAction, strategy: Load, matches: Callable[[str], bool]) -> Load:
-    if action is StrategyAction.LOAD_COMMON:
-        return lambda checkpoint: {}
-    return partial(_matching, strategy, matches) if action is StrategyAction.LOAD_METADATA else strategy
-
-
-def _matching(load_metadata: Load, matches: Callable[[str], bool], checkpoint: Any) -> Mapping[str, Any]:
-    metadata = load_metadata(checkpoint)
-    shards = ((key, metadata[key]) for key in metadata)
-    return {key: shard for key, shard in shards if matches(key) or matches(shard.key)}
+    table = dict(default_strategies)
+    for row, strategy in default_strategies.items():
+        if row[0] is StrategyAction.LOAD_COMMON:
+            table[row] = lambda checkpoint: {}
+        elif row[0] is StrategyAction.LOAD_METADATA:
+            table[row] = partial(load_metadata, strategy)
+    return table
 
 
 def _kind_of(row: TensorRow) -> TensorKind:

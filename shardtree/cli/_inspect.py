@@ -14,6 +14,7 @@ from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
 from ..errors import CheckpointingException, NotACheckpoint, error_text, plural
 from ..strategies import LoadOptions
 from ..strategies.index import DeferredMetadata
+from ._command import complain
 from ._contents import (
     Contents,
     Files,
@@ -33,7 +34,7 @@ from ._contents import (
 )
 from ._one_tensor import show_pieces, show_values
 from ._outline import COMMON, KEYS, common_rows, key_rows
-from ._output import Output, complain, json_text, printable, size, spellable, working
+from ._output import Output, json_text, printable, size, spellable, working
 from ._series import find_steps, run_series
 from ._table import Heading, Table, show_table
 
@@ -145,7 +146,8 @@ def facts_of(found: Findings) -> Iterable[tuple[str, str]]:
     # The count of files stops at a limit.
     beyond = "" if found.files.is_all else "more than "
     yield "files", f"{beyond}{plural(found.files.count, 'file')}, {beyond}{size(found.files.length)}"
-    sharded, common = (_format(found.fields, part) for part in ("sharded", "common"))
+    parts = [(f"{part}_backend", f"{part}_backend_version") for part in ("sharded", "common")]
+    sharded, common = (f"{found.fields[name]} {found.fields[version]}" for name, version in parts)
     yield "format", sharded if common == sharded else f"{sharded}, common state: {common}"
     if "save_id" in found.fields:
         yield "save", str(found.fields["save_id"])
@@ -174,10 +176,6 @@ def _many(count: int, noun: str) -> str:
     return plural(count, noun).replace(str(count), f"{count:,}", 1)
 
 
-def _format(fields: Mapping[str, Any], part: str) -> str:
-    return f"{fields[f'{part}_backend']} {fields[f'{part}_backend_version']}"
-
-
 def document(found: Findings, limit: int | None) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
@@ -190,8 +188,17 @@ def document(found: Findings, limit: int | None) -> dict[str, Any]:
         "totals": _totals(found.everything),
         "selected": _totals(found.selected),
         "files": {"count": found.files.count, "bytes": found.files.length, "complete": found.files.is_all},
-        "tensors": [_tensor_record(row) for row in found.selected.tensors[:limit]],
-        "objects": [_object_record(row) for row in found.selected.objects[:limit]],
+        "tensors": list(map(_tensor_record, found.selected.tensors[:limit])),
+        "objects": [
+            {
+                "key": row.key,
+                "unique_key": row.unique_key,
+                "shape": row.shape,
+                "offset": row.offset,
+                "bytes": row.length,
+            }
+            for row in found.selected.objects[:limit]
+        ],
         "common": None
         if common is None
         else [{"name": name, "type": kind_of(value), "value": brief(value)} for name, value in common.items()][:limit],
@@ -217,11 +224,6 @@ def _tensor_record(row: TensorRow) -> dict[str, Any]:
         "bytes": row.length,
         "cut": None if grid is None else {"kind": grid.kind, "counts": grid.counts, "chunks": grid.chunks},
     }
-
-
-def _object_record(row: ObjectRow) -> dict[str, Any]:
-    place = {"shape": row.shape, "offset": row.offset}
-    return {"key": row.key, "unique_key": row.unique_key, **place, "bytes": row.length}
 
 
 # Keys break ties, so that the order is the same each time.
@@ -280,20 +282,16 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
     elif view.layout is not None:
         show_pieces(console, tree, view.layout, view.limit, as_json=as_json)
     elif view.common:
-        _show_common(console, tree.common(), view.limit, as_json=as_json)
+        if as_json:
+            print(json_text({"common": plain(tree.common())}))
+        else:
+            show_table(console, COMMON, list(common_rows(tree.common())), view.limit)
     elif view.tree and not as_json:
         contents = _selected(contents_in_files(tree, view.patterns), view.patterns)
         show_table(console, KEYS, key_rows(contents.tensors), view.limit)
     else:
         return _show_contents(console, checkpoint, tree, view, as_json=as_json)
     return 0
-
-
-def _show_common(console: Console, common: Any, limit: int | None, *, as_json: bool) -> None:
-    if as_json:
-        print(json_text({"common": plain(common)}))
-    else:
-        show_table(console, COMMON, list(common_rows(common)), limit)
 
 
 def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: View, *, as_json: bool) -> int:
@@ -320,7 +318,12 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     chosen = _selected(everything, patterns)
     order = _SORTS[sort]
     ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))
-    common, problem = _common(tree)
+    common: dict[str, Any] | None = None
+    problem = None
+    try:
+        common = entries_of(tree.common())
+    except CheckpointingException as error:
+        problem = error
     # The save stored it as an entry of the common state; it is shown apart.
     content = load_content_metadata(preloaded_state_dict=common or {})
     if common is not None:
@@ -341,10 +344,3 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
 def _selected(everything: Contents, patterns: Sequence[str]) -> Contents:
     check_patterns("inspect", patterns, everything)
     return select(everything, patterns)
-
-
-def _common(tree: OpenCheckpoint) -> tuple[dict[str, Any] | None, CheckpointingException | None]:
-    try:
-        return entries_of(tree.common()), None
-    except CheckpointingException as error:
-        return None, error

@@ -85,17 +85,13 @@ def mesh_layout(mesh: str | None, specs: Sequence[str], ranks: int | None) -> Me
         if specs:
             raise typer.BadParameter("specs need a mesh, such as tp=4,dp=2")
         return None
-    axes = dict(_axis(part, mesh) for part in mesh.split(","))
-    if len(axes) != mesh.count(",") + 1:
+    parts = [part.partition("=") for part in mesh.split(",")]
+    if not all(name.isidentifier() and size.isascii() and size.isdecimal() and int(size) for name, _, size in parts):
+        raise typer.BadParameter(f"{mesh!r} is not a mesh: axes with their sizes, as in tp=4,dp=2")
+    axes = {name: int(size) for name, _, size in parts}
+    if len(axes) < len(parts):
         raise typer.BadParameter(f"{mesh!r} names an axis twice")
     return MeshLayout(Mesh(**axes), tuple(_spec(text, axes) for text in specs))
-
-
-def _axis(part: str, mesh: str) -> tuple[str, int]:
-    name, _, size = part.partition("=")
-    if not name.isidentifier() or not (size.isascii() and size.isdecimal()) or int(size) < 1:
-        raise typer.BadParameter(f"{mesh!r} is not a mesh: axes with their sizes, as in tp=4,dp=2")
-    return name, int(size)
 
 
 def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:

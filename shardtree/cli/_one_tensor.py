@@ -1,23 +1,27 @@
-"""One stored tensor: some of its values, of which only those are read, and where its pieces lie."""
+"""One stored tensor: some of its values, of which only those are read, and where its pieces lie, also as a picture."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint
+from ..checkpoint import OpenCheckpoint, open_checkpoint
 from ..codec import dtype_name
+from ..display import draw
 from ..errors import KeyMismatch, ShapeError, StrategyError, error_text
+from ..layouts import place_text
 from ..mapping import ShardedTensor
+from ..pictures import COLOURS, Picture, picture_lines
 from ..plans import near_names
+from ..storage import Directory
+from ..strategies import LoadOptions
 from ..strategies.index import find_texts, reasoned, texts, untaken_of
 from ._contents import plain, shape_text, stored_index
 from ._layouts import chunk_shard
-from ._output import json_text, printable, size
+from ._output import Output, json_text, printable, size
 from ._table import Heading, show_table
 
 _MOST = 64 * 2**20  # bytes that are printed: more is a mistake
@@ -31,6 +35,8 @@ _PIECES = (
     Heading("from byte", right=True),
 )
 
+_LISTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 # Values.
 
 
@@ -41,7 +47,9 @@ def show_values(console: Console, tree: OpenCheckpoint, typed: str, *, as_json: 
         KeyMismatch: nothing is stored under that key.
         ShapeError: the index doesn't fit the tensor, or so many elements aren't for reading.
     """
-    key, index = _parsed(tree, typed)
+    found = None if typed in tree else _INDEXED.fullmatch(typed)  # a key may end in brackets itself
+    key = typed if found is None else found["key"]
+    index = () if found is None else tuple(_entry(one.strip(), typed) for one in found["index"].split(","))
     data = _tensor(tree, key).data
     if len(index) > len(data.shape):
         what, expected = f"inspect: {typed!r} has too many indices", f"at most {len(data.shape)}"
@@ -59,20 +67,14 @@ def show_values(console: Console, tree: OpenCheckpoint, typed: str, *, as_json: 
     values: torch.Tensor = data.read()
     if as_json:
         record = {"key": key, "dtype": dtype_name(values.dtype), "shape": list(values.shape)}
-        print(json_text({**record, "values": _numbers(values)}))
+        # What JSON has no form for, as complex numbers, is a text.
+        listed = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
+        print(json_text({**record, "values": plain(listed)}))
         return
     shape = shape_text(tuple(values.shape))
     console.print(Text.assemble((printable(typed), "bold"), f"  {dtype_name(values.dtype)}  {shape}  {size(nbytes)}"))
     for line in str(values).split("\n"):
         console.print(Text(line))
-
-
-def _parsed(tree: OpenCheckpoint, typed: str) -> tuple[str, tuple[int | slice, ...]]:
-    found = _INDEXED.fullmatch(typed)
-    # A key may end in brackets itself.
-    if found is None or typed in tree:
-        return typed, ()
-    return found["key"], tuple(_entry(one.strip(), typed) for one in found["index"].split(","))
 
 
 def _entry(text: str, typed: str) -> int | slice:
@@ -84,15 +86,6 @@ def _entry(text: str, typed: str) -> int | slice:
         return int(text)
     start, stop = (int(one) if one not in ("", "-") else None for one in (found["start"], found["stop"]))
     return slice(start, stop)
-
-
-def _numbers(values: torch.Tensor) -> Any:
-    """Return values as JSON can hold them: what it has no form for as text."""
-    numbers = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
-    return plain(numbers)
-
-
-_LISTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
@@ -125,7 +118,18 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
     pairs = list(zip(shards, places, strict=True))
     if as_json:
         record = {"key": key, "dtype": dtype_name(whole.dtype), "shape": list(whole.global_shape)}
-        print(json_text({**record, "pieces": [_record(shard, *place) for shard, place in pairs[:limit]]}))
+        pieces = [
+            {
+                "offset": shard.global_offset,
+                "shape": shard.local_shape,
+                "flat": (flat := shard.flattened_range) and [flat.start, flat.stop],
+                "file": file,
+                "byte": byte,
+                "bytes": length,
+            }
+            for shard, (file, byte, length) in pairs[:limit]
+        ]
+        print(json_text({**record, "pieces": pieces}))
         return
     shape, folders = shape_text(whole.global_shape), {file.rpartition("/")[0] for file, *_ in places}
     # The one folder of a save is said once: with it in each row, rows are wider than terminals.
@@ -134,26 +138,46 @@ def show_pieces(console: Console, tree: OpenCheckpoint, key: str, limit: int | N
     console.print(Text.assemble((printable(key), "bold"), words))
     console.print()
     cells = [
-        (_box(shard), shape_text(shard.data_shape), size(length), file.removeprefix(folder), f"{byte:,}")
+        (_place(shard), shape_text(shard.data_shape), size(length), file.removeprefix(folder), f"{byte:,}")
         for shard, (file, byte, length) in pairs
     ]
     show_table(console, _PIECES, cells, limit)
 
 
-def _box(shard: ShardedTensor) -> str:
+def _place(shard: ShardedTensor) -> str:
     ends = zip(shard.global_offset, shard.local_shape, strict=True)
-    box = "[" + ", ".join(f"{first}:{first + count}" for first, count in ends) + "]"
-    flat = shard.flattened_range
+    flat, box = shard.flattened_range, place_text(tuple(slice(first, first + count) for first, count in ends))
     return box if flat is None else f"{box} flattened [{flat.start}:{flat.stop}]"
 
 
-def _record(shard: ShardedTensor, file: str, byte: int, length: int) -> dict[str, Any]:
-    flat = shard.flattened_range
-    return {
-        "offset": shard.global_offset,
-        "shape": shard.local_shape,
-        "flat": None if flat is None else [flat.start, flat.stop],
-        "file": file,
-        "byte": byte,
-        "bytes": length,
-    }
+# A picture of that.
+
+
+def run_picture(checkpoint: Directory, key: str | None, out: str | None, *, allow_pickle: bool) -> int:
+    """Draw which file holds which part of a checkpoint's tensors, print it or write it, and return the exit status.
+
+    Args:
+        checkpoint: a path or URL.
+        key: the tensor's; None for the largest ones.
+        out: the file to write, by its ending an SVG, a page of HTML or text; None to print.
+        allow_pickle: whether pickled values may be unpickled.
+
+    Raises:
+        CheckpointingException: it can't be opened, has no such tensor, or the file can't be written.
+    """
+    drawing = draw(open_checkpoint(checkpoint, options=LoadOptions(allow_pickle=allow_pickle)), key)
+    console = Output()
+    if out is not None:
+        drawing.save(out)
+        console.print(Text(f"written: {printable(out)}"))
+        return 0
+    show_picture(console, drawing.picture)
+    return 0
+
+
+def show_picture(console: Console, picture: Picture) -> None:
+    """Print a picture, in colours where the console has them, else with a mark for each."""
+    is_plain = console.color_system is None
+    for line in picture_lines(picture, console.width, filled=is_plain):
+        spans = ((span.text, f"black on {COLOURS[span.tone]}" if span.tone and not is_plain else "") for span in line)
+        console.print(Text.assemble(*spans))

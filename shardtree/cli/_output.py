@@ -1,16 +1,14 @@
-"""Where commands print to, and how they end: exit statuses, errors as text, broken pipes; sizes as text."""
+"""Where commands print to: a console, bars, verdicts, JSON; and sizes as text."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,16 +22,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from ..errors import CheckpointingException
 from ..errors import printable as printable
-from ._command import TROUBLE as TROUBLE
-from ._command import options_as_typed, shell_words, unprintable
-
-INTERRUPTED = 130  # what a shell shows for programs that SIGINT ended
-
-_PICKLE_WARNING = (
-    "warning: --allow-pickle: loading pickled values can run any code that the checkpoint's writer put there"
-)
 
 # Our own signs alone: keys may hold any character, and are escaped where the encoding lacks it.
 _ASCII = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "─": "-", "✓": "+", "✗": "!", "→": ">"})
@@ -90,54 +79,6 @@ def working(doing: str) -> Iterator[None]:
         yield
 
 
-def finish(command: str, work: Callable[[], int], *, interrupted: str = "interrupted") -> NoReturn:
-    """Leave with the exit status that the work returns; a `CheckpointingException` becomes text and status 2.
-
-    Args:
-        command: its name.
-        work: prints, and returns the status.
-        interrupted: the message on Ctrl-C.
-    """
-    try:
-        # Backslashes, since a key with a character that the encoding lacks must still be told from others.
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        status = printed(work)
-    except CheckpointingException as error:
-        complain(command, error)
-        status = TROUBLE
-    except KeyboardInterrupt:
-        typer.echo(f"shardtree {command}: {interrupted}", err=True)
-        status = INTERRUPTED
-    raise typer.Exit(status)
-
-
-def printed(work: Callable[[], int]) -> int:
-    """Return the exit status of what prints, or that of a stdout that can't be written."""
-    try:
-        status = work()
-        # Here, so that a closed pipe is found now; at the interpreter's exit it would print an error.
-        sys.stdout.flush()
-    except OSError as error:
-        return unprintable(error)
-    return status
-
-
-def complain(command: str, error: Exception) -> None:
-    """Print an error's text, with its notes."""
-    # Errors of a function that is called as the command is begin with its name already.
-    texts = [str(error), *getattr(error, "__notes__", [])]
-    text = "\n  ".join(one.removeprefix(f"{command}: ") for one in texts)
-    text = shell_words(text, options_as_typed())
-    typer.echo(f"shardtree {command}: " + "\n".join(map(printable, text.split("\n"))), err=True)
-
-
-def warn_of_pickle(allowed: bool) -> None:
-    """Print what `--allow-pickle` means, where it is given."""
-    if allowed:
-        typer.echo(_PICKLE_WARNING, err=True)
-
-
 def spellable(console: Console) -> Callable[[str], str]:
     """Return the function that replaces our own signs where the console's encoding may lack them."""
     if console.encoding.lower().startswith("utf"):
@@ -165,13 +106,12 @@ def json_text(document: Mapping[str, Any]) -> str:
         "more": []
         }
     """
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {_value(value)}" for name, value in document.items()) + "\n}"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
-    return json.dumps(value)
+    lines = []
+    for name, value in document.items():
+        is_list = isinstance(value, list) and value
+        shown = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if is_list else json.dumps(value)
+        lines.append(f"{json.dumps(name)}: {shown}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 # Sizes and rates as text.

@@ -1,19 +1,88 @@
-"""`shardtree plan`: which bytes move between ranks when tensors get from one layout into another."""
+"""`shardtree explain` and `shardtree plan`: what ranks would read, or send each other, for another layout."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, replace
 
-from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint, open_checkpoint
-from ..plans import ReshardPlan, plan_reshard
+from ..checkpoint import OpenCheckpoint, explain_ranks, open_checkpoint
+from ..errors import plural
+from ..plans import plan_reshard
+from ..strategies import LoadOptions
 from ._contents import check_patterns, contents_at, matcher
 from ._layouts import MeshLayout, RankTree, stored_trees, trees_on_mesh, whole_tensors
-from ._output import Output, json_text, printable
+from ._output import Output, json_text, printable, show_verdict, working
+
+
+def run_explain(
+    checkpoint: str,
+    layout: MeshLayout | None,
+    *,
+    like: str | None,
+    patterns: Sequence[str],
+    cast: bool,
+    as_json: bool,
+    options: LoadOptions,
+) -> int:
+    """Print what a load would do, and return the exit status: 1 where it would fail.
+
+    Args:
+        checkpoint: a path or URL.
+        layout: how the checkpoint's own tensors are wanted; None for as they are stored.
+        like: another checkpoint, whose tensors are wanted instead.
+        patterns: of the keys that are wanted; none for all.
+        cast: whether dtypes are converted.
+        as_json: whether to print JSON.
+        options: how the checkpoint would be read.
+
+    Raises:
+        CheckpointingException: a checkpoint can't be opened, or the layout doesn't fit its tensors.
+    """
+    with working("reading what is stored"):
+        stored = open_checkpoint(checkpoint, options=options)
+        model = stored if like is None else open_checkpoint(like, options=options)
+        check_patterns("explain", patterns, contents_at(model))
+        trees = _trees(model, layout, patterns)
+    with working(f"planning the reads of {plural(len(trees), 'rank')}"):
+        explanation = explain_ranks(trees, checkpoint, cast=cast, options=options)
+    # A layout is one of tensors, and a selection leaves out on purpose: neither forgets what it lacks.
+    tensors = {} if patterns else whole_tensors(stored, matcher(patterns))
+    explanation = replace(explanation, missing=tuple(key for key in explanation.missing if key in tensors))
+    is_ok = explanation.ok is not False  # None where only values can tell
+    if as_json:
+        record = {
+            "checkpoint": checkpoint,
+            "ok": explanation.ok,
+            "problems": list(map(str, explanation.problems)),
+            "undecided": list(map(str, explanation.undecided)),
+            "missing": list(explanation.missing),
+            "left_out": list(explanation.left_out),
+            "unfilled": list(explanation.unfilled),
+            "total": explanation.cost and asdict(explanation.cost),
+            "ranks": [
+                {
+                    "rank": one.rank,
+                    "shards": one.shards,
+                    "objects": one.objects,
+                    "reads": one.cost and asdict(one.cost),
+                    "sent": one.sent,
+                    "received": one.received,
+                }
+                for one in explanation.reads
+            ],
+        }
+        print(json_text(record))
+        return 0 if is_ok else 1
+    console, (first, *rest) = Output(), str(explanation).split("\n")
+    show_verdict(console, is_ok, first)
+    for line in rest:
+        console.print(Text(printable(line)))
+    if len(explanation.reads) == 1 and is_ok:
+        console.print(Text(f"{plural(1, 'rank')}: --ranks, --mesh with --spec, or --like ask for more.", style="dim"))
+    return 0 if is_ok else 1
 
 
 def run_plan(
@@ -48,32 +117,26 @@ def run_plan(
     trees = [list(_trees(tree, layout, patterns)) for tree, layout in ((held, before), (wanted, after))]
     plan = plan_reshard(*trees, cast=cast)
     if as_json:
-        print(json_text(_document(plan)))
-    else:
-        _show(Output(), plan, origins=origins)
+        totals = zip(plan.ranks, plan.sent.values(), plan.received.values(), plan.kept.values(), strict=True)
+        record = {
+            "bytes_moved": plan.bytes_moved,
+            "lower_bound": plan.lower_bound,
+            "bytes_kept": plan.bytes_kept,
+            "ranks": [dict(zip(("rank", "sends", "gets", "keeps"), row, strict=True)) for row in totals],
+            "links": [
+                {"from": sender, "to": receiver, "bytes": count} for (sender, receiver), count in plan.links.items()
+            ],
+            "plan": json.loads(plan.to_json()),
+        }
+        print(json_text(record))
+        return 0
+    console = Output()
+    texts = [str(plan), *((str(plan.explain(key)) for key in plan.target.keys) if origins else ())]
+    for line in "\n\n".join(texts).split("\n"):
+        console.print(Text(printable(line)))
     return 0
 
 
 def _trees(tree: OpenCheckpoint, layout: MeshLayout | None, patterns: Sequence[str]) -> Sequence[RankTree]:
     matches = matcher(patterns)
     return stored_trees(tree, matches) if layout is None else trees_on_mesh(whole_tensors(tree, matches), layout)
-
-
-def _show(console: Console, plan: ReshardPlan, *, origins: bool) -> None:
-    texts = [str(plan), *((str(plan.explain(key)) for key in plan.target.keys) if origins else ())]
-    for line in "\n\n".join(texts).split("\n"):
-        console.print(Text(printable(line)))
-
-
-def _document(plan: ReshardPlan) -> dict[str, Any]:
-    """Return what docs/command-line.md describes."""
-    totals = zip(plan.ranks, plan.sent.values(), plan.received.values(), plan.kept.values(), strict=True)
-    names = ("rank", "sends", "gets", "keeps")
-    return {
-        "bytes_moved": plan.bytes_moved,
-        "lower_bound": plan.lower_bound,
-        "bytes_kept": plan.bytes_kept,
-        "ranks": [dict(zip(names, row, strict=True)) for row in totals],
-        "links": [{"from": sender, "to": receiver, "bytes": count} for (sender, receiver), count in plan.links.items()],
-        "plan": json.loads(plan.to_json()),
-    }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import typer
 from rich.text import Text
 
-from ..checkpoint import OpenCheckpoint, open_checkpoint, verify
+from ..checkpoint import OpenCheckpoint, open_checkpoint
 from ..display import draw, write_text
 from ..errors import CheckpointingException, NotACheckpoint, StrategyError, plural, shorten
 from ..pictures import (
@@ -27,14 +28,14 @@ from ..pictures import (
 )
 from ..strategies import Damage, LoadOptions, VerifyReport
 from ..strategies.index import texts
-from ._command import options_as_typed, shell_words
+from ._command import TROUBLE, options_as_typed, shell_words
 from ._contents import TensorRow, cut_text, shape_text, stored_index
 from ._diff import Outcome, difference_of, difference_tables, summary
 from ._inspect import Findings, examine, facts_of, object_table, tensor_table
 from ._outline import COMMON, KEYS, common_rows, key_rows
-from ._output import TROUBLE, Output, bar, printable, show_verdict, size
+from ._output import Output, printable, show_verdict, size
 from ._table import Heading, Table
-from ._verify import unchecked_lines
+from ._verify import find_damage, unchecked_lines
 
 _MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
 _MOST_SHARES = 64  # of the table of sizes
@@ -81,7 +82,9 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
     """
     names = [checkpoint] if other is None else [checkpoint, other]
     sides = [_examined(name, is_checked=is_checked, allow_pickle=allow_pickle) for name in names]
-    outcome, problem = _compared(sides, only_structure=not is_checked) if len(sides) == 2 else (None, "")
+    outcome, problem = None, ""
+    if other is not None:
+        outcome, problem = _compared(*sides, only_structure=not is_checked)
     write_text(out, report_page(sides, outcome, problem))
     console, verdicts = Output(), list(_verdicts(sides, outcome))
     for is_good, text in verdicts:
@@ -112,21 +115,17 @@ def _examined(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
         problem = _in_the_shell(error)
     if not is_checked:
         return Side(where, tree, found, "", None, None)
-    reports = list[VerifyReport]()
-    total = found.files.length if found is not None and found.files.is_all else None
     try:
-        with bar(Output(stderr=True), "verify", total) as advance:
-            damage = verify(where, options=LoadOptions(progress=advance), report=reports.append)
+        damage, checked = find_damage(where)
     except StrategyError as error:
         fix = "All else is in the report; with --no-verify nothing is checked, and the status is 0."
         unchecked = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
         return Side(where, tree, found, problem or unchecked, None, None)
     # What keeps it from being opened is among the damage then.
-    return Side(where, tree, found, "" if damage else problem, damage, reports[0])
+    return Side(where, tree, found, "" if damage else problem, damage, checked)
 
 
-def _compared(sides: Sequence[Side], *, only_structure: bool) -> tuple[Outcome | None, str]:
-    left, right = sides
+def _compared(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome | None, str]:
     if left.tree is None or right.tree is None:
         return None, "They can't be compared, since one of them can't be opened."
     try:
@@ -137,19 +136,17 @@ def _compared(sides: Sequence[Side], *, only_structure: bool) -> tuple[Outcome |
 
 def _verdicts(sides: Sequence[Side], outcome: Outcome | None) -> Iterator[tuple[bool | None, str]]:
     """Yield what was found in a sentence each, and whether it is good; None where nothing was looked for."""
-    yield from map(_soundness, sides)
+    for side in sides:
+        if side.damage is None or side.checked is None:
+            yield None, f"{side.where} wasn't checked for damage"
+        elif side.damage:
+            yield False, f"{side.where} is damaged in {plural(len({one.file for one in side.damage}), 'file')}"
+        else:
+            without = side.checked.unchecked_nbytes
+            more = f", {size(without)} without a checksum" if without else ""
+            yield True, f"no damage found in {side.where}: {size(side.checked.bytes_read)} read{more}"
     if outcome is not None:
         yield not outcome.difference, summary(outcome)
-
-
-def _soundness(side: Side) -> tuple[bool | None, str]:
-    if side.damage is None:
-        return None, f"{side.where} wasn't checked for damage"
-    if side.damage:
-        return False, f"{side.where} is damaged in {plural(len({one.file for one in side.damage}), 'file')}"
-    read, without = (side.checked.bytes_read, side.checked.unchecked_nbytes) if side.checked is not None else (0, 0)
-    more = f", {size(without)} without a checksum" if without else ""
-    return True, f"no damage found in {side.where}: {size(read)} read{more}"
 
 
 # The page.
@@ -172,7 +169,10 @@ def _parts(title: str, sides: Sequence[Side], outcome: Outcome | None, problem: 
     for is_good, text in _verdicts(sides, outcome):
         yield element_html("p", text, {None: "dim", True: "good", False: "bad"}[is_good])
     yield from _lines(problem)
-    yield _facts(sides)
+    facts = [dict(facts_of(side.found)) if side.found is not None else {} for side in sides]
+    names = dict.fromkeys(name for each in facts for name in each)
+    rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
+    yield table_html(("", "A", "B") if len(sides) > 1 else ("", ""), rows)
     if outcome is not None:
         yield from _differences(outcome)
     for name, side in zip("AB", sides, strict=False):
@@ -185,14 +185,6 @@ def _lines(text: str) -> Iterator[str]:
 
 def _in_the_shell(error: CheckpointingException) -> str:
     return shell_words(str(error), options_as_typed())
-
-
-def _facts(sides: Sequence[Side]) -> str:
-    facts = [dict(facts_of(side.found)) if side.found is not None else {} for side in sides]
-    names = dict.fromkeys(name for each in facts for name in each)
-    rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
-    headings = ("", "A", "B") if len(sides) > 1 else ("", "")
-    return table_html(headings, rows)
 
 
 def _about(side: Side, name: str) -> Iterator[str]:
@@ -224,12 +216,12 @@ def _about(side: Side, name: str) -> Iterator[str]:
         yield _html(Table(COMMON, list(common_rows(side.found.common))))
 
 
-def _html(table: Table) -> str:
+def _html(table: Table, most: int = _MOST_ROWS) -> str:
     headings = [heading.name for heading in table.headings]
     numbers = [place for place, heading in enumerate(table.headings) if heading.right]
-    more = len(table.rows) - _MOST_ROWS
+    more = len(table.rows) - most
     left_out = element_html("p", f"and {more:,} more", "dim") if more > 0 else ""
-    return table_html(headings, table.rows[:_MOST_ROWS], numbers=numbers) + left_out
+    return table_html(headings, table.rows[:most], numbers=numbers) + left_out
 
 
 def _damage(side: Side, name: str) -> Iterator[str]:
@@ -280,9 +272,7 @@ def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
             (name, size(totals[name]), *(size(share[dtype]) if share[dtype] else "" for dtype in dtypes))
             for name, share in shares.items()
         ]
-        yield _html(Table(headings, rows[:_MOST_SHARES]))
-        if len(rows) > _MOST_SHARES:
-            yield element_html("p", f"and {len(rows) - _MOST_SHARES:,} more", "dim")
+        yield _html(Table(headings, rows), _MOST_SHARES)
 
 
 def _bars(heading: str, amounts: dict[str, int]) -> Bars:
@@ -330,15 +320,10 @@ def _differences(outcome: Outcome) -> Iterator[str]:
         ]
         rows = [(a.key, a.dtype, shape_text(a.shape), cut_text(a.grid), cut_text(b.grid)) for a, b in other]
         yield _html(Table(headings, rows))
-        yield from _beside(outcome, max(other, key=lambda pair: pair[0].length)[0].key)
-
-
-def _beside(outcome: Outcome, key: str) -> Iterator[str]:
-    """Yield the picture of a tensor as it is cut on both sides."""
-    try:
-        pictures = [stored_picture(side.tree.stored_layout(key)) for side in (outcome.left, outcome.right)]
-    except StrategyError:  # a format without an index
-        return
-    firsts = [picture.rows[0][0] for picture in pictures]
-    planes = [replace(each, heading=f"in {name}") for name, each in zip("AB", firsts, strict=True)]
-    yield figure_html(Picture(pictures[0].title, (tuple(planes),), is_step=True))
+        # The largest of them, as it is cut on both sides.
+        key = max(other, key=lambda pair: pair[0].length)[0].key
+        with suppress(StrategyError):  # a format without an index
+            pictures = [stored_picture(side.tree.stored_layout(key)) for side in (outcome.left, outcome.right)]
+            firsts = [picture.rows[0][0] for picture in pictures]
+            planes = [replace(each, heading=f"in {name}") for name, each in zip("AB", firsts, strict=True)]
+            yield figure_html(Picture(pictures[0].title, (tuple(planes),), is_step=True))

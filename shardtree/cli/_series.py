@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ..checkpoint import CheckpointSeries, step_prefix
 from ..errors import plural, shorten
+from ..pictures import moment_text
 from ..retention import SavedStep
-from ..storage import Storage, folder_in, listed, storage_at
+from ..storage import folder_in, listed, storage_at
 from ..world import one_process
-from ._contents import Files, files_in
+from ._contents import Files, files_in, plain
 from ._output import Output, json_text, printable, size
 from ._table import Heading, show_table
 
@@ -62,37 +61,24 @@ def find_steps(where: str) -> Steps | None:
     """
     root, world = storage_at(where), one_process()
     with listed(root) as seen:
-        folders = [name for name in seen.names() if step_prefix(name) is not None]
+        folders = {name: prefix for name in seen.names() if (prefix := step_prefix(name)) is not None}
         # What stands before the number may differ: each beginning is a series of its own.
-        names = sorted({_names(folder) for folder in folders})
+        names = [prefix.replace("{", "{{").replace("}", "}}") + "{}" for prefix in sorted(set(folders.values()))]
         steps = [step for one in names for step in CheckpointSeries(seen, one, world=world).steps()]
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
-        rows = tuple(Row(step, _files(seen, step), step is steps[-1]) for step in steps)
+        rows = tuple(Row(step, files_in(folder_in(seen, step.folder)), step is steps[-1]) for step in steps)
     finished = {step.folder for step in steps}
-    return Steps(where, rows, tuple(sorted(set(folders) - finished)))
-
-
-def _names(folder: str) -> str:
-    """Return the format of the names of steps that are called as this one."""
-    return (step_prefix(folder) or "").replace("{", "{{").replace("}", "}}") + "{}"
-
-
-def _files(root: Storage, step: SavedStep) -> Files:
-    return files_in(folder_in(root, step.folder))
+    return Steps(where, rows, tuple(sorted(folders.keys() - finished)))
 
 
 def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
     """Print the steps under a root, and return the exit status 0."""
     if as_json:
         print(json_text(_document(steps, limit)))
-    else:
-        _show(Output(), steps, limit)
-    return 0
-
-
-def _show(console: Console, steps: Steps, limit: int | None) -> None:
+        return 0
+    console = Output()
     console.print(Text(printable(steps.where), style="bold"))
     console.print()
     metrics = list(dict.fromkeys(name for row in steps.rows for name in row.step.metrics))
@@ -111,6 +97,7 @@ def _show(console: Console, steps: Steps, limit: int | None) -> None:
         folders = ", ".join(map(printable, shorten(steps.unfinished)))
         console.print(Text(f"unfinished, or not checkpoints: {folders}", style="yellow"))
     console.print(Text(f"shardtree inspect {printable(steps.newest)} shows the newest", style="dim"))
+    return 0
 
 
 def _cells(row: Row, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -118,14 +105,7 @@ def _cells(row: Row, metrics: Sequence[str]) -> tuple[str, ...]:
     values = (f"{step.metrics[name]:g}" if name in step.metrics else "" for name in metrics)
     marks = ", ".join(["newest"] * row.is_newest + ["pinned"] * step.pinned)
     more = "" if row.files.is_all else "more than "
-    return step.folder, _moment(step.time), more + size(row.files.length), *values, marks
-
-
-def _moment(time: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):
-        return "?"  # a record of another program's may say anything
+    return step.folder, moment_text(step.time) or "?", more + size(row.files.length), *values, marks
 
 
 def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
@@ -137,7 +117,7 @@ def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
                 "step": row.step.number,
                 "folder": row.step.folder,
                 "time": row.step.time,
-                "metrics": {name: _number(value) for name, value in row.step.metrics.items()},
+                "metrics": {name: plain(value) for name, value in row.step.metrics.items()},
                 "pinned": row.step.pinned,
                 "newest": row.is_newest,
                 "files": row.files.count,
@@ -148,7 +128,3 @@ def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
         ],
         "unfinished": list(steps.unfinished),
     }
-
-
-def _number(value: float) -> Any:
-    return value if abs(value) < float("inf") else str(value)

@@ -28,19 +28,37 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
     Raises:
         CheckpointingException: there is no checkpoint, or nothing to check it by.
     """
-    storage, began = storage_at(checkpoint), time.monotonic()
-    files, reports = files_in(storage), list[VerifyReport]()
-    # The bar is on stderr, so that stdout can be piped; without the length of all files it has no end to show.
-    with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
-        damage = verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
-    (report,) = reports
+    began = time.monotonic()
+    damage, report = find_damage(checkpoint, threads)
     if as_json:
-        print(json_text(_document(checkpoint, report, damage)))
+        record = {
+            "checkpoint": checkpoint,
+            "sound": not damage,
+            "bytes_read": report.bytes_read,
+            "bytes_unchecked": report.unchecked_nbytes,
+            "damage": [asdict(one) for one in damage],
+            "unchecked": [asdict(one) for one in report.unchecked],
+        }
+        print(json_text(record))
     else:
         amount = f"{size(report.bytes_read)} read {pace(report.bytes_read, time.monotonic() - began)}"
         _show(Output(), checkpoint, report, damage, amount)
     # Bytes without a checksum aren't damage: most formats of other programs have some.
     return 1 if damage else 0
+
+
+def find_damage(checkpoint: str, threads: int | None = None) -> tuple[tuple[Damage, ...], VerifyReport]:
+    """Return what is damaged in a checkpoint, and how much was checked, with a bar while it is read.
+
+    Raises:
+        CheckpointingException: there is no checkpoint, or nothing to check it by.
+    """
+    storage = storage_at(checkpoint)
+    files, reports = files_in(storage), list[VerifyReport]()
+    # The bar is on stderr, so that stdout can be piped; without the length of all files it has no end to show.
+    with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
+        damage = verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
+    return damage, reports[0]
 
 
 def _show(console: Console, where: str, report: VerifyReport, damage: Sequence[Damage], amount: str) -> None:
@@ -62,15 +80,3 @@ def unchecked_lines(report: VerifyReport) -> Iterator[str]:
     for why, found in by_reason(report.unchecked).items():
         amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
         yield f"no checksum for {amount}: {why}"
-
-
-def _document(where: str, report: VerifyReport, damage: Sequence[Damage]) -> dict[str, object]:
-    """Return what docs/command-line.md describes."""
-    return {
-        "checkpoint": where,
-        "sound": not damage,
-        "bytes_read": report.bytes_read,
-        "bytes_unchecked": report.unchecked_nbytes,
-        "damage": [asdict(one) for one in damage],
-        "unchecked": [asdict(one) for one in report.unchecked],
-    }

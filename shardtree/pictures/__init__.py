@@ -6,7 +6,7 @@ from ._lenses import factory_picture, lens_picture
 from ._meshes import mesh_picture
 from ._picture import TONES, Bar, Bars, Block, Cell, Entry, Flow, Line, Moment, Panel, Picture, Plane, Stream
 from ._plans import plan_picture, schedule_picture
-from ._series import series_picture
+from ._series import moment_text, series_picture
 from ._style import COLOURS
 from ._svg import svg_of
 from ._text import Span, Spans, cell_lines, picture_lines, text_of

@@ -77,10 +77,21 @@ def _heights(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _said(step: SavedStep, *, stays: bool) -> str:
-    try:
-        when = [f"saved {datetime.fromtimestamp(step.time, UTC):%Y-%m-%d %H:%M:%S} UTC"] if step.time else []
-    except (ValueError, OverflowError, OSError):
-        when = []
+    saved = moment_text(step.time) if step.time else ""
+    when = [f"saved {saved} UTC"] if saved else []
     measured = [f"{printable(name)} {value:.4g}" for name, value in sorted(step.metrics.items())]
     fate = [] if stays else ["goes"]
     return f"step {step.number}: " + ", ".join([*when, *measured, *(["pinned"] if step.pinned else []), *fate])
+
+
+def moment_text(seconds: float) -> str:
+    """Return a time since 1970 as text, in UTC; empty for one that no calendar has, as another program may write.
+
+    Examples:
+        >>> moment_text(0), moment_text(1e300)
+        ('1970-01-01 00:00:00', '')
+    """
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return ""
