@@ -49,6 +49,8 @@ ROOM_OF = {
     "default_strategies": "strategies",
     "get_default_strategy": "strategies",
     "register_default_strategy": "strategies",
+    "Trace": "traces",
+    "trace": "traces",
     "World": "world",
     "distributed": "world",
     "simulate": "world",
@@ -74,6 +76,7 @@ ROOMS = (
     "storage",
     "strategies",
     "testing",
+    "traces",
     "transforms",
     "trees",
     "world",
@@ -100,6 +103,7 @@ if typing.TYPE_CHECKING:
     from . import storage as storage
     from . import strategies as strategies
     from . import testing as testing
+    from . import traces as traces
     from . import transforms as transforms
     from . import trees as trees
     from . import world as world
@@ -146,6 +150,8 @@ if typing.TYPE_CHECKING:
     from .strategies import default_strategies as default_strategies
     from .strategies import get_default_strategy as get_default_strategy
     from .strategies import register_default_strategy as register_default_strategy
+    from .traces import Trace as Trace
+    from .traces import trace as trace
     from .world import World as World
     from .world import distributed as distributed
     from .world import simulate as simulate

@@ -32,12 +32,14 @@ __all__ = [
     "RemoteShapeError",
     "RemoteStorageError",
     "RemoteStrategyError",
+    "RemoteTraceError",
     "RemoteTreeError",
     "RemoteUnsafeFile",
     "RemoteUnsupportedValue",
     "ShapeError",
     "StorageError",
     "StrategyError",
+    "TraceError",
     "TreeError",
     "UnsafeFile",
     "UnsupportedValue",
@@ -88,6 +90,12 @@ class IntegrityError(CheckpointingException, ValueError):
 
 class UnsupportedValue(CheckpointingException, TypeError):
     """A value or dtype that a format can't hold."""
+
+
+class TraceError(CheckpointingException, RuntimeError):
+    """Code that is traced asks for elements, or a trace can't be evaluated or inverted."""
+
+    # Not a TypeError: Python's operators take that for "ask the other operand", and `a == 0` would be False.
 
 
 class UnsafeFile(CheckpointingException):
@@ -178,6 +186,10 @@ class RemoteIntegrityError(RemoteError, IntegrityError):
 
 class RemoteUnsupportedValue(RemoteError, UnsupportedValue):
     """Some rank had a value or dtype that a format can't hold."""
+
+
+class RemoteTraceError(RemoteError, TraceError):
+    """A trace can't be evaluated on some rank."""
 
 
 class RemoteUnsafeFile(RemoteError, UnsafeFile):

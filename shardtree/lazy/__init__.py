@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 from ._many import frozen_values, stored_each
-from ._sources import Fetch, Source
-from ._tensor import LazyTensor, computed, lazy_map, stored
+from ._sources import Box, Fetch, Source, Strided, covering, dense
+from ._tensor import LazyTensor, computed, lazy_map, of_source, stored

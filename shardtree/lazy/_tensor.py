@@ -59,7 +59,7 @@ def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name:
     sizes = tuple(int(length) for length in shape)
     if any(length < 0 for length in sizes):
         raise MetadataError(error_text(f"stored: the shape of {name!r} has a negative length", found=sizes))
-    return _whole(Stored(read_box, sizes, dtype, name))
+    return of_source(Stored(read_box, sizes, dtype, name))
 
 
 @operations.refusing_operators
@@ -264,7 +264,8 @@ def _at(lazy: LazyTensor, place: Strided) -> LazyTensor:
     return view
 
 
-def _whole(source: Source) -> LazyTensor:
+def of_source(source: Source) -> LazyTensor:
+    """Return the lazy tensor of all of a source."""
     return LazyTensor(source, dense(source.shape))
 
 
@@ -340,7 +341,7 @@ def _concatenate(
     parts = [part.unsqueeze(along) if func.__name__ == "stack" else part for part in tensors]
     # Empty parts add nothing, and torch takes one of shape (0,) with parts of any shape.
     kept = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
-    return _whole(Concatenated(kept, along, tuple(result.shape), result.dtype))
+    return of_source(Concatenated(kept, along, tuple(result.shape), result.dtype))
 
 
 def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
@@ -354,7 +355,7 @@ def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -
     check_one_shape(lazies[0].name, func.__name__, [one.shape for one in lazies])
     # On meta tensors, for torch's own promotion of tensors, 0-dim tensors and Python numbers.
     result = func(*(_meta(value) if isinstance(value, LazyTensor) else value for value in operands), **kwargs)
-    return _whole(Elementwise(func, operands, kwargs, tuple(result.shape), result.dtype, name))
+    return of_source(Elementwise(func, operands, kwargs, tuple(result.shape), result.dtype, name))
 
 
 def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
@@ -379,7 +380,7 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
         kinds = f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}"
         expected = "as many columns as the other has rows, and one dtype"
         raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: {func.__name__}", found=kinds, expected=expected))
-    return _whole(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
+    return of_source(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
 
 
 @shielded
@@ -416,7 +417,7 @@ def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> Lazy
     check_kind(sample, (1,), None)
     name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
     shape = tuple(lazies[0].shape)
-    return _whole(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
+    return of_source(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
 
 
 def computed(
@@ -444,7 +445,7 @@ def computed(
         tensor([1.])
     """
     if isinstance(data, LazyTensor):
-        return _whole(OfWhole(function, data, tuple(shape), dtype))
+        return of_source(OfWhole(function, data, tuple(shape), dtype))
     return None if data is None else function(data)
 
 

@@ -30,6 +30,7 @@ from shardtree import (
     pictures,
     plans,
     retention,
+    traces,
     transforms,
     trees,
 )
@@ -37,7 +38,7 @@ from shardtree.testing import check_pure, glu, random_bits
 
 PURE = (
     *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
-    *("transforms", "plans", "fingerprints", "retention", "pictures"),
+    *("transforms", "plans", "fingerprints", "retention", "pictures", "traces"),
 )
 EFFECTS = {"trees.register_nodes": "tells optree of our node types, which is what importing does"}
 
@@ -80,6 +81,7 @@ GATED = lenses.gate_and_up(tensor_parallel=2)
 QKV = st.ShardedTensor.from_rank_offsets("w", torch.arange(6.0).view(3, 2), (0, 1, 2))
 TWO_PARTS = lenses.grouped_runs(8, 2, (1, 3))
 ONE_PART = lenses.joined_parts(TWO_PARTS)
+TRACED = traces.trace(lambda given: {"w": given["w"].T.reshape(4, 2)}, {"w": WEIGHT.data})
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
 
 OPTIMIZER = {"state": {0: {"m": torch.ones(4, 2), "n": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
@@ -358,6 +360,17 @@ CALLS: dict[str, Call] = {
     "transforms.unpad_tensors": (transforms.unpad_tensors, FLAT_TREE, ["l.*.w"], 1),
     "transforms.pad_tensors": (transforms.pad_tensors, FLAT_TREE, ["l.*.w"], 30),
     "transforms.transpose_tensors": (transforms.transpose_tensors, FLAT_TREE, ["l.*.w"]),
+    "lazy.covering": (lazy.covering, lazy.Strided(8, (3, 2), (1, 6)), (4, 6)),
+    "lazy.of_source": (lambda data: lazy.of_source(data).shape, LAZY),
+    "traces.trace": (lambda given: traces.trace(dict, given).reads(), {"w": WEIGHT.data}),
+    "traces.Trace.narrow": (TRACED.narrow, {"w": ((0, 0), (1, 2))}),
+    "traces.Trace.reads": (TRACED.reads,),
+    "traces.Trace.then": (TRACED.then, TRACED),
+    "traces.Trace.inverse": (TRACED.inverse,),
+    "traces.Trace.check": (TRACED.check, TRACED),
+    "traces.Trace.diff": (TRACED.diff, TRACED),
+    "traces.Moves.find": (TRACED.moves["w"].find, [traces.Move(None, 0, 3, ((2, 1, 1),))]),
+    "traces.Moves.near": (TRACED.moves["w"].near, 0, 3),
     "lenses.as_factory": (lambda shard: lenses.as_factory(shard, GATED).build()["0"], FLAT),
     "lenses.factories_by_pattern": (
         lambda tree: lenses.factories_by_pattern(tree, {"**": GATED})["w"].build()["0"], {"w": WEIGHT}
@@ -559,6 +572,9 @@ NUMBERS: dict[str, Call] = {
     "pictures.text_html": (pictures.text_html, "a<b"),
 }
 VALUES: dict[str, Any] = {
+    "traces.Kind": TRACED.outputs["w"],
+    "traces.Move": TRACED.moves["w"][0],
+    "traces.Moves": TRACED.moves["w"],
     "lazy.Fetch": LAZY.fetches[0],
     "layouts.Mesh": MESH,
     "layouts.P": SPEC,

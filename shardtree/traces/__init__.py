@@ -1,0 +1,10 @@
+"""Traces: what code does to the elements of tensors, taken from running it once on tensors without data."""
+
+from ..lazy import Box
+from ._moves import Move, Moves
+from ._problems import Difference, Problem
+from ._recording import trace
+from ._steps import Kind
+from ._trace import Trace
+
+__all__ = ["Box", "Difference", "Kind", "Move", "Moves", "Problem", "Trace", "trace"]

@@ -1,0 +1,358 @@
+"""Moves: what copies do to elements, as strided loops from a flat tensor to a flat tensor, which compose exactly.
+
+Views, cat, stack, permutations, reshapes, gathers by known indices and ``copy_`` are all lists of moves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from math import gcd, prod
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
+
+from ._steps import joined
+
+Loop = tuple[int, int, int]
+"""How often, by how many elements in the destination, and by how many in the root."""
+
+
+class Move(NamedTuple):
+    """Elements ``at + sum(i * from_step)`` of a root go to ``to + sum(i * to_step)``, for each index i of the loops.
+
+    Attributes:
+        root: what is moved from: a source's name, a constant, something computed; None for a read of a destination.
+        to: where the first element goes, in the flat destination.
+        at: where it comes from, in the flat root.
+        loops: (count, to_step, from_step) of each; the steps of a destination are positive, a root's may be 0.
+        via: casts and functions that the elements go through, in order.
+    """
+
+    root: Any
+    to: int
+    at: int
+    loops: tuple[Loop, ...]
+    via: tuple[Any, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """How many elements are moved."""
+        return prod([count for count, _, _ in self.loops])
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The counts of the loops."""
+        return tuple([count for count, _, _ in self.loops])
+
+    @property
+    def end(self) -> int:
+        """The last place in the destination."""
+        return self.to + sum([(count - 1) * step for count, step, _ in self.loops])
+
+    @property
+    def last(self) -> int:
+        """The last place in the root."""
+        return self.at + sum([(count - 1) * step for count, _, step in self.loops])
+
+
+def read_of(place: int, shape: Sequence[int], into: Sequence[int], strides: Sequence[int], to: int = 0) -> Move:
+    """Return the read of a view, by its strides, into a destination with others."""
+    return normal(Move(None, to, place, tuple(zip(shape, into, strides, strict=True))))
+
+
+def whole(root: Any, numel: int) -> tuple[Move, ...]:
+    """Return the moves of all of a flat root to the same places."""
+    return (Move(root, 0, 0, ((numel, 1, 1),) if numel > 1 else ()),) if numel else ()
+
+
+def normal(move: Move) -> Move:
+    """Return the same move with loops in the destination's order, merged where both sides run on.
+
+    Examples:
+        >>> normal(Move("w", 0, 4, ((3, 1, 1), (2, 3, 3)))).loops
+        ((6, 1, 1),)
+    """
+    loops = move.loops
+    if len(loops) == 1 and loops[0][0] != 1:
+        return move
+    merged: list[Loop] = []
+    for count, to, at in sorted([loop for loop in loops if loop[0] != 1], key=_by_step):
+        if merged and merged[-1][1] == to * count and merged[-1][2] == at * count:
+            count *= merged.pop()[0]
+        merged.append((count, to, at))
+    return Move(move.root, move.to, move.at, tuple(merged), move.via)
+
+
+def _by_step(loop: Loop) -> int:
+    return -loop[1]
+
+
+def turned(move: Move, root: Any = None, via: tuple[Any, ...] = ()) -> Move:
+    """Return the way back: from the destination, given its name, to the move's root."""
+    return Move(root, move.at, move.to, tuple([(count, at, to) for count, to, at in move.loops]), via)
+
+
+def in_place(move: Move) -> Move:
+    """Return the read of the places that a move writes, to themselves."""
+    return Move(None, move.to, move.to, tuple([(count, to, to) for count, to, _ in move.loops]))
+
+
+def through(moves: Sequence[Move], via: tuple[Any, ...]) -> Sequence[Move]:
+    """Return moves whose elements go through something more at the end."""
+    return [move._replace(via=joined(move.via, via)) for move in moves] if via else moves
+
+
+def is_nested(move: Move) -> bool:
+    """Return whether each loop steps over all places of those inside it: then a place is a number in mixed radix."""
+    below = 1
+    for count, step, _ in reversed(move.loops):
+        if step < below:
+            return False
+        below = step * count
+    return True
+
+
+def nested(move: Move) -> Iterator[Move]:
+    """Yield a move in parts that are nested, as views of dense tensors are; a gather's way back may not be."""
+    move = normal(move)
+    if is_nested(move):
+        yield move
+        return
+    which = min(range(len(move.loops)), key=lambda number: move.loops[number][0])
+    count, to, at = move.loops[which]
+    rest = (*move.loops[:which], *move.loops[which + 1 :])
+    for number in range(count):
+        yield from nested(move._replace(to=move.to + number * to, at=move.at + number * at, loops=rest))
+
+
+class Moves(Sequence[Move]):
+    """Moves into one flat destination, nested and without a common place, in the order of where they begin there."""
+
+    __slots__ = ("_lows", "_moves", "_reach")
+
+    def __init__(self, moves: Iterable[Move] = ()):
+        parts = [part for move in moves for part in ((move,) if is_nested(move) else nested(move))]
+        self._moves = sorted(parts, key=attrgetter("to"))
+        self._lows = [move.to for move in self._moves]
+        self._reach = max([move.end - move.to for move in self._moves], default=0)
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._moves[index]
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(self._moves)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moves) and self._moves == other._moves
+
+    __hash__ = None  # type: ignore[assignment]  # equal elements may be moved by other moves
+
+    @property
+    def numel(self) -> int:
+        """How many places are written."""
+        return sum([move.numel for move in self._moves])
+
+    def near(self, low: int, high: int) -> slice:
+        """Return which moves can have places in an interval, of which both ends belong to it."""
+        # By the longest move: without this, a model of 46,183 tensors, or a permutation of rows, would be quadratic.
+        return slice(bisect_left(self._lows, low - self._reach), bisect_right(self._lows, high))
+
+    def find(self, reads: Iterable[Move]) -> tuple[list[Move], list[Move]]:
+        """Return reads of the destination as moves from what was written there, and the parts never written.
+
+        This is composition: a read's `at` side addresses the destination, as a write's `to` side does.
+
+        Examples:
+            >>> rows = Moves([Move("a", 0, 0, ((4, 1, 1),)), Move("b", 4, 0, ((4, 1, 1),))])
+            >>> rows.find([Move(None, 0, 2, ((4, 1, 1),))])[0]
+            [Move(root='a', to=0, at=2, loops=((2, 1, 1),), ...), Move(root='b', to=2, at=0, loops=((2, 1, 1),), ...)]
+        """
+        found: list[Move] = []
+        missing: list[Move] = []
+        for read in reads:
+            if not read.numel:
+                continue
+            left = [read]
+            for write in self._moves[self.near(read.at, read.last)]:
+                low, high = write.to, write.end
+                todo, left = left, []
+                while todo:
+                    part = todo.pop()
+                    if part.at > high or part.last < low:
+                        left.append(part)
+                    else:
+                        todo += _meet(part, write, found, left)
+                if not left:
+                    break
+            missing += left
+        return found, missing
+
+
+def _meet(read: Move, write: Move, found: list[Move], left: list[Move]) -> tuple[Move, ...]:
+    """Put a read that lies in a write into `found`, one that misses it into `left`, or return it cut in two."""
+    loops = read.loops
+    at, steps = read.at - write.to, [loop[2] for loop in loops]
+    total, froms = write.at, [0] * len(loops)
+    edge: tuple[list[int], int] | None = None  # where to cut, unless a later digit shows that nothing meets
+    # A nested write is a mixed radix: each loop's step is the weight of a digit. Where a read's steps never carry from
+    # one digit into the next, the read is a read of the write's root with the digits weighed by its steps there.
+    for count, weight, step_there in write.loops or ((1, 1, 0),):
+        digit, at = divmod(at, weight)
+        digits = [step // weight for step in steps]
+        steps = [step % weight for step in steps]
+        if at + _span(loops, steps) >= weight:
+            return _uncarried(read, steps, weight, at)
+        last = digit + _span(loops, digits)
+        if digit >= count or last < 0:
+            left.append(read)
+            return ()
+        if edge is None and (digit < 0 or last >= count):
+            edge = digits, (0 if digit < 0 else count) - digit
+        total += digit * step_there
+        froms = [old + each * step_there for old, each in zip(froms, digits, strict=True)]
+    if at:
+        left.append(read)
+        return ()
+    if any(step for step, loop in zip(steps, loops, strict=True) if loop[0] > 1):
+        edge = edge or (steps, 1)
+    if edge is None:
+        new = tuple([(count, to, step) for (count, to, _), step in zip(loops, froms, strict=True)])
+        found.append(normal(Move(write.root, read.to, total, new, joined(write.via, read.via))))
+        return ()
+    digits, room = edge
+    which = next(number for number, each in enumerate(digits) if each and loops[number][0] > 1)
+    return _cut(read, which, min(max(1, -(-room // digits[which])), loops[which][0] - 1))
+
+
+def _span(loops: Sequence[Loop], steps: Sequence[int]) -> int:
+    return sum([(loop[0] - 1) * step for loop, step in zip(loops, steps, strict=True)])
+
+
+def _uncarried(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
+    """Return a read cut so that its steps carry less often into the next digit."""
+    loops = read.loops
+    moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
+    which = max(moving, key=lambda number: (loops[number][0] - 1) * steps[number])
+    count, to, step = loops[which]
+    period = weight // gcd(step, weight)
+    if period < count:
+        whole_periods = count // period * period
+        if whole_periods < count:
+            return _cut(read, which, whole_periods)
+        # After a period the steps are whole digits: two loops, of which the outer one carries nothing.
+        pair = (count // period, to * period, step * period), (period, to, step)
+        return (read._replace(loops=(*loops[:which], *pair, *loops[which + 1 :])),)
+    before = -(-(weight - at) // steps[which])
+    return _cut(read, which, before if before < count else count // 2)
+
+
+def _cut(read: Move, which: int, before: int) -> tuple[Move, Move]:
+    count, to, at = read.loops[which]
+
+    def part(first: int, length: int) -> Move:
+        loops = (*read.loops[:which], (length, to, at), *read.loops[which + 1 :])
+        return read._replace(to=read.to + first * to, at=read.at + first * at, loops=loops)
+
+    return part(0, before), part(before, count - before)
+
+
+class Written(Moves):
+    """Moves that are still being written: the one value of the algebra that changes, and only while code runs."""
+
+    __slots__ = ()
+
+    def add(self, move: Move) -> None:
+        """Put a nested move whose places nothing has."""
+        place = bisect_right(self._lows, move.to)
+        self._lows.insert(place, move.to)
+        self._moves.insert(place, move)
+        self._reach = max(self._reach, move.end - move.to)
+
+    def take(self, out: Move) -> list[Move]:
+        """Remove what is at the places of a nested move, and return it."""
+        gone: list[Move] = []
+        hole, changed = Moves([out]), list[tuple[int, list[Move]]]()
+        which = self.near(out.to, out.end)
+        for number in range(which.start, which.stop):
+            old = self._moves[number]
+            if old.end < out.to:
+                continue
+            hit, rest = hole.find([in_place(old)])
+            if hit:
+                alone = Moves([old])
+                gone += alone.find(map(in_place, hit))[0]
+                changed.append((number, alone.find(rest)[0]))
+        for number, _ in reversed(changed):
+            del self._moves[number], self._lows[number]
+        for _, kept in changed:
+            for move in kept:
+                self.add(move)
+        return gone
+
+    def clear(self) -> list[Move]:
+        """Remove all, and return it."""
+        gone, empty = self._moves, type(self)()
+        self._moves, self._lows, self._reach = empty._moves, empty._lows, empty._reach
+        return gone
+
+    def copied(self) -> Self:
+        """Return the same moves, to be written on."""
+        return type(self)(self._moves)
+
+
+def rolled(moves: Iterable[Move]) -> list[Move]:
+    """Return the same moves with those that repeat at equal distances as one, in order of where they go.
+
+    So a gather by an index that steps regularly is one move, as the same views are. Where that doesn't make them half
+    as many, as those of a random permutation, they stay as they are.
+
+    Examples:
+        >>> rolled([Move("w", 4 * row, 8 * row, ((4, 1, 1),)) for row in range(3)])
+        [Move(root='w', to=0, at=0, loops=((3, 4, 8), (4, 1, 1)), via=())]
+    """
+    given = _continued(sorted(moves, key=attrgetter("to")))
+    last, new = given, _rolled_once(given)
+    while len(new) < len(last):
+        last, new = new, _rolled_once(new)
+    return new if 2 * len(new) <= len(given) else given
+
+
+def _continued(moves: list[Move]) -> list[Move]:
+    """Return moves with those that go on where the one before ends, by the same steps, as one."""
+    new: list[Move] = []
+    for move in moves:
+        last = new[-1] if new else None
+        if last and last.loops and move.loops and last.loops[1:] == move.loops[1:] and last.root == move.root:
+            (count, *steps), (more, *others) = last.loops[0], move.loops[0]
+            goes_on = (move.to - last.to, move.at - last.at) == (count * steps[0], count * steps[1])
+            if goes_on and steps == others and last.via == move.via:
+                new[-1] = last._replace(loops=((count + more, steps[0], steps[1]), *last.loops[1:]))
+                continue
+        new.append(move)
+    return new
+
+
+def _rolled_once(moves: list[Move]) -> list[Move]:
+    new: list[Move] = []
+    first = 0
+    while first < len(moves):
+        move, last = moves[first], first
+        if first + 1 < len(moves):
+            step = (moves[first + 1].to - move.to, moves[first + 1].at - move.at)
+            while step[1] >= 0 and last + 1 < len(moves) and _repeats(moves[last], moves[last + 1], step):
+                last += 1
+        if last > first:
+            one = normal(move._replace(loops=((last - first + 1, *step), *move.loops)))
+            new += [one] if is_nested(one) else moves[first : last + 1]
+        else:
+            new.append(move)
+        first = last + 1
+    return sorted(new, key=attrgetter("to"))
+
+
+def _repeats(one: Move, other: Move, step: tuple[int, int]) -> bool:
+    at_distance = (other.to - one.to, other.at - one.at) == step
+    return at_distance and one.loops == other.loops and one.root == other.root and one.via == other.via

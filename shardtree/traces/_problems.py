@@ -1,0 +1,212 @@
+"""What a trace does to elements other than once: drops, repeats, overwrites; and how two traces differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._coverage import coverage
+from ._evaluate import leaves, operand_moves, strided
+from ._moves import Move, Moves, in_place, turned
+from ._steps import Computed, Constant, Operand, bits
+from ._text import axis_of, factored, move_text, places_text, root_shape
+
+if TYPE_CHECKING:
+    from ._trace import Trace
+
+_WHAT = {
+    "unused": "reach no output",
+    "repeated": "are used more than once",
+    "unwritten": "are never written",
+    "overwritten": "were written, then something else over them",
+    "bends": "are rows that became columns, as by a reshape where a transpose was meant",
+    "constant": "are no source's: read from a file, perhaps, that the code opens itself",
+}
+_CONSTANT = 64
+"""Of more different elements than this, a constant is said: as padding or a mask, it is usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Elements of one tensor that aren't used or made exactly once, or a hint.
+
+    Attributes:
+        kind: "unused" or "repeated", of a source; "unwritten" or "overwritten", of an output; the hints "bends" and
+            "constant", of an output.
+        name: of the source or the output, with the rank's number in front where several were looked at.
+        elements: how many.
+        where: as slices of the tensor.
+    """
+
+    kind: str
+    name: str
+    elements: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.elements} elements {_WHAT[self.kind]}: {self.where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What two traces make of one part of an output.
+
+    Attributes:
+        name: of the output.
+        elements: how many differ.
+        here: what the first makes of it.
+        there: what the second does.
+    """
+
+    name: str
+    elements: int
+    here: str
+    there: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.elements} elements are {self.here}, not {self.there}"
+
+
+def problems_of(ranks: Sequence[Trace]) -> tuple[Problem, ...]:
+    """Return the problems of all ranks' traces; what several ranks have of a source counts as copies."""
+    used: dict[str, dict[Move, None]] = defaultdict(dict)
+    found: list[Problem] = []
+    for number, trace in enumerate(ranks):
+        label = f"rank {number}: " if len(ranks) > 1 else ""
+        moved: dict[str, list[Move]] = defaultdict(list)
+        for name, moves in trace.moves.items():
+            for move in moves if name not in trace.tied else ():
+                if isinstance(move.root, str):
+                    moved[move.root].append(turned(move))
+                for leaf in leaves([move]):
+                    used[leaf.root][turned(leaf)] = None
+        # What functions take, as scales of blocks, they may take for many elements.
+        for name, reads in moved.items():
+            kind = trace.sources[name]
+            found += _problem("repeated", label + name, kind.shape, coverage(reads, kind.numel)[1])
+        for name in trace.outputs:
+            found += _output_problems(trace, name, label) if name not in trace.tied else ()
+    unused = (
+        _problem("unused", name, kind.shape, coverage(used[name], kind.numel)[0])
+        for name, kind in ranks[0].sources.items()
+    )
+    return (*(each for some in unused for each in some), *found)
+
+
+def _problem(kind: str, name: str, shape: tuple[int, ...], moves: Sequence[Move]) -> Iterator[Problem]:
+    if moves:
+        yield Problem(kind, name, sum([move.numel for move in moves]), places_text(moves, shape))
+
+
+def _output_problems(trace: Trace, name: str, label: str) -> Iterator[Problem]:
+    moves, kind = trace.moves[name], trace.outputs[name]
+    missing = coverage(moves, kind.numel)[0] if moves.numel < kind.numel else []
+    unwritten = [*missing, *(move for move in moves if not _is_known(move))]
+    yield from _problem("unwritten", label + name, kind.shape, unwritten)
+    yield from _problem("overwritten", label + name, kind.shape, trace.overwritten.get(name, ()))
+    bent = [each for each in moves if isinstance(each.root, str) and _bends(each, kind.shape, root_shape(trace, each))]
+    yield from _problem("bends", label + name, kind.shape, bent)
+    large = [each for each in moves if isinstance(each.root, Constant) and each.root.value.numel() > _CONSTANT]
+    yield from _problem("constant", label + name, kind.shape, large)
+
+
+def _is_known(move: Move) -> bool:
+    """Return whether no element that a computed one is made of was never written."""
+    if not isinstance(move.root, Computed):
+        return True
+    parts = [(each, operand_moves(each, move)) for each in move.root.tensors]
+    counts = [(1 if each.alone else move.numel) == sum([part.numel for part in some]) for each, some in parts]
+    return all(counts) and all(_is_known(part) for _, some in parts for part in some)
+
+
+def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
+    """Return whether a move neither splits axes nor merges them: two of one side are mixed in two of the other."""
+    loops = factored(move, shape, root)
+    pairs = {(axis_of(to, shape), axis_of(at, root)) for count, to, at in loops if count > 1 and at}
+    into, out_of = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
+    for one, other in pairs:
+        into[one].add(other)
+        out_of[other].add(one)
+    return any(len(into[one]) > 1 and len(out_of[other]) > 1 for one, other in pairs)
+
+
+# How two traces differ: each move of one is read through the other, which says of each element where it is from there.
+
+
+def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
+    """Return by output what differs."""
+    found: dict[str, tuple[Difference, ...]] = {}
+    for name in dict.fromkeys([*one.outputs, *other.outputs]):
+        kinds = one.outputs.get(name), other.outputs.get(name)
+        if kinds[0] != kinds[1] or kinds[0] is None:
+            here, there = ("not there" if kind is None else str(kind) for kind in kinds)
+            found[name] = (Difference(name, max(kind.numel for kind in kinds if kind), here, there),)
+        elif (bad := tuple(_differing(one, other, name))) != ():
+            found[name] = bad
+    return found
+
+
+def _differing(one: Trace, other: Trace, name: str) -> Iterator[Difference]:
+    mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
+    if mine == theirs:
+        return
+    for move in mine:
+        pieces, left = theirs.find([turned(move)])
+        count = sum([piece.numel for piece in pieces if not _same(piece, move)]) + sum([part.numel for part in left])
+        if count:
+            found = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
+            there = "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            yield Difference(name, count, move_text(move, shape, root_shape(one, move)), there or "unwritten")
+    for move in theirs if mine.numel < theirs.numel or theirs.numel < mine.numel else ():
+        if left := mine.find([in_place(move)])[1]:
+            there = move_text(move, shape, root_shape(other, move))
+            yield Difference(name, sum([part.numel for part in left]), "unwritten", there)
+
+
+def same(one: Moves, other: Moves) -> bool:
+    """Return whether two lists of moves make the same elements of one tensor: exact, whatever their form."""
+    if one.numel != other.numel:
+        return False
+    for move in one if one != other else ():
+        pieces, left = other.find([turned(move)])
+        if left or not all(_same(piece, move) for piece in pieces):
+            return False
+    return True
+
+
+def _same(piece: Move, move: Move) -> bool:
+    """Return whether a piece, which leads from another trace's root to a move's root, is of the same elements."""
+    mine, theirs = move.root, piece.root
+    if isinstance(mine, str) or isinstance(theirs, str):
+        stays = piece.to == piece.at and all(to == at for _, to, at in piece.loops)
+        return stays and mine == theirs and move.via == piece.via
+    if isinstance(mine, Constant) and isinstance(theirs, Constant):
+        values = (_elements(mine, piece.to, piece, 1, move.via), _elements(theirs, piece.at, piece, 2, piece.via))
+        return values[0].dtype == values[1].dtype and torch.equal(bits(values[0]), bits(values[1]))
+    return (
+        isinstance(mine, Computed)
+        and isinstance(theirs, Computed)
+        and (mine.func, mine.options, mine.dtype, move.via) == (theirs.func, theirs.options, theirs.dtype, piece.via)
+        and len(mine.operands) == len(theirs.operands)
+        and all(_same_operand(*pair, piece) for pair in zip(mine.operands, theirs.operands, strict=True))
+    )
+
+
+def _elements(root: Constant, place: int, piece: Move, side: int, via: tuple[Any, ...]) -> torch.Tensor:
+    value = strided(root.value, piece.size, [loop[side] for loop in piece.loops], place)
+    for step in via:
+        value = step(value)
+    return value
+
+
+def _same_operand(mine: Any, theirs: Any, piece: Move) -> bool:
+    if not (isinstance(mine, Operand) and isinstance(theirs, Operand)):
+        return type(mine) is type(theirs) and bool(mine == theirs)
+    if (mine.dtype, mine.alone) != (theirs.dtype, theirs.alone):
+        return False
+    here, there = operand_moves(mine, turned(piece)), operand_moves(theirs, piece)
+    return same(Moves(here), Moves(there))

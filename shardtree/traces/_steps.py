@@ -1,0 +1,308 @@
+"""What elements go through on their way, and what they come from other than sources: values that compare exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import shorten
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name without torch's."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+def kind_of(like: Any) -> Kind:
+    """Return the kind of anything with a shape and a dtype, a safetensors slice among them."""
+    shape = like.global_shape if hasattr(like, "global_shape") else like.shape
+    return Kind(tuple(map(int, shape)), like.dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes, uint8 (bytes,)."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Elements that the code has by itself, as zeros to pad with; a root, as sources are.
+
+    Attributes:
+        value: flat, one element where all are the same; an operand of a function has no axes.
+    """
+
+    value: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Constant) or self.value.dtype != other.value.dtype:
+            return False
+        return self.value.shape == other.value.shape and torch.equal(bits(self.value), bits(other.value))
+
+    def __hash__(self) -> int:
+        return hash((self.value.dtype, self.value.shape))
+
+    def __str__(self) -> str:
+        return str(self.value.reshape(-1)[0].item()) if self.value.numel() == 1 else f"constant{[*self.value.shape]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A cast of each element.
+
+    Attributes:
+        source: the dtype that it has.
+        dtype: the one that it gets.
+        keeps: whether no value is rounded: the dtype has all of them, or it is the way back of such a cast.
+    """
+
+    source: torch.dtype
+    dtype: torch.dtype
+    keeps: bool = field(compare=False)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype)
+
+    def __str__(self) -> str:
+        return f"to({short(self.dtype)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """Each element's bits, read as another dtype of the same size."""
+
+    source: torch.dtype
+    dtype: torch.dtype
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(self.dtype)
+
+    def __str__(self) -> str:
+        return f"view({short(self.dtype)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A torch function of each element and of numbers.
+
+    Attributes:
+        func: the operator.
+        place: which argument the element is.
+        args: the others, None in its place.
+        options: keywords, sorted.
+        alone: whether the tensor had no axes, which changes the dtypes that torch promotes to.
+    """
+
+    func: Any
+    place: int
+    args: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+    alone: bool
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        shape = tensor.shape
+        values = [each.value if isinstance(each, Constant) else each for each in self.args]
+        values[self.place] = tensor.reshape(()) if self.alone else tensor if shape else tensor.reshape(1)
+        return steady(self.func, values, dict(self.options)).reshape(shape)
+
+    def __str__(self) -> str:
+        others = (str(each) for number, each in enumerate(self.args) if number != self.place)
+        return f"{operator_name(self.func)}({', '.join(others)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What a computed tensor takes of one of its operands.
+
+    Attributes:
+        moves: to the flat result, or to its one element.
+        dtype: of the operand.
+        alone: whether it has no axes, so that all elements of the result take its one.
+    """
+
+    moves: Any
+    dtype: torch.dtype
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A tensor each of whose elements is a function of several tensors' elements at its place; a root, as sources are.
+
+    Attributes:
+        func: the operator.
+        operands: of it, in order: `Operand`, `Constant`, or numbers and other values.
+        options: keywords, sorted.
+        dtype: of the result.
+    """
+
+    func: Any
+    operands: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        """The operands that are made of moves."""
+        return tuple(each for each in self.operands if isinstance(each, Operand))
+
+    def __call__(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        given = iter(parts)
+        values = [
+            next(given) if isinstance(each, Operand) else each.value if isinstance(each, Constant) else each
+            for each in self.operands
+        ]
+        return steady(self.func, values, dict(self.options))
+
+    def __str__(self) -> str:
+        names = (
+            ", ".join(shorten(dict.fromkeys(str(move.root) for move in each.moves), shown=3))
+            if isinstance(each, Operand)
+            else str(each)
+            for each in self.operands
+        )
+        return f"{operator_name(self.func)}({'; '.join(names)})"
+
+
+def operator_name(func: Any) -> str:
+    """Return an operator's name without its namespace."""
+    return str(func._schema.name).removeprefix("aten::")
+
+
+EXACT = {
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__lshift__", "__rshift__", "floor_divide"),
+    *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
+}
+"""Functions whose results are rounded the same wherever in a tensor an element lies."""
+INEXACT = {"exp", "exp2", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
+"""Those that torch computes by other instructions at the end of a row."""
+_CHUNK, _VECTOR = 32_768, 64
+
+
+def steady(func: Callable[..., torch.Tensor], values: list[Any], options: dict[str, Any]) -> torch.Tensor:
+    """Return an elementwise function's result, with the same bits however the tensors are cut."""
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.ndim]
+    if operator_name(func) in EXACT or not tensors:
+        return func(*values, **options)
+    shape = tensors[0].shape
+    flat = [each.reshape(-1) if isinstance(each, torch.Tensor) and each.ndim else each for each in values]
+    count, parts = tensors[0].numel(), list[torch.Tensor]()
+    for start in range(0, count, _CHUNK):
+        length = min(_CHUNK, count - start)
+        pieces = [
+            _padded(each[start : start + length]) if isinstance(each, torch.Tensor) and each.ndim else each
+            for each in flat
+        ]
+        parts.append(func(*pieces, **options)[:length])
+    return torch.cat(parts).reshape(shape)
+
+
+def _padded(chunk: torch.Tensor) -> torch.Tensor:
+    """Return a chunk padded to whole vectors with its last element."""
+    return torch.cat([chunk, chunk[-1:].expand(-len(chunk) % _VECTOR)])
+
+
+@lru_cache(maxsize=256)
+def has_all_values(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """Return whether a dtype has every value of another one.
+
+    Examples:
+        >>> has_all_values(torch.float32, torch.bfloat16), has_all_values(torch.float32, torch.int32)
+        (True, False)
+    """
+    if source is torch.bool or dtype is source:
+        return True
+    if dtype is torch.bool or source.is_complex:
+        return dtype.is_complex and dtype.itemsize >= source.itemsize
+    if dtype.is_complex:
+        return has_all_values(torch.float64 if dtype is torch.complex128 else torch.float32, source)
+    if not dtype.is_floating_point:
+        if source.is_floating_point:
+            return False
+        wide, narrow = torch.iinfo(dtype), torch.iinfo(source)
+        return wide.min <= narrow.min and narrow.max <= wide.max
+    there = torch.finfo(dtype)
+    if not source.is_floating_point:
+        limits = torch.iinfo(source)
+        return bool(max(-limits.min, limits.max) <= min(2 / there.eps, there.max))
+    own = torch.finfo(source)
+    finer = there.smallest_normal * there.eps <= own.smallest_normal * own.eps
+    return bool(there.eps <= own.eps and there.max >= own.max and finer)
+
+
+def cast(source: torch.dtype, dtype: torch.dtype) -> tuple[Cast, ...]:
+    """Return the cast from one dtype to another, if it is one."""
+    return () if source is dtype else (Cast(source, dtype, has_all_values(dtype, source)),)
+
+
+def reread(source: torch.dtype, dtype: torch.dtype) -> tuple[Bits, ...]:
+    """Return the reading of bits of one dtype as another, if it is one."""
+    return () if source is dtype else (Bits(source, dtype),)
+
+
+def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what elements go through one after the other, without steps that undo each other.
+
+    Examples:
+        >>> joined(cast(torch.bfloat16, torch.float32), cast(torch.float32, torch.bfloat16))
+        ()
+    """
+    if not first or not then:
+        return first or then
+    last, step, rest = first[-1], then[0], then[1:]
+    if isinstance(last, Cast) and isinstance(step, Cast) and last.keeps:
+        keeps = step.keeps or has_all_values(step.dtype, last.source)
+        new: tuple[Any, ...] = () if last.source is step.dtype else (Cast(last.source, step.dtype, keeps),)
+    elif isinstance(last, Bits) and isinstance(step, Bits):
+        new = reread(last.source, step.dtype)
+    elif _is_negation(last) and last == step:
+        new = ()
+    else:
+        return (*first, *then)
+    return joined(joined(first[:-1], new), rest)
+
+
+def _is_negation(step: Any) -> bool:
+    return isinstance(step, Function) and operator_name(step.func) == "neg"
+
+
+def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
+    """Return the way back of what elements go through, or why there is none."""
+    back: tuple[Any, ...] = ()
+    for step in via:
+        if isinstance(step, Cast) and step.keeps:
+            own: Any = Cast(step.dtype, step.source, keeps=True)
+        elif isinstance(step, Bits):
+            own = Bits(step.dtype, step.source)
+        elif _is_negation(step):
+            own = step
+        elif isinstance(step, Cast):
+            return f"is rounded: {short(step.source)} -> {short(step.dtype)}"
+        else:
+            return f"is computed: {step}"
+        back = joined((own,), back)
+    return back

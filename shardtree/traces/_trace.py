@@ -1,0 +1,269 @@
+"""Trace: what code does to the elements of tensors, as a value that evaluates, composes, inverts and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import KeyMismatch, ShapeError, TraceError, error_text
+from ..lazy import Box, dense
+from ._boxes import Reads, reads_of, tight
+from ._evaluate import Elements, Whole, dense_cpu, filled, leaves
+from ._moves import Move, Moves, read_of, rolled, turned
+from ._problems import Difference, Problem, differences, problems_of
+from ._steps import Computed, Constant, Kind, Operand, kind_of, undone
+from ._text import trace_text
+
+Place = tuple[Sequence[int], Sequence[int]]
+"""A box as (offset, shape)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Trace:
+    """What code does to elements: for each output, which elements of which sources it is made of, and how.
+
+    A pure value: functions of it give others, `==` compares what is done, exactly, however it was done, and `print`
+    shows it. `shardtree.trace` makes one.
+
+    Attributes:
+        sources: the kind of each tensor that the code was given.
+        outputs: the kind of each that it made.
+        moves: for each output where its elements come from; of no common place.
+        tied: outputs that are the same view of the same memory as another one.
+        overwritten: for each output what was written to it first, and then something else over it.
+    """
+
+    sources: Mapping[str, Kind]
+    outputs: Mapping[str, Kind]
+    moves: Mapping[str, Moves]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    overwritten: Mapping[str, Moves] = field(default_factory=dict)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], *, fill: float | None = None) -> dict[str, torch.Tensor]:
+        """Return the outputs, made of the sources' elements: new dense tensors, on the CPU; tied ones are the same.
+
+        Args:
+            tensors: by name; those that nothing is made of may be left out.
+            fill: what elements get that are never written.
+
+        Raises:
+            KeyMismatch: a source is missing.
+            ShapeError: one has another shape or dtype than was traced.
+            TraceError: elements are never written, and `fill` isn't given.
+
+        Examples:
+            >>> import shardtree as st
+            >>> halves = st.trace(lambda given: dict(zip("ab", given["w"].chunk(2))), {"w": torch.empty(4, 1)})
+            >>> halves({"w": torch.arange(4.0).view(4, 1)})["b"]
+            tensor([[2.],
+                    [3.]])
+        """
+        needed = dict.fromkeys(move.root for moves in self.moves.values() for move in leaves(moves))
+        check_kinds("trace", {name: self.sources[name] for name in needed}, tensors)
+        return evaluated(self, Whole({name: dense_cpu(tensors[name]).cpu() for name in needed}), fill)
+
+    def narrow(self, boxes: Mapping[str, Place]) -> Trace:
+        """Return the trace of one rank's part: what makes boxes of outputs, and nothing of the rest.
+
+        Its evaluation is what those boxes are of the whole's.
+
+        Args:
+            boxes: of outputs, by name, each as (offset, shape).
+
+        Raises:
+            KeyMismatch: there is no such output.
+            ShapeError: a box leaves its output.
+
+        Examples:
+            >>> import shardtree as st
+            >>> rows = st.trace(lambda given: {"w": given["w"].T}, {"w": torch.empty(4, 6)})
+            >>> rows.narrow({"w": ((2, 0), (3, 4))}).reads()
+            {'w': (Box(offset=(0, 2), shape=(4, 3)),)}
+        """
+        if unknown := [repr(name) for name in boxes if name not in self.outputs]:
+            raise KeyMismatch(
+                error_text("narrow: no such outputs", offenders=unknown, fix="trace.outputs has them all.")
+            )
+        places = {name: Box(tuple(offset), tuple(shape)) for name, (offset, shape) in boxes.items()}
+        outside = [
+            f"{name!r}: {box.shape} at {box.offset} of {self.outputs[name].shape}"
+            for name, box in places.items()
+            if not _lies_within(box, self.outputs[name].shape)
+        ]
+        if outside:
+            raise ShapeError(error_text("narrow: boxes that leave their outputs", offenders=outside))
+        kinds = {name: replace(self.outputs[name], shape=box.shape) for name, box in places.items()}
+        moves = {name: Moves(self._at(self.moves[name], name, box)) for name, box in places.items()}
+        tied = {name: one for name, one in self.tied.items() if one in places and places.get(name) == places[one]}
+        lost = {
+            name: Moves(self._at(self.overwritten[name], name, places[name]))
+            for name in places
+            if name in self.overwritten
+        }
+        return Trace(self.sources, kinds, moves, tied, {name: each for name, each in lost.items() if len(each)})
+
+    def _at(self, moves: Moves, name: str, box: Box) -> list[Move]:
+        steps = dense(self.outputs[name].shape).stride
+        place = sum(low * step for low, step in zip(box.offset, steps, strict=True))
+        return moves.find([read_of(place, box.shape, dense(box.shape).stride, steps)])[0]
+
+    def reads(self) -> dict[str, tuple[Box, ...]]:
+        """Return the boxes of each source that the outputs are made of, as plans and files can be asked for them.
+
+        They hold nothing else, unless a move would be more than some thousand boxes.
+        """
+        return dict(boxes_of(self).boxes)
+
+    def then(self, other: Trace) -> Trace:
+        """Return both, one after the other: the other's sources are this one's outputs.
+
+        Raises:
+            KeyMismatch: a source of the other isn't an output of this one.
+            ShapeError: it has another shape or dtype.
+        """
+        check_kinds("then", other.sources, self.outputs)
+        moves = {name: Moves(rolled(self._before(moves))) for name, moves in other.moves.items()}
+        return Trace(self.sources, other.outputs, moves, other.tied, {})
+
+    def _before(self, moves: Sequence[Move]) -> Iterator[Move]:
+        """Yield moves from outputs of this trace as moves from its sources."""
+        for move in moves:
+            if isinstance(move.root, str):
+                yield from self.moves[move.root].find([move])[0]
+            elif isinstance(move.root, Computed):
+                operands = tuple(
+                    replace(each, moves=Moves(self._before(each.moves))) if isinstance(each, Operand) else each
+                    for each in move.root.operands
+                )
+                yield move._replace(root=replace(move.root, operands=operands))
+            else:
+                yield move
+
+    def inverse(self, drop: bool = False) -> Trace:
+        """Return the way back, from the outputs to the sources.
+
+        Constants, as rows of padding, are left behind, and of tied outputs one is used.
+
+        Args:
+            drop: whether what has no partner on the other side is left out: elements of sources that no output has,
+                which the way back doesn't write, and elements of outputs that were never written.
+
+        Raises:
+            TraceError: elements are dropped, repeated, unwritten, rounded or computed; names all of them.
+
+        Examples:
+            >>> import shardtree as st
+            >>> sources = {"a": torch.empty(2), "b": torch.empty(2)}
+            >>> there = st.trace(lambda given: {"both": torch.cat([given["a"], given["b"]])}, sources)
+            >>> there.inverse()({"both": torch.arange(4.0)})["b"]
+            tensor([2., 3.])
+            >>> there.inverse().inverse() == there
+            True
+        """
+        problems = [
+            each for each in self.check() if each.kind in ("repeated", *(() if drop else ("unused", "unwritten")))
+        ]
+        offenders = list(map(str, problems))
+        back: dict[str, list[Move]] = {name: [] for name in self.sources}
+        for name, moves in self.moves.items():
+            for move in moves if name not in self.tied else ():
+                if isinstance(move.root, Constant):
+                    continue
+                via = f"is computed: {move.root}" if isinstance(move.root, Computed) else undone(move.via)
+                if isinstance(via, str):
+                    offenders.append(f"{name!r} {via}")
+                else:
+                    back[move.root].append(turned(move, name, via))
+        if offenders:
+            fix = "Pass drop=True to leave out what isn't used or written." if not drop else None
+            what = "inverse: the trace isn't one to one"
+            raise TraceError(error_text(what, offenders=dict.fromkeys(offenders), fix=fix))
+        kept = {name: kind for name, kind in self.outputs.items() if name not in self.tied}
+        return Trace(kept, self.sources, {name: Moves(moves) for name, moves in back.items()})
+
+    def check(self, *ranks: Trace) -> tuple[Problem, ...]:
+        """Return what isn't used or made exactly once, and hints of what is seldom meant; nothing if all is well.
+
+        Args:
+            ranks: the other ranks' traces of the same sources: an element is unused if none of them uses it.
+
+        Examples:
+            >>> import shardtree as st
+            >>> for problem in st.trace(lambda given: {"w": given["w"][1:]}, {"w": torch.empty(4, 2)}).check():
+            ...     print(problem)
+            'w': 2 elements reach no output: [0, 0:2]
+        """
+        return problems_of((self, *ranks))
+
+    def diff(self, other: Trace) -> dict[str, tuple[Difference, ...]]:
+        """Return by output what the two make of other elements; nothing where they are equal, which is exact.
+
+        Casts, functions and constants count, and how the moves are written doesn't. Functions are compared by name.
+        """
+        return differences(self, other)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and self.sources == other.sources and not differences(self, other)
+
+    __hash__ = None  # type: ignore[assignment]  # no form of the moves is the one of their meaning
+
+    def __str__(self) -> str:
+        return trace_text(self)
+
+    __repr__ = __str__
+
+
+def evaluated(trace: Trace, elements: Elements, fill: float | None = None) -> dict[str, torch.Tensor]:
+    """Return a trace's outputs, given what takes elements of its sources."""
+    found: dict[str, torch.Tensor] = {}
+    for name, kind in trace.outputs.items():
+        if name in trace.tied:
+            found[name] = found[trace.tied[name]]
+            continue
+        new = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
+        found[name] = filled(new, trace.moves[name], elements, partial(_fill, name, fill))
+    return found
+
+
+def boxes_of(trace: Trace) -> Reads:
+    """Return the boxes of sources that a trace reads, and which parts of moves lie in which."""
+    own = (moves for name, moves in trace.moves.items() if name not in trace.tied)
+    return reads_of(
+        (move.root, box)
+        for moves in own
+        for move in leaves(moves)
+        for box, _ in tight(move, trace.sources[move.root].shape)
+    )
+
+
+def _lies_within(box: Box, shape: tuple[int, ...]) -> bool:
+    if not len(box.offset) == len(box.shape) == len(shape):
+        return False
+    return all(low >= 0 <= n and low + n <= size for low, n, size in zip(box.offset, box.shape, shape, strict=True))
+
+
+def _fill(name: str, fill: float | None, missing: int) -> float:
+    if fill is None:
+        fix = "Pass fill=0.0, or another value that they get."
+        raise TraceError(error_text(f"trace: {missing} elements of {name!r} are never written", fix=fix))
+    return fill
+
+
+def check_kinds(doing: str, expected: Mapping[str, Kind], given: Mapping[str, Any]) -> None:
+    """Raise unless tensors are there, of the kinds that were traced.
+
+    Raises:
+        KeyMismatch: one isn't.
+        ShapeError: one is of another kind.
+    """
+    if absent := [repr(name) for name in expected if name not in given]:
+        fix = "Pass every source that was traced, by its name then."
+        raise KeyMismatch(error_text(f"{doing}: sources that aren't there", offenders=absent, fix=fix))
+    pairs = [(name, kind, kind_of(given[name])) for name, kind in expected.items()]
+    if wrong := [f"{name!r}: found {found}, traced as {kind}" for name, kind, found in pairs if found != kind]:
+        fix = "Trace the code with tensors of these shapes and dtypes."
+        raise ShapeError(error_text(f"{doing}: sources of another kind", offenders=wrong, fix=fix))

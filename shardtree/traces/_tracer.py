@@ -1,0 +1,145 @@
+"""The tensors without data that code runs on, and the cells that hold what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ._moves import Move, Written
+from ._steps import Constant, Kind
+
+if TYPE_CHECKING:
+    from ._recording import Record
+
+SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors' files."""
+
+
+class Cell:
+    """What a storage holds while code runs.
+
+    Attributes:
+        numel: of the storage.
+        dtype: its unit: that of the tensor that it was first met by.
+        writes: what was written to it.
+        overwritten: what of sources was there, and then something else over it.
+        keep: the storage of an ordinary tensor.
+        before: what an ordinary tensor held when it was met.
+        is_ahead: whether an ordinary tensor's memory isn't what `writes` says, so that it mustn't be read.
+    """
+
+    __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "writes")
+
+    def __init__(self, numel: int, dtype: torch.dtype, writes: Iterable[Move] = (), keep: Any = None) -> None:
+        self.numel, self.dtype, self.writes, self.keep = numel, dtype, Written(writes), keep
+        self.overwritten: list[Move] = []
+        self.before: Constant | None = None
+        self.is_ahead = False
+
+
+class Tracer(torch.Tensor):
+    """A tensor without data: a view of a cell, of which a meta tensor has shape and strides."""
+
+    record: Record
+    cell: Cell
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, record: Record, cell: Cell, meta: torch.Tensor) -> Tracer:
+        self: Tracer = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            # It says that it is on the CPU, and isn't: so torch refuses it as an ordinary tensor's `.data`, which it
+            # would leave without memory, and crash on, in threads where no mode is on that could prevent it.
+            device=torch.device("meta"),
+            dispatch_device=True,
+        )
+        self.record, self.cell, self.meta = record, cell, meta
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Tracer({self.record.names([self])}, {Kind(tuple(self.shape), self.dtype)})"
+
+    # Of safetensors' slices, in whose place tracers are given to loaders.
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype's name in safetensors."""
+        return SAFETENSORS[self.dtype]
+
+    def __deepcopy__(self, memo: Any) -> Tracer:
+        return self.clone()  # type: ignore[return-value]
+
+    def as_subclass(self, cls: Any) -> NoReturn:
+        self.record.refuse(f"as_subclass({cls.__name__})", [self])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        record = next(each.record for each in tensors_in(args, kwargs or {}) if isinstance(each, Tracer))
+        return record.run(func, args, kwargs or {})
+
+
+def _refuses(word: str, named: str) -> None:
+    def refuse(self: Tracer, *args: Any, **kwargs: Any) -> NoReturn:
+        self.record.refuse(named, [self])
+
+    setattr(Tracer, word, refuse)
+
+
+# What reads a tensor's memory without passing torch's dispatcher.
+for _word in ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"):
+    _refuses(_word, _word.strip("_"))
+_refuses("__reduce_ex__", "pickling")
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments and in lists of them; by hand, since pytrees took half of the time."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [each for each in value if isinstance(each, torch.Tensor)]
+    return found
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value, or a list of values, with a function applied to each."""
+    return [function(each) for each in value] if isinstance(value, (list, tuple)) else function(value)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own: a parameter of any class does, a DTensor doesn't."""
+    kind = type(tensor)
+    return tensor.layout is torch.strided and kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+
+
+def meta_of(value: Any) -> Any:
+    """Return an argument with meta tensors instead of tracers."""
+    if isinstance(value, (list, tuple)):
+        return [meta_of(each) for each in value]
+    if isinstance(value, Tracer):
+        return value.meta
+    return value.to("meta") if isinstance(value, torch.Tensor) and value.ndim else value
