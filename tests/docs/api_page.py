@@ -34,6 +34,7 @@ GROUPS = {
     "Saving and loading": ("checkpoint",),
     "Resharding in memory": ("plans", "live"),
     "Strategies and options": ("strategies",),
+    "Maps of models": ("traces",),
     "Worlds and errors": ("world", "errors"),
 }
 """Headings of the root's names, by the rooms that these are of."""
