@@ -195,7 +195,9 @@ class Buffers:
         return found
 
 
-def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empty: Empty = torch.empty) -> Buffers:
+def make_buffers(
+    schedule: Schedule, rank: int, device: torch.device | str, empty: Empty = torch.empty, doing: str = DOING
+) -> Buffers:
     """Return buffers large enough for each step.
 
     Args:
@@ -203,6 +205,7 @@ def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empt
         rank: whose buffers.
         device: where they are.
         empty: makes them.
+        doing: for the message.
 
     Raises:
         CheckpointingException: there is no memory.
@@ -212,7 +215,7 @@ def make_buffers(schedule: Schedule, rank: int, device: torch.device | str, empt
         return Buffers(empty((size,), dtype=torch.uint8, device=device))
     except (RuntimeError, AssertionError) as error:  # the second: torch was built without that kind of device
         found, fix = f"{size} bytes on {device}", "Let fewer bytes be in flight: max_bytes_in_flight."
-        raise CheckpointingException(error_text(f"{DOING}: no memory for buffers", found=found, fix=fix)) from error
+        raise CheckpointingException(error_text(f"{doing}: no memory for buffers", found=found, fix=fix)) from error
 
 
 def largest_step(schedule: Schedule, rank: int) -> int:

@@ -68,6 +68,7 @@ class Route:
         sources: the data of the rank's shards by their row in `plan.source`.
         targets: the data of its target shards by their row in `plan.target`, to be filled.
         buffers: memory for one step.
+        doing: for messages.
     """
 
     plan: ReshardPlan
@@ -76,6 +77,7 @@ class Route:
     sources: Mapping[int, torch.Tensor]
     targets: Mapping[int, torch.Tensor]
     buffers: Buffers
+    doing: str = DOING
 
 
 def move(route: Route, transport: Transport) -> Exception | None:
@@ -97,7 +99,7 @@ def move(route: Route, transport: Transport) -> Exception | None:
         try:
             transport(outgoing, incoming)
         except Exception as error:
-            error.add_note(f"{DOING}: in the exchange of step {step + 1} of {route.schedule.steps}")
+            error.add_note(f"{route.doing}: in the exchange of step {step + 1} of {route.schedule.steps}")
             raise
         failure = _first_failure(failure, unpack, *place, route.targets, incoming)
     return _first_failure(failure, copy_doubled, route.plan, route.rank, route.targets)

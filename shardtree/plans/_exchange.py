@@ -1,28 +1,22 @@
-"""Which rank reads what for others, and passes it on in rounds of bounded size."""
+"""Which rank reads what for others, so that each byte is read once; how it gets to them is a reshard."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry import Column, begins, distinct
-from ..layouts import ShardColumns
-from ._cells import MOST_CELLS, Cells, wanted_cells
-from ._save import Holders, find_holders, holder_sets
+from ..geometry import Column, distinct, rows_of
+from ..layouts import ShardColumns, select_rows
+from ._cells import MOST_CELLS, wanted_cells
+from ._level import Line, Parts, dealt_out
+from ._save import Holders, Rows, find_holders, holder_sets
 from ._text import size_text, table_lines
-
-# Shards that several ranks want are read once and passed on, in rounds of bounded size.
-
-ROUND_BYTES = 64 * 1024 * 1024
-"""The most bytes that all ranks together pass on in one round."""
-
+from .resharding import ReshardPlan, plan_reshard
 
 STRIPE_BYTES = 1024 * 1024
 """Shards are cut between readers at multiples of this: whole requests, and few hashed blocks that two ranks read."""
-
-_MOST_PASSES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -31,46 +25,28 @@ class SharedReads:
 
     Attributes:
         ranks: how many there are.
-        cells: the parts of shards that are wanted whole; bytes are counted in a cell, row-major.
-        holder: who wants each cell, in the order of `cells.cell`: a rank, or a number of alike ones, int64 (wants,).
-        alike: for each such number, the ranks that want the same, ascending; a rank is in one of them.
-        size: of each cell in bytes, int64 (cells,).
-        reader: who reads, int64 (reads,).
-        cell: of which it reads some, int64 (reads,).
-        row: its own shard that has the cell, a row of all ranks' columns, int64 (reads,).
-        read_start: first byte of the cell that is read, int64 (reads,).
-        read_stop: one past the last, int64 (reads,).
+        wanted: the shards that ranks want; of those that overlap and aren't cut, each is of a tensor of its own.
+        reads: what ranks read, as shards of the same tensors, by tensor and place.
+        row: the shard of its reader that each read is of, the first that wants it, a row of `wanted`, int64 (reads,).
+        first: the first row of each rank in `wanted`, int64 (ranks,).
+        is_whole: whether a read is all of its shard, bool (reads,).
         bytes_sent: how many bytes each rank sends to others, int64 (ranks,).
         bytes_received: how many bytes each rank is sent by others, int64 (ranks,).
     """
 
     ranks: int
-    cells: Cells
-    holder: Column
-    alike: Sequence[Column]
-    size: Column
-    reader: Column
-    cell: Column
+    wanted: ShardColumns
+    reads: ShardColumns
     row: Column
-    read_start: Column
-    read_stop: Column
+    first: Column
+    is_whole: Rows
     bytes_sent: Column
     bytes_received: Column
 
     @property
     def bytes_read(self) -> Column:
         """How many bytes each rank reads, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.reader, self.read_stop - self.read_start)
-
-    @property
-    def bytes_wanted(self) -> Column:
-        """How many bytes each rank asks for, int64 (ranks,)."""
-        return _by_rank(len(self.alike), self.holder, self.size[self.cells.cell])[self.number]
-
-    @property
-    def number(self) -> Column:
-        """Which of `alike` each rank is in, int64 (ranks,)."""
-        return _numbers_of(self.alike, self.ranks)
+        return _by_rank(self.ranks, self.reads.rank, self.reads.elements * self.reads.item_size[self.reads.key])
 
     def __repr__(self) -> str:
         columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())
@@ -78,98 +54,58 @@ class SharedReads:
         return "\n".join(table_lines([("rank", "reads", "sends", "receives"), *rows]))
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ExchangePlan(SharedReads):
-    """Which rank reads which bytes, and to which ranks it sends them in which round. Its text is a table.
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangePlan:
+    """Which rank reads which bytes, and how they get to all others that want them.
 
     Attributes:
-        read: what is passed on: the number of a read, int64 (transfers,).
-        target: the shard that gets it, a row of the columns, int64 (transfers,).
-        sender: the rank of the reader, int64 (transfers,).
-        receiver: the rank of the target, int64 (transfers,).
-        start: first byte of the cell that is passed on, int64 (transfers,).
-        stop: one past the last, int64 (transfers,).
-        round: when, ascending, int64 (transfers,).
+        shared: who reads what.
+        passed_on: from the reads to the wanted shards, without what is read into its place.
+        element: the element of its shard that each read begins at; -1 if it isn't consecutive there, int64 (reads,).
     """
 
-    read: Column
-    target: Column
-    sender: Column
-    receiver: Column
-    start: Column
-    stop: Column
-    round: Column
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds there are."""
-        return int(self.round[-1]) + 1 if self.round.size else 0
-
-
-def _by_rank(ranks: int, rank: Column, size: Column) -> Column:
-    total = np.zeros(ranks, dtype=np.int64)
-    np.add.at(total, rank, size)
-    return total
+    shared: SharedReads
+    passed_on: ReshardPlan
+    element: Column
 
 
 def plan_exchange(
     columns: ShardColumns,
     ranks: int,
     *,
-    round_bytes: int = ROUND_BYTES,
     stripe_bytes: int = STRIPE_BYTES,
     most_cells: int = MOST_CELLS,
     is_cut: bool = True,
 ) -> ExchangePlan:
-    """Return the plan by which ranks that want the same elements read them once between them.
-
-    Boxes that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
-    end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
-    other sets. Cuts lie between cells or at whole stripes: a rank is at most a stripe away from its part.
+    """Return the plan by which ranks that want the same elements read them once between them, and pass them on.
 
     Args:
-        columns: the shards that all ranks want.
-        ranks: how many ranks there are.
-        round_bytes: the most that is passed on in one round.
-        stripe_bytes: cells are cut at multiples of so many bytes.
-        most_cells: that the boxes of a tensor are cut into, on average; if they would be more, these stay whole, and
-            what they share is read more than once.
-        is_cut: whether boxes and cells are cut; if not, equal shards are read whole by one rank, others by each.
+        columns: as in `plan_reads`, which says who reads what.
+        ranks: likewise.
+        stripe_bytes: likewise.
+        most_cells: likewise.
+        is_cut: likewise.
 
     Examples:
         >>> import torch, shardtree as st
-        >>> def wanted_by(rank):
-        ...     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024), replica_id=rank)
-        ...     return st.layouts.shard_columns([shard], rank)
-        >>> plan = plan_exchange(st.layouts.join_columns([wanted_by(0), wanted_by(1)]), 2, stripe_bytes=1024)
-        >>> plan.reader.tolist(), plan.read_start.tolist(), plan.read_stop.tolist()
-        ([0, 1], [0, 2048], [2048, 4096])
-        >>> plan.bytes_sent.tolist(), plan.bytes_received.tolist()
-        ([2048, 2048], [2048, 2048])
+        >>> tree = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(1024))]
+        >>> plan = plan_exchange(st.layouts.tree_columns([tree, tree]), 2, stripe_bytes=1024)
+        >>> plan.shared.reads.rank.tolist(), plan.shared.reads.start.tolist(), plan.passed_on.links
+        ([0, 1], [0, 512], {(0, 1): 2048, (1, 0): 2048})
     """
     shared = plan_reads(columns, ranks, stripe_bytes=stripe_bytes, most_cells=most_cells, is_cut=is_cut)
-    cells, cell = shared.cells, shared.cell
-    by_cell = np.argsort(cells.cell, kind="stable")
-    count = np.bincount(cells.cell, minlength=shared.size.size)
-    first = np.cumsum(count) - count
-    # Each read meets all rows that want its cell, but the one of the reader that it is read into.
-    read = np.repeat(np.arange(cell.size), count[cell])
-    number = np.arange(read.size) - np.repeat(np.cumsum(count[cell]) - count[cell], count[cell])
-    target = cells.row[by_cell[first[cell[read]] + number]]
-    others = np.flatnonzero(target != shared.row[read])
-    read, target = read[others], target[others]
-    of, start, stop, turn = _in_rounds(shared.read_start[read], shared.read_stop[read], round_bytes)
-    read, target = read[of], target[of]
-    return ExchangePlan(
-        **{name: getattr(shared, name) for name in SharedReads.__slots__},
-        read=read,
-        target=target,
-        sender=shared.reader[read],
-        receiver=columns.rank[target],
-        start=start,
-        stop=stop,
-        round=turn,
-    )
+    plan = plan_reshard(shared.reads, shared.wanted)
+    moved = plan.transfers
+    # To its own shard, which is the first of its rank that wants it; others get copies.
+    own = np.flatnonzero((moved.from_rank == moved.to_rank) & (moved.hop == 0))
+    own = own[moved.target[own] == shared.row[moved.source[own]]]
+    source, shift = moved.source[own], (moved.target_element - moved.source_element)[own]
+    element = np.full(len(shared.reads), -1)
+    element[source] = shift
+    alike = ((moved.source_stride == moved.target_stride) | (moved.shape == 1)).all(axis=1)
+    element[source[~alike[own] | (shift != element[source])]] = -1
+    rest = np.delete(np.arange(len(moved)), own[element[source] >= 0])
+    return ExchangePlan(shared, replace(plan, transfers=rows_of(moved, rest)), element)
 
 
 def plan_reads(
@@ -182,17 +118,20 @@ def plan_reads(
     alike: Sequence[Column] | None = None,
     besides: Column | None = None,
 ) -> SharedReads:
-    """Return what each rank reads by `plan_exchange`, and how much it sends and receives, without the transfers.
+    """Return what each rank reads so that ranks that want the same elements read them once between them.
 
-    There are as many of these as ranks that want a cell times those that read some of it. Ranks that want the same
-    are described once: what this takes doesn't grow with the replicas.
+    Shards that overlap are cut into cells along each other's edges. The cells that a set of ranks wants are laid end to
+    end and cut into one range a rank, so that each rank reads as much as the others, whatever it reads alone or with
+    other sets. Cuts lie between cells or at whole stripes: a rank is at most a stripe away from its part. Ranks that
+    want the same are described once: what this takes doesn't grow with the replicas.
 
     Args:
-        columns: the shards that all ranks want.
+        columns: the shards that all ranks want, each rank's rows together.
         ranks: how many ranks there are.
-        stripe_bytes: as in `plan_exchange`.
-        most_cells: likewise.
-        is_cut: likewise.
+        stripe_bytes: cells are cut at multiples of so many bytes.
+        most_cells: that the boxes of a tensor are cut into, on average; if they would be more, its shards stay whole,
+            and what they share is read more than once.
+        is_cut: whether shards and cells are cut; if not, equal shards are read whole by one rank, others by each.
         alike: the ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
         besides: how many bytes each rank reads of what no other wants, if that isn't in the columns, int64 (ranks,).
 
@@ -207,99 +146,62 @@ def plan_reads(
            3  1.0 kB  3.1 kB    3.1 kB
     """
     alike = list(np.arange(ranks)[:, None]) if alike is None else alike
-    number = _numbers_of(alike, ranks)
-    cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
-    item = columns.item_size[cells.key]
-    size = cells.elements * item
-    stripe = -(-stripe_bytes // item) * item if is_cut else np.maximum(size, 1)
-    holder = columns.rank[cells.row]
-    cell, reader, start, stop = _stripes(
-        holder, alike, cells.cell, size, stripe, np.zeros(ranks, dtype=np.int64) if besides is None else besides
-    )
-    # Who wants which cell, each pair once: with its first row, and how many rows of that holder want it.
-    pair = cells.cell * len(alike) + holder
-    order = np.argsort(pair, kind="stable")
-    pair = pair[order]
-    first = np.flatnonzero(begins(pair))
-    rows, pair, row = np.diff(first, append=pair.size), pair[first], cells.row[order[first]]
-    at = np.searchsorted(pair, cell * len(alike) + number[reader])
-    of, who = np.divmod(pair, max(len(alike), 1))
-    wanted = np.zeros(size.size, dtype=np.int64)
-    np.add.at(wanted, of, rows * np.array([each.size for each in alike], dtype=np.int64)[who])
-    # Two shards of one rank may want the same: what it passes on to itself is copied, not sent.
-    sent = _by_rank(ranks, reader, (stop - start) * (wanted[cell] - rows[at]))
-    own = _by_rank(ranks, reader, (stop - start) * rows[at])
-    received = _by_rank(len(alike), who, size[of] * rows)[number] - own
-    return SharedReads(ranks, cells, holder, alike, size, reader, cell, row[at], start, stop, sent, received)
-
-
-def _numbers_of(alike: Sequence[Column], ranks: int) -> Column:
-    """Return which of several lists of ranks each rank is in."""
     number = np.zeros(ranks, dtype=np.int64)
     for each, members in enumerate(alike):
         number[members] = each
-    return number
+    cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
+    item_size = cells.shards.item_size[cells.shards.key]
+    size, holder = cells.shards.elements * item_size, columns.rank[cells.row]
+    held = find_holders(cells.cell, holder, size > 0)
+    parts = _dealt(held, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, besides, ranks)
+    reads = _as_reads(cells.shards, parts, item_size, size)
+    # Each rank once, however many of its shards want a cell: what it gets once it copies to the others.
+    of, who = np.repeat(held.place, held.count), held.rank
+    wanting = np.zeros(size.size, dtype=np.int64)
+    np.add.at(wanting, of, np.array([each.size for each in alike], dtype=np.int64)[who])
+    length = parts.end - parts.begin
+    sent = _by_rank(ranks, parts.sender, length * (wanting[parts.item] - 1))
+    received = _by_rank(len(alike), who, size[of])[number] - _by_rank(ranks, parts.sender, length)
+    pair, asked = cells.cell * len(alike) + holder, parts.item * len(alike) + number[parts.sender]
+    order = np.argsort(pair, kind="stable")
+    row = cells.row[order[np.searchsorted(pair[order], asked)]]
+    shard = select_rows(cells.wanted, row)
+    whole = (reads.offset == shard.offset).all(axis=1) & (reads.shape == shard.shape).all(axis=1)
+    whole &= (reads.start == shard.start) & (reads.stop == shard.stop)
+    first = np.searchsorted(columns.rank, number)
+    return SharedReads(ranks, cells.wanted, reads, row, first, whole, sent, received)
 
 
-def _in_rounds(start: Column, stop: Column, round_bytes: int) -> tuple[Column, Column, Column, Column]:
-    """Return transfers cut so that each round moves so many bytes, as (transfer, start, stop, round)."""
-    # The transfers are laid end to end and cut every `round_bytes`: rounds are full, however the shards are sized.
-    end = np.cumsum(stop - start)
-    begin = end - (stop - start)
-    pieces = -(-end // round_bytes) - begin // round_bytes
-    of = np.repeat(np.arange(start.size), pieces)
-    turn = (begin // round_bytes)[of] + np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    shift = start[of] - begin[of]
-    return (
-        of,
-        np.maximum(turn * round_bytes, begin[of]) + shift,
-        np.minimum((turn + 1) * round_bytes, end[of]) + shift,
-        turn,
-    )
+def _by_rank(ranks: int, rank: Column, size: Column) -> Column:
+    total = np.zeros(ranks, dtype=np.int64)
+    np.add.at(total, rank, size)
+    return total
 
 
-def _stripes(
-    holder: Column, alike: Sequence[Column], place: Column, size: Column, stripe: Column, besides: Column
-) -> tuple[Column, Column, Column, Column]:
-    """Return who reads which bytes of which place, as (place, reader, start, stop); places of no bytes are left out."""
-    held = find_holders(place, holder, size > 0)
+def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:
+    """Return parts of cells as shards of those that read them: flat ranges, but for whole cells."""
+    found, item = select_rows(cells, parts.item), item_size[parts.item]
+    cut = (parts.begin > 0) | (parts.end < size[parts.item])
+    base = np.maximum(found.start, 0)
+    start = np.where(cut, base + parts.begin // item, found.start)
+    stop = np.where(cut, base + parts.end // item, found.stop)
+    return replace(found, start=start, stop=stop, rank=parts.sender, main=np.ones_like(cut))
+
+
+def _dealt(
+    held: Holders, alike: Sequence[Column], size: Column, row: Column, besides: Column | None, ranks: int
+) -> Parts:
+    """Return who reads which bytes of which cell, by cell and byte; cells of no bytes are left out."""
     # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
-    lone, only = _alone(held, alike)
-    ranks = besides.size
-    load = besides + _by_rank(ranks, only, size[lone])
-    found = [(lone, only, np.zeros_like(lone), size[lone])]
-    sets = _rank_sets(held, alike)
-    planned = _level_shares(load, [(holders, int(size[places].sum())) for places, holders in sets])
-    for (_, holders), part in zip(sets, planned, strict=True):
-        load += _by_rank(ranks, holders, part)
-    for (places, holders), part in zip(sets, planned, strict=True):
-        end = np.cumsum(size[places])
-        begin = end - size[places]
-        # Levelled once more, since the sets before this one got whole stripes, a little more or less than planned.
-        load -= _by_rank(ranks, holders, part)
-        # The exact cuts, each moved to the nearest end of a shard or of a stripe in it.
-        exact = np.cumsum(_level_parts(load[holders], int(end[-1])))[:-1]
-        at = np.minimum(np.searchsorted(end, exact, side="right"), places.size - 1)
-        step = stripe[places][at]
-        striped = np.minimum(begin[at] + (exact - begin[at] + step // 2) // step * step, end[at])
-        cut = np.where(end[at] - exact < np.abs(striped - exact), end[at], striped)
-        edges = np.unique(np.concatenate([[0], cut, end]))
-        which = np.searchsorted(end, edges[:-1], side="right")
-        reader = holders[np.searchsorted(cut, edges[:-1], side="right")]
-        load += _by_rank(ranks, reader, np.diff(edges))
-        found.append((places[which], reader, edges[:-1] - begin[which], edges[1:] - begin[which]))
-    which, reader, start, stop = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    order = np.lexsort((start, which))
-    return which[order], reader[order], start[order], stop[order]
-
-
-def _alone(held: Holders, alike: Sequence[Column]) -> tuple[Column, Column]:
-    """Return the places that only one rank holds, and which one does."""
-    first = np.array([each[0] for each in alike], dtype=np.int64)
-    is_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
-    holder = held.rank[held.first]
-    alone = (held.count == 1) & is_one[holder]
-    return held.place[alone], first[holder[alone]]
+    of_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
+    only = held.rank[held.first]
+    alone = (held.count == 1) & of_one[only]
+    reader = np.array([each[0] for each in alike], dtype=np.int64)[only[alone]]
+    lone = held.place[alone]
+    load = np.zeros(ranks, dtype=np.int64) if besides is None else besides
+    lines = [Line(places, size[places], row[places], members) for places, members in _rank_sets(held, alike)]
+    parts = dealt_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, load, 1)
+    return rows_of(parts, np.lexsort((parts.begin, parts.item)))
 
 
 def _rank_sets(held: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
@@ -312,39 +214,3 @@ def _rank_sets(held: Holders, alike: Sequence[Column]) -> list[tuple[Column, Col
     ranks = [(places, np.sort(np.concatenate([alike[each] for each in holders]))) for places, holders in sets]
     # In the order of the sets of ranks, whatever stands for them: one plan, however ranks are described.
     return sorted((one for one in ranks if one[1].size > 1), key=lambda one: (one[1].size, one[1].tolist()))
-
-
-def _level_shares(load: Column, sets: Sequence[tuple[Column, int]]) -> list[Column]:
-    """Return how much each rank of several sets reads of what its set wants, so that ranks are level.
-
-    Args:
-        load: what each rank reads besides.
-        sets: the ranks of each, and how much it wants.
-    """
-    total = load.copy()
-    shares = [np.zeros_like(ranks) for ranks, _ in sets]
-    # What one set reads leaves other sets' ranks more or less, so all are levelled again, until little moves.
-    for _ in range(_MOST_PASSES):
-        moved = 0
-        for number, (ranks, wanted) in enumerate(sets):
-            others = total[ranks] - shares[number]
-            share = _level_parts(others, wanted)
-            moved = max(moved, int(np.abs(share - shares[number]).max()))
-            total[ranks], shares[number] = others + share, share
-        if moved * 100 <= int(total.max(initial=0)):
-            break
-    return shares
-
-
-def _level_parts(load: Column, total: int) -> Column:
-    """Return how much of a total each of several loads gets, so that the smallest of them end up equal."""
-    order = np.argsort(load, kind="stable")
-    rising, filled = load[order], np.arange(1, load.size + 1)
-    # The most loads of which filling all up to the largest takes no more than the total.
-    spent = rising * filled - np.cumsum(rising)
-    several = int(np.flatnonzero(spent <= total)[-1]) + 1
-    level, rest = divmod(total + int(rising[:several].sum()), several)
-    part = np.zeros_like(load)
-    part[order[:several]] = level - rising[:several]
-    part[order[:rest]] += 1
-    return part

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _read
+from shardtree.checkpoint.loading import _exchange, _read
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
-from shardtree.plans import Cells, ExchangePlan, _cells, plan_exchange
+from shardtree.plans import ExchangePlan, _cells, plan_exchange, plan_reads
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
 from shardtree.world import World
@@ -65,7 +65,7 @@ def wanted_elements(case: Case) -> np.ndarray:
     return found
 
 
-def check_cells(cells_of: Callable[..., Cells], case: Case) -> None:
+def check_cells(cells_of: Callable[..., _cells.Cells], case: Case) -> None:
     """Raise unless cells tile what is wanted, and those of a shard tile it."""
     shape, _ = case
     columns = columns_of(case)
@@ -73,7 +73,7 @@ def check_cells(cells_of: Callable[..., Cells], case: Case) -> None:
     times = np.zeros(shape, dtype=int)
     inside = [
         tuple(slice(*span) for span in zip(o, o + s, strict=True))
-        for o, s in zip(cells.offset, cells.shape, strict=True)
+        for o, s in zip(cells.shards.offset, cells.shards.shape, strict=True)
     ]
     for place in inside:
         times[place] += 1
@@ -93,24 +93,23 @@ def test_cells_tile_what_is_wanted_and_those_of_a_shard_tile_it(case: Case) -> N
 
 
 def test_the_law_of_cells_catches_shards_that_stay_whole() -> None:
-    def whole(columns: ShardColumns, *, most: int) -> Cells:
+    def whole(columns: ShardColumns, *, most: int) -> _cells.Cells:
         return _cells.wanted_cells(columns, is_cut=False)
 
     assert_caught(check_cells, whole, cases())
 
 
-ROUND_BYTES = 37
+STEP_BYTES = 37
 
 
 class BytesWorld(SimulatedWorld):
-    """A rank that sends no values in place of bytes, and in one round no more than all ranks may."""
+    """A rank that sends no values in place of bytes, and in one step no more than it may have in flight."""
 
     def all_to_all(self, values: Sequence[Any]) -> NoReturn:
         raise AssertionError("what ranks read for each other is sent as bytes")
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        sent = sum(map(len, outgoing.values()))
-        assert sum(self.all_gather(sent)) <= ROUND_BYTES
+        assert sum(map(len, [*outgoing.values(), *incoming.values()])) <= STEP_BYTES
         super().exchange(outgoing, incoming)
 
 
@@ -125,7 +124,7 @@ def check_load(
     case: Case,
     stripe_bytes: int,
     kind: type[SimulatedWorld] = BytesWorld,
-    round_bytes: int = ROUND_BYTES,
+    step_bytes: int = STEP_BYTES,
 ) -> None:
     """Raise unless every rank gets its boxes, and each wanted element is read once."""
     shape, wanted = case
@@ -147,12 +146,11 @@ def check_load(
         return reports[0].bytes_read
 
     def striped(columns: ShardColumns, ranks: int, **options: Any) -> ExchangePlan:
-        return plan_exchange(
-            columns, ranks, round_bytes=round_bytes, stripe_bytes=stripe_bytes, most_cells=10**6, **options
-        )
+        return plan_exchange(columns, ranks, stripe_bytes=stripe_bytes, most_cells=10**6, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_read, "plan_exchange", striped)
+        patch.setattr(_exchange, "BYTES_IN_FLIGHT", step_bytes)
         assert sum(st.simulate(len(wanted), on_rank)) == 2 * wanted_elements(case).sum()
 
 
@@ -164,8 +162,8 @@ def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all(
     check_load(st.load, case, stripe_bytes, kind)
 
 
-def test_the_law_of_loads_catches_rounds_that_send_too_much() -> None:
-    assert_caught(partial(check_load, round_bytes=10**6), st.load, cases(), some.integers(1, 30))
+def test_the_law_of_loads_catches_steps_that_send_too_much() -> None:
+    assert_caught(partial(check_load, step_bytes=10**6), st.load, cases(), some.integers(1, 30))
 
 
 def test_the_law_of_loads_catches_ranks_that_each_read_their_own() -> None:
@@ -214,7 +212,7 @@ def check_level(plan_of: Callable[..., ExchangePlan], case: Case) -> None:
     # What only ranks of a group want has to be read by these: the busiest of them reads the mean at least.
     groups = range(1, 2 ** len(wanted))
     least = max((count[(sets & ~group) == 0].sum() / group.bit_count() for group in groups), default=0)
-    assert plan.bytes_read.max() <= 1.05 * least * scale ** len(shape) + len(wanted)
+    assert plan.shared.bytes_read.max() <= 1.05 * least * scale ** len(shape) + len(wanted)
 
 
 @given(cases())
@@ -230,7 +228,7 @@ def test_the_law_of_level_reads_catches_ranks_that_each_read_their_own() -> None
 
 
 def test_three_ranks_read_rows_that_overlap_level() -> None:
-    plan = plan_exchange(rows((0, 10), (5, 15), (0, 20), width=2**20), 3)
+    plan = plan_reads(rows((0, 10), (5, 15), (0, 20), width=2**20), 3)
     assert plan.bytes_read.sum() == 20 * 2**20
     assert plan.bytes_read.max() <= 1.05 * plan.bytes_read.mean()
     assert plan.bytes_received.tolist() == (np.array([10, 10, 20]) * 2**20 - plan.bytes_read).tolist()
@@ -238,14 +236,14 @@ def test_three_ranks_read_rows_that_overlap_level() -> None:
 
 def test_half_the_ranks_want_all_and_half_a_part_each() -> None:
     spans = [(0, 20)] * 4 + [(5 * rank, 5 * rank + 5) for rank in range(4)]
-    plan = plan_exchange(rows(*spans, width=2**22), 8)
+    plan = plan_reads(rows(*spans, width=2**22), 8)
     assert plan.bytes_read.sum() == 20 * 2**22
     assert plan.bytes_read.max() <= 1.05 * plan.bytes_read.mean()
 
 
 def test_boxes_of_too_many_cells_stay_whole() -> None:
     spans = [(rank, rank + 10) for rank in range(10)]
-    few, many = (plan_exchange(rows(*spans), 10, most_cells=most) for most in (16, 9))
+    few, many = (plan_reads(rows(*spans), 10, most_cells=most) for most in (16, 9))
     assert (few.bytes_read.sum(), many.bytes_read.sum()) == (19, 100)
-    assert few.cells.key.size == 19
-    assert (many.cells.key.size, many.read.size) == (10, 0)
+    assert (len(few.reads), len(many.reads)) == (19, 10)
+    assert many.bytes_sent.sum() == 0

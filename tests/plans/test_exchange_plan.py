@@ -1,71 +1,102 @@
-"""Who reads for others: each wanted shard is read once, and passed on to all the others in bounded rounds."""
+"""Who reads for others: each wanted element is read once, and passed on to all others that want it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import ExchangePlan, SharedReads, plan_exchange, plan_reads
+from shardtree.plans import ExchangePlan, SharedReads, plan_exchange, plan_reads, plan_reshard
+from shardtree.testing._law_schedules import check_moved, element_numbers, moved
 from tests.trees.samples import assert_caught
 
 Case = tuple[ShardColumns, int]
+SHAPE = (6, 5)
 
 
 @st.composite
 def wanted(draw: st.DrawFn) -> Case:
-    """Return what ranks want: each of a few tensors whole, on some of them."""
-    ranks = draw(st.integers(1, 4))
-    sizes = draw(st.lists(st.integers(0, 40), max_size=5))
-    parts = []
-    for rank in range(ranks):
-        own = [number for number in range(len(sizes)) if draw(st.integers(0, 2))]
-        shards = [ShardedTensor.from_rank_offsets(f"w{n}", torch.zeros(sizes[n], dtype=torch.int8)) for n in own]
-        parts.append(shard_columns(shards, rank))
-    return join_columns(parts), ranks
+    """Return what ranks want: boxes of two matrices, or flat ranges of these; many overlap, some twice on a rank."""
+
+    def shard(_: Any) -> ShardedTensor:
+        spans = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in SHAPE]
+        box = tuple(high - low for low, high in spans)
+        flat = sorted(draw(st.tuples(*[st.integers(0, box[0] * box[1])] * 2)))
+        part = slice(*flat) if draw(st.booleans()) else None
+        key = draw(st.sampled_from(["v", "w"]))
+        return ShardedTensor(
+            key, None, torch.int16, box, SHAPE, tuple(low for low, _ in spans), None, flattened_range=part
+        )
+
+    parts = draw(st.lists(st.lists(st.builds(shard, st.none()), max_size=3), min_size=1, max_size=4))
+    return join_columns([shard_columns(shards, rank) for rank, shards in enumerate(parts)]), len(parts)
 
 
-def passes_everything_on(plan_of: Callable[..., ExchangePlan], case: Case, round_bytes: int, stripe_bytes: int) -> None:
-    columns, ranks = case
-    plan = plan_of(columns, ranks, round_bytes=round_bytes, stripe_bytes=stripe_bytes)
-    size = dict(zip(columns.key.tolist(), columns.elements.tolist(), strict=True))
-    read = {key: np.zeros(length, dtype=int) for key, length in size.items()}
-    got = [np.zeros(length, dtype=int) for length in columns.elements.tolist()]
-    for reader, row, start, stop in zip(plan.reader, plan.row, plan.read_start, plan.read_stop, strict=True):
-        assert columns.rank[row] == reader
-        read[int(columns.key[row])][start:stop] += 1
-        got[row][start:stop] += 1
-    for number, target, start, stop in zip(plan.read, plan.target, plan.start, plan.stop, strict=True):
-        assert plan.read_start[number] <= start < stop <= plan.read_stop[number]
-        assert columns.key[plan.row[number]] == columns.key[target]
-        got[target][start:stop] += 1
-    assert all((count == 1).all() for count in [*got, *read.values()])
-    assert plan.round.tolist() == sorted(plan.round.tolist())
-    moved = np.bincount(plan.round, weights=plan.stop - plan.start, minlength=plan.rounds)
-    assert moved.max(initial=0) <= round_bytes
-    assert plan.rounds <= -(-int(moved.sum()) // round_bytes) + 1
-
-
-@given(wanted(), st.integers(1, 60), st.integers(1, 60))
-def test_every_wanted_byte_is_read_once_and_sent_once_to_each_other_rank(
-    case: Case, round_bytes: int, stripe_bytes: int
+def passes_everything_on(
+    plan_of: Callable[..., ExchangePlan], case: Case, stripe_bytes: int, is_cut: bool, most_cells: int
 ) -> None:
-    passes_everything_on(plan_exchange, case, round_bytes, stripe_bytes)
+    """Raise unless each wanted element is read once, by one who wants it, and every shard ends up with its own."""
+    columns, ranks = case
+    plan = plan_of(columns, ranks, stripe_bytes=stripe_bytes, is_cut=is_cut, most_cells=most_cells)
+    shared, passed = plan.shared, plan.passed_on
+    if is_cut and most_cells > 1:
+        assert shared.wanted is columns
+    wants = [element_numbers(shared.wanted, row, shared.wanted.keys) for row in range(len(columns))]
+    reads = [element_numbers(shared.reads, row, shared.wanted.keys) for row in range(len(shared.reads))]
+    times = Counter(number for each in reads for number in each.tolist())
+    assert times == dict.fromkeys((number for each in wants for number in each.tolist()), 1)
+    after = moved(passed, passed.schedule(max_bytes_in_flight=stripe_bytes + 1))
+    for number, row, element in zip(reads, shared.row.tolist(), plan.element.tolist(), strict=True):
+        assert set(number.tolist()) <= set(wants[row].tolist())
+        if element >= 0:
+            place = after[row][element : element + number.size]
+            assert place.tolist() == [-1] * number.size, "what is read into its place is copied too"
+            place[:] = number
+    check_moved(passed, after)
+    assert shared.wanted.rank[shared.row].tolist() == shared.reads.rank.tolist()
+    for said, found in ((shared.bytes_sent, passed.sent), (shared.bytes_received, passed.received)):
+        assert said.tolist() == [found.get(rank, 0) for rank in range(ranks)]
 
 
-def test_the_law_catches_a_shard_that_is_cut_off() -> None:
-    def cut_off(*arguments: Any, **options: Any) -> ExchangePlan:
-        plan = plan_exchange(*arguments, **options)
-        return replace(plan, stop=np.minimum(plan.stop, 20))
+PASSING = wanted(), st.integers(1, 60), st.booleans(), st.sampled_from([0, 10**6])
 
-    assert_caught(passes_everything_on, cut_off, wanted(), st.integers(1, 60), st.integers(1, 60))
+
+@given(*PASSING)
+def test_every_wanted_element_is_read_once_and_sent_once_to_each_other_rank(
+    case: Case, stripe_bytes: int, is_cut: bool, most_cells: int
+) -> None:
+    passes_everything_on(plan_exchange, case, stripe_bytes, is_cut, most_cells)
+
+
+def cut_off(plan: ExchangePlan) -> ExchangePlan:
+    moves = plan.passed_on.transfers
+    short = replace(moves, shape=np.minimum(moves.shape, 2))
+    return replace(plan, passed_on=replace(plan.passed_on, transfers=short))
+
+
+def shifted(plan: ExchangePlan) -> ExchangePlan:
+    return replace(plan, element=np.where(plan.element >= 0, plan.element + 1, -1))
+
+
+def copied_too(plan: ExchangePlan) -> ExchangePlan:
+    return replace(plan, passed_on=plan_reshard(plan.shared.reads, plan.shared.wanted))
+
+
+@pytest.mark.parametrize("fault", [cut_off, shifted, copied_too])
+def test_the_law_catches(fault: Callable[[ExchangePlan], ExchangePlan]) -> None:
+    def wrong(*arguments: Any, **options: Any) -> ExchangePlan:
+        return fault(plan_exchange(*arguments, **options))
+
+    assert_caught(passes_everything_on, wrong, *PASSING)
 
 
 def replicated(sizes: list[int], ranks: int) -> ShardColumns:
@@ -79,7 +110,7 @@ def meta_shard(key: str, size: int) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.empty(size, dtype=torch.int8, device="meta"))
 
 
-def levels_readers(plan_of: Callable[..., ExchangePlan], sizes: list[int], ranks: int, stripe_bytes: int) -> None:
+def levels_readers(plan_of: Callable[..., SharedReads], sizes: list[int], ranks: int, stripe_bytes: int) -> None:
     columns = replicated(sizes, ranks)
     read = plan_of(columns, ranks, stripe_bytes=stripe_bytes).bytes_read
     part = (sum(sizes) + sum(sizes) // ranks) / ranks
@@ -89,12 +120,12 @@ def levels_readers(plan_of: Callable[..., ExchangePlan], sizes: list[int], ranks
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 100))
 def test_readers_are_level_within_a_stripe(sizes: list[int], ranks: int, stripe_bytes: int) -> None:
-    levels_readers(plan_exchange, sizes, ranks, stripe_bytes)
+    levels_readers(plan_reads, sizes, ranks, stripe_bytes)
 
 
 def test_the_law_catches_a_rank_that_reads_all() -> None:
-    def lazy(columns: ShardColumns, ranks: int, *, stripe_bytes: int) -> ExchangePlan:
-        return plan_exchange(columns, ranks, stripe_bytes=10**6)
+    def lazy(columns: ShardColumns, ranks: int, *, stripe_bytes: int) -> SharedReads:
+        return plan_reads(columns, ranks, stripe_bytes=10**6)
 
     sizes = st.lists(st.integers(0, 4000), min_size=1, max_size=6)
     assert_caught(levels_readers, lazy, sizes, st.integers(1, 8), st.integers(1, 100))
@@ -103,26 +134,18 @@ def test_the_law_catches_a_rank_that_reads_all() -> None:
 def test_64_replicas_read_once_level_within_a_twentieth() -> None:
     size = 1 << 30
     columns = join_columns([shard_columns([meta_shard("w", size), meta_shard("v", size)], rank) for rank in range(64)])
-    read = plan_exchange(columns, 64).bytes_read
+    read = plan_reads(columns, 64).bytes_read
     assert read.sum() == 2 * size
     assert read.max() <= 1.05 * read.mean()
 
 
 def test_a_plan_prints_what_each_rank_reads_sends_and_receives() -> None:
-    text = repr(plan_exchange(replicated([4000], 2), 2, stripe_bytes=1))
+    text = repr(plan_reads(replicated([4000], 2), 2, stripe_bytes=1))
     assert [line.split() for line in text.splitlines()] == [
         ["rank", "reads", "sends", "receives"],
         ["0", "3.0", "kB", "1.0", "kB", "3.0", "kB"],
         ["1", "3.0", "kB", "3.0", "kB", "1.0", "kB"],
     ]
-
-
-def test_rounds_are_full_but_the_last() -> None:
-    shards = [[ShardedTensor.from_rank_offsets(key, torch.zeros(40, dtype=torch.int8)) for key in "abc"]] * 2
-    columns = join_columns([shard_columns(part, rank) for rank, part in enumerate(shards)])
-    plan = plan_exchange(columns, 2, round_bytes=64)
-    moved = np.bincount(plan.round, weights=plan.stop - plan.start)
-    assert moved.tolist() == [64, 56]
 
 
 Spans = list[tuple[int, int, int]]
@@ -149,17 +172,15 @@ def alike_once(plan_of: Callable[..., SharedReads], case: Alike, stripe_bytes: i
     once = join_columns([of_spans(few[one], number) for number, one in enumerate(sorted(set(like)))])
     alike = [np.flatnonzero(np.array(like) == one) for one in sorted(set(like))]
     keywords = {"stripe_bytes": stripe_bytes, "is_cut": bool(is_cut)}
-    expected, found = plan_exchange(every, len(like), **keywords), plan_of(once, len(like), alike=alike, **keywords)
-    names = ("reader", "cell", "read_start", "read_stop", "size", "bytes_wanted", "bytes_sent", "bytes_received")
+    expected, found = plan_reads(every, len(like), **keywords), plan_of(once, len(like), alike=alike, **keywords)
+    names = ("key", "offset", "shape", "start", "stop", "rank")
     for name in names:
+        assert getattr(found.reads, name).tolist() == getattr(expected.reads, name).tolist(), name
+    for name in ("is_whole", "bytes_sent", "bytes_received"):
         assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
-    assert found.cells.offset.tolist() == expected.cells.offset.tolist()
     # The row is the same one of the reader's own shards.
-    first, own = (np.searchsorted(part.rank, range(len(like))) for part in (once, every))
-    assert (found.row - first[found.number[found.reader]]).tolist() == (expected.row - own[expected.reader]).tolist()
-    moved = np.where(expected.sender == expected.receiver, 0, expected.stop - expected.start)
-    for name, end in (("bytes_sent", expected.sender), ("bytes_received", expected.receiver)):
-        assert getattr(found, name).tolist() == np.bincount(end, weights=moved, minlength=len(like)).tolist()
+    rows = [(one.row - one.first[one.reads.rank]).tolist() for one in (found, expected)]
+    assert rows[0] == rows[1]
 
 
 ALIKE = alike_ranks(), st.integers(1, 60), st.integers(0, 1)

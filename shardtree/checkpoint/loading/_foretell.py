@@ -130,8 +130,8 @@ def _exchanged_groups(
         own, converted = by_dtype([one if one.data is None else replace(one, data=None) for one in shards], kinds)
         of_rank = rounds[joined.rank == number_of[number]].tolist()
         shared = [one for one in own if one.key not in apart]
-        split = zip([shared, *_by_round(converted, of_rank, count)], plans, parts, strict=True)
-        first, *rest = (_share(group, plan, columns, number) for group, plan, (columns, _) in split)
+        split = zip([shared, *_by_round(converted, of_rank, count)], plans, strict=True)
+        first, *rest = (_share(group, plan, number) for group, plan in split)
         return [[*(one for one in own if one.key in apart), *first], *rest]
 
     return groups, plans
@@ -153,10 +153,10 @@ def _without_apart(asked: AlikeColumns, ranks: int) -> tuple[ShardColumns, set[s
     return select_rows(columns, np.flatnonzero(~alone)), set(compress(columns.keys, apart)), besides
 
 
-def _share(shards: Shards, plan: SharedReads, columns: ShardColumns, number: int) -> Shards:
+def _share(shards: Shards, plan: SharedReads, number: int) -> Shards:
     """Return what a rank reads of shards itself."""
     own, shared = by_sharing(shards)
-    return [*own, *parts_to_read(plan, columns, number, shared)]
+    return [*own, *parts_to_read(plan, number, shared)]
 
 
 def _by_round(shards: Shards, rounds: Sequence[int], count: int) -> list[list[ShardedTensor]]:

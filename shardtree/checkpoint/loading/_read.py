@@ -12,6 +12,7 @@ import torch
 from ..._collector import collector_paused
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns, shard_columns
+from ...live import move
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...plans import overlaps, plan_exchange, read_rounds
 from ...plans.moving import convert
@@ -31,7 +32,7 @@ from .._dispatch import Choice, backend_of, common_backend, sharded_backend, str
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 from ._auto import ALONE, ExchangeChoice
 from ._checks import ObjectsFit, reshaped_values
-from ._exchange import by_sharing, cuts_shards, message_buffers, parts_to_read, pass_on, traits_of_load
+from ._exchange import by_sharing, bytes_moved, cuts_shards, route_of, traits_of_load
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
@@ -247,13 +248,10 @@ def _read_once(
         wanted = send_tables(world, *share(world, "load: describe reads", describe, brief))
         columns = agree(world, "load: join reads", lambda: join_columns(unpack_columns(wanted)))
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
-
-    def choose() -> tuple[list[ShardedTensor], tuple[Any, Any]]:
-        return parts_to_read(plan, columns, world.rank, alike), message_buffers(plan, world.rank)
-
-    chosen, buffers = agree(world, "load: choose reads", choose)
+    chosen, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, alike))
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
-    return report + pass_on(world, plan, columns, alike, chosen, buffers)
+    failure = move(route, world.exchange)
+    return report + agree(world, "load: pass on", partial(bytes_moved, failure, plan, world.rank))
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:

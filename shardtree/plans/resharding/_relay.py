@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...geometry import Column, check_type, integer, joined_rows, rows_of, volumes
+from ...geometry import Column, check_type, integer, joined_rows, row_numbers, rows_of, volumes
+from .._aligned import aligned_boxes, first_rows
+from .._level import snapped
 from ._plan import SHORTEST_CUT, ReshardPlan
-from ._senders import aligned_boxes, numbered_rows, snapped
 from ._transfers import Routes, Transfers, as_transfers
 
 # Which receiver gets which part from the sources.
@@ -54,7 +55,8 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
         ([0, 4], [4, 4], [0, 1])
     """
     members = ranks.shape[1]
-    group, first = numbered_rows(np.concatenate([ranks, senders], axis=1))
+    group, groups = row_numbers((*ranks.T, *senders.T))
+    first = first_rows(group, groups)
     line = np.argsort(group, kind="stable")
     group, axis = group[line], shape[line].argmax(axis=1)
     size = (volumes(shape) * item)[line]
@@ -68,7 +70,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     place = np.searchsorted(begin, edges, side="right") - 1
     length = np.append(edges[1:], end[-1]) - edges
     interval = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
-    intervals = np.zeros((len(first), members), dtype=np.int64)
+    intervals = np.zeros((groups, members), dtype=np.int64)
     np.add.at(intervals, (group[place], interval), length)
     member = _assigned(intervals, ranks[first])[group[place], interval]
     return Parts(line[place], axis[place], (edges - begin[place]) // row[place], length // row[place], member)
@@ -93,8 +95,8 @@ def _assigned(intervals: Column, ranks: Column) -> Column:
         intervals: bytes, int64 (groups, members).
         ranks: int64 (groups, members).
     """
-    number, first = numbered_rows(ranks)
-    got, member = np.zeros_like(ranks[first]), np.empty_like(intervals)
+    number, sets = row_numbers(ranks.T)
+    got, member = np.zeros((sets, ranks.shape[1]), dtype=np.int64), np.empty_like(intervals)
     for group, (lengths, together) in enumerate(zip(intervals, number.tolist(), strict=True)):
         longest, least = np.argsort(-lengths, kind="stable"), np.argsort(got[together], kind="stable")
         member[group, longest] = least

@@ -9,9 +9,8 @@ import numpy as np
 
 from ..._deferred import notebook_html
 from ...errors import MetadataError, plural
-from ...geometry import Column, integer, refuse, rows_of
+from ...geometry import Column, integer, refuse, row_numbers, rows_of
 from .._text import size_text
-from ._senders import numbered_rows
 from ._summary import steps_table
 from ._transfers import Transfers
 
@@ -34,8 +33,8 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
     first, later = (np.flatnonzero(transfers.hop == hop) for hop in (0, 1))
     passes_on = np.concatenate([transfers.target[first], transfers.source[later]])
     rows = np.concatenate([first, later])
-    number, _ = numbered_rows(np.column_stack([passes_on, transfers.offset[rows], transfers.shape[rows]]))
-    came = np.full(number.max(initial=-1) + 1, -1)
+    number, boxes = row_numbers((passes_on, *transfers.offset[rows].T, *transfers.shape[rows].T))
+    came = np.full(boxes, -1)
     came[number[: first.size]] = first
     origin = came[number[first.size :]]
     if rows.size < len(transfers) or (origin < 0).any():  # a user's plan may pass on other boxes than came
