@@ -19,7 +19,7 @@ from . import _operations as operations
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through, whole
 from ._steps import Constant, Kind, cast, kind_of, operator_name, reread
 from ._trace import Trace
-from ._tracer import Cell, Tracer, is_ordinary, mapped, meta_of, tensors_in
+from ._tracer import Cell, Tracer, become, is_ordinary, mapped, meta_of, tensors_in
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
@@ -241,15 +241,9 @@ class Setter(TorchFunctionMode):
     """Has ``parameter.data = tracer`` make the parameter itself a tracer; torch would leave it without memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_set = func == torch.Tensor.data.__set__ and isinstance(args[1], Tracer)  # type: ignore[attr-defined]
-        if not is_set or isinstance(args[0], Tracer):
-            return func(*args, **(kwargs or {}))
-        held, tracer = args
-        is_parameter = isinstance(held, torch.nn.Parameter)
-        new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
-        new.__dict__.update(held.__dict__)
-        torch.utils.swap_tensors(held, new)  # type: ignore[no-untyped-call]
-        return None
+        if func == torch.Tensor.data.__set__ and isinstance(args[1], Tracer):  # type: ignore[attr-defined]
+            return become(args[0], args[1])
+        return func(*args, **(kwargs or {}))
 
 
 def trace(

@@ -90,6 +90,17 @@ class Tracer(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Tracer:
         return self.clone()  # type: ignore[return-value]
 
+    @property  # torch's own would leave the cell and the meta tensor as they were
+    def data(self) -> Tracer:
+        """The same tensor, apart from gradients; a parameter's can be set."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, Tracer):
+            self.record.refuse("setting the data, to an ordinary tensor, of what", [self])
+        become(self, value)
+
     def as_subclass(self, cls: Any) -> NoReturn:
         self.record.refuse(f"as_subclass({cls.__name__})", [self])
 
@@ -99,6 +110,14 @@ class Tracer(torch.Tensor):
     ) -> Any:
         record = next(each.record for each in tensors_in(args, kwargs or {}) if isinstance(each, Tracer))
         return record.run(func, args, kwargs or {})
+
+
+def become(held: torch.Tensor, tracer: Tracer) -> None:
+    """Make a tensor, or a parameter with its attributes, a tracer: what setting its data to one means."""
+    is_parameter = isinstance(held, torch.nn.Parameter)
+    new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
+    new.__dict__.update({word: value for word, value in held.__dict__.items() if word not in new.__dict__})
+    torch.utils.swap_tensors(held, new)  # type: ignore[no-untyped-call]
 
 
 def _refuses(word: str, named: str) -> None:

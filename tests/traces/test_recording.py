@@ -131,6 +131,25 @@ def test_a_parameter_s_data_set_in_another_thread_is_refused() -> None:
     assert not model.weight.any(), "it has its memory still"
 
 
+def test_data_may_be_set_again_and_in_any_thread_then() -> None:
+    model = Linear()
+
+    def load(tensors: Tensors) -> None:
+        model.weight.data = tensors["w"]
+
+        def put() -> None:
+            model.weight.data = model.weight.data.t().contiguous()
+
+        thread = Thread(target=put)
+        thread.start()
+        thread.join()
+
+    found = st.trace(load, GIVEN, into=lambda: {"weight": model.weight})
+    assert torch.equal(found(GIVEN)["weight"], GIVEN["w"].t())
+    with pytest.raises(TraceError, match="setting the data, to an ordinary tensor"):
+        st.trace(lambda tensors: setattr(tensors["w"], "data", torch.zeros(2)), GIVEN)
+
+
 # Trap 3: in a handler, ordinary tensors that were written to become tracers first.
 
 
