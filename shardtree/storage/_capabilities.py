@@ -47,7 +47,6 @@ class Capabilities:
         is_folder: ``(name)``: whether there is a folder of that name, maybe an empty one.
         remove_folder: ``(name)``: removes a folder if it is empty.
         sync_folder: ``(name)``: waits until what was made or removed in a folder is on the medium. Else it is by then.
-        move_folder: ``(old, new)``: renames a folder in one step; nothing may have the new name.
         is_link: ``(name)``: whether a name is a symbolic link.
         folder: ``(name)``: returns a folder in it as a storage that can do as much.
         sibling: ``(name)``: returns the `Sibling` that a save of that name makes, or has made, beside this folder.
@@ -84,7 +83,6 @@ class Capabilities:
     remove_folder: Callable[[str], None] | None = None
     sync_folder: Callable[[str], None] | None = None
 
-    move_folder: Callable[[str, str], None] | None = None
     is_link: Callable[[str], bool] | None = None
     folder: Callable[[str], Storage] | None = None
 

@@ -284,11 +284,6 @@ class LocalStorage:
         """Return the names of the saves that have taken a folder beside this one, sorted."""
         return sibling_names(self.root)
 
-    def move_folder(self, old: str, new: str) -> None:
-        """Give a folder another name, in one step."""
-        with self._storage_errors("move", old):
-            os.rename(self.where(old), self.where(new))
-
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link's."""
         return os.path.islink(self.where(name))
@@ -312,7 +307,7 @@ class LocalStorage:
 
 @lru_cache(maxsize=256)  # making them takes a tenth of a small read's time
 def _capabilities(storage: LocalStorage) -> Capabilities:
-    folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "move_folder", "is_link")
+    folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "is_link")
     return Capabilities.of(storage, "move", "write_parts", *folders, "folder", "sibling", "siblings")
 
 

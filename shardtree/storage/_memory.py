@@ -54,7 +54,7 @@ class MemoryStorage:
     @property
     def capabilities(self) -> Capabilities:
         """What a folder in memory can do beyond `Storage`."""
-        folders = ("make_folder", "is_folder", "remove_folder", "move_folder")
+        folders = ("make_folder", "is_folder", "remove_folder")
         return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings")
 
     def where(self, name: str = "") -> str:
@@ -83,15 +83,6 @@ class MemoryStorage:
             data = self._data(old)
             del self._files[_plain(old)]
             self._files[_plain(new)] = (data, next(self._ticks))
-
-    def move_folder(self, old: str, new: str) -> None:
-        """Give a folder another name, in one step."""
-        with self.lock:
-            if not self.is_folder(old) or self.is_folder(new):
-                found = "no such folder" if not self.is_folder(old) else f"a folder {self.where(new)!r}"
-                raise StorageError(error_text(f"cannot move {self.where(old)!r}", found=found))
-            _rename(self._files, _plain(old), _plain(new))
-            _rename(self._folders, _plain(old), _plain(new))
 
     @contextmanager
     def open(self, name: str) -> Iterator[BytesReader]:
@@ -199,11 +190,6 @@ class MemoryStorage:
         if entry is None:
             raise StorageError(error_text(f"cannot open {self.where(name)!r}", found="no such file"))
         return entry[0]
-
-
-def _rename(entries: dict[str, T], old: str, new: str) -> None:
-    for name in [name for name in entries if name == old or name.startswith(f"{old}/")]:
-        entries[new + name.removeprefix(old)] = entries.pop(name)
 
 
 def _swap(one: dict[str, T], other: dict[str, T]) -> None:

@@ -114,9 +114,6 @@ def _steps(there: Capabilities) -> Iterator[partial[Any]]:
     yield from (partial(make_folder, name="empty", durable=durable) for durable in (True, False))
     yield from (partial(remove_folder, name=name) for name in ("b", "b/d", "empty", "never"))
     yield partial(sync_folder, name="")
-    if there.move_folder is not None:
-        yield partial(_move_folder, old="b", new="new")
-        yield partial(_move_folder, old="new", new="many")  # which is there
     yield partial(_write_inside, name="many")
 
 
@@ -140,11 +137,6 @@ def _replace(storage: Storage, name: str, data: bytes) -> None:
 
 def _remove(storage: Storage, name: str) -> None:
     storage.remove(name)
-
-
-def _move_folder(storage: Storage, old: str, new: str) -> object:
-    move_folder = can(storage).move_folder
-    return move_folder and _told(partial(move_folder, old, new))
 
 
 def _does_as_memory(storage: Storage, seen: Seen) -> None:

@@ -154,7 +154,7 @@ def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    ["step", "{}{}", "{:x}", "{:+d}", "{:3d}", "a/{}", "{:,}", "{name}", "{", 3, ".{}.0123456789abcdef.removed"],
+    ["step", "{}{}", "{:x}", "{:+d}", "{:3d}", "a/{}", "{:,}", "{name}", "{", 3],
 )
 def test_names_that_do_not_tell_the_step_are_refused(names: Any, tmp_path: Path) -> None:
     with pytest.raises(st.errors.MetadataError, match="not names for steps"):
@@ -411,6 +411,13 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     assert plan.kept[1] == ("can't be removed: its folder is a link",)
     assert plan.kept[2] == ("can't be removed: files of it are links",)
     assert series.remove(plan) == () and numbers(series) == [1, 2, 3]
+    (folder,) = (tmp_path / "run" / "step_00000003").glob("save-*")
+    os.symlink(folder.rename(tmp_path / "elsewhere" / folder.name), folder)
+    plan = series.plan_removal(st.retention.keep_steps([2]))
+    assert plan.kept[3][0] == "the newest"
+    saved(tmp_path / "run", 4)
+    plan = series.plan_removal(st.retention.keep_steps([2]))
+    assert plan.kept[3] == ("can't be removed: files of it are links",), "a folder of files is one, too"
 
 
 @pytest.fixture
@@ -542,11 +549,11 @@ def test_dead_saves_are_cleaned_and_live_ones_are_not(live: bytes) -> None:
 
 def test_folders_that_only_look_like_ours_are_left_alone(root: Storage) -> None:
     series = saved(root, 1, 2)
-    root.make_folder(".step_00000001.0123456789abcdef.removed")
-    root.replace(".step_00000001.0123456789abcdef.removed/mine.txt", b"mine", durable=False)
+    root.make_folder(".step_00000001")
+    root.replace(".step_00000001/mine.txt", b"mine", durable=False)
     series.remove(series.plan_removal(st.retention.keep_last(1)))
     series.clean()
-    assert root.read(".step_00000001.0123456789abcdef.removed/mine.txt") == b"mine"
+    assert root.read(".step_00000001/mine.txt") == b"mine"
 
 
 def test_ranks_act_together() -> None:

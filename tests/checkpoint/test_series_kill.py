@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint.series import _remove
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in, wrapped
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in
 from shardtree.testing import Call, watched
 from tests.faults.sampling import first
 from tests.options import load_keywords
@@ -44,15 +44,6 @@ def failing_at(number: int, seen: list[Call]) -> Callable[[Call], None]:
             raise st.errors.StorageError(f"at {call}")
 
     return strike
-
-
-def refuse(old: str, new: str) -> None:
-    raise st.errors.StorageError("no renaming here")
-
-
-def stiff(storage: Storage, before: Callable[[Call], None]) -> Any:
-    """Return a watched storage whose folders refuse to be renamed."""
-    return wrapped(watched(storage, before), move_folder=refuse)
 
 
 def series(storage: Storage) -> st.CheckpointSeries:
@@ -105,7 +96,6 @@ def check_done(storage: Storage) -> None:
 def check_removals(
     start: Callable[[], Storage],
     run: Callable[[Storage], object],
-    watch: Callable[..., Any] = watched,
     fault: Callable[[int, list[Call]], Callable[[Call], None]] = killed_at,
     stride: int = 1,
 ) -> int:
@@ -114,7 +104,7 @@ def check_removals(
     while number < 2000:
         storage, seen = start(), list[Call]()
         with suppress(Killed, st.CheckpointingException):
-            run(watch(storage, fault(number, seen)))
+            run(watched(storage, fault(number, seen)))
         check_listed(storage)
         if len(seen) <= number:
             return number
@@ -139,20 +129,16 @@ def template() -> MemoryStorage:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
-@pytest.mark.parametrize("watch", [watched, stiff], ids=["renaming", "in place"])
-def test_a_removal_that_dies_leaves_nothing_half_done(
-    template: MemoryStorage, watch: Callable[..., Any], fault: Callable[..., Any]
-) -> None:
-    assert check_removals(lambda: copy(template), remove, watch, fault, stride=13) > 50
+def test_a_removal_that_dies_leaves_nothing_half_done(template: MemoryStorage, fault: Callable[..., Any]) -> None:
+    assert check_removals(lambda: copy(template), remove, fault, stride=13) > 50
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
-@pytest.mark.parametrize("watch", [watched, stiff], ids=["renaming", "in place"])
 def test_a_removal_that_dies_at_any_call_leaves_nothing_half_done(
-    template: MemoryStorage, watch: Callable[..., Any], fault: Callable[..., Any]
+    template: MemoryStorage, fault: Callable[..., Any]
 ) -> None:
-    check_removals(lambda: copy(template), remove, watch, fault)
+    check_removals(lambda: copy(template), remove, fault)
 
 
 @pytest.mark.slow
@@ -177,8 +163,8 @@ def interrupted(template: MemoryStorage, number: int) -> MemoryStorage:
 def test_finishing_a_removal_may_die_too(template: MemoryStorage) -> None:
     calls: list[Call] = []
     remove(watched(copy(template), calls.append))
-    renamed = next(call.number for call in calls if call.method == "move_folder") + 4
-    check_removals(lambda: interrupted(template, renamed), lambda storage: series(storage).clean(), stride=5)
+    first_gone = next(call.number for call in calls if call.method == "remove") + 4
+    check_removals(lambda: interrupted(template, first_gone), lambda storage: series(storage).clean(), stride=5)
 
 
 def without_a_note(storage: Storage) -> None:
@@ -194,15 +180,15 @@ def test_the_law_catches_files_that_go_one_by_one(template: MemoryStorage) -> No
         check_removals(lambda: copy(template), without_a_note)
 
 
-def the_whole_folder(root: Storage, folder: str, files: object) -> Iterator[None]:
+def the_whole_folder(root: Storage, item: Any) -> bool:
     """The planted fault: whatever is in the folder goes."""
-    for name in root.names(folder):
-        root.remove(f"{folder}/{name}")
-    yield
+    for name in root.names(item.folder):
+        root.remove(f"{item.folder}/{name}")
+    return True
 
 
 def test_the_law_catches_a_users_file_that_goes(template: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_remove, "_emptying", the_whole_folder)
+    monkeypatch.setattr(_remove, "_PHASES", (the_whole_folder,))
     with pytest.raises((AssertionError, st.CheckpointingException), match="notes"):
         check_removals(lambda: copy(template), remove)
 

@@ -14,7 +14,6 @@ from shardtree.storage import (
     LocalStorage,
     MemoryStorage,
     Storage,
-    can,
     folder_in,
     is_folder,
     is_link,
@@ -94,23 +93,6 @@ def test_a_folder_of_a_wrapped_storage_can_be_pickled(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(folder))
     again.replace("x", b"1", durable=False)
     assert folder.read("x") == b"1" and is_same_place(again, LocalStorage(str(tmp_path / "a")))
-
-
-def test_a_folder_is_renamed_with_all_that_is_in_it(whole: Storage) -> None:
-    for name in ("old/a/x", "old/y", "older/z"):
-        make_folder(whole, name.rpartition("/")[0])
-        whole.replace(name, name.encode(), durable=False)
-    move_folder = can(whole).move_folder
-    if move_folder is None:
-        assert not is_link(whole, "old")
-        return
-    changed = whole.changed("old/y")
-    move_folder("old", "new")
-    assert whole.names() == ("new", "older")
-    assert (whole.read("new/a/x"), whole.read("older/z"), whole.changed("new/y")) == (b"old/a/x", b"older/z", changed)
-    for old, new in (("old", "newer"), ("new", "older")):
-        with pytest.raises(StorageError, match="cannot move"):
-            move_folder(old, new)
 
 
 def test_links_are_known(tmp_path: Path) -> None:

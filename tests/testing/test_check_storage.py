@@ -258,15 +258,6 @@ def removes_full_folders(inner: MemoryStorage) -> Any:
     return wrapped(inner, remove_folder=remove_folder)
 
 
-def renames_over_others(inner: MemoryStorage) -> Any:
-    def move_folder(old: str, new: str) -> None:
-        for last in inner.names(old):
-            inner.move(f"{old}/{last}", f"{new}/{last}")
-        inner.remove_folder(old)
-
-    return wrapped(inner, move_folder=move_folder)
-
-
 def opens_another_folder(inner: MemoryStorage) -> Any:
     return wrapped(inner, folder=lambda name: MemoryStorage())
 
@@ -371,7 +362,6 @@ FAULTS: dict[Fault, str] = {
     copies_what_it_should_move: "after move of 'm'",
     makes_no_folders: "What is done is there",
     removes_full_folders: "after remove_folder of 'b'",
-    renames_over_others: "move_folder of 'new' returns None, not 'a StorageError'",
     opens_another_folder: "after write_inside of 'many'",
     exchanges_nothing: "in one step: afterwards",
     passes_over_conditions: "replaces what is as it was",

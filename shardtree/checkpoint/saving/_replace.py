@@ -223,16 +223,25 @@ def _remove_siblings(pending: PendingSave, storage: Storage, before: float, stra
     for save_id, sibling in siblings(storage).items():
         if not is_save_folder(save_id):
             continue
-        # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
-        # interrupted, and one that was killed a minute ago as alive.
-        alive = is_alive(sibling.note()) if save_id != pending.save_id else False
-        if alive is None and maker_is_dead(save_id[-16:]):
-            alive = False
-        if alive is None:
-            alive = not (sibling.changed() or 0.0) < before
-        if not alive:
+        if save_id == pending.save_id or not is_live(save_id, sibling, before=before):
             with _logging_failure(storage):
                 remove_sibling(storage, sibling, strategies, durable=pending.options.durable)
+
+
+def is_live(save_id: str, sibling: Sibling, *, before: float) -> bool:
+    """Return whether the save that has made a folder beside a checkpoint is, or may be, in progress.
+
+    Args:
+        save_id: the save.
+        sibling: its folder.
+        before: by the storage's clock, when it was changed last if it is interrupted and its process can't be seen.
+    """
+    # By its process where that can be seen. By age alone, a save that waits an hour for its commit would count as
+    # interrupted, and one that was killed a minute ago as alive.
+    alive = is_alive(sibling.note())
+    if alive is None and not maker_is_dead(save_id[-16:]):
+        return (sibling.changed() or 0.0) >= before
+    return bool(alive)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,9 +18,7 @@ from ...storage import Storage, folder_in, is_folder, listed, prefetch
 from ...strategies import METADATA_FILE, Strategies, deciding_files, is_deciding
 from .._open import is_checkpoint
 
-# Names of steps' folders, and of folders that are being removed
-
-_SET_ASIDE = re.compile(r"\.(?P<folder>.+)\.[0-9a-f]{16}\.removed", re.DOTALL)
+# Names of steps' folders
 
 
 def check_names(names: object) -> None:
@@ -34,7 +31,7 @@ def check_names(names: object) -> None:
         fine = isinstance(names, str) and all(step_number(names, step_folder(names, one)) == one for one in (0, 12345))
     except (ValueError, LookupError, AttributeError):
         fine = False
-    if not fine or "/" in str(names) or "\0" in str(names) or _SET_ASIDE.fullmatch(step_folder(str(names), 1)):
+    if not fine or "/" in str(names) or "\0" in str(names):
         expected = "text with one number in it, such as 'step_{:08d}', 'iter_{:07d}' or '{}'"
         raise MetadataError(error_text("series: not names for steps", found=repr(names)[:200], expected=expected))
 
@@ -68,22 +65,6 @@ def _pattern(names: str) -> re.Pattern[str]:
     after = "".join(text for text, *_ in rest)
     # A limit on digits: parsing a number takes time that grows with the square of its length.
     return re.compile(f"{re.escape(before)}([0-9]{{1,18}}){re.escape(after)}")
-
-
-def aside_name(folder: str) -> str:
-    """Return a unique hidden name for a folder that is being removed.
-
-    Examples:
-        >>> set_aside_from(aside_name("step_00000042"))
-        'step_00000042'
-    """
-    return f".{folder}.{secrets.token_hex(8)}.removed"
-
-
-def set_aside_from(name: str) -> str | None:
-    """Return the original name of a folder that is being removed, None for any other name."""
-    found = _SET_ASIDE.fullmatch(name)
-    return found["folder"] if found else None
 
 
 # The record of a step: a file beside the checkpoint's, not in the checkpoint, where only our own format would have a

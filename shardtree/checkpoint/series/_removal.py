@@ -11,7 +11,7 @@ from functools import partial
 from ..._deferred import notebook_html
 from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
-from ...storage import Sibling, Storage, folder_in, is_alive, is_folder, is_link, is_temporary, siblings
+from ...storage import Storage, folder_in, is_folder, is_link, is_temporary, siblings
 from ...strategies import (
     METADATA_FILE,
     Strategies,
@@ -22,7 +22,7 @@ from ...strategies import (
     is_save_folder,
     is_surely_orphaned,
 )
-from ..saving._replace import own_files
+from ..saving._replace import is_live, own_files
 from ._listing import RECORD_FILE, FileMark, mark
 
 
@@ -34,7 +34,7 @@ class StepFiles:
         number: the step's.
         folder: its name under the root.
         files: the checkpoint's own, those that make it a checkpoint first.
-        others: names in the folder that aren't the checkpoint's, and stay where they are; folders end in ``/``.
+        others: files in the folder that aren't the checkpoint's, and stay where they are.
     """
 
     number: int
@@ -145,11 +145,12 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
     # What a crash left of this step's own saves goes too, and only names that a save gives.
     ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
     # Removing through a link could empty another checkpoint.
-    if any(is_link(root, f"{folder}/{part}") for name in ours for part in _prefixes(name)):
+    links = [name for name in found if is_link(root, f"{folder}/{name}")]
+    if any(name == link or name.startswith(f"{link}/") for link in links for name in (*own, *ours)):
         return "files of it are links"
     order = partial(_order, deciding_files(strategies))
     marks = (mark(root, folder, name) for name in sorted(ours, key=order))
-    others = tuple(name for name in found if name not in {*ours, RECORD_FILE} and not _is_ours(name, ours))
+    others = tuple(name for name in found if name not in {*ours, RECORD_FILE})
     return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
 
 
@@ -166,13 +167,7 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
     if any(not is_surely_orphaned(storage, name, before=before) for name in inside):
         return True
     beside = siblings(storage).items()
-    return any(is_save_folder(name) and _is_live(sibling, before) for name, sibling in beside)
-
-
-def _is_live(sibling: Sibling, before: float) -> bool:
-    """Return whether the save that has made a sibling of a folder is, or may be, in progress."""
-    alive = is_alive(sibling.note())
-    return (sibling.changed() or 0.0) >= before if alive is None else alive
+    return any(is_save_folder(name) and is_live(name, sibling, before=before) for name, sibling in beside)
 
 
 def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
@@ -189,31 +184,15 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
 
 
 def _walk(root: Storage, folder: str, inside: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the names of all files in a folder, of links without following them, and of empty folders with a slash."""
+    """Yield the names of all files in a folder, and of links without following them."""
     for last in root.names(f"{folder}/{inside}"):
         name = f"{inside}{last}"
         if depth == _DEEPEST or is_link(root, f"{folder}/{name}") or not is_folder(root, f"{folder}/{name}"):
             yield name
-        elif root.names(f"{folder}/{name}"):
-            yield from _walk(root, folder, f"{name}/", depth + 1)
         else:
-            yield f"{name}/"
-
-
-def _is_ours(name: str, ours: list[str]) -> bool:
-    """Return whether an empty folder belongs to a save, or lies in a folder of the checkpoint's."""
-    above = name.rstrip("/").rpartition("/")[0]
-    return name.endswith("/") and (
-        is_save_folder(name.rstrip("/")) or any(one.startswith(f"{above}/") for one in ours if above)
-    )
+            yield from _walk(root, folder, f"{name}/", depth + 1)
 
 
 def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:
     """Return a file's place in a removal: what makes the folder a checkpoint goes first, so that nothing opens it."""
     return (0 if name == METADATA_FILE else 1 if is_deciding(name, decided_by) else 2), name
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield a name and all folders above it."""
-    parts = name.split("/")
-    yield from ("/".join(parts[: count + 1]) for count in range(len(parts)))

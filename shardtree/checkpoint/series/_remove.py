@@ -1,27 +1,22 @@
 """Removing steps all or nothing, as far as a listing shows.
 
-First a note in the step's folder names the files that go: one atomic write takes the step out of the listing. If
-nothing else is in the folder and the storage can rename folders, it then gets a hidden name, which other programs don't
-read either. Files go one by one, those that make it a checkpoint first, and the note last. If that is interrupted, the
-note says what is left to do. A rename alone wouldn't do: folders that keep other files can't be renamed away with
-them, and object stores can't rename.
+First a note in the step's folder names the files that go: one atomic write takes the step out of the listing. Then the
+files go, those that make it a checkpoint first, and the note last. If that is interrupted, the note says what is left
+to do. Nothing is renamed: folders with other files can't be renamed away with them, and object stores don't rename.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
 
 from ...errors import CheckpointingException, MetadataError, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, SavedStep, kept_steps
 from ...storage import (
     Listed,
     Storage,
-    can,
     folder_in,
     is_folder,
     is_link,
@@ -30,7 +25,6 @@ from ...storage import (
     prefetch,
     remove_folder,
     settle,
-    sync_folder,
 )
 from ...strategies import Strategies, is_save_folder, is_surely_orphaned, remove_interrupted
 from .._open import is_checkpoint
@@ -38,11 +32,9 @@ from ._listing import (
     RECORD_FILE,
     FileMark,
     Record,
-    aside_name,
     is_being_removed,
     list_steps,
     mark,
-    set_aside_from,
     sound_record,
     step_number,
     write_record,
@@ -52,8 +44,6 @@ from ._removal import Removal, StepFiles, is_being_saved, step_files
 logger = logging.getLogger("shardtree")
 
 _IRREMOVABLE = "can't be removed"
-
-T = TypeVar("T")
 
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
@@ -163,39 +153,21 @@ def _remove_steps(
     # Where requests are dear, one listing and a few removals in batches serve all steps; else each step is done first.
     gone: list[int] = []
     for items in [going] if isinstance(root, Listed) else [[item] for item in going]:
-        removed = _in_phases(root, {item.folder: _removal(root, item) for item in items}, failures)
-        gone += [item.number for item in items if item.folder in removed]
+        gone += [item.number for item in _removed(root, items, failures)]
     _raise_failures(root, failures)
     return tuple(gone)
 
 
-Phases = Generator[None, None, bool]
-"""Work that stops where all that it removed so far has to be gone before it goes on; returns whether it was done."""
-
-
-def _in_phases(root: Storage, removals: Mapping[str, Phases], failures: list[str]) -> set[str]:
-    """Carry out removals side by side, each phase of all before the next; return the folders where it was done."""
-    left, removed = dict(removals), set[str]()
-    while left:
-        for folder, phases in list(left.items()):
-            if (ended := _attempt(root, folder, partial(_ended, phases), failures)) is not None:
-                del left[folder]
-                removed |= {folder} if ended else set()
+def _removed(root: Storage, items: list[StepFiles], failures: list[str]) -> list[StepFiles]:
+    """Remove steps side by side, each phase of all before the next; return those that were removed."""
+    for phase in (_is_as_planned, _note, *_PHASES):
+        items = [item for item in items if _attempt(root, item.folder, partial(phase, root, item), failures)]
         try:
             settle(root)
         except CheckpointingException as error:
-            failures += [f"{folder}: {str(error).splitlines()[0]}" for folder in (*left, *removed)]
-            return set()
-    return removed
-
-
-def _ended(phases: Phases) -> bool | None:
-    """Go on with a removal; return its result if that was the last phase, else None."""
-    try:
-        next(phases)
-    except StopIteration as end:
-        return bool(end.value)
-    return None
+            failures += [f"{item.folder}: {str(error).splitlines()[0]}" for item in items]
+            return []
+    return items
 
 
 def finish_removals(root: Storage, names: str) -> list[str]:
@@ -203,7 +175,7 @@ def finish_removals(root: Storage, names: str) -> list[str]:
     failures: list[str] = []
     prefetch(root, (f"{name}/{RECORD_FILE}" for name in root.names()))
     for name in root.names():
-        if set_aside_from(name) is not None or step_number(names, name) is not None:
+        if step_number(names, name) is not None:
             _attempt(root, name, partial(finish_removal, root, name), failures)
     return failures
 
@@ -216,14 +188,14 @@ def finish_removal(root: Storage, name: str) -> bool:
         return False
     record = sound_record(root, name)
     begun = is_being_removed(root, name, record)
-    if begun:
-        for _ in _emptying(root, name, record.removing):
-            settle(root)
+    for phase in _PHASES if begun else ():
+        phase(root, StepFiles(0, name, record.removing))
+        settle(root)
     return begun
 
 
-def _removal(root: Storage, item: StepFiles) -> Phases:
-    """Remove a step unless it has changed since the plan; return whether it was removed."""
+def _is_as_planned(root: Storage, item: StepFiles) -> bool:
+    """Return whether nothing of a step has changed since the plan, and none is being saved there."""
     # The plan lists every file with length and time, so that the dry run is what happens.
     if any(mark(root, item.folder, file.name) != file for file in item.files):
         if is_folder(root, item.folder):
@@ -232,54 +204,42 @@ def _removal(root: Storage, item: StepFiles) -> Phases:
     if is_being_saved(folder_in(root, item.folder), [file.name for file in item.files]):
         logger.warning("series: %s stays: a save to it is in progress", root.where(item.folder))
         return False
-    yield  # a listing is of no use any more once something was written
+    return True
+
+
+def _note(root: Storage, item: StepFiles) -> bool:
+    """Note in a step's folder which files go; return False if another process has removed it since the first look."""
     try:
         write_record(root, item.folder, Record(removing=item.files))
     except StorageError:
         if any(mark(root, item.folder, file.name) == file for file in item.files):
             raise
-        return False  # another process removed the step since the first look
-    folder = item.folder if item.others else _set_aside(root, item.folder)
-    yield
-    return (yield from _emptying(root, folder, item.files))
-
-
-def _set_aside(root: Storage, folder: str) -> str:
-    """Give a folder a hidden name and return that, or its own name if folders can't be renamed."""
-    if (move_folder := can(root).move_folder) is None:
-        return folder
-    name = aside_name(folder)
-    try:
-        move_folder(folder, name)
-    except StorageError:
-        return folder  # removed in place: the note in the folder says the same there
-    # Before any file goes: after a power failure the folder must not be back under its name with half of its files.
-    sync_folder(root)
-    return name
-
-
-def _emptying(root: Storage, folder: str, files: Sequence[FileMark]) -> Phases:
-    """Remove the files that haven't changed, then the note, then the folders that are empty; return True."""
-    # What makes it a checkpoint goes before the rest, and that before the note.
-    for part in (files[:1], files[1:]):
-        for file in part:
-            if mark(root, folder, file.name) == file:
-                root.remove(f"{folder}/{file.name}")
-        yield
-    for name in root.names(folder):
-        if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
-            root.remove(f"{folder}/{name}")
-    for inner in _folders(root, folder, files):
-        remove_folder(root, f"{folder}/{inner}")
-    root.remove(f"{folder}/{RECORD_FILE}")
-    remove_folder(root, folder)
-    original = set_aside_from(folder)
-    move_folder = can(root).move_folder
-    if original is not None and root.names(folder) and move_folder is not None:
-        # A file that another program has written meanwhile stays, under the path at which it was written.
-        with suppress(StorageError):
-            move_folder(folder, original)
+        return False
     return True
+
+
+def _remove_files(root: Storage, item: StepFiles, *, part: slice) -> bool:
+    """Remove some of a step's files, unless they have changed."""
+    for file in item.files[part]:
+        if mark(root, item.folder, file.name) == file:
+            root.remove(f"{item.folder}/{file.name}")
+    return True
+
+
+def _remove_note(root: Storage, item: StepFiles) -> bool:
+    """Remove the note, and the folders that are empty."""
+    for name in root.names(item.folder):
+        if is_temporary(name) and name.startswith(f".{RECORD_FILE}."):
+            root.remove(f"{item.folder}/{name}")
+    for inner in _folders(root, item.folder, item.files):
+        remove_folder(root, f"{item.folder}/{inner}")
+    root.remove(f"{item.folder}/{RECORD_FILE}")
+    remove_folder(root, item.folder)
+    return True
+
+
+# All that one removes is gone before the next begins: first the file that makes the folder a checkpoint.
+_PHASES = (partial(_remove_files, part=slice(1)), partial(_remove_files, part=slice(1, None)), _remove_note)
 
 
 def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
@@ -291,7 +251,7 @@ def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]
     return sorted(found, key=lambda name: (-name.count("/"), name))
 
 
-def _attempt(root: Storage, folder: str, fn: Callable[[], T], failures: list[str]) -> T | Literal[False]:
+def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
     """Return what fn returns; False after an error, which is added to `failures` unless the folder is gone."""
     try:
         return fn()
