@@ -560,6 +560,7 @@ NUMBERS: dict[str, Call] = {
     "pictures.plan_picture": (pictures.plan_picture, RESHARD),
     "pictures.schedule_picture": (pictures.schedule_picture, RESHARD.schedule()),
     "pictures.series_picture": (pictures.series_picture, STEPS, retention.keep_last(1)),
+    "pictures.moment_text": (pictures.moment_text, 1.0),
     "pictures.svg_of": (pictures.svg_of, DRAWN),
     "pictures.text_of": (pictures.text_of, DRAWN),
     "pictures.page_of": (pictures.page_of, DRAWN),
