@@ -178,34 +178,13 @@ def picture_of(value: Any, of: Any) -> Picture:
     raise TreeError(error_text("draw: there is no picture of this", found=type(value).__name__, fix=fix))
 
 
-@picture_of.register
-def _(value: Picture, of: Any) -> Picture:
-    return value
-
-
-@picture_of.register
-def _(value: ShardColumns, of: Any) -> Picture:
-    return layout_picture(value, of)
-
-
-@picture_of.register
-def _(value: StoredLayout, of: Any) -> Picture:
-    return stored_picture(value)
-
-
-@picture_of.register
-def _(value: ReshardPlan, of: Any) -> Picture:
-    return plan_picture(value, of)
-
-
-@picture_of.register
-def _(value: Schedule, of: Any) -> Picture:
-    return schedule_picture(value)
-
-
-@picture_of.register
-def _(value: ShardedTensorFactory, of: Any) -> Picture:
-    return factory_picture(value)
+picture_of.register(Picture, lambda value, of: value)
+picture_of.register(ShardColumns, layout_picture)
+picture_of.register(StoredLayout, lambda value, of: stored_picture(value))
+picture_of.register(ReshardPlan, plan_picture)
+picture_of.register(Schedule, lambda value, of: schedule_picture(value))
+picture_of.register(ShardedTensorFactory, lambda value, of: factory_picture(value))
+picture_of.register(CheckpointSeries, lambda value, of: series_picture(value.steps(), of))
 
 
 @picture_of.register
@@ -228,11 +207,6 @@ def _(value: OpenCheckpoint, of: Any) -> Picture:
     count = int(metadata.index.key_axes.size)
     picture = stored_picture(value.stored_layout(*largest_tensors(metadata.index, _SHOWN)))
     return replace(picture, notes=(f"The {_SHOWN} largest of {count:,} tensors.",)) if count > _SHOWN else picture
-
-
-@picture_of.register
-def _(value: CheckpointSeries, of: Any) -> Picture:
-    return series_picture(value.steps(), of)
 
 
 @picture_of.register(list)

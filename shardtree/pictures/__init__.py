@@ -1,9 +1,8 @@
 """Pictures of layouts, meshes, lenses, plans and series: immutable values, and their texts, SVG and HTML."""
 
 from ._html import details_html, element_html, figure_html, html_page, page_of, table_html, text_html
-from ._layouts import layout_picture, shard_picture, stored_picture, tree_picture
+from ._layouts import layout_picture, mesh_picture, shard_picture, stored_picture, tree_picture
 from ._lenses import factory_picture, lens_picture
-from ._meshes import mesh_picture
 from ._picture import TONES, Bar, Bars, Block, Cell, Entry, Flow, Line, Moment, Panel, Picture, Plane, Stream
 from ._plans import plan_picture, schedule_picture
 from ._series import moment_text, series_picture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 
 from ..errors import printable
@@ -127,13 +128,11 @@ def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, number
     # What a row is of stands first, and needs no heading where there is no head.
     marks = [f' data-of="{text_html(text)}"' if place and text else "" for place, text in enumerate(headings)]
     starts = [f"<td{style}{mark}>" for style, mark in zip(styles, marks, strict=True)]
+    # Lines may end after the parts of a key or a path, so that no word is broken.
+    breaks = partial(re.compile(r"(?<=\w)([._/])(?=[^\W\d])").sub, r"\1<wbr>")
     rendered = (
-        "".join(f"{start}{_breakable(text)}</td>" for start, text in zip(starts, row, strict=True)) for row in rows
+        "".join(f"{start}{breaks(text_html(text))}</td>" for start, text in zip(starts, row, strict=True))
+        for row in rows
     )
     body = "".join(f"<tr>{row}</tr>" for row in rendered)
     return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
-
-
-def _breakable(text: str) -> str:
-    """Return text as HTML whose lines may end after the parts of a key or a path, so that no word is broken."""
-    return re.sub(r"(?<=\w)([._/])(?=[^\W\d])", r"\1<wbr>", text_html(text))

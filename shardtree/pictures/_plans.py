@@ -8,12 +8,11 @@ import numpy as np
 
 from ..errors import plural
 from ..geometry import Column
-from ..layouts import ShardColumns
 from ..plans import ReshardPlan, Schedule, size_text
 from ._labels import rank_words
 from ._layouts import checked_key
 from ._picture import TONES, Bar, Bars, Cell, Entry, Picture, Plane
-from ._tensors import RANKS, Sheet, faults_legend, plane_of, tensor_sheets, tones_of
+from ._tensors import RANKS, faults_legend, plane_of, tensor_sheets, tones_of
 
 _MOST_RANKS = 16
 """Rows and columns of a heat map; of more ranks, several share one."""
@@ -57,21 +56,19 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
     links = (_links(plan), totals)
     if not plan.target.keys:
         return Picture(title, (links,), (), legend)
-    chosen = _most_moved(plan) if key is None else checked_key(plan.target.keys, key)
+    total, moves = np.zeros(len(plan.target.keys), dtype=np.int64), plan.transfers.from_rank != plan.transfers.to_rank
+    np.add.at(total, plan.transfers.key[moves], plan.transfers.nbytes[moves])
+    chosen = plan.target.keys[int(total.argmax())] if key is None else checked_key(plan.target.keys, key)
     layouts = _layouts(plan, chosen)
     return Picture(title, (layouts, links), (), (*legend, *faults_legend(layouts)), is_step=True)
 
 
-def _most_moved(plan: ReshardPlan) -> str:
-    total = np.zeros(len(plan.target.keys), dtype=np.int64)
-    moves = plan.transfers.from_rank != plan.transfers.to_rank
-    np.add.at(total, plan.transfers.key[moves], plan.transfers.nbytes[moves])
-    return plan.target.keys[int(total.argmax())]
-
-
 def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
     """Return a tensor before and after, with one tone for each rank on both sides."""
-    sides = [_side(columns, key) for columns in (plan.source, plan.target)]
+    sides = [
+        tensor_sheets(columns, key, most=_MOST_REGIONS) if key in columns.keys else []
+        for columns in (plan.source, plan.target)
+    ]
     tones = tones_of([sheet for side in sides for sheet in side])
     kind = plan.target.kinds[plan.target.keys.index(key)]
     headings = ((f"{key!r} {kind}, before", f"{key!r}, before"), ("after", ""))
@@ -80,10 +77,6 @@ def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
         for (heading, short), side in zip(headings, sides, strict=True)
         for sheet in side[:1]
     )
-
-
-def _side(columns: ShardColumns, key: str) -> list[Sheet]:
-    return tensor_sheets(columns, key, most=_MOST_REGIONS) if key in columns.keys else []
 
 
 def _links(plan: ReshardPlan) -> Plane:

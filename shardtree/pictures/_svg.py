@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -49,7 +49,8 @@ def svg_of(picture: Picture) -> str:
             parts.append(f'<g transform="translate({_n(x)},{_n(y)})">{one.svg}</g>')
             x += one.width + gap
             if picture.is_step and number == 0 and place + 1 < len(row):
-                parts.append(_arrow(x - gap / 2, y + height / 2))
+                arrow = f"M{_n(x - gap / 2 - 9)},{_n(y + height / 2)}h17m-6,-5l6,5l-6,5"
+                parts.append(f'<path class="rule" stroke-width="1.6" d="{arrow}"/>')
         y += height + _GAP - 6
     for note in picture.notes:
         parts.append(_text(0, y + 8, note, inner, "dim", _LABEL))
@@ -110,11 +111,6 @@ def _rect(tone: str, x: float, y: float, width: float, height: float, title: str
         if title
         else f'<rect class="{tone}" {place}/>'
     )
-
-
-def _arrow(x: float, y: float) -> str:
-    path = f"M{_n(x - 9)},{_n(y)}h17m-6,-5l6,5l-6,5"
-    return f'<path class="rule" stroke-width="1.6" d="{path}"/>'
 
 
 def _legend(entries: Sequence[Entry], room: float) -> tuple[str, float]:
@@ -228,22 +224,15 @@ def _label(cell: Cell, labels: tuple[str, ...], x: float, y: float, width: float
 def _across_names(names: Sequence[str], x: float, y: float, width: float) -> str:
     """Return the names of columns, as many as fit beside each other."""
     step = width / len(names)
-    every = next(n for n in range(1, len(names) + 1) if n == len(names) or _fit(names[::n], step * n))
+    wide = [text_width(name, _LABEL) for name in names]
+    every = next(n for n in range(1, len(names) + 1) if n == len(names) or max(wide[::n]) + 5 <= step * n)
     parts = [
         _text(x + step * (place + 0.5), y, name, max(step * every, 20), "dim mid", _LABEL)
         for place, name in enumerate(names)
-        if place % every == 0 and _inside(name, step * (place + 0.5), width)
+        # Half of a name may reach over the plane's edge, not more than the space beside it.
+        if place % every == 0 and step * (place + 0.5) + wide[place] / 2 <= width + 8
     ]
     return "".join(parts)
-
-
-def _fit(names: Iterable[str], room: float) -> bool:
-    return all(text_width(name, _LABEL) + 5 <= room for name in names)
-
-
-def _inside(name: str, middle: float, width: float) -> bool:
-    # Half of a name may reach over the plane's edge, not more than the space beside it.
-    return middle + text_width(name, _LABEL) / 2 <= width + 8
 
 
 def _down_names(names: Sequence[str], x: float, y: float, height: float) -> str:

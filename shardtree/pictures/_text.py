@@ -101,7 +101,7 @@ def _row(row: Sequence[Panel], width: int, *, filled: bool, arrow: bool) -> list
     if len(row) > 1 and room < 20:
         return [line for panel in row for line in _row([panel], width, filled=filled, arrow=False)]
     most = _PLANE if len(row) == 1 else 40
-    blocks = [panel_lines(panel, min(room, most) if isinstance(panel, Plane) else room, filled=filled) for panel in row]
+    blocks = [_panel(panel, min(room, most) if isinstance(panel, Plane) else room, filled=filled) for panel in row]
     if len(blocks) == 1:
         return blocks[0]
     widths = [max((_length(line) for line in block), default=0) for block in blocks]
@@ -120,21 +120,9 @@ def _length(line: Spans) -> int:
     return sum(len(span.text) for span in line)
 
 
-def panel_lines(panel: Panel, width: int, *, filled: bool, height: int | None = None) -> list[Spans]:
-    """Return one panel as lines of spans.
-
-    Args:
-        panel: what to draw.
-        width: in characters.
-        filled: whether cells are filled with their marks.
-        height: of a plane's cells, in lines; by default as its aspect asks for.
-
-    Examples:
-        >>> panel_lines(Bars("bytes", ()), 20, filled=True)
-        [(Span(text='bytes', tone=''),)]
-    """
+def _panel(panel: Panel, width: int, *, filled: bool) -> list[Spans]:
     if isinstance(panel, Plane):
-        return _plane(panel, width, height, filled=filled)
+        return _plane(panel, width, filled=filled)
     if isinstance(panel, Bars):
         return _bars(panel, width, filled=filled)
     return _flow(panel, width) if isinstance(panel, Flow) else _line(panel, width)
@@ -143,13 +131,13 @@ def panel_lines(panel: Panel, width: int, *, filled: bool, height: int | None = 
 # Planes.
 
 
-def _plane(plane: Plane, width: int, height: int | None, *, filled: bool) -> list[Spans]:
+def _plane(plane: Plane, width: int, *, filled: bool) -> list[Spans]:
     names = [printable(name) for name in plane.down_names]
     gutter = max(map(len, names), default=-1) + 1
     gutter = gutter if gutter <= width // 3 else 0
     inner = max(width - gutter, 1)
     # A character is about twice as high as it is wide.
-    tall = max(plane.rows, round(inner * min(plane.aspect, 1.0) * 0.3), 3) if height is None else height
+    tall = max(plane.rows, round(inner * min(plane.aspect, 1.0) * 0.3), 3)
     above = ((plane.heading, plane.short_heading), (plane.across, ""))
     lines = [_plain(text, width, short) for text, short in above if text]
     for number, line in enumerate(cell_lines(plane, inner, tall, filled=filled)):
@@ -188,12 +176,8 @@ def cell_lines(plane: Plane, width: int, height: int, *, filled: bool) -> list[S
             label = first_fitting([f" {printable(text)} " for text in cell.labels], right - left)
             start = left + (right - left - len(label)) // 2
             marks[(top + bottom - 1) // 2][start : start + len(label)] = label
-    return [_spans(text, line) for text, line in zip(marks, tones, strict=True)]
-
-
-def _spans(text: Sequence[str], tones: Sequence[Tone]) -> Spans:
-    runs = groupby(zip(text, tones, strict=True), key=lambda pair: pair[1])
-    return tuple(Span("".join(one for one, _ in run), tone) for tone, run in runs)
+    lines = [groupby(zip(*line, strict=True), key=lambda pair: pair[1]) for line in zip(marks, tones, strict=True)]
+    return [tuple(Span("".join(one for one, _ in run), tone) for tone, run in line) for line in lines]
 
 
 # The other panels: a line for each bar, stream and moment.

@@ -35,10 +35,10 @@ from ._optimizer_states import (
     optimizer_states,
     rank_optimizer,
 )
-from ._roundtrip import check_roundtrip
 from ._states import (
     GlobalState,
     ShardedTrees,
+    check_roundtrip,
     common_states,
     global_states,
     rank_tree,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import TreePath
 from ..mapping import ShardedTensor
 from ..trees import leaves_with_paths, map_shards
 
@@ -61,6 +62,14 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     return f"{count}, the first one at {place}: found {left_shown}, expected {right_shown}"
 
 
+def check_same(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless tensors, by key, are those that are expected, bit for bit."""
+    assert sorted(found) == sorted(expected), f"{what}: found {sorted(found)}, expected {sorted(expected)}"
+    wrong = {key: first_difference(found[key], tensor) for key, tensor in expected.items()}
+    lines = [f"{what}: {key!r}: {difference}" for key, difference in wrong.items() if difference is not None]
+    assert not lines, "\n  ".join(lines)
+
+
 def _element(tensor: torch.Tensor, number: int) -> str:
     size = tensor.itemsize
     raw = bits(tensor)[number * size : (number + 1) * size]
@@ -86,7 +95,7 @@ def outline(value: Any) -> Any:
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return kind, value.dtype, tuple(value.shape), _shown_bits(value)
+        return kind, value.dtype, tuple(value.shape), None if value.is_meta else bits(value)
     if isinstance(value, np.ndarray):
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, Mapping):
@@ -100,12 +109,13 @@ def outline(value: Any) -> Any:
     return (kind, repr(value)) if not callable(value) else (kind, id(value))
 
 
-def _shown_bits(tensor: torch.Tensor) -> bytes | None:
-    return None if tensor.is_meta else bits(tensor)
-
-
 # Assembling all ranks' shards, element by element: slow and simple, since it has to be independent of the code that it
 # checks.
+
+
+def shards_of(tree: Any) -> dict[TreePath, ShardedTensor]:
+    """Return the shards of a tree, by their paths."""
+    return {path: leaf for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)}
 
 
 def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -121,9 +131,8 @@ def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
     """
     shards: dict[str, list[ShardedTensor]] = {}
     for tree in trees:
-        for _, leaf in leaves_with_paths(tree):
-            if isinstance(leaf, ShardedTensor):
-                shards.setdefault(leaf.key, []).append(leaf)
+        for leaf in shards_of(tree).values():
+            shards.setdefault(leaf.key, []).append(leaf)
     return {key: _whole(key, held) for key, held in shards.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ..buffers import BufferPlan, buffer_slices, flat_shards
 from ..mapping import ShardedTensor
-from ._bits import assemble, carried, first_difference
+from ._bits import assemble, carried, check_same, first_difference
 from ._law_purity import check_pure
 from ._tensors import shapes
 
@@ -46,9 +46,8 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         held[part.name] += in_parameter
     for name, numbers in held.items():
         elements = list(range(prod(places[name].shape)))
-        assert sorted(numbers) == elements, (
-            f"{name!r}: elements on no rank or several: {_wrong_counts(numbers, elements)}"
-        )
+        wrong = [number for number in {*numbers, *elements} if numbers.count(number) != 1][:10]
+        assert sorted(numbers) == elements, f"{name!r}: elements on no rank or several: {wrong}"
         known = [part for part in ranges if part.name == name]
         assert list(plan.holders(name)) == known, f"{name!r}: found holders {plan.holders(name)}, expected {known}"
         assert elements or len(known) == 1, f"{name!r} has no elements, and is on {len(known)} ranks"
@@ -69,10 +68,6 @@ def _check_buckets(plan: BufferPlan) -> None:
         position = place.stop
     lost = sum(prod(place.shape) for place in plan.places) + plan.padding - end
     assert not lost, f"{lost} elements are neither parameters nor padding"
-
-
-def _wrong_counts(found: Sequence[int], expected: Sequence[int]) -> list[int]:
-    return [number for number in {*found, *expected} if list(found).count(number) != 1][:10]
 
 
 def check_flat_shards(
@@ -107,7 +102,10 @@ def check_flat_shards(
         tree = check_pure(partial(shards, prefix="state"), plan, rank, own, parameters)
         names = [part.name for part in plan.ranges(rank)]
         assert list(tree) == names, f"rank {rank}: found shards of {list(tree)}, expected {names}"
-        _check_views(rank, own, tree)
+        # Copies would double the memory of an optimizer's state while it is saved.
+        memory = {part.untyped_storage().data_ptr() for part in own}
+        copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
+        assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
         loaded = {name: carried(leaf.data).clone().view(leaf.dtype) for name, leaf in tree.items()}
         dtype = own[0].dtype if own else torch.float32
         back = check_pure(partial(slices, dtype=dtype), plan, rank, loaded)
@@ -116,7 +114,8 @@ def check_flat_shards(
             differ = first_difference(found, expected)
             assert differ is None, f"rank {rank}, bucket {bucket}: there and back, {differ}"
         trees.append(tree)
-    _check_whole(assemble(trees), {f"state.{name}": tensor for name, tensor in tensors.items()})
+    whole = {f"state.{name}": tensor for name, tensor in tensors.items()}
+    check_same("shards don't make up the parameters", assemble(trees), whole)
 
 
 def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -149,20 +148,6 @@ def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list
         ]
         for rank in range(plan.data_parallel)
     ]
-
-
-def _check_views(rank: int, slices: Sequence[torch.Tensor], tree: Mapping[str, Any]) -> None:
-    # Copies would double the memory of an optimizer's state while it is saved.
-    memory = {part.untyped_storage().data_ptr() for part in slices}
-    copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
-    assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
-
-
-def _check_whole(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys(), f"found {sorted(found)}, expected {sorted(expected)}"
-    for key, tensor in expected.items():
-        differ = first_difference(found[key], tensor)
-        assert differ is None, f"{key!r}: {differ}"
 
 
 # Strategies for contiguous buffers, as plain data: parameters' shapes, and options.

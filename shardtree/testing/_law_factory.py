@@ -5,7 +5,7 @@ And factories like those of models, on which they are tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,11 +15,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from ..errors import TreePath, render_path
+from ..errors import render_path
 from ..lenses import as_factory
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedBase, ShardedTensor, ShardedTensorFactory
-from ..trees import apply_factories, apply_factory_merges, leaves_with_paths, map_shards
-from ._bits import bits, carried, first_difference
+from ..trees import apply_factories, apply_factory_merges, map_shards
+from ._bits import bits, carried, first_difference, shards_of
 from ._law_lens import LENS_CASES
 from ._layouts import cut, layouts
 from ._tensors import PRINTABLE_DTYPES, random_bits
@@ -214,7 +214,8 @@ def check_factory(
     given = _states(factory) if states is None else states
     # States go through the same factory under another key: an optimizer's state must be found wherever the parameter
     # is.
-    every = [factory, *(_state_of(factory, number, state) for number, state in enumerate(given))]
+    keys = (f"optimizer.state.{number}.{factory.key}" for number in range(len(given)))
+    every = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, given, strict=True))]
     for each in every:
         check_merge_undoes_build(each)
         check_cut_alike(factory, each)
@@ -232,13 +233,12 @@ def check_factory(
 def _states(factory: ShardedTensorFactory) -> list[torch.Tensor]:
     shape, stored = tuple(factory.data.shape), stored_elements(factory)
     states = [random_bits(shape, dtype, seed=number + 1) for number, dtype in enumerate(_MOMENT_DTYPES)]
-    return states if bool(stored.all()) else [_filled(state, stored, factory.data) for state in states]
-
-
-def _filled(state: torch.Tensor, stored: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return a state with the parameter's values, which are the fill, at elements that aren't stored."""
-    fill = data.to(state.dtype) if bool(carried(data)[~stored].any()) else torch.zeros_like(state)
-    return torch.where(stored, state, fill)
+    if bool(stored.all()):
+        return states
+    # Elements that aren't stored have the parameter's values, which are the fill.
+    has_fill = bool(carried(factory.data)[~stored].any())
+    fills = [factory.data.to(state.dtype) if has_fill else torch.zeros_like(state) for state in states]
+    return [torch.where(stored, state, fill) for state, fill in zip(states, fills, strict=True)]
 
 
 def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
@@ -256,10 +256,6 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
     return stored.view(shape)
 
 
-def _state_of(factory: ShardedTensorFactory, number: int, state: torch.Tensor) -> ShardedTensorFactory:
-    return replace(factory, key=f"optimizer.state.{number}.{factory.key}", data=state)
-
-
 def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
     """Raise unless the factory merges what it builds, copied to new memory, to its original tensor."""
     before = bits(factory.data)  # the parameter itself, which training goes on with
@@ -274,11 +270,11 @@ def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
     # Shards of the same box, as of tied weights, get the same tensor: a checkpoint stores it once.
     built = _built(factory)
     put: dict[Any, torch.Tensor] = {}
-    for _, shard in _shards(built):
+    for shard in shards_of(built).values():
         put.setdefault(_box(shard), random_bits(shard.data_shape, shard.dtype, seed=len(put) + 7))
     loaded = map_shards(lambda leaf: put[_box(leaf)] if isinstance(leaf, ShardedTensor) else _reloaded(leaf), built)
     again = _built(replace(factory, data=_merged(factory, loaded)))
-    for path, shard in _shards(again):
+    for path, shard in shards_of(again).items():
         wrong = first_difference(shard.data, put[_box(shard)]) if _box(shard) in put else "it has another box"
         where = f"{shard.key!r} at {render_path(path, 'built')}"
         assert wrong is None, f"build doesn't undo merge for {factory.key!r}{_range(factory)}: {where}: {wrong}"
@@ -286,7 +282,9 @@ def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
 
 def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) -> None:
     """Raise unless both factories build the same boxes, at the same paths, of tensors of the same global shapes."""
-    left, right = ([(path, *_box(shard)[1:]) for path, shard in _shards(_built(each))] for each in (factory, state))
+    left, right = (
+        [(path, *_box(shard)[1:]) for path, shard in shards_of(_built(each)).items()] for each in (factory, state)
+    )
     assert left == right, f"{state.key!r} is cut otherwise than {factory.key!r}: {right}, not {left}"
 
 
@@ -300,24 +298,20 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
     expected = {place: number for place, number in whole.items() if number in inside}
     what = f"{factory.key!r} on {part} isn't the part of the whole that it should be"
     for place in {**found, **expected}:
-        there, right = found.get(place), whole.get(place)
-        assert there == right, f"{what}: {_element_name(place)} is element {there}, of the whole it is element {right}"
+        (key, index), there, right = place, found.get(place), whole.get(place)
+        assert there == right, f"{what}: {key!r}{list(index)} is element {there}, of the whole it is element {right}"
 
 
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return, for each stored element (key, global index), the number of the tensor's element that it is."""
     found: dict[tuple[str, tuple[int, ...]], int] = {}
-    for _, shard in _shards(_built(factory)):
+    for shard in shards_of(_built(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         index = list(product(*(range(at, at + size) for at, size in zip(shard.global_offset, sizes, strict=True))))
         held = index if shard.flattened_range is None else index[shard.flattened_range]
         for place, number in zip(held, shard.data.reshape(-1).tolist(), strict=True):
             found[shard.key, place] = number
     return found
-
-
-def _element_name(place: tuple[str, tuple[int, ...]]) -> str:
-    return f"{place[0]!r}{list(place[1])}"
 
 
 def _built(factory: ShardedTensorFactory) -> Any:
@@ -328,10 +322,6 @@ def _merged(factory: ShardedTensorFactory, loaded: Any) -> torch.Tensor:
     merged = apply_factory_merges(loaded, [factory])[0]
     assert isinstance(merged, torch.Tensor), f"merge of {factory.key!r} gave a {type(merged).__name__}, not a tensor"
     return merged
-
-
-def _shards(tree: Any) -> Iterator[tuple[TreePath, ShardedTensor]]:
-    return ((path, leaf) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor))
 
 
 def _reloaded(leaf: Any) -> Any:

@@ -18,8 +18,8 @@ from .. import lenses
 from ..errors import plural
 from ..lenses import grouped_runs as groups
 from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from ..trees import apply_factories, apply_factory_merges, leaves_with_paths, map_shards
-from ._bits import assemble, carried, first_difference
+from ..trees import apply_factories, apply_factory_merges, map_shards
+from ._bits import assemble, carried, check_same, first_difference, shards_of
 from ._layouts import flattened
 from ._tensors import random_bits
 
@@ -161,15 +161,15 @@ def check_lens(
         _check_errors(held, given, lossy)
     # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
     elif _elements(expected) == _elements(given):
-        _check_same("merge doesn't undo build on the whole", held, given)
+        check_same("merge doesn't undo build on the whole", held, given)
     factories = [lenses.as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
         broken = "merge doesn't undo build" if lossy is None else "the lens doesn't commute with cuts"
         what = f"{broken} on {_describe(shard)}"
-        _check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(held[shard.key], shard)})
+        check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(held[shard.key], shard)})
         _check_state(factory, tree)
-    _check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
+    check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
     if lossy is None:
         check_build_undoes_merge(factories, expected)
     else:
@@ -205,10 +205,13 @@ def _check_built_again(
 ) -> None:
     """Raise, with the broken law, unless stored tensors, after merging, are built again unchanged."""
     for factory in factories:
-        built = map_shards(lambda leaf: _filled(leaf, stored), apply_factories([factory]))
+        built = map_shards(
+            lambda leaf: replace(leaf, data=_part(stored[leaf.key], leaf)) if isinstance(leaf, ShardedTensor) else leaf,
+            apply_factories([factory]),
+        )
         merged = apply_factory_merges(map_shards(_data, built), [factory])[0]
         again = apply_factories([replace(factory, data=merged)])
-        pairs = zip(_shards(built), _shards(again), strict=True)
+        pairs = zip(shards_of(built).values(), shards_of(again).values(), strict=True)
         for put, found in pairs:
             wrong = first_difference(found.data, put.data)
             assert wrong is None, f"{broken} on {_describe(put)}: {wrong}"
@@ -218,11 +221,11 @@ def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
     # Of another dtype, as the moments of a bfloat16 parameter are: boxes must not depend on it.
     empty = torch.zeros(tuple(factory.data.shape), dtype=torch.float64, device="cpu")
     state = replace(factory, key=_STATE + factory.key, data=empty)
-    boxes = [_box(shard) for shard in _shards(tree)]
+    boxes = [_box(shard) for shard in shards_of(tree).values()]
     as_state = [(_STATE + key, *rest) for key, *rest in boxes]
-    found = [_box(shard) for shard in _shards(state.build())]
+    found = [_box(shard) for shard in shards_of(state.build()).values()]
     assert found == as_state, f"a state of {factory.key!r} is cut otherwise: {found}, not {as_state}"
-    bare = [_box(shard) for shard in _shards(factory.without_data().build())]
+    bare = [_box(shard) for shard in shards_of(factory.without_data().build()).values()]
     assert bare == boxes, f"without data {factory.key!r} is cut otherwise: {bare}, not {boxes}"
 
 
@@ -244,11 +247,7 @@ def _elements(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _stored(trees: Sequence[Any]) -> dict[str, torch.Tensor]:
-    return assemble([map_shards(_without_copies, tree) for tree in trees])
-
-
-def _without_copies(leaf: Any) -> Any:
-    return replace(leaf, replica_id=0) if isinstance(leaf, ShardedTensor) else leaf
+    return assemble([[replace(shard, replica_id=0) for shard in shards_of(tree).values()] for tree in trees])
 
 
 def _merged(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
@@ -262,20 +261,10 @@ def _data(leaf: Any) -> Any:
     return carried(leaf.data).clone().view(leaf.dtype) if isinstance(leaf, ShardedTensor) else leaf
 
 
-def _filled(leaf: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if not isinstance(leaf, ShardedTensor):
-        return leaf
-    return replace(leaf, data=_part(tensors[leaf.key], leaf))
-
-
 def _part(tensor: torch.Tensor, shard: ShardedTensor) -> torch.Tensor:
     box = carried(tensor)[shard.global_slice()].contiguous()
     flat = shard.flattened_range
     return (box if flat is None else box.view(prod(box.shape))[flat]).view(tensor.dtype)
-
-
-def _shards(tree: Any) -> list[ShardedTensor]:
-    return [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
 
 
 def _box(shard: ShardedTensor) -> tuple[Any, ...]:
@@ -285,13 +274,6 @@ def _box(shard: ShardedTensor) -> tuple[Any, ...]:
 def _describe(shard: ShardedTensor) -> str:
     flat = "" if shard.flattened_range is None else f", {shard.flattened_range} of it"
     return f"{shard.key!r}, box {shard.local_shape} at {shard.global_offset}{flat}"
-
-
-def _check_same(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(expected), f"{what}: found {sorted(found)}, expected {sorted(expected)}"
-    for key, tensor in expected.items():
-        wrong = first_difference(found[key], tensor)
-        assert wrong is None, f"{what}: {key}: {wrong}"
 
 
 # The law of layouts: what any number of ranks save, any other number of ranks can load.
@@ -330,7 +312,9 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
         AssertionError: saved on 1 rank, loaded on 2: rank 0 gets other elements than it should hold
           2 of 4 elements differ, the first one at (2,): found 2, expected 4
     """
-    held = {count: _assert_one_per_rank(whole, hold, count) for count in ranks}
+    held = {count: list(hold(whole, count)) for count in ranks}
+    for count, tensors in held.items():
+        assert len(tensors) == count, f"hold(whole, {count}) gave {len(tensors)} tensors, expected one for each rank"
     stored = {count: _stored_by_ranks(tensors, build) for count, tensors in held.items()}
     for saved in ranks:
         for loaded in ranks:
@@ -340,12 +324,6 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
                 differ = first_difference(found, expected)
                 if differ is not None:
                     raise AssertionError(f"{what}: rank {rank} gets other elements than it should hold\n  {differ}")
-
-
-def _assert_one_per_rank(whole: Any, hold: Hold[Any], count: int) -> list[torch.Tensor]:
-    tensors = list(hold(whole, count))
-    assert len(tensors) == count, f"hold(whole, {count}) gave {len(tensors)} tensors, expected one for each rank"
-    return tensors
 
 
 def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str, torch.Tensor]:

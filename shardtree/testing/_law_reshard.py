@@ -10,13 +10,13 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from ..errors import TreePath, render_path
+from ..errors import render_path
 from ..layouts import ShardColumns
 from ..mapping import ShardedTensor
 from ..plans import ReshardPlan, convertible
 from ..plans import reshard as st_reshard
 from ..trees import apply_factories, leaves_with_paths
-from ._bits import assemble, first_difference, outline
+from ._bits import assemble, first_difference, outline, shards_of
 from ._law_purity import check_pure
 from ._layouts import flattened
 
@@ -222,7 +222,10 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
     if _hold_all(got.values(), wholes):
         back = _built(reshard(found, _by_rank(trees)))
         for rank, tree in _built(trees).items():
-            _check_back(rank, tree, back[rank])
+            # Unchanged, apart from the order of keys.
+            left, right = ({path: outline(leaf) for path, leaf in leaves_with_paths(one)} for one in (tree, back[rank]))
+            wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
+            assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"
 
 
 def _by_rank(trees: RankTrees) -> dict[int, Any]:
@@ -237,13 +240,9 @@ def _built(trees: RankTrees) -> dict[int, Any]:
     return {rank: apply_factories(tree) for rank, tree in _by_rank(trees).items()}
 
 
-def _shards(tree: Any) -> dict[TreePath, ShardedTensor]:
-    return {path: leaf for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)}
-
-
 def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.Tensor]) -> None:
     """Raise unless a rank's shards are at the paths of its target, with the right elements."""
-    wanted, got = _shards(target), _shards(found)
+    wanted, got = shards_of(target), shards_of(found)
     assert wanted.keys() == got.keys(), f"rank {rank}: found shards at {list(got)}, expected {list(wanted)}"
     for path, shard in wanted.items():
         where = f"rank {rank}: {shard.key!r} at {render_path(path)}"
@@ -267,7 +266,7 @@ def _check_no_aliases(found: Mapping[int, Any], given: Sequence[Mapping[int, Any
 
 
 def _with_memory(trees: Any) -> list[ShardedTensor]:
-    shards = [shard for tree in trees for shard in _shards(tree).values()]
+    shards = [shard for tree in trees for shard in shards_of(tree).values()]
     return [
         shard
         for shard in shards
@@ -287,10 +286,3 @@ def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
     except AssertionError:
         return False
     return {key: one.dtype for key, one in found.items()} == {key: one.dtype for key, one in wholes.items()}
-
-
-def _check_back(rank: int, before: Any, after: Any) -> None:
-    """Raise unless a rank's tree is unchanged, apart from the order of its keys."""
-    left, right = ({path: outline(leaf) for path, leaf in leaves_with_paths(tree)} for tree in (before, after))
-    wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
-    assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"

@@ -43,7 +43,8 @@ def check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     load: Counter[int] = Counter()
     for (_, rank), nbytes in used.items():
         load[rank] += nbytes
-    most, least = max(load.values(), default=0), schedule.max_bytes_in_flight - _largest(plan, schedule) + 1
+    largest = int(plan.target.item_size[plan.transfers.key[schedule.transfer]].max(initial=1))
+    most, least = max(load.values(), default=0), schedule.max_bytes_in_flight - largest + 1
     hops = len(np.unique(plan.transfers.hop[schedule.transfer]))
     limit = 1 + 2 * most // least if hops < 2 else 2 + 3 * most // least
     assert schedule.steps <= limit, f"{schedule.steps} steps, expected at most {limit}"
@@ -240,10 +241,6 @@ def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
         used[step, one] += nbytes
         used[step, other] += nbytes
     return used
-
-
-def _largest(plan: ReshardPlan, schedule: Schedule) -> int:
-    return int(plan.target.item_size[plan.transfers.key[schedule.transfer]].max(initial=1))
 
 
 def _check_no_idle_pairs(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:

@@ -19,6 +19,7 @@ from ..storage import Directory, MemoryStorage
 from ..trees import diff, leaves_with_paths
 from ..world import World, simulate
 from ._layouts import Layout, Piece, cut, even_layout, layouts
+from ._states import ranks_of
 from ._tensors import PRINTABLE_DTYPES, random_bits, shapes
 
 _NAMES = ("w", "b", "layers.0.w", "layers.w", "exp_avg.w")
@@ -269,11 +270,11 @@ def check_optimizer_roundtrip(
         loaded = back(load({"o": tree_of(load_layout, world.rank)}, place, world=world)["o"])
         return optim_state_by_id(loaded, rank_optimizer(state, load_layout, world.rank)[2]) if by_name else loaded
 
-    trees = [tree_of(save_layout, rank) for rank in range(_ranks(save_layout))]
+    trees = [tree_of(save_layout, rank) for rank in range(ranks_of(save_layout))]
     # Before saving, so that a failure names the shards: a save would report it as an integrity error of its own.
     check_held_once(trees)
     simulate(len(trees), lambda world: save({"o": trees[world.rank]}, place, world=world))
-    for rank, found in enumerate(simulate(_ranks(load_layout), load_rank)):
+    for rank, found in enumerate(simulate(ranks_of(load_layout), load_rank)):
         check_same_state(found, rank_optimizer(state, load_layout, rank)[0], rank)
 
 
@@ -319,7 +320,3 @@ def check_same_state(found: Any, expected: Any, rank: int) -> None:
     shown = {"missing": wrong.only_right, "unexpected": wrong.only_left, "different": wrong.mismatch}
     lines = [f"{what} {render_path(path)}" for what, paths in shown.items() for path in paths[:3]]
     assert not wrong, f"rank {rank}: the optimizer's state isn't what it was\n  " + "\n  ".join(lines)
-
-
-def _ranks(layout: Mapping[str, Layout]) -> int:
-    return next(iter(layout.values())).ranks

@@ -33,7 +33,7 @@ from shardtree.testing import (
     refilled,
     state_layouts,
 )
-from shardtree.testing._roundtrip import check_tensors
+from shardtree.testing._bits import check_same
 from shardtree.trees import leaves_with_paths
 from tests.faults.sampling import EXHAUSTIVE, sample
 
@@ -149,7 +149,7 @@ def passed_on(target: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_whole(state: GlobalState, place: Any, *, taken_apart: bool = False) -> None:
-    check_tensors(state, st.load_plain_tensors(place))
+    check_same("tensors differ", st.load_plain_tensors(place), state.tensors)
     stored, expected = st.load_common_state_dict(place).get("common", {}), dict(state.common)
     if taken_apart:  # dicts by their keys, which says nothing of their type: docs/dcp.md
         stored, expected = plain_dicts(stored), plain_dicts(expected)
@@ -247,7 +247,7 @@ def test_real_weights_go_through_a_chain_of_all_formats(tmp_path: Path) -> None:
         trees = [refilled(*each) for each in zip(targets, load_from(place, targets), strict=True)]
         place = tmp_path / str(number)
         save_in(name, trees, place)
-    check_tensors(state, st.load_plain_tensors(place))
+    check_same("tensors differ", st.load_plain_tensors(place), state.tensors)
 
 
 def _cut_axis(whole: torch.Tensor) -> int | None:

@@ -49,33 +49,22 @@ def _check_random(subject: Subject) -> None:
     options = settings(
         max_examples=subject.examples, deadline=None, database=None, phases=[Phase.generate, Phase.shrink]
     )
-    try:
-        worst = find(reloads(), partial(_fails, subject), settings=options, random=Random(0))
-    except NoSuchExample:
-        return
-    with suppress(Refused):
-        _raise_with_case(subject, worst)
+    with suppress(NoSuchExample):
+        worst = find(reloads(), lambda case: _failure(subject, case) is not None, settings=options, random=Random(0))
+        if (error := _failure(subject, worst)) is not None:
+            text = f"{type(error).__name__}: {error}\n{worst.state}\nsaved {worst.saved}\nloaded {worst.loaded}"
+            raise AssertionError(text) from error
 
 
-def _fails(subject: Subject, case: Reload) -> bool:
-    try:
-        check_reloaded(subject, case.state, case.saved, case.loaded)
-    except Refused:
-        return False
-    except Exception:
-        return True
-    return False
-
-
-def _raise_with_case(subject: Subject, case: Reload) -> None:
-    """Raise the error of a failing case, with a description of the case."""
+def _failure(subject: Subject, case: Reload) -> Exception | None:
+    """Return what a case raises, unless the format refuses it."""
     try:
         check_reloaded(subject, case.state, case.saved, case.loaded)
     except Refused:
-        raise
+        return None
     except Exception as error:
-        text = f"{type(error).__name__}: {error}\n{case.state}\nsaved {case.saved}\nloaded {case.loaded}"
-        raise AssertionError(text) from error
+        return error
+    return None
 
 
 PROMISES = (Promise("random states come back in random layouts", LOADS, states),)

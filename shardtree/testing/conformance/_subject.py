@@ -13,10 +13,8 @@ from ...checkpoint import save as st_save
 from ...storage import Directory, Storage, storage_at
 from ...strategies import SaveOptions, Strategies, Strategy, StrategyAction, find_strategy
 from ...world import simulate
-from .._bits import assemble, refilled
 from .._layouts import Layout
-from .._roundtrip import check_rest, check_tensors
-from .._states import GlobalState, rank_tree, target_tree
+from .._states import GlobalState, check_loaded, rank_tree, ranks_of, target_tree
 from ._report import Refused, first_line, is_refusal
 
 Layouts = Mapping[str, Layout]
@@ -157,22 +155,19 @@ def loaded(subject: Subject, targets: Trees, place: Directory, **options: Any) -
 
 def trees_of(state: GlobalState, layout: Layouts, ranks: int | None = None) -> list[Any]:
     """Return what each rank saves of a state."""
-    count = next(iter(layout.values())).ranks if ranks is None else ranks
+    count = ranks_of(layout) if ranks is None else ranks
     return [rank_tree(state, layout, rank) for rank in range(count)]
 
 
 def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
     """Return what each rank asks for."""
-    return [target_tree(state, layout, rank) for rank in range(next(iter(layout.values())).ranks)]
+    return [target_tree(state, layout, rank) for rank in range(ranks_of(layout))]
 
 
 def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Directory, **options: Any) -> None:
     """Raise unless loading from a place, in a layout, gives a state."""
     targets = targets_of(state, layout)
-    found = loaded(subject, targets, place, **options)
-    check_tensors(state, assemble(map(refilled, targets, found)))
-    for rank, (target, tree) in enumerate(zip(targets, found, strict=True)):
-        check_rest(state, target, tree, rank)
+    check_loaded(state, targets, loaded(subject, targets, place, **options))
 
 
 def check_reloaded(subject: Subject, state: GlobalState, one: Layouts, other: Layouts) -> None:

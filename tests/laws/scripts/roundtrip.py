@@ -24,7 +24,7 @@ from shardtree.testing import (
     refilled,
     target_tree,
 )
-from shardtree.testing._roundtrip import check_rest
+from shardtree.testing._states import check_rest
 from shardtree.trees import leaves_with_paths
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex128, torch.bool, torch.int64]
