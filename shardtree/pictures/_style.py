@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-_LIGHT = {
-    "t0": "#8fc1ea",
-    "t1": "#fbe6ae",
-    "t2": "#69b8a4",
-    "t3": "#f2cfe2",
-    "t4": "#a39be0",
-    "t5": "#d8efc3",
-    "t6": "#ec9c63",
-    "t7": "#d3d9e0",
-    "h1": "#e3effa",
-    "h2": "#c6dff4",
-    "h3": "#a5cdec",
-    "h4": "#7fb6e0",
-    "h5": "#569bd0",
-    "h6": "#3580bd",
-    "h7": "#1c65a3",
-    "h8": "#0b4a82",
-}
-_DARK = {
-    "t0": "#2a6ca6",
-    "t1": "#8f7430",
-    "t2": "#17564a",
-    "t3": "#a05a82",
-    "t4": "#3d3788",
-    "t5": "#5d8038",
-    "t6": "#7d3c0e",
-    "t7": "#66707b",
-    "h1": "#14263a",
-    "h2": "#18324e",
-    "h3": "#1c4167",
-    "h4": "#215384",
-    "h5": "#3a6fa6",
-    "h6": "#6a9ccc",
-    "h7": "#98c1e6",
-    "h8": "#c9e2f8",
+_TONES = {
+    # on light pages, and on dark ones
+    "t0": ("#8fc1ea", "#2a6ca6"),
+    "t1": ("#fbe6ae", "#8f7430"),
+    "t2": ("#69b8a4", "#17564a"),
+    "t3": ("#f2cfe2", "#a05a82"),
+    "t4": ("#a39be0", "#3d3788"),
+    "t5": ("#d8efc3", "#5d8038"),
+    "t6": ("#ec9c63", "#7d3c0e"),
+    "t7": ("#d3d9e0", "#66707b"),
+    "h1": ("#e3effa", "#14263a"),
+    "h2": ("#c6dff4", "#18324e"),
+    "h3": ("#a5cdec", "#1c4167"),
+    "h4": ("#7fb6e0", "#215384"),
+    "h5": ("#569bd0", "#3a6fa6"),
+    "h6": ("#3580bd", "#6a9ccc"),
+    "h7": ("#1c65a3", "#98c1e6"),
+    "h8": ("#0b4a82", "#c9e2f8"),
 }
 _STRONG = ("h6", "h7", "h8")
 """Amounts so strong that what is written on them has the other colour."""
 
 
 _DRAWN = {
-    # of light pages, and of dark ones
     "back": ("#ffffff", "#11161d"),
     "ink": ("#161b22", "#eef2f6"),
     "dim": ("#59636e", "#a3adb8"),
@@ -59,7 +41,7 @@ FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-se
 
 def _colours(*, dark: bool) -> list[str]:
     back, ink, dim = (_DRAWN[name][dark] for name in ("back", "ink", "dim"))
-    fills = {name: pair[dark] for name, pair in _DRAWN.items()} | (_DARK if dark else _LIGHT) | {"inverse": back}
+    fills = {name: pair[dark] for name, pair in (_DRAWN | _TONES).items()} | {"inverse": back}
     return [
         f"text{{fill:{ink}}}",
         *(f".{name}{{fill:{colour}}}" for name, colour in fills.items()),
@@ -100,16 +82,12 @@ PATTERNS = (
 """Hatches of what is held by none, or by several."""
 
 
-COLOURS = (
-    _LIGHT
-    | {name: pair[0] for name, pair in _DRAWN.items()}
-    | {
-        "hole": "#f5a09a",
-        "overlap": "#f5a09a",
-        "goes": "#ffffff",
-        "pinned": "#c9d0d8",
-    }
-)
+COLOURS = {name: pair[0] for name, pair in (_TONES | _DRAWN).items()} | {
+    "hole": "#f5a09a",
+    "overlap": "#f5a09a",
+    "goes": "#ffffff",
+    "pinned": "#c9d0d8",
+}
 """The colour of each tone where there are no hatches, for dark letters on it."""
 
 

@@ -66,7 +66,13 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
         PartitionSpec('tp', None)
     """
     if simple:
-        return draw(_simple_specs(shape, mesh))
+        entries: list[SpecEntry] = []
+        left = dict(mesh.shape)
+        for size in shape:
+            fitting = [name for name, parts in left.items() if size % parts == 0]
+            entries.append(draw(st.sampled_from([None, *fitting])))
+            left.pop(str(entries[-1]), None)
+        return PartitionSpec(*entries)
     cuts: list[list[str]] = [[] for _ in shape]
     at: dict[str, int] = {}
     for name in draw(st.permutations(list(mesh.shape))):
@@ -76,19 +82,6 @@ def partition_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh, *, simp
         elif use == "at":
             at[name] = draw(st.integers(0, mesh.shape[name] - 1))
     return PartitionSpec(*(draw(_entries(names)) for names in cuts), at=at)
-
-
-@st.composite
-def _simple_specs(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Return a strategy for specs without joint, strided or uneven cuts, and without `at`."""
-    entries: list[SpecEntry] = []
-    left = dict(mesh.shape)
-    for size in shape:
-        fitting = [name for name, parts in left.items() if size % parts == 0]
-        name = draw(st.sampled_from([None, *fitting]))
-        left.pop(name or "", None)
-        entries.append(name)
-    return PartitionSpec(*entries)
 
 
 def _entries(names: list[str]) -> st.SearchStrategy[SpecEntry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..optim import optim_state_by_id, optim_state_by_name, optim_state_to_shard
 from ..storage import Directory, MemoryStorage
 from ..trees import diff, leaves_with_paths
 from ..world import World, simulate
-from ._layouts import Layout, Piece, cut, even_layout, layouts
+from ._layouts import Layout, cut, even_layout, layouts
 from ._states import ranks_of
 from ._tensors import PRINTABLE_DTYPES, random_bits, shapes
 
@@ -134,20 +134,15 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
         name: draw(_layout_of_pieces(tuple(param.shape), state.prepended[name])) for name, param in state.params.items()
     }
     ranks = max(len(pieces.pieces) for pieces in drawn.values())
-    return {
-        name: Layout(ranks, layout.global_shape, layout.pieces, layout.prepended, layout.grid)
-        for name, layout in drawn.items()
-    }
+    return {name: replace(layout, ranks=ranks) for name, layout in drawn.items()}
 
 
 @st.composite
 def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -> Layout:
     """Return a strategy for layouts with each piece on a separate rank."""
     drawn = draw(layouts(shape, 3, prepended=prepended).filter(_is_unambiguous))
-    pieces = tuple(
-        Piece(rank, piece.offset, piece.shape, piece.flat, piece.replica) for rank, piece in enumerate(drawn.pieces)
-    )
-    return Layout(len(pieces), shape, pieces, prepended, drawn.grid)
+    pieces = tuple(replace(piece, rank=rank) for rank, piece in enumerate(drawn.pieces))
+    return replace(drawn, ranks=len(pieces), pieces=pieces)
 
 
 def _is_unambiguous(layout: Layout) -> bool:
@@ -291,13 +286,11 @@ def check_held_once(trees: list[Any]) -> None:
         >>> import torch
         >>> check_held_once([{"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, n, 2))} for n in range(2)])
     """
-    leaves = [[leaf for _, leaf in leaves_with_paths(tree)] for tree in trees]
-    tensors = [
-        shard_columns([leaf for leaf in own if isinstance(leaf, ShardedTensor)], n) for n, own in enumerate(leaves)
-    ]
-    objects = [
-        object_columns([leaf for leaf in own if isinstance(leaf, ShardedObject)], n) for n, own in enumerate(leaves)
-    ]
+    tensors, objects = [], []
+    for rank, tree in enumerate(trees):
+        leaves = [leaf for _, leaf in leaves_with_paths(tree)]
+        tensors.append(shard_columns([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)], rank))
+        objects.append(object_columns([leaf for leaf in leaves if isinstance(leaf, ShardedObject)], rank))
     problems = sharding_problems(tensors, objects)
     assert not problems, "not held once\n  " + "\n  ".join(map(str, problems))
 

@@ -79,16 +79,12 @@ def failing_storage(storage: Storage, number: int) -> Storage:
 @contextmanager
 def silenced_log() -> Iterator[None]:
     """Silence the log: a save that is interrupted on purpose warns about files that it can't remove."""
-    logger = logging.getLogger("shardtree")
-    logger.addFilter(_drop)
+    logger, silence = logging.getLogger("shardtree"), logging.Filter("nothing")
+    logger.addFilter(silence)
     try:
         yield
     finally:
-        logger.removeFilter(_drop)
-
-
-def _drop(record: logging.LogRecord) -> bool:
-    return False
+        logger.removeFilter(silence)
 
 
 def calls_of(storage: Storage) -> tuple[Storage, list[Call]]:

@@ -8,8 +8,8 @@ from functools import partial
 from ...errors import StrategyError, error_text
 from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
-from . import _contents_cases, _layout_cases, _random_cases, _row_cases, _tensor_cases, _value_cases
 from . import _files as _file_cases
+from . import _layout_cases, _row_cases, _tensor_cases, _value_cases
 from ._report import Broken, Refused, RefusedCase, StrategyReport, failure_reason, failure_text
 from ._subject import Case, Promise, Subject, Writer, raising
 
@@ -21,7 +21,6 @@ _PROMISES: tuple[Promise, ...] = (
     *_layout_cases.PROMISES,
     *_tensor_cases.PROMISES,
     *_value_cases.PROMISES,
-    *_contents_cases.PROMISES,
     *_file_cases.PROMISES,
 )
 
@@ -72,7 +71,10 @@ def check_strategy(
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
     kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[Broken]()
     for promise in _selected(only):
-        reason = _why_left_out(promise, subject) or _why_skipped(promise, broken)
+        reason = _why_left_out(promise, subject)
+        if not reason and promise in _layout_cases.RANDOM and broken:
+            # Random states would fail for the same reasons, take longer and say less.
+            reason = "plain cases fail already"
         if reason:
             left_out[promise.name] = reason
             continue
@@ -95,7 +97,7 @@ def _selected(names: Collection[str]) -> list[Promise]:
     Raises:
         StrategyError: there is no such promise.
     """
-    every = [*_PROMISES, *_random_cases.PROMISES]
+    every = [*_PROMISES, *_layout_cases.RANDOM]
     known = [promise.name for promise in every]
     unknown = [repr(name) for name in names if name not in known]
     if unknown:
@@ -115,11 +117,6 @@ def _why_left_out(promise: Promise, subject: Subject) -> str:
     if promise not in _row_cases.PROMISES and not can_save and subject.save is None:
         return "no row for saving; pass save="
     return ""
-
-
-def _why_skipped(promise: Promise, broken: list[Broken]) -> str:
-    # Random states would fail for the same reasons, take longer and say less.
-    return "plain cases fail already" if promise in _random_cases.PROMISES and broken else ""
 
 
 def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
