@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -106,18 +106,19 @@ def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
     return announce
 
 
-def record(journal: Journal, batch: int, result: Any, lengths: Mapping[str, int], *, durable: bool) -> None:
+def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, durable: bool) -> None:
     """Record that a batch is written; one whose result can't be stored will be written again.
 
     Args:
         journal: the conversion's.
         batch: its number.
         result: what writing returned, which the commit needs.
-        lengths: of its files, by name.
+        names: of the files that it has written; those that are gone by now were of use to it alone.
         durable: whether the record is on the medium before this returns.
     """
+    lengths = {name: length for name in names if (length := journal.storage.length(name)) is not None}
     try:
-        data = encode_tree({"lengths": dict(lengths), "result": result})
+        data = encode_tree({"lengths": lengths, "result": result})
     except CheckpointingException:
         return
     journal.storage.replace(f"{journal.folder}/{batch:06d}.done", data, durable=durable)
@@ -136,7 +137,7 @@ def recall(journal: Journal, batch: int) -> Any:
     Examples:
         >>> from shardtree.storage import MemoryStorage
         >>> journal = Journal(MemoryStorage(), ".convert-0")
-        >>> record(journal, 3, ("written", 4), {}, durable=True)
+        >>> record(journal, 3, ("written", 4), [], durable=True)
         >>> recall(journal, 3), recall(journal, 4)
         (('written', 4), HOLE)
     """
@@ -179,7 +180,11 @@ def _type_names(value: Any) -> Iterator[str]:
 
 def forget(journal: Journal) -> None:
     """Remove the journal."""
-    _remove(journal.storage, journal.folder)
+    # The name of the save goes last, so that a half-removed journal is still recognised as one.
+    names = journal.storage.names(journal.folder)
+    for part in ([name for name in names if name != _BEGUN], [_BEGUN]):
+        remove_files(journal.storage, [f"{journal.folder}/{name}" for name in part])
+    remove_folder(journal.storage, journal.folder)
 
 
 def remove_others(journal: Journal) -> None:
@@ -221,15 +226,6 @@ def _remove_files(journal: Journal, keep: AbstractSet[str]) -> None:
         remove_folder(storage, folder)
 
 
-def _remove(storage: Storage, folder: str) -> None:
-    # The name of the save goes last, so that a half-removed journal is still recognised as one.
-    names = [f"{folder}/{name}" for name in storage.names(folder)]
-    begun = f"{folder}/{_BEGUN}"
-    remove_files(storage, [name for name in names if name != begun])
-    remove_files(storage, [name for name in names if name == begun])
-    remove_folder(storage, folder)
-
-
 def _read_json(storage: Storage, name: str) -> Any:
     if name.endswith(".done") or storage.length(name) is None:
         return None
@@ -239,68 +235,11 @@ def _read_json(storage: Storage, name: str) -> Any:
         return None
 
 
-def _nothing(_: str) -> None:
-    pass
+# Which argument of a call names the file that has other bytes afterwards.
+_NAMED_BY = {"write": 0, "write_parts": 0, "replace": 0, "replace_if": 0, "move": 1}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Recorder:
-    """What a storage's calls do beside, so that the files written through it are known.
-
-    Attributes:
-        storage: where the files are.
-        announce: called with a file's name before it is written for the first time.
-        lengths: name → length in bytes of each file that was written.
-    """
-
-    storage: Storage
-    announce: Callable[[str], None]
-    lengths: dict[str, int]
-
-    def write(self, call: Function, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        self._announced(name)
-        self.lengths[name] = call(name, _ahead(buffers), durable=durable)
-        return self.lengths[name]
-
-    def write_parts(self, call: Function, name: str, length: int, parts: Any, *, durable: bool) -> None:
-        self._announced(name)
-        call(name, length, parts, durable=durable)
-        self.lengths[name] = length
-
-    def replace(self, call: Function, name: str, data: bytes, *, durable: bool) -> None:
-        self._announced(name)
-        call(name, data, durable=durable)
-        self.lengths[name] = len(data)
-
-    def replace_if(self, call: Function, name: str, before: bytes | None, data: bytes) -> bool:
-        self._announced(name)
-        is_done: bool = call(name, before, data)
-        self.lengths[name] = len(data)
-        return is_done
-
-    def move(self, call: Function, old: str, new: str) -> None:
-        self._announced(new)
-        call(old, new)
-        known = self.lengths.pop(old, None)
-        found = self.storage.length(new) if known is None else known
-        if found is not None:
-            self.lengths[new] = found
-
-    def remove(self, call: Function, name: str) -> None:
-        call(name)
-        self.lengths.pop(name, None)
-
-    def remove_all(self, call: Function, names: Sequence[str]) -> None:
-        call(names)
-        for name in names:
-            self.lengths.pop(name, None)
-
-    def _announced(self, name: str) -> None:
-        if name not in self.lengths:
-            self.announce(name)
-
-
-def recording(storage: Storage, announce: Callable[[str], None] = _nothing) -> tuple[Storage, dict[str, int]]:
+def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storage, set[str]]:
     """Return a storage that records the files written through it, so that they can be checked or removed.
 
     Args:
@@ -308,23 +247,31 @@ def recording(storage: Storage, announce: Callable[[str], None] = _nothing) -> t
         announce: called with a file's name before it is written for the first time.
 
     Returns:
-        The storage, and the length in bytes of each file that was written, by its name; filled as they are.
+        The storage, and the names of the files that were written, some of which may be gone; filled as they are.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
-        >>> noted, lengths = recording(MemoryStorage())
-        >>> noted.write("a.bin", [memoryview(b"abc")], durable=True), lengths
-        (3, {'a.bin': 3})
+        >>> noted, names = recording(MemoryStorage(), print)
+        >>> noted.write("a.bin", [memoryview(b"abc")], durable=True), names
+        a.bin
+        (3, {'a.bin'})
     """
-    recorder = _Recorder(storage, announce, {})
+    names: set[str] = set()
 
-    def recorded(name: str, call: Function) -> Function | None:
-        if name in ("sibling", "siblings"):
+    def recorded(kind: str, call: Function) -> Function | None:
+        if kind in ("sibling", "siblings"):
             return None  # a conversion replaces nothing, and what other saves have left beside it isn't its own
-        return partial(getattr(recorder, name), call) if hasattr(recorder, name) else call
+        return partial(noting, kind, call) if kind in _NAMED_BY else call
+
+    def noting(kind: str, call: Function, *args: Any, **options: Any) -> Any:
+        name = args[_NAMED_BY[kind]]
+        if name not in names:
+            announce(name)
+            names.add(name)
+        return call(name, _ahead(args[1]), **options) if kind == "write" else call(*args, **options)
 
     noted: Storage = around(storage, recorded)
-    return noted, recorder.lengths
+    return noted, names
 
 
 _AHEAD_BYTES = 4 * 1024 * 1024

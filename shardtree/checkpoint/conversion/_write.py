@@ -179,19 +179,19 @@ def write_batches(
     return len(done)
 
 
-_Prepared = tuple[AsyncRequest[Any], dict[str, int]]
+_Prepared = tuple[AsyncRequest[Any], set[str]]
 
 
 def _written(
     plan: Plan, journal: Journal, numbers: Sequence[int], prepared: Iterable[_Prepared], *, durable: bool
 ) -> Iterator[tuple[int, Any]]:
     """Write batches, each when its turn comes, and yield their numbers and results."""
-    for number, (request, lengths) in zip(numbers, prepared, strict=True):
+    for number, (request, names) in zip(numbers, prepared, strict=True):
         # Small reads of the batch are planned together, before the request makes them one by one.
         expect_tensors(plan.reader, plan.batches[number].tensors)
         with _own_error():
             result = request.async_fn()
-        record(journal, number, result, lengths, durable=durable)
+        record(journal, number, result, names, durable=durable)
         yield number, result
 
 
@@ -260,8 +260,8 @@ def _request(
     watched: Watched,
     rank: int,
 ) -> _Prepared:
-    """Return the request that writes a batch, and the lengths of the files that it has written."""
-    noted, lengths = recording(destination.storage, announcer(journal, rank))
+    """Return the request that writes a batch, and the names of the files that it has written."""
+    noted, names = recording(destination.storage, announcer(journal, rank))
     turn = Turn(rank, len(batches))
     pending = PendingSave(noted, save_id, turn, None, destination.options, columns, state=state)
     writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
@@ -275,7 +275,7 @@ def _request(
             named = repr(keys) if len(keys) <= _MOST_NAMED else "[...]"
             error.add_note(f"convert: leave_out={named} converts without these objects")
         raise
-    return request, lengths
+    return request, names
 
 
 _MOST_NAMED = 5  # a model has an object of the same name in each layer: a pattern names them better than a list
