@@ -27,10 +27,10 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 ROWS: StoredRows = {
-    (StrategyAction.LOAD_SHARDED, "zarr", 1): "zarr._legacy:load_legacy_sharded",
+    (StrategyAction.LOAD_SHARDED, "zarr", 1): "zarr._load:load_sharded",
     (StrategyAction.LOAD_OBJECTS, "zarr", 1): "zarr._legacy:load_legacy_objects",
-    (StrategyAction.LOAD_METADATA, "zarr", 1): "zarr._legacy:load_legacy_metadata",
-    (StrategyAction.EXPLAIN, "zarr", 1): "zarr._legacy:explain_legacy",
+    (StrategyAction.LOAD_METADATA, "zarr", 1): "zarr._load:load_metadata",
+    (StrategyAction.EXPLAIN, "zarr", 1): "zarr._load:explain",
     (StrategyAction.VERIFY, "zarr", 1): "zarr._legacy:verify_legacy_files",
     (StrategyAction.LIST_FILES, "zarr", 1): "zarr._verify:list_files",
     (StrategyAction.RECOGNIZE, "zarr", 3): recognize,

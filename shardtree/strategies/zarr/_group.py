@@ -100,19 +100,17 @@ def read_group(
     rows = [_array_rows(storage, array, files) for array in ordered]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     found = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
-    columns = array_columns(ordered, rows)
-    file, byte = (np.concatenate([_none(), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
-    index = build_index(columns, file, byte, files=files.files, objects=found)
+    index = build_index(*array_columns(ordered, rows), files=files.files, objects=found)
     return Group(index, tuple(ordered), files.made, untaken or {})
 
 
-def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> ShardColumns:
-    """Return the rows of arrays, which are sorted by key, as columns."""
+def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
+    """Return the rows of arrays, which are sorted by key, as columns, and each one's file and byte."""
     axes = max((len(array.box) for array in arrays), default=1)
     counts = [len(one.file) for one in rows]
     total = sum(counts)
     empty = np.zeros((0, axes), dtype=np.int64)
-    return ShardColumns(
+    columns = ShardColumns(
         keys=tuple(array.key for array in arrays),
         kinds=tuple(TensorKind(array.dtype, array.shape, 0) for array in arrays),
         key=np.repeat(np.arange(len(arrays)), counts),
@@ -123,6 +121,8 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> ShardC
         rank=np.zeros(total, dtype=np.int64),
         main=np.ones(total, dtype=np.bool_),
     )
+    file, byte = (np.concatenate([_none(), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
+    return columns, file, byte
 
 
 def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:

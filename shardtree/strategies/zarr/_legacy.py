@@ -1,58 +1,23 @@
-"""Megatron-Core's old format: a zarr v2 array for each tensor, a file for each object. It is read, never written."""
+"""Megatron-Core's old format: objects in a file each, and what shows damage; its tensors are arrays like all others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ...codec.archives import decode_archive
 from ...errors import CheckpointingException, UnsafeFile
-from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Prospect
-from ...storage import Buffer, ReadReport
+from ...mapping import ShardedObject
+from ...storage import Buffer
 from .._checks import check_objects_known, old_unique_key
 from .._findings import Damage, Finding
 from .._values import Checkpoint
-from ..index import IndexMetadata, file_at, find_texts
+from ..index import file_at, find_texts
 from ..torch import archive_unchecked
-from ._group import Group, find_arrays, read_group
-from ._load import explain_group, load_from_group
+from ._group import Group
+from ._load import read_arrays
 from ._verify import group_findings
-
-BACKEND, VERSION = "zarr", 1
-
-
-def legacy_group(checkpoint: Checkpoint) -> Group:
-    """Return the content of a checkpoint's folder, listed once."""
-    # Once for each opened checkpoint: listing the chunks of thousands of arrays takes long.
-    return checkpoint.once(_read_group)
-
-
-def _read_group(checkpoint: Checkpoint) -> Group:
-    return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
-
-
-def load_legacy_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by key, and object by unique key, whole and without data."""
-    group = legacy_group(checkpoint)
-    return IndexMetadata(group.index, untaken=group.untaken)
-
-
-def load_legacy_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
-
-    Raises:
-        KeyMismatch: the checkpoint lacks a key.
-        ShapeError: a tensor is stored with another global shape or dtype, or chunks of it are missing.
-        CorruptCheckpoint: metadata or chunks aren't sound.
-    """
-    return load_from_group(checkpoint, legacy_group(checkpoint), shards)
-
-
-def explain_legacy(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would cost, from metadata and the lengths of files alone."""
-    return explain_group(checkpoint, legacy_group(checkpoint), shards, cast=cast)
 
 
 def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
@@ -63,7 +28,7 @@ def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]
         UnsafeFile: an object needs a class that isn't known to be harmless, and pickles aren't allowed.
         CorruptCheckpoint: a file isn't sound.
     """
-    index = legacy_group(checkpoint).index
+    index = read_arrays(checkpoint).index
     keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
     # By both names: old releases of Megatron-Core left out the last number.
     exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
@@ -88,7 +53,7 @@ def _decoded_object(checkpoint: Checkpoint, name: str, data: Buffer) -> Any:
 def verify_legacy_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return the damage that the format can show: chunks that are missing or cut, objects with another CRC."""
     try:
-        group = legacy_group(checkpoint)
+        group = read_arrays(checkpoint)
     except CheckpointingException as error:
         return (Damage("", str(error)),)
     return (*group_findings(checkpoint, group), *_object_findings(checkpoint, group))

@@ -141,15 +141,16 @@ def _numpy_document(array: StoredArray) -> dict[str, Any]:
 # Reading tensors: plain chunks straight from their files into the target, others one decoded chunk at a time
 
 
-def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor]) -> ReadReport:
+def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
     Raises:
         KeyMismatch: the checkpoint lacks a key.
         ShapeError: a tensor is stored with another global shape or dtype, or not all of it is.
         UnsupportedValue: torch has no such dtype.
-        CorruptCheckpoint: stored bytes aren't what the metadata says.
+        CorruptCheckpoint: stored bytes aren't what was saved, or what the metadata says.
     """
+    group = read_arrays(checkpoint)
     check_taken(group.untaken, [shard.key for shard in shards])
     plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
     memories = [shard.data for shard in shards]
@@ -160,8 +161,12 @@ def load_from_group(checkpoint: Checkpoint, group: Group, shards: Sequence[Shard
     return report
 
 
-def explain_group(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would cost; a chunk that has to be decoded counts with its whole file."""
+def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
+    """Return what loading shards would cost, from metadata and the lengths of files alone.
+
+    A chunk that has to be decoded counts with its whole file.
+    """
+    group = read_arrays(checkpoint)
     return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused=group.untaken)
 
 
@@ -224,21 +229,28 @@ def _part(
     )
 
 
+_MEGATRON = 1
+"""The version of what Megatron-Core's old releases wrote."""
+
+
 def is_own(fields: Fields) -> bool:
     """Return whether a save of ours wrote the arrays, as metadata.json says."""
     return "index" in fields
 
 
 def read_arrays(checkpoint: Checkpoint) -> Group:
-    """Return the content of a checkpoint's folder, listed once."""
+    """Return the content of a checkpoint's folder."""
+    # Once for each opened checkpoint: listing the chunks of thousands of arrays takes long.
     return checkpoint.once(_read_arrays)
 
 
 def _read_arrays(checkpoint: Checkpoint) -> Group:
+    if checkpoint.fields["sharded_backend_version"] == _MEGATRON:
+        # Without fill values for v2 arrays: a missing chunk is an error there.
+        return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
     if is_own(checkpoint.fields):
         return Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
     arrays, _, untaken = find_arrays(checkpoint.storage)
-    # Not for Megatron-Core's old format, in which a missing chunk is an error.
     return read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
 
 
@@ -251,22 +263,6 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     group = read_arrays(checkpoint)
     return IndexMetadata(group.index, untaken=group.untaken)
-
-
-def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
-    """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
-
-    Raises:
-        KeyMismatch: the checkpoint lacks a key.
-        ShapeError: a tensor is stored with another global shape or dtype.
-        CorruptCheckpoint: stored bytes aren't what was saved.
-    """
-    return load_from_group(checkpoint, read_arrays(checkpoint), shards)
-
-
-def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would cost, from metadata and the lengths of files alone."""
-    return explain_group(checkpoint, read_arrays(checkpoint), shards, cast=cast)
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

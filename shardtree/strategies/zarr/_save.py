@@ -95,9 +95,8 @@ def write_index(pending: PendingSave, saving: Saving, written: Sequence[Written]
     ]
     check_objects_written([key for key, *_ in objects], {array.key for array in arrays})
     kinds = dict(zip(columns.keys, columns.kinds, strict=True))
-    stored = array_columns(arrays, rows)
+    stored, file, byte = array_columns(arrays, rows)
     stored = replace(stored, kinds=tuple(kinds[key] for key in stored.keys))
-    file, byte = (np.concatenate([_none(), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
     data = encode_columns(build_index(stored, file, byte, files=list(files.values()), objects=objects))
     name, document = blob("index", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
@@ -162,15 +161,6 @@ def commit(pending: PendingSave, fields: Fields) -> None:
             sync_folder(pending.storage, folder)
     entry = {"name": NODE_FILE, "length": len(data), "digest": digest(data)}
     replace_metadata(pending.storage, pending.before, {**fields, "group": entry}, durable=pending.options.durable)
-
-
-def group_files() -> tuple[str, ...]:
-    """Return the names of the groups' metadata files."""
-    return NODE_FILE, f"{FOLDER}/{NODE_FILE}", f"{FOLDER}/objects/{NODE_FILE}"
-
-
-def _none() -> Column:
-    return np.zeros(0, dtype=np.int64)
 
 
 logger = logging.getLogger("shardtree")
@@ -323,7 +313,7 @@ def _abandon(pending: PendingSave, work: Work) -> None:
 
 def _remove_groups(pending: PendingSave) -> None:
     if pending.world.rank == 0:
-        for name in group_files():
+        for name in (NODE_FILE, f"{FOLDER}/{NODE_FILE}", f"{FOLDER}/objects/{NODE_FILE}"):
             pending.storage.remove(name)
         for folder in (f"{FOLDER}/objects", FOLDER, pending.save_id):
             remove_folder(pending.storage, folder)
