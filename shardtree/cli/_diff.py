@@ -220,8 +220,9 @@ def run_diff(
         CheckpointingException: one of them can't be read.
     """
     with working("reading what is stored"):
-        trees = [open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle)) for where in (left, right)]
-    outcome = difference_of((left, trees[0]), (right, trees[1]), patterns, only_structure=only_structure)
+        options = LoadOptions(allow_pickle=allow_pickle)
+        named = [(where, open_checkpoint(where, options=options)) for where in (left, right)]
+    outcome = difference_of(named, patterns, only_structure=only_structure)
     if as_json:
         print(json_text(document(outcome)))
     else:
@@ -230,29 +231,23 @@ def run_diff(
 
 
 def difference_of(
-    left: tuple[str, OpenCheckpoint],
-    right: tuple[str, OpenCheckpoint],
-    patterns: Sequence[str] = (),
-    *,
-    only_structure: bool,
+    named: Sequence[tuple[str, OpenCheckpoint]], patterns: Sequence[str] = (), *, only_structure: bool
 ) -> Outcome:
     """Return where two checkpoints differ, with a bar while values are read.
 
     Args:
-        left: the name that it is shown by, and the checkpoint.
-        right: likewise.
+        named: both, each with the name that it is shown by.
         patterns: of the keys to compare; none for all, and the common state.
         only_structure: whether to compare keys, dtypes and shapes alone.
 
     Raises:
         CheckpointingException: a value can't be read.
     """
-    trees = [left[1], right[1]]
     with working("reading what is stored"):
-        everything = [contents_at(tree) for tree in trees]
+        everything = [contents_at(tree) for _, tree in named]
     check_patterns("diff", patterns, *everything)
-    named = zip((left[0], right[0]), trees, everything, strict=True)
-    sides = [Side(where, tree, select(contents, patterns)) for where, tree, contents in named]
+    pairs = zip(named, everything, strict=True)
+    sides = [Side(where, tree, select(contents, patterns)) for (where, tree), contents in pairs]
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))
     else:
@@ -261,8 +256,8 @@ def difference_of(
         both = [row for row in sides[0].contents.tensors if kinds.get(row.key) == (row.dtype, row.shape)]
         with bar(Output(stderr=True), "compare", sum(row.length for row in both)) as advance:
             strategies = selecting(matcher(patterns)) if patterns else default_strategies
-            options = replace(left[1].checkpoint.options, progress=advance)
-            one, other = (tree.checkpoint.storage for tree in trees)
+            options = replace(sides[0].tree.checkpoint.options, progress=advance)
+            one, other = (side.tree.checkpoint.storage for side in sides)
             difference = compare(one, other, strategies=strategies, options=options)
     return Outcome(sides[0], sides[1], difference, only_structure, bool(patterns))
 

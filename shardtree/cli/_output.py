@@ -23,6 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from ..errors import printable as printable
+from ..plans import size_text as size
 
 # Our own signs alone: keys may hold any character, and are escaped where the encoding lacks it.
 _ASCII = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "─": "-", "✓": "+", "✗": "!", "→": ">"})
@@ -112,22 +113,6 @@ def json_text(document: Mapping[str, Any]) -> str:
         shown = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if is_list else json.dumps(value)
         lines.append(f"{json.dumps(name)}: {shown}")
     return "{\n" + ",\n".join(lines) + "\n}"
-
-
-# Sizes and rates as text.
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in the decimal unit that suits it.
-
-    Examples:
-        >>> size(999), size(68_123_456), size(2_000_000_000)
-        ('999 B', '68.1 MB', '2.0 GB')
-    """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
 
 
 def pace(count: int, seconds: float) -> str:

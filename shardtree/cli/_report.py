@@ -129,7 +129,7 @@ def _compared(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome
     if left.tree is None or right.tree is None:
         return None, "They can't be compared, since one of them can't be opened."
     try:
-        return difference_of((left.where, left.tree), (right.where, right.tree), only_structure=only_structure), ""
+        return difference_of([(left.where, left.tree), (right.where, right.tree)], only_structure=only_structure), ""
     except CheckpointingException as error:
         return None, f"They can't be compared.\n  {_in_the_shell(error)}"
 

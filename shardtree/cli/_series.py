@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,38 +19,23 @@ from ._table import Heading, show_table
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One finished step.
-
-    Attributes:
-        step: what the listing says.
-        files: of its folder.
-        is_newest: whether a run would resume from it.
-    """
-
-    step: SavedStep
-    files: Files
-    is_newest: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Steps:
     """The steps under a root.
 
     Attributes:
         where: the root, as it was named.
-        rows: the finished steps, by number.
+        rows: the finished steps, by number, and the files of each; a run would resume from the last.
         unfinished: folders that are named like them, and aren't finished checkpoints.
     """
 
     where: str
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[SavedStep, Files], ...]
     unfinished: tuple[str, ...]
 
     @property
     def newest(self) -> str:
         """The newest step, as it would be named."""
-        return f"{self.where.rstrip('/')}/{self.rows[-1].step.folder}"
+        return f"{self.where.rstrip('/')}/{self.rows[-1][0].folder}"
 
 
 def find_steps(where: str) -> Steps | None:
@@ -68,7 +52,7 @@ def find_steps(where: str) -> Steps | None:
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
-        rows = tuple(Row(step, files_in(folder_in(seen, step.folder)), step is steps[-1]) for step in steps)
+        rows = tuple((step, files_in(folder_in(seen, step.folder))) for step in steps)
     finished = {step.folder for step in steps}
     return Steps(where, rows, tuple(sorted(folders.keys() - finished)))
 
@@ -81,7 +65,7 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
     console = Output()
     console.print(Text(printable(steps.where), style="bold"))
     console.print()
-    metrics = list(dict.fromkeys(name for row in steps.rows for name in row.step.metrics))
+    metrics = list(dict.fromkeys(name for step, _ in steps.rows for name in step.metrics))
     headings = [
         Heading("step", style="bold"),
         Heading("saved (UTC)"),
@@ -89,9 +73,15 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
         *(Heading(printable(name), right=True) for name in metrics),
         Heading("", style="yellow"),
     ]
-    show_table(console, headings, [_cells(row, metrics) for row in steps.rows], limit)
+    cells = []
+    for step, files in steps.rows:
+        marks = ["newest"] * (step is steps.rows[-1][0]) + ["pinned"] * step.pinned
+        length = ("" if files.is_all else "more than ") + size(files.length)
+        values = (f"{step.metrics[name]:g}" if name in step.metrics else "" for name in metrics)
+        cells.append((step.folder, moment_text(step.time) or "?", length, *values, ", ".join(marks)))
+    show_table(console, headings, cells, limit)
     console.print()
-    total = sum(row.files.length for row in steps.rows)
+    total = sum(files.length for _, files in steps.rows)
     console.print(Text(f"{plural(len(steps.rows), 'finished step')}, {size(total)}"))
     if steps.unfinished:
         folders = ", ".join(map(printable, shorten(steps.unfinished)))
@@ -100,31 +90,23 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
     return 0
 
 
-def _cells(row: Row, metrics: Sequence[str]) -> tuple[str, ...]:
-    step = row.step
-    values = (f"{step.metrics[name]:g}" if name in step.metrics else "" for name in metrics)
-    marks = ", ".join(["newest"] * row.is_newest + ["pinned"] * step.pinned)
-    more = "" if row.files.is_all else "more than "
-    return step.folder, moment_text(step.time) or "?", more + size(row.files.length), *values, marks
-
-
 def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     return {
         "root": steps.where,
         "steps": [
             {
-                "step": row.step.number,
-                "folder": row.step.folder,
-                "time": row.step.time,
-                "metrics": {name: plain(value) for name, value in row.step.metrics.items()},
-                "pinned": row.step.pinned,
-                "newest": row.is_newest,
-                "files": row.files.count,
-                "bytes": row.files.length,
-                "complete": row.files.is_all,
+                "step": step.number,
+                "folder": step.folder,
+                "time": step.time,
+                "metrics": {name: plain(value) for name, value in step.metrics.items()},
+                "pinned": step.pinned,
+                "newest": step is steps.rows[-1][0],
+                "files": files.count,
+                "bytes": files.length,
+                "complete": files.is_all,
             }
-            for row in steps.rows[:limit]
+            for step, files in steps.rows[:limit]
         ],
         "unfinished": list(steps.unfinished),
     }

@@ -179,12 +179,9 @@ def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
     left = len(keys) - len(shown)
     notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left else ()
     held_by = plural(int(np.unique(columns.rank).size), noun)
-    title = f"{plural(len(keys), 'tensor')} {'in' if noun == 'file' else 'on'} {held_by}, {size_text(_held(columns))}"
+    nbytes = int((columns.elements * columns.item_size[columns.key]).sum())
+    title = f"{plural(len(keys), 'tensor')} {'in' if noun == 'file' else 'on'} {held_by}, {size_text(nbytes)}"
     return Picture(title, _in_rows(planes, 3), notes, faults_legend(planes))
-
-
-def _held(columns: ShardColumns) -> int:
-    return int((columns.elements * columns.item_size[columns.key]).sum())
 
 
 def _cut(columns: ShardColumns, number: int) -> str:
@@ -211,7 +208,9 @@ def tree_picture(columns: ShardColumns) -> Picture:
         >>> picture.title, len(picture.rows[0])
         ("one rank's 2 tensors, 48 B", 2)
     """
-    keys = [columns.keys[number] for number in np.argsort(-_bytes_by_key(columns), kind="stable").tolist()]
+    nbytes = np.zeros(len(columns.keys), dtype=np.int64)
+    np.add.at(nbytes, columns.key, columns.elements * columns.item_size[columns.key])
+    keys = [columns.keys[number] for number in np.argsort(-nbytes, kind="stable").tolist()]
     this = Holders(lambda _: "held here", lambda _: ("held here", "here"), ELSEWHERE)
     mine = replace(columns, main=np.ones(len(columns), dtype=np.bool_), rank=np.zeros(len(columns), dtype=np.int64))
     planes: list[Plane] = []
@@ -221,14 +220,8 @@ def tree_picture(columns: ShardColumns) -> Picture:
         planes += [plane_of(sheet, tones_of(sheets), this, **headings) for sheet in sheets]
     left = len(keys) - _MOST_TENSORS
     notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left > 0 else ()
-    title = f"one rank's {plural(len(keys), 'tensor')}, {size_text(_held(columns))}"
+    title = f"one rank's {plural(len(keys), 'tensor')}, {size_text(int(nbytes.sum()))}"
     return Picture(title, _in_rows(planes, 3), notes, faults_legend(planes))
-
-
-def _bytes_by_key(columns: ShardColumns) -> Column:
-    total = np.zeros(len(columns.keys), dtype=np.int64)
-    np.add.at(total, columns.key, columns.elements * columns.item_size[columns.key])
-    return total
 
 
 # Meshes: ranks in a grid, and beside it the tensor that a spec cuts over them.

@@ -10,7 +10,6 @@ import numpy as np
 
 from ..geometry import Column, distinct
 from ..layouts import (
-    Faults,
     ShardColumns,
     TensorKind,
     place_text,
@@ -134,20 +133,16 @@ def _pieces(own: ShardColumns, number: int, axes: int, *, with_gaps: bool) -> _P
     starts = np.searchsorted(inverse.ravel()[order], np.arange(len(unique) + 1))
     of_box = [own.rank[shard[order[low:high]]] for low, high in pairwise(starts)]
     faults = sharding_faults(select_rows(own, np.flatnonzero(own.main)))
-    wanted = (faults.key == number) & (faults.doubled | with_gaps)
+    faults = select_faults(faults, np.flatnonzero((faults.key == number) & (faults.doubled | with_gaps)))
+    bad = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
+    begin = bad.offset[:, -axes:]
     return _Pieces(
         unique[:, :axes],
         unique[:, axes:],
         [np.unique(ranks) for ranks in of_box],
         [int(ranks[0]) for ranks in of_box],
-        _fault_boxes(select_faults(faults, np.flatnonzero(wanted)), axes),
+        (begin, begin + bad.shape[:, -axes:], faults.doubled[bad.shard]),
     )
-
-
-def _fault_boxes(faults: Faults, axes: int) -> tuple[Column, Column, np.ndarray]:
-    boxes = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
-    begin = boxes.offset[:, -axes:]
-    return begin, begin + boxes.shape[:, -axes:], faults.doubled[boxes.shard]
 
 
 def _drawn_axes(pieces: _Pieces, whole: tuple[int, ...]) -> tuple[int | None, int, tuple[int, ...]]:

@@ -70,7 +70,8 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
     size = columns.elements * columns.item_size[columns.key]
     rows: dict[tuple[object, ...], list[int]] = {}
     for row in range(len(columns)):
-        rows.setdefault(_shard_id(columns, row), []).append(row)
+        box = columns.offset[row].tolist(), columns.shape[row].tolist(), int(columns.start[row]), int(columns.stop[row])
+        rows.setdefault((columns.keys[int(columns.key[row])], *map(str, box)), []).append(row)
     loads: dict[frozenset[int], list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = {}
     for place, held in rows.items():
         written = [row for row in held if writes[row]]
@@ -83,11 +84,6 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         load, largest = np.sum(each, axis=0), max(int(part.max()) for part in each)
         limit = load.sum() / len(holders) + largest
         assert load.max() <= limit, f"ranks {sorted(holders)} write {load[sorted(holders)].tolist()}, at most {limit}"
-
-
-def _shard_id(columns: ShardColumns, row: int) -> tuple[object, ...]:
-    box = (columns.offset[row].tolist(), columns.shape[row].tolist(), int(columns.start[row]), int(columns.stop[row]))
-    return columns.keys[int(columns.key[row])], *map(str, box)
 
 
 def _elements(columns: ShardColumns | StoredChunks, row: int, axes: int) -> list[tuple[int, ...]]:

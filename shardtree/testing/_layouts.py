@@ -198,7 +198,7 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
         (2,)
     """
     if prepended is None:
-        prepended = draw(st.integers(0, _prependable(global_shape)))
+        prepended = draw(st.integers(0, prependable(global_shape, _MOST_PREPENDED)))
     front, rest = global_shape[:prepended], global_shape[prepended:]
     cells, grid = draw(st.one_of(regular_cells(rest), uneven_cells(rest), irregular_cells(rest)))
     boxes = [((*place, *offset), (*(1,) * prepended, *shape)) for place in places(front) for offset, shape in cells]
@@ -312,13 +312,9 @@ def even_layout(global_shape: tuple[int, ...], ranks: int, axis: int | None = No
     return Layout(ranks, global_shape, tuple(Piece(r, at, shape) for r, at in enumerate(offsets)), grid=tuple(grid))
 
 
-def _prependable(shape: tuple[int, ...]) -> int:
-    """Return how many leading axes may be prepended."""
-    # Limited, since each index along prepended axes is a separate shard.
-    most = 0
-    while most < len(shape) and 0 < math.prod(shape[: most + 1]) <= _MOST_PREPENDED:
-        most += 1
-    return most
+def prependable(shape: tuple[int, ...], most: int) -> int:
+    """Return how many leading axes may be prepended: each index along them is a shard, and there may be so many."""
+    return next((axes for axes in range(len(shape), 0, -1) if 0 < math.prod(shape[:axes]) <= most), 0)
 
 
 def _flat_ranges(volume: int) -> SearchStrategy[list[tuple[int, int] | None]]:

@@ -18,7 +18,7 @@ from ..optim import optim_state_by_id, optim_state_by_name, optim_state_to_shard
 from ..storage import Directory, MemoryStorage
 from ..trees import diff, leaves_with_paths
 from ..world import World, simulate
-from ._layouts import Layout, cut, even_layout, layouts
+from ._layouts import Layout, cut, even_layout, layouts, prependable
 from ._states import ranks_of
 from ._tensors import PRINTABLE_DTYPES, random_bits, shapes
 
@@ -77,7 +77,7 @@ def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
     names = _NAMES[: draw(st.integers(1, max_params))]
     same = draw(shapes(max_axes=3, sizes=_SIZES))
     sizes = {name: draw(st.just(same) | shapes(max_axes=3, sizes=_SIZES)) for name in names}
-    prepended = {name: draw(st.integers(0, _prependable(sizes[name]))) for name in names}
+    prepended = {name: draw(st.integers(0, prependable(sizes[name], _MOST_PIECES // 2))) for name in names}
     fronts = {name: sizes[name][: prepended[name]] for name in names}
 
     def tensors(shape: tuple[int, ...]) -> st.SearchStrategy[torch.Tensor]:
@@ -95,11 +95,6 @@ def optimizer_states(draw: st.DrawFn, *, max_params: int = 3) -> OptimizerState:
         {name: draw(some(_VALUES, st.tuples(*[_PYTHON] * prod(fronts[name])))) for name in names},
         draw(_groups(names)),
     )
-
-
-def _prependable(shape: tuple[int, ...]) -> int:
-    """Return how many leading axes may be prepended: none may be empty, and each index needs a rank."""
-    return next((n for n in range(len(shape), 0, -1) if 0 < prod(shape[:n]) <= _MOST_PIECES // 2), 0)
 
 
 @st.composite
