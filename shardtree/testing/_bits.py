@@ -66,8 +66,8 @@ def check_same(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[s
     """Raise unless tensors, by key, are those that are expected, bit for bit."""
     assert sorted(found) == sorted(expected), f"{what}: found {sorted(found)}, expected {sorted(expected)}"
     wrong = {key: first_difference(found[key], tensor) for key, tensor in expected.items()}
-    lines = [f"{what}: {key!r}: {difference}" for key, difference in wrong.items() if difference is not None]
-    assert not lines, "\n  ".join(lines)
+    lines = [f"{key!r}: {difference}" for key, difference in wrong.items() if difference is not None]
+    assert not lines, "\n  ".join([what, *lines])
 
 
 def _element(tensor: torch.Tensor, number: int) -> str:
