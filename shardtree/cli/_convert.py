@@ -103,9 +103,10 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
 
 
 def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
-    transform = transform_of(conversion.transforms, conversion.names, conversion.dtype)
     # By one rank: opening a checkpoint may take long.
     optimizer, nbytes = on_rank_zero(world, "convert: look at the source", partial(_look, conversion))
+    renamed = [optimizer["transform"]] if "transform" in optimizer else []
+    transform = transform_of([*renamed, *conversion.transforms], conversion.names, conversion.dtype)
     steps = [step for step in (optimizer.get("transform_common"), conversion.transform_common) if step is not None]
     began = time.monotonic()
     # This rank's share: its own bytes are all that it hears of.

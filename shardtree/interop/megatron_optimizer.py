@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -14,7 +14,7 @@ import torch
 from ..checkpoint import OpenCheckpoint
 from ..errors import CorruptCheckpoint, KeyMismatch, UnsupportedValue, error_text
 from ..mapping import ReplicaId, ShardedObject, ShardedTensor
-from ..trees import shard_leaves
+from ..trees import rename, shard_leaves
 from .megatron import from_megatron
 
 __all__ = ["model_space", "optimizer_shards"]
@@ -24,6 +24,9 @@ __all__ = ["model_space", "optimizer_shards"]
 _PART = re.compile(
     r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>(?!per_bucket_numel)\w+)"
 )
+
+_NUMBERED = re.compile(r"chained_\d+\.(optimizer\.state\..+)", re.DOTALL)
+"""A state of an optimizer that isn't distributed, such as Muon, beside one that is."""
 
 _STEP = "optimizer.state.step."
 
@@ -49,17 +52,21 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     With expert parallelism, Megatron-Core has an optimizer of its own for the experts, without it one for everything,
     and it can't load what was saved the other way. Where the run that goes on differs in that, say so.
 
+    Optimizers that aren't distributed, such as Muon beside a distributed Adam, stay as they are, and their states get
+    the names without `chained_0.` that a `fully_reshardable` checkpoint has.
+
     Args:
         checkpoint: the one with buckets, opened.
         expert_parallel: whether the run that loads the result has expert parallelism; None leaves it as it was.
 
     Returns:
-        `transform_common` and `leave_out`.
+        `transform_common` and `leave_out`, and `transform` where states get other names.
 
     Raises:
         KeyMismatch: the checkpoint has no distributed optimizer of that kind.
         CorruptCheckpoint: ranks' objects differ.
-        UnsupportedValue: the experts have other hyperparameters than the rest, which one optimizer can't have.
+        UnsupportedValue: the experts have other hyperparameters than the rest, which one optimizer can't have; or
+            `expert_parallel` is given where other optimizers stand beside the distributed one.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -77,6 +84,7 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     """
     parts: dict[tuple[int | None, str], Any] = {}
     differing = set()
+    transform = {}
     # Where there are buckets, listing all names would read weights and masters, which the conversion does again.
     stored = getattr(checkpoint.metadata, "stored", None)
     for name in checkpoint if stored is None else stored:
@@ -86,6 +94,8 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
             place = (None if found["optimizer"] is None else int(found["optimizer"]), found["name"])
             if parts.setdefault(place, shard.data) != shard.data:
                 differing.add(shard.key)
+        elif _NUMBERED.fullmatch(name):
+            transform = {"transform": partial(rename, names=_without_number)}
     where = checkpoint.checkpoint.storage.where()
     if not parts:
         fix = "Convert it without this: its states have the model's names already."
@@ -93,13 +103,22 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
+    if transform and expert_parallel is not None:
+        what = f"{where!r} has other optimizers beside the distributed one, and which groups are the experts' is theirs"
+        fix = "Convert it without expert_parallel."
+        raise UnsupportedValue(error_text(what, found=f"expert_parallel={expert_parallel}", fix=fix))
     # What older releases go on with they find by fewer names: of two groups that these don't tell apart they lose one.
     since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # they write a common.pt
     optimizers = _arranged(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
     # Megatron-Core has the step in the groups alone.
     steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}**",)
     left_out = ("**optimizer.distributed.dp_group_idx_**", *steps)
-    return {"transform_common": partial(_with_optimizers, optimizers), "leave_out": left_out}
+    replaced = {number for number, _ in parts}
+    return {"transform_common": partial(_with_optimizers, optimizers, replaced), "leave_out": left_out, **transform}
+
+
+def _without_number(key: str) -> str:
+    return _NUMBERED.sub(r"\1", key)
 
 
 def _arranged(
@@ -136,9 +155,10 @@ def _joined(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> di
     return _with_groups(optimizers[0], groups)
 
 
-def _with_optimizers(optimizers: _Optimizers, common: Any) -> Any:
-    # Several optimizers stand under their numbers. Megatron-Core counts what stands there.
-    old = ("param_state_sharding_type", *range(len(common.get("optimizer", ()))))
+def _with_optimizers(optimizers: _Optimizers, replaced: Collection[int | None], common: Any) -> Any:
+    # Several optimizers stand under their numbers. Megatron-Core counts what stands there, and an optimizer that isn't
+    # distributed stands there as well.
+    old = ("param_state_sharding_type", *replaced)
     stored = {key: value for key, value in common.get("optimizer", {}).items() if key not in old}
     for number, optimizer in optimizers.items():
         stored |= optimizer if number is None else {number: optimizer}

@@ -12,8 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardtree as st
+from shardtree.checkpoint import OpenCheckpoint
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
+from shardtree.interop.megatron_optimizer import model_space
 from shardtree.storage import MemoryStorage
+from tests.cli.checkpoints import run
 from tests.strategies.test_torch_dist_read import Writer
 
 FIELDS: dict[str, object] = {f"{kind}_backend": "torch_dist" for kind in ("sharded", "common")}
@@ -82,3 +85,61 @@ def test_a_folder_of_megatron_fsdp_opens_and_takes_the_usual_names(tmp_path: Pat
     found = st.load_plain_tensors(tmp_path / "ours")
     assert torch.equal(found["w"], WEIGHT) and torch.equal(found["optimizer.state.exp_avg.w"], WEIGHT + 1)
     assert st.load_common_state_dict(tmp_path / "ours")["optimizer"]["param_to_group_meta"] == groups
+
+
+MOMENTUM = "optimizer.state.momentum_buffer.w"
+
+
+def with_muon(folder: Path) -> OpenCheckpoint:
+    """What Megatron-Core writes of Muon beside a distributed Adam: two optimizers, of which the second has buckets."""
+    tensors = {key: st.ShardedTensor.from_rank_offsets(key, WEIGHT) for key in ("w", f"chained_0.{MOMENTUM}")}
+    key = "chained_1.optimizer.distributed.dp_group_idx_0.optimizer"
+    groups = st.ShardedObject(key, {"param_groups": [{"lr": 0.2}]}, (1,), (0,))
+    muon = {"optimizer": {"param_groups": [{"lr": 0.1, "momentum": 0.95}]}}
+    optimizer = {0: muon, 1: {"param_state_sharding_type": "dp_reshardable"}}
+    st.save({"tensors": tensors, "objects": groups, "optimizer": optimizer}, folder, ("torch_dist", 1))
+    return st.open_checkpoint(folder)
+
+
+def test_muon_beside_the_distributed_optimizer_keeps_its_groups_and_its_states_their_values(tmp_path: Path) -> None:
+    opened = with_muon(tmp_path / "buckets")
+    st.convert(tmp_path / "buckets", tmp_path / "full", backend="torch_dist", **model_space(opened))
+    run(
+        "convert", str(tmp_path / "buckets"), str(tmp_path / "same"), "--to", "torch_dist", "--optimizer", "model-space"
+    )
+    for name in ("full", "same"):
+        found = st.load_common_state_dict(tmp_path / name)["optimizer"]
+        assert found[0] == {"optimizer": {"param_groups": [{"lr": 0.1, "momentum": 0.95}]}}
+        assert found[1] == {
+            "param_state_sharding_type": "fully_reshardable",
+            "optimizer": {"param_groups": [{"lr": 0.2}]},
+        }
+        tensors = st.load_plain_tensors(tmp_path / name)
+        assert tensors.keys() == {"w", MOMENTUM} and torch.equal(tensors[MOMENTUM], WEIGHT)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_experts_of_muon_are_neither_joined_nor_split(wanted: bool, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValue, match="other optimizers beside the distributed one"):
+        model_space(with_muon(tmp_path), expert_parallel=wanted)
+
+
+def test_remainders_in_place_of_masters_are_refused_in_both_formats() -> None:
+    """A precision-aware optimizer keeps the 16 bits of each master that its weight lacks, `store_param_remainders`."""
+    remainders = (WEIGHT.view(torch.int32) & 0xFFFF).to(torch.int16)
+    with pytest.raises(CorruptCheckpoint, match="16-bit remainders"):
+        st.open_checkpoint(flat_folder(STATES | {"fp32_param": remainders.float()}))[
+            "optimizer.state.exp_avg.w"
+        ].data.read()
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
+    states = {"param": remainders, "exp_avg": WEIGHT, "exp_avg_sq": WEIGHT}
+    shards = {
+        name: st.ShardedTensor.from_rank_offsets(f"{bucket}.{name}", one.flatten()) for name, one in states.items()
+    }
+    weight = st.ShardedTensor.from_rank_offsets("w", WEIGHT.bfloat16())
+    folder = MemoryStorage()
+    st.save({"w": weight, **shards}, folder, ("torch_dist", 1))
+    opened = st.open_checkpoint(folder)
+    assert torch.equal(opened["w"].data.read(), WEIGHT.bfloat16())
+    with pytest.raises(UnsupportedValue, match="16-bit remainders in place of masters"):
+        opened["optimizer.state.exp_avg.w"]

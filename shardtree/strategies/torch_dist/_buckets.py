@@ -112,6 +112,7 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
 
     Raises:
         CorruptCheckpoint: states of a bucket are cut differently, or one has no float32 masters.
+        UnsupportedValue: one has remainders in the masters' place.
     """
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     names = {}
@@ -125,6 +126,10 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
 def _bucket(name: str, found: re.Match[str], states: Mapping[str, TensorEntry]) -> Bucket:
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
+    if dtypes.get(MASTER) is torch.int16:
+        what = f"open: {name!r} has 16-bit remainders in place of masters, which don't show whose states they are"
+        fix = "Load the model alone, go on with the same model parallelism, or save with store_param_remainders=False."
+        raise UnsupportedValue(error_text(what, fix=fix))
     if len(edges) != 1 or len(dtypes) != len(states) or dtypes.get(MASTER) is not torch.float32:
         fix = "The checkpoint was damaged or made by another program; load another one."
         expected = f"{MASTER} in float32, and moments, cut alike"

@@ -1,6 +1,6 @@
 """An optimizer's states that are stored under the model's names, compared with the model before any of them is read.
 
-Megatron-Core 0.16.1 to 0.19.2 write a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends
+Megatron-Core 0.15.0 to 0.19.2 write a `fully_reshardable` optimizer wrong, in silence, where a bucket but the last ends
 with padding: the elements of all later buckets stand under other parameters' names. Then masters aren't the weights.
 """
 
@@ -150,7 +150,8 @@ def refuse(checkpoint: Checkpoint, wrong: Mapping[str, str]) -> None:
 
 
 FIX = (
-    "Megatron-Core 0.16.1 to 0.19.2 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters "
+    "Megatron-Core 0.15.0 to 0.19.2 saves fully_reshardable optimizers wrong where a bucket ends with padding: masters "
     "and moments are then other parameters'. Save the run again as dp_reshardable. The weights alone can be loaded "
-    "from here. If they were edited, LoadOptions(verify=None) skips the comparison."
+    "from here. If they were edited, LoadOptions(verify=None) skips the comparison. Masters that are the weights' "
+    "16-bit remainders (store_param_remainders) show nothing, so that their states are refused as well."
 )
