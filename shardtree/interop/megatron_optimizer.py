@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -84,7 +84,6 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     """
     parts: dict[tuple[int | None, str], Any] = {}
     differing = set()
-    transform = {}
     # Where there are buckets, listing all names would read weights and masters, which the conversion does again.
     stored = getattr(checkpoint.metadata, "stored", None)
     for name in checkpoint if stored is None else stored:
@@ -94,8 +93,6 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
             place = (None if found["optimizer"] is None else int(found["optimizer"]), found["name"])
             if parts.setdefault(place, shard.data) != shard.data:
                 differing.add(shard.key)
-        elif _NUMBERED.fullmatch(name):
-            transform = {"transform": partial(rename, names=_without_number)}
     where = checkpoint.checkpoint.storage.where()
     if not parts:
         fix = "Convert it without this: its states have the model's names already."
@@ -103,10 +100,6 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     if differing:
         fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
-    if transform and expert_parallel is not None:
-        what = f"{where!r} has other optimizers beside the distributed one, and which groups are the experts' is theirs"
-        fix = "Convert it without expert_parallel."
-        raise UnsupportedValue(error_text(what, found=f"expert_parallel={expert_parallel}", fix=fix))
     # What older releases go on with they find by fewer names: of two groups that these don't tell apart they lose one.
     since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # they write a common.pt
     optimizers = _arranged(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
@@ -114,7 +107,20 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}**",)
     left_out = ("**optimizer.distributed.dp_group_idx_**", *steps)
     replaced = {number for number, _ in parts}
-    return {"transform_common": partial(_with_optimizers, optimizers, replaced), "leave_out": left_out, **transform}
+    return {"transform_common": partial(_with_optimizers, optimizers, replaced), "leave_out": left_out} | (
+        _renamed(checkpoint if stored is None else stored, where, expert_parallel)
+    )
+
+
+def _renamed(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
+    """Return the transform of states of other optimizers, if there are any; whose experts' groups stay theirs."""
+    if not any(map(_NUMBERED.fullmatch, names)):
+        return {}
+    if expert_parallel is not None:
+        what = f"{where!r} has other optimizers beside the distributed one, and which groups are the experts' is theirs"
+        fix = "Convert it without expert_parallel."
+        raise UnsupportedValue(error_text(what, found=f"expert_parallel={expert_parallel}", fix=fix))
+    return {"transform": partial(rename, names=_without_number)}
 
 
 def _without_number(key: str) -> str:

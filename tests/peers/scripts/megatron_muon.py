@@ -3,7 +3,8 @@
     python megatron_muon.py HOW FOLDER '{"tp": 2, "dp": 2}' train:a,megatron_saves:a '{"pp": 2}' shardtree_loads:a
 
 HOW is `whole`, for an optimizer of all parameters on each rank; `layers`, for LayerWiseDistributedOptimizer, which
-gives each rank some parameters; or, from 0.18 on, the format of the distributed Adam beside it, whose buffers hold the rest.
+gives each rank some parameters; or, from 0.18 on, the format of the distributed Adam beside it, whose buffers hold
+the rest.
 """
 
 from __future__ import annotations
