@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from ..world import agree, current_world, gather
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
     DOING,
-    Buffers,
     Empty,
     Ends,
     check_joins,
@@ -31,89 +29,7 @@ from ._memory import (
     take_ends,
     target_memories,
 )
-from ._pack import copy_doubled, copy_own, incoming_bytes, outgoing_bytes, pack_into, unpack
-
-# The transport: the one part that users replace to move bytes by other means.
-
-
-class Transport(Protocol):
-    """A function that sends buffers to some ranks and fills buffers with what some ranks send.
-
-    It is called once a step on every rank of the world, and returns when its own buffers may be used again: `incoming`
-    is filled, and nothing reads `outgoing` any more. `World.exchange` is one. Every pair of ranks agrees about the
-    bytes between them, because all ranks follow one schedule; no buffer is empty, and a rank that has nothing to do
-    in a step gets two empty mappings. Buffers are reused from step to step.
-    """
-
-    def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
-        """Send and receive.
-
-        Args:
-            outgoing: for each peer the bytes that it gets, uint8 (bytes,), contiguous. Ranks are the world's.
-            incoming: for each peer the buffer that its bytes fill, uint8 (bytes,), contiguous.
-        """
-
-
-# The steps: each rank packs, exchanges and unpacks. All follow from the schedule, without further agreement.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """What one rank needs to take part.
-
-    Attributes:
-        plan: of all ranks.
-        schedule: of that plan.
-        rank: which one.
-        sources: the data of the rank's shards by their row in `plan.source`.
-        targets: the data of its target shards by their row in `plan.target`, to be filled.
-        buffers: memory for one step.
-        doing: for messages.
-    """
-
-    plan: ReshardPlan
-    schedule: Schedule
-    rank: int
-    sources: Mapping[int, torch.Tensor]
-    targets: Mapping[int, torch.Tensor]
-    buffers: Buffers
-    doing: str = DOING
-
-
-def move(route: Route, transport: Transport) -> Exception | None:
-    """Fill a rank's target shards; every rank calls it at the same time.
-
-    A rank that fails goes on with the transport's calls, so that no other rank waits for it.
-
-    Returns:
-        The first failure on this rank, except in the transport itself.
-
-    Raises:
-        Exception: what the transport raises, with the step as a note.
-    """
-    failure = _first_failure(None, copy_own, route.plan, route.rank, route.sources, route.targets)
-    for step in range(route.schedule.steps):
-        place = (route.plan, route.schedule, step, route.rank)
-        outgoing, incoming = route.buffers.cut(outgoing_bytes(*place), incoming_bytes(*place))
-        failure = _first_failure(failure, pack_into, *place, route.sources, route.targets, outgoing)
-        try:
-            transport(outgoing, incoming)
-        except Exception as error:
-            error.add_note(f"{route.doing}: in the exchange of step {step + 1} of {route.schedule.steps}")
-            raise
-        failure = _first_failure(failure, unpack, *place, route.targets, incoming)
-    return _first_failure(failure, copy_doubled, route.plan, route.rank, route.targets)
-
-
-def _first_failure(failure: Exception | None, do: Callable[..., None], *arguments: Any) -> Exception | None:
-    """Call a function unless there was a failure before; return the first failure."""
-    if failure is None:
-        try:
-            do(*arguments)
-        except Exception as error:
-            return error
-    return failure
-
+from ._move import Route, Transport, move
 
 # A rank's rows in a plan, matched by the shards' places in their tensors.
 
@@ -268,13 +184,25 @@ def redistribute(
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
     common = shared_common(ranks, descriptions, ends.given.common)
     objects = resharded_objects(ranks, descriptions, ends, rules)
+    is_direct = transport is None  # another may need its buffers' kind of memory
     if transport is None:
         kind = agreed_device(descriptions)
         if device is None:
             # A rank without tensors takes part on the device that torch has as its current one.
             device = place if place is not None and place.type == kind else kind
         transport = ranks.device_exchange(kind) or ranks.exchange
-    allocate = partial(_allocate, ends, common, full, schedule, ranks.rank, donate=donate, device=device, empty=empty)
+    allocate = partial(
+        _allocate,
+        ends,
+        common,
+        full,
+        schedule,
+        ranks.rank,
+        donate=donate,
+        is_direct=is_direct,
+        device=device,
+        empty=empty,
+    )
     route, filled = agree(ranks, "redistribute: make memory", allocate)
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
@@ -307,6 +235,7 @@ def _allocate(
     rank: int,
     *,
     donate: bool,
+    is_direct: bool,
     device: torch.device | str | None,
     empty: Empty,
 ) -> tuple[Route, list[torch.Tensor]]:
@@ -317,7 +246,8 @@ def _allocate(
     filled = target_memories(ends.tensors, ends.given.tensors, donate=donate, empty=empty)
     sources = {row: shard.data for row, shard in zip(given, ends.given.tensors, strict=True)}
     targets = dict(zip(wanted, filled, strict=True))
-    return Route(plan, schedule, rank, sources, targets, make_buffers(schedule, rank, device or "cpu", empty)), filled
+    buffers = make_buffers(schedule, rank, device or "cpu", empty)
+    return Route(plan, schedule, rank, sources, targets, buffers, is_direct), filled
 
 
 def _join(

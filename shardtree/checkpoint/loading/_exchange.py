@@ -11,7 +11,7 @@ import numpy as np
 
 from ...geometry import Column
 from ...layouts import select_rows
-from ...live import BYTES_IN_FLIGHT, Route, make_buffers
+from ...live import Route, make_buffers
 from ...mapping import ShardedTensor
 from ...plans import ExchangePlan, SharedReads
 from ...storage import ReadReport
@@ -26,6 +26,9 @@ from ...strategies import (
 )
 from .._dispatch import Choice, sharded_backend, strategy_of
 from ._targets import CPU, new_memory
+
+BYTES_IN_FLIGHT = 64 * 1024 * 1024
+"""What a rank sends and gets in one step. Long parts go from and to where they lie: large steps take little memory."""
 
 
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
@@ -86,7 +89,7 @@ def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> 
     targets = dict(enumerate((shard.data for shard in shards), int(plan.shared.first[rank])))
     schedule = plan.passed_on.schedule(max_bytes_in_flight=BYTES_IN_FLIGHT)
     buffers = make_buffers(schedule, rank, CPU, doing="load")
-    return parts, Route(plan.passed_on, schedule, rank, sources, targets, buffers, doing="load")
+    return parts, Route(plan.passed_on, schedule, rank, sources, targets, buffers, is_direct=True, doing="load")
 
 
 def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> ReadReport:
