@@ -14,9 +14,16 @@ import torch
 import shardtree as st
 from shardtree.checkpoint.comparison._compare import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
-from shardtree.checkpoint.conversion._journal import Journal, announcer, begin_journal, begun_save, remove_others
+from shardtree.checkpoint.conversion._journal import (
+    Journal,
+    announcer,
+    begin_journal,
+    begun_save,
+    recording,
+    remove_others,
+)
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
-from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.storage import LocalStorage, MemoryStorage, move, write_parts
 from shardtree.testing import Call, watched
 from tests.options import convert_keywords
 
@@ -242,6 +249,19 @@ def test_a_batch_of_many_files_is_announced_in_short_lists() -> None:
     folder.write("save-1/other", [memoryview(b"x")], durable=False)
     remove_others(Journal(folder, ".convert-1"))
     assert files(folder) == ["save-1/other"]
+
+
+def test_files_are_recorded_however_their_names_are_passed() -> None:
+    announced: list[str] = []
+    noted, names = recording(MemoryStorage(), announced.append)
+    noted.write(name="a", buffers=[memoryview(b"1")], durable=False)
+    noted.replace(name="b", data=b"2", durable=False)
+    move(noted, old="b", new="c")
+    write_parts(noted, "d", 1, [(0, memoryview(b"3"))], durable=False)
+    noted.replace("a", b"4", durable=False)
+    noted.remove("d")
+    assert announced == ["a", "b", "c", "d"] and names == {*announced}
+    assert {name: noted.length(name) for name in names} == {"a": 1, "b": None, "c": 1, "d": None}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"save_id":"../up"}', b'{"save_id":7}', b'{"save_id":"a/b"}'])

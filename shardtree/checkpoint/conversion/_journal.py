@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -235,10 +234,6 @@ def _read_json(storage: Storage, name: str) -> Any:
         return None
 
 
-# Which argument of a call names the file that has other bytes afterwards.
-_NAMED_BY = {"write": 0, "write_parts": 0, "replace": 0, "replace_if": 0, "move": 1}
-
-
 def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storage, set[str]]:
     """Return a storage that records the files written through it, so that they can be checked or removed.
 
@@ -261,14 +256,20 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
     def recorded(kind: str, call: Function) -> Function | None:
         if kind in ("sibling", "siblings"):
             return None  # a conversion replaces nothing, and what other saves have left beside it isn't its own
-        return partial(noting, kind, call) if kind in _NAMED_BY else call
+        if kind == "write":
+            return lambda name, buffers, **options: noting(call, name)(name, _ahead(buffers), **options)
+        if kind == "move":
+            return lambda old, new: noting(call, new)(old, new)
+        if kind in ("write_parts", "replace", "replace_if"):
+            return lambda name, *rest, **options: noting(call, name)(name, *rest, **options)
+        return call
 
-    def noting(kind: str, call: Function, *args: Any, **options: Any) -> Any:
-        name = args[_NAMED_BY[kind]]
+    def noting(call: Function, name: str) -> Function:
+        """Return the call, before which the file is announced."""
         if name not in names:
             announce(name)
             names.add(name)
-        return call(name, _ahead(args[1]), **options) if kind == "write" else call(*args, **options)
+        return call
 
     noted: Storage = around(storage, recorded)
     return noted, names
