@@ -27,6 +27,7 @@ from ..strategies import (
     unreplaced,
 )
 from ..strategies.index import reasoned, untaken_of
+from ..traces import Trace, transformed
 from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
@@ -156,6 +157,15 @@ class OpenCheckpoint(Mapping[str, ShardedTensor | ShardedObject]):
         return nested(dict(self.items()), separator=separator)
 
 
+class TransformedCheckpoint(OpenCheckpoint):
+    """A checkpoint seen through a trace: its metadata are the trace's outputs, lazily made of what is stored."""
+
+    __slots__ = ()
+
+    def _lazy(self, load_sharded: Strategy, shards: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+        return list(shards)
+
+
 @shielded
 def open_checkpoint(
     checkpoint_dir: Directory,
@@ -163,6 +173,7 @@ def open_checkpoint(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
     parameter_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    transform: Trace | None = None,
 ) -> OpenCheckpoint:
     """Return a checkpoint as a read-only mapping of lazy shards; not collective.
 
@@ -171,9 +182,11 @@ def open_checkpoint(
         strategies: the dispatch table; None for the process's.
         options: how elements, objects and the common state are read.
         parameter_names: of `options`, which is passed so often that it has a keyword of its own.
+        transform: a trace of what is to be seen instead of the stored tensors: its outputs, lazily made of them.
 
     Raises:
         NotACheckpoint: there is none.
+        KeyMismatch, ShapeError, TraceError: the transform isn't of what is stored, or leaves elements unwritten.
         CheckpointReplaced: later, on a read, when a save has replaced the files meanwhile.
 
     Examples:
@@ -188,7 +201,13 @@ def open_checkpoint(
     how = given_options("open", options, LoadOptions)
     if parameter_names is not None:
         how = replace(how, parameter_names=parameter_names)
-    return tree_of(open_at(checkpoint_dir, one_process(), how, strategies), strategies)
+    opened = tree_of(open_at(checkpoint_dir, one_process(), how, strategies), strategies)
+    if transform is None:
+        return opened
+    tensors = [shard for shard in opened.metadata.values() if isinstance(shard, ShardedTensor)]
+    stored = {shard.key: shard for shard in opened._lazy(opened._load_sharded(), tensors)}
+    made = transformed(transform, dict(opened.metadata.items()) | stored, "open")
+    return TransformedCheckpoint(opened.checkpoint, made, strategies)
 
 
 def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckpoint:

@@ -9,6 +9,7 @@ from ._mapped import gate_and_up, mapped_axis, padded_axis
 from ._rearranged import rearranged, transposed
 from ._renamed import by_pattern, renamed, tied
 from ._stacked import expert_keys, expert_stack, stacked_layers, unstacked_layers
+from ._traced import from_function, through_trace
 
 __all__ = [
     "AxisRuns",
@@ -23,6 +24,7 @@ __all__ = [
     "expert_stack",
     "factories_by_pattern",
     "flat_of",
+    "from_function",
     "gate_and_up",
     "grouped_runs",
     "mapped_axis",
@@ -32,6 +34,7 @@ __all__ = [
     "rotary_halves",
     "rotary_pairs",
     "stacked_layers",
+    "through_trace",
     "tied",
     "transposed",
     "unstacked_layers",

@@ -13,8 +13,10 @@ from .._shielded import shielded
 from ..errors import IntegrityError, MetadataError, error_text
 from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns
+from ..lenses import through_trace
 from ..mapping import ShardedObject, ShardedTensor
 from ..plans import ReshardPlan, Schedule, with_relays
+from ..traces import Trace
 from ..world import agree, current_world, gather
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
@@ -118,6 +120,7 @@ def redistribute(
     plan: ReshardPlan | None = None,
     relay: bool = False,
     cast: bool = False,
+    transform: Trace | None = None,
     world: Any = None,
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
     donate: bool = False,
@@ -140,6 +143,8 @@ def redistribute(
             that feed several engines over narrow links.
         cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, directly into the
             buffers. A plan that is passed has its own dtypes.
+        transform: a trace of what makes targets of the sources, by key, as an engine's own loader: each rank gets the
+            elements that its own are made of.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.
         donate: whether the target's tensors are donated: they are filled in place, on any device, and
@@ -178,7 +183,9 @@ def redistribute(
         ([[1], [3], [5], [7]], 3)
     """
     ranks = current_world(world)
-    prepare = partial(_prepare, tree, target, plan, max_bytes_in_flight, device, relay=relay, cast=cast, donate=donate)
+    prepare = partial(
+        _prepare, tree, target, plan, max_bytes_in_flight, device, transform, relay=relay, cast=cast, donate=donate
+    )
     ends, options, own, place = agree(ranks, "redistribute: prepare", prepare)
     descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, place, ranks))
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
@@ -211,7 +218,16 @@ def redistribute(
 
 
 def _prepare(
-    tree: Any, target: Any, plan: Any, max_bytes_in_flight: Any, device: Any, *, relay: bool, cast: bool, donate: bool
+    tree: Any,
+    target: Any,
+    plan: Any,
+    max_bytes_in_flight: Any,
+    device: Any,
+    transform: Trace | None,
+    *,
+    relay: bool,
+    cast: bool,
+    donate: bool,
 ) -> tuple[Ends, Options, ReshardPlan | None, torch.device | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
@@ -219,7 +235,8 @@ def _prepare(
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
-    ends = take_ends(tree, target, donate=donate)
+    seen = target if transform is None else through_trace(target, transform, cast=cast)
+    ends = take_ends(tree, seen, donate=donate)
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):

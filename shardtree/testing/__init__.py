@@ -14,6 +14,7 @@ from ._law_plans import check_layout, check_load_plan, check_writes
 from ._law_purity import check_commutes, check_pure
 from ._law_reshard import check_filled, check_reshard, check_reshard_plan, shard_elements
 from ._law_schedules import check_moved, check_relayed, check_schedule, element_numbers, moved
+from ._law_trace import check_trace
 from ._layouts import (
     Layout,
     Piece,
@@ -81,6 +82,7 @@ __all__ = [
     "check_schedule",
     "check_storage",
     "check_strategy",
+    "check_trace",
     "check_writes",
     "common_states",
     "cut",

@@ -93,6 +93,21 @@ LENS_CASES: dict[str, LensCase] = {
     ),
     "rearranged: prepended too": LensCase(lenses.rearranged("l e d -> d (l e)"), (2, 2, 3), prepended=1),
     "mapped_axis": LensCase(lenses.mapped_axis(-1, lambda n: groups(n, 2, (1, 2)), part="w", names=("a", "b")), (2, 6)),
+    "from_function: transposed": LensCase(lenses.from_function(lambda w: w.T), (3, 4)),
+    "from_function: a prepended axis": LensCase(lenses.from_function(lambda w: w.flip(0).T), (2, 3, 4), prepended=1),
+    "from_function: gate and up": LensCase(
+        lenses.from_function(lambda w: dict(zip(("gate", "up"), w.view(2, 2, -1, 3).unbind(1), strict=True)), part="w"),
+        (8, 3),
+    ),
+    "from_function: rows of padding": LensCase(lenses.from_function(lambda w: w[:5], drop=True), (8, 2)),
+    "from_function: of experts": LensCase(
+        lenses.compose(
+            lenses.from_function(lambda w: dict(zip("01", w.chunk(2), strict=True)), part="fc2"),
+            lenses.renamed("mlp", "ffn"),
+        ),
+        (6, 2),
+        ("mlp.experts.fc2",),
+    ),
     "compose": LensCase(lenses.compose(), (2, 3)),
     "compose: four deep": LensCase(
         lenses.compose(

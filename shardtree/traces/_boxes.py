@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from ..lazy import Box, Strided, covering, dense
+from ._evaluate import leaves
 from ._moves import Move
+from ._steps import Kind
 
-_MOST = 4096
+MOST = 4096
 """Into so many boxes a move is cut, so that nothing else is read; beyond that, what lies between is read too."""
 
 
@@ -19,7 +21,7 @@ def covering_box(move: Move, shape: tuple[int, ...]) -> tuple[Box, Strided]:
     return covering(Strided(move.at, move.size, tuple([step for _, _, step in move.loops])), shape)
 
 
-def tight(move: Move, shape: tuple[int, ...], most: int = _MOST) -> Iterator[tuple[Box, Move]]:
+def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tuple[Box, Move]]:
     """Yield a move in parts, each with its box, which holds nothing else.
 
     Args:
@@ -71,11 +73,12 @@ class Reads:
     numbers: Mapping[str, Mapping[Box, int]]
 
 
-def reads_of(parts: Iterable[tuple[str, Box]]) -> Reads:
-    """Return the reads of parts of moves, each with its root and its box."""
+def reads_of(sources: Mapping[str, Kind], moves: Iterable[Move], most: int = MOST) -> Reads:
+    """Return the boxes of sources that moves read, each cut in at most some parts."""
     asked: dict[str, dict[Box, None]] = defaultdict(dict)
-    for name, box in parts:
-        asked[name][box] = None
+    for move in leaves(moves):
+        for box, _ in tight(move, sources[move.root].shape, most):
+            asked[move.root][box] = None
     boxes, numbers = {}, {}
     for name, found in asked.items():
         listed = list(found)

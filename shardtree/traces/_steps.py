@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import shorten
+from ..trees import as_integers
 
 
 def short(dtype: torch.dtype) -> str:
@@ -42,7 +43,7 @@ def kind_of(like: Any) -> Kind:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, uint8 (bytes,)."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return as_integers(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

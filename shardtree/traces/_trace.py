@@ -11,8 +11,9 @@ import torch
 
 from ..errors import KeyMismatch, ShapeError, TraceError, error_text
 from ..lazy import Box, dense
-from ._boxes import Reads, reads_of, tight
-from ._evaluate import Elements, Whole, dense_cpu, filled, leaves
+from ..trees import empty_data
+from ._boxes import reads_of
+from ._evaluate import dense_tensor, filled, leaves
 from ._moves import Move, Moves, read_of, rolled, turned
 from ._problems import Difference, Problem, differences, problems_of
 from ._steps import Computed, Constant, Kind, Operand, kind_of, undone
@@ -44,7 +45,7 @@ class Trace:
     overwritten: Mapping[str, Moves] = field(default_factory=dict)
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], *, fill: float | None = None) -> dict[str, torch.Tensor]:
-        """Return the outputs, made of the sources' elements: new dense tensors, on the CPU; tied ones are the same.
+        """Return the outputs, made of the sources' elements: new dense tensors on their device; tied ones are the same.
 
         Args:
             tensors: by name; those that nothing is made of may be left out.
@@ -64,7 +65,7 @@ class Trace:
         """
         needed = dict.fromkeys(move.root for moves in self.moves.values() for move in leaves(moves))
         check_kinds("trace", {name: self.sources[name] for name in needed}, tensors)
-        return evaluated(self, Whole({name: dense_cpu(tensors[name]).cpu() for name in needed}), fill)
+        return evaluated(self, {name: tensors[name] for name in needed}, fill)
 
     def narrow(self, boxes: Mapping[str, Place]) -> Trace:
         """Return the trace of one rank's part: what makes boxes of outputs, and nothing of the rest.
@@ -116,7 +117,10 @@ class Trace:
 
         They hold nothing else, unless a move would be more than some thousand boxes.
         """
-        return dict(boxes_of(self).boxes)
+        return dict(reads_of(self.sources, self._own_moves()).boxes)
+
+    def _own_moves(self) -> Iterator[Move]:
+        return (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
 
     def then(self, other: Trace) -> Trace:
         """Return both, one after the other: the other's sources are this one's outputs.
@@ -217,27 +221,18 @@ class Trace:
     __repr__ = __str__
 
 
-def evaluated(trace: Trace, elements: Elements, fill: float | None = None) -> dict[str, torch.Tensor]:
-    """Return a trace's outputs, given what takes elements of its sources."""
+def evaluated(trace: Trace, tensors: Mapping[str, torch.Tensor], fill: float | None = None) -> dict[str, torch.Tensor]:
+    """Return a trace's outputs, given its sources, which aren't checked."""
     found: dict[str, torch.Tensor] = {}
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    sources = {name: dense_tensor(tensor, device) for name, tensor in tensors.items()}
     for name, kind in trace.outputs.items():
         if name in trace.tied:
             found[name] = found[trace.tied[name]]
             continue
-        new = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
-        found[name] = filled(new, trace.moves[name], elements, partial(_fill, name, fill))
+        new = empty_data(kind.shape, kind.dtype, device)
+        found[name] = filled(new, trace.moves[name], sources, partial(_fill, name, fill))
     return found
-
-
-def boxes_of(trace: Trace) -> Reads:
-    """Return the boxes of sources that a trace reads, and which parts of moves lie in which."""
-    own = (moves for name, moves in trace.moves.items() if name not in trace.tied)
-    return reads_of(
-        (move.root, box)
-        for moves in own
-        for move in leaves(moves)
-        for box, _ in tight(move, trace.sources[move.root].shape)
-    )
 
 
 def _lies_within(box: Box, shape: tuple[int, ...]) -> bool:

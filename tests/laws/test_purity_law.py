@@ -370,7 +370,18 @@ CALLS: dict[str, Call] = {
     "traces.Trace.check": (TRACED.check, TRACED),
     "traces.Trace.diff": (TRACED.diff, TRACED),
     "traces.Moves.find": (TRACED.moves["w"].find, [traces.Move(None, 0, 3, ((2, 1, 1),))]),
+    "traces.localized": (lambda trace: traces.localized(trace, "w", (1, 0), (2, 2)).boxes, TRACED),
+    "traces.Local.made": (traces.localized(TRACED, "w", (0, 0), (4, 2)).made, [WEIGHT.data]),
+    "traces.check_written": (traces.check_written, TRACED, "w", "load"),
+    "traces.whole_shard": (traces.whole_shard, "w", TRACED.outputs["w"]),
+    "traces.transformed": (
+        lambda trace, tree: traces.transformed(trace, tree, "open")["w"].data.read(),
+        TRACED,
+        {"w": st.ShardedTensor("w", LAZY, LAZY.dtype, (4, 2), (4, 2), (0, 0), (1, 1))},
+    ),
     "traces.Moves.near": (TRACED.moves["w"].near, 0, 3),
+    "lenses.from_function": (lambda shard: lenses.from_function(lambda w: w.T)(shard).shards, WEIGHT),
+    "lenses.through_trace": (lambda tree, trace: lenses.through_trace(tree, trace)["w"].key, {"w": WEIGHT}, TRACED),
     "lenses.as_factory": (lambda shard: lenses.as_factory(shard, GATED).build()["0"], FLAT),
     "lenses.factories_by_pattern": (
         lambda tree: lenses.factories_by_pattern(tree, {"**": GATED})["w"].build()["0"], {"w": WEIGHT}

@@ -112,6 +112,11 @@ ORACLES: dict[str, Oracle] = {
     "rearranged: ranks of experts": one(expert_ranks),
     "rearranged: prepended too": one(lambda w: torch.cat([layer.T for layer in w], 1)),
     "mapped_axis": lambda held: mapped(held[0]),
+    "from_function: transposed": one(lambda w: w.T),
+    "from_function: a prepended axis": one(lambda w: torch.stack([layer.flip(0).T for layer in w])),
+    "from_function: gate and up": lambda held: dict(zip(GATED, held[0].view(2, 2, 2, 3).unbind(1), strict=True)),
+    "from_function: rows of padding": one(lambda w: w[:5]),
+    "from_function: of experts": lambda held: {f"ffn.experts.{at}": part for at, part in enumerate(held[0].split(3))},
     "compose": one(lambda w: w),
     "compose: four deep": four_deep,
 }

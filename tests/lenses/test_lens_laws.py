@@ -92,8 +92,8 @@ def test_there_is_a_case_for_each_ready_lens() -> None:
 @given(some.data())
 def test_merge_undoes_build_on_flat_ranges_and_states(name: str, data: some.DataObject) -> None:
     case = LENS_CASES[name]
-    if name.startswith("padded"):
-        case = replace(case, shape=(5, 2) if name == "padded_axis" else (2, 3))  # padding doesn't come back
+    if "padd" in name:
+        case = replace(case, shape=(2, 3) if "axis 1" in name else (5, 2))  # padding doesn't come back
     layout = data.draw(layouts(case.shape, 1, prepended=case.prepended))
     shards = cut(layout, case.keys[0], random_bits(case.shape, data.draw(dtypes()), 1), 0)
     boxes = [shard for shard in shards if shard.flattened_range is None]

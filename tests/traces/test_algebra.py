@@ -15,9 +15,8 @@ import shardtree as st
 from shardtree.errors import KeyMismatch, ShapeError, TraceError
 from shardtree.traces import Trace
 from shardtree.traces._boxes import covering_box
-from shardtree.traces._evaluate import InBoxes
+from shardtree.traces._local import localized
 from shardtree.traces._moves import Moves
-from shardtree.traces._trace import boxes_of, evaluated
 from tests.traces import programs
 from tests.traces.programs import MOVES, ONE_TO_ONE, VALUES, Tensors, box_of, cut, program
 
@@ -87,10 +86,10 @@ def test_what_is_read_in_boxes_is_what_is_needed(seed: int) -> None:
     run = program(seed, (*MOVES, *VALUES) if seed % 2 else MOVES)
     found = st.trace(run, tensors)
     part = found.narrow({name: box_of(random, kind.shape) for name, kind in found.outputs.items()})
-    reads = boxes_of(part)
-    boxes = {name: [cut(tensors[name], box).contiguous() for box in some] for name, some in reads.boxes.items()}
-    shapes = {name: kind.shape for name, kind in part.sources.items()}
-    assert equal(evaluated(part, InBoxes(shapes, reads, boxes)), part(tensors))
+    for name, kind in part.outputs.items():
+        local = localized(part, name, (0,) * len(kind.shape), kind.shape)
+        made = local.made([cut(tensors[root], box) for root, box in local.boxes])
+        assert torch.equal(made, part(tensors)[name])
     # Exactly the elements that are needed: all others may be anything, and these may not.
     poisoned = {name: torch.full_like(each, -7) for name, each in tensors.items()}
     for name, some in part.reads().items():

@@ -139,7 +139,8 @@ def convert(
         backend: the format, as (backend, version) or a name, which means its latest version.
         transform: a pure function from the flat dict of whole shards, by key and with lazy data, to the tree of shards
             that is written. The keys of the dict don't matter, those of the shards do. It records what it does to lazy
-            data; elements that it reads itself stay in memory.
+            data; elements that it reads itself stay in memory. Or a trace of torch code, from `shardtree.trace`, which
+            passes on what isn't a tensor.
         transform_common: a pure function from the common state, with holes where shards were, to the one that is
             written.
         common_backend: the format of the common state; the one that a save would choose by default.

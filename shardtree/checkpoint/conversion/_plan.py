@@ -18,6 +18,7 @@ from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped, near_patterns
 from ...strategies.index import untaken_of
+from ...traces import Trace, transformed
 from ...trees import HOLE, key_matcher, leaves_with_paths
 from .._lazy_tree import OpenCheckpoint
 from .._open import load_common
@@ -247,7 +248,7 @@ def _piece(
     )
 
 
-Transform = Callable[[dict[str, Any]], Any]
+Transform = Callable[[dict[str, Any]], Any] | Trace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +301,7 @@ def plan_conversion(
     reads: list[Fetch] = []
     reader = BoxReader(opened)
     source, left_out, others = source_tree(reader, leave_out, reads.append)
-    output = take_apart(dict(source) if transform is None else transform(dict(source)))
+    output = take_apart(_transformed(dict(source), transform))
     _refuse_plain_values(output.common)
     check_output(output.tensors, output.objects)
     pruned, unused = unused_elements(source, output.tensors, output.objects, tuple(reads))
@@ -316,6 +317,12 @@ def plan_conversion(
     listed_unused = tuple(sorted(unused.items()))
     unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)
+
+
+def _transformed(source: dict[str, Any], transform: Transform | None) -> Any:
+    if transform is None:
+        return source
+    return transformed(transform, source, "convert") if isinstance(transform, Trace) else transform(source)
 
 
 def _is_unchanged(shard: ShardedTensor, given: Shard | None) -> bool:

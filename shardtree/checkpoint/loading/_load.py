@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 
 from ..._shielded import shielded
+from ...errors import TreeError
 from ...layouts import ShardColumns
+from ...lenses import through_trace
 from ...storage import Directory, ReadReport
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
+from ...traces import Trace
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, share, step, tried
 from .._dispatch import Choice
@@ -40,6 +44,7 @@ def load(
     cast: bool = False,
     device: str | torch.device | None = None,
     layout: ShardColumns | None = None,
+    transform: Trace | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
@@ -84,6 +89,8 @@ def load(
             CPU by default. Ranks may pass different devices.
         layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
             or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
+        transform: a trace of what makes the target's tensors of those that are stored, by key: each rank reads what its
+            own are made of. Their integrity isn't checked: ranks may need the same elements, and leave some out.
         strategies: the dispatch table; None for the process's.
         options: how the checkpoint is read: verification, exchange between ranks, classes, rules for objects, progress.
 
@@ -121,7 +128,7 @@ def load(
     ranks = current_world(world)
     options = LoadOptions() if options is None else options
     choices = (sharded_strategy, common_strategy, strategies)
-    validate = validate_access_integrity
+    validate = validate_access_integrity and transform is None
     request = LoadRequest(
         sharded_state_dict,
         choices,
@@ -133,6 +140,9 @@ def load(
         device=device,
         options=options,
     )
+    if transform is not None:
+        with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
+            request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast))
     opened_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
     local, messages = ask(ranks, opened_or_error, request)  # 2: all ranks wait
     local = with_metadata(request, local)  # 2: all wait, for some formats

@@ -7,6 +7,7 @@ import torch
 from ...layouts import ShardColumns
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
+from ...traces import Trace
 from .._dispatch import Choice
 from ._strict import StrictHandling
 
@@ -38,6 +39,7 @@ class _Keywords(TypedDict, total=False):
     cast: bool
     device: str | torch.device | None
     layout: ShardColumns | None
+    transform: Trace | None
     strategies: Strategies | None
     options: LoadOptions | None
 

@@ -1,0 +1,210 @@
+"""A trace whose sources are the boxes that it reads: what files, lazy tensors and other ranks give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..errors import TraceError, error_text
+from ..lazy import Box, Fetch, LazyTensor, dense, of_source
+from ..mapping import ShardedTensor
+from ._boxes import MOST, Reads, covering_box, reads_of, tight
+from ._evaluate import leaves, operand_moves
+from ._moves import Move, Moves
+from ._steps import Computed, Constant, Function, Kind, Operand, bits, short
+from ._trace import Trace, check_kinds, evaluated
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """A trace of one output from boxes of sources.
+
+    Attributes:
+        boxes: of which source each is, and where it lies there.
+        trace: from the boxes, by their numbers as text.
+    """
+
+    boxes: tuple[tuple[str, Box], ...]
+    trace: Trace
+
+    def made(self, parts: Sequence[Any], fill: float | None = None) -> Any:
+        """Return the output, given the boxes' elements: lazy if they are.
+
+        Args:
+            parts: tensors or lazy tensors, in the order of the boxes.
+            fill: what elements get that are never written.
+        """
+        [(name, kind)] = self.trace.outputs.items()
+        named = {str(number): part for number, part in enumerate(parts)}
+        if any(isinstance(part, LazyTensor) for part in parts):
+            return of_source(Traced(name, self.trace, named, kind.shape, kind.dtype, fill))
+        return evaluated(self.trace, named, fill)[name]
+
+
+def localized(trace: Trace, name: str, offset: Sequence[int], shape: Sequence[int], most: int = MOST) -> Local:
+    """Return what makes a box of one output, from the boxes of sources that it reads.
+
+    Args:
+        trace: of all outputs.
+        name: of the output.
+        offset: of the box.
+        shape: of the box.
+        most: into how many boxes about a move is cut, so that they hold nothing else.
+    """
+    part = trace.narrow({name: (offset, shape)})
+    reads = reads_of(part.sources, part.moves[name], most)
+    boxes = tuple((root, box) for root, some in reads.boxes.items() for box in some)
+    numbers = {place: number for number, place in enumerate(boxes)}
+    sources = {str(number): Kind(box.shape, trace.sources[root].dtype) for number, (root, box) in enumerate(boxes)}
+    moves = Moves(_moved(part.moves[name], part, reads, numbers, most))
+    return Local(boxes, Trace(sources, part.outputs, {name: moves}))
+
+
+def _moved(
+    moves: Sequence[Move], part: Trace, reads: Reads, numbers: Mapping[tuple[str, Box], int], most: int
+) -> Iterator[Move]:
+    """Yield moves from sources as moves from the boxes that are read."""
+    for move in moves:
+        if isinstance(move.root, str):
+            for box, piece in tight(move, part.sources[move.root].shape, most):
+                outer = reads.boxes[move.root][reads.numbers[move.root][box]]
+                yield _into_box(piece, part.sources[move.root].shape, outer, str(numbers[move.root, outer]))
+        elif isinstance(move.root, Computed):
+            operands = tuple(
+                replace(each, moves=Moves(_moved(operand_moves(each, move), part, reads, numbers, most)))
+                if isinstance(each, Operand)
+                else each
+                for each in move.root.operands
+            )
+            size = move.size
+            loops = tuple((n, to, step) for (n, to, _), step in zip(move.loops, dense(size).stride, strict=True))
+            yield Move(replace(move.root, operands=operands), move.to, 0, loops, move.via)
+        else:
+            yield move
+
+
+def _into_box(move: Move, shape: tuple[int, ...], outer: Box, root: str) -> Move:
+    """Return a move from a source as one from a box of it, which has all of its elements."""
+    box, inner = covering_box(move, shape)
+    own, strides = dense(box.shape).stride, dense(outer.shape).stride
+
+    def there(flat: int) -> int:
+        # A step leads along the same axes in both boxes, by other strides.
+        total = 0
+        for weight, stride in zip(own, strides, strict=True):
+            digit, flat = divmod(flat, weight)
+            total += digit * stride
+        return total
+
+    first = sum((low - base) * stride for low, base, stride in zip(box.offset, outer.offset, strides, strict=True))
+    loops = tuple((n, to, there(step)) for (n, to, _), step in zip(move.loops, inner.stride, strict=True))
+    return Move(root, move.to, first + there(inner.offset), loops, move.via)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traced:
+    """A source of lazy tensors: an output of a trace of others.
+
+    Attributes:
+        name: of the output.
+        trace: has it.
+        lazies: the trace's sources that it is made of, by name; lazy tensors.
+        shape: of the output.
+        dtype: likewise.
+        fill: what elements get that are never written.
+    """
+
+    name: str
+    trace: Trace
+    lazies: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float | None = None
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        """What identifies it: the moves, and the lazy tensors."""
+        names = sorted(self.lazies)
+        return (
+            "trace",
+            _described(self.trace.moves[self.name]),
+            self.fill,
+            names,
+            *(self.lazies[name] for name in names),
+        )
+
+    def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a box's elements in a new tensor that the caller owns."""
+        local = localized(self.trace, self.name, offset, shape)
+        made: torch.Tensor = local.made([self.lazies[root].read_box(*box) for root, box in local.boxes], self.fill)
+        return made
+
+    def box_fetches(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Fetch]:
+        """Yield what reading the box would fetch from storage, in that order."""
+        boxes = localized(self.trace, self.name, offset, shape).boxes
+        return chain.from_iterable(self.lazies[root].box_fetches(*box) for root, box in boxes)
+
+
+def _described(value: Any) -> Any:
+    """Return moves, and what they go through, as lists of numbers and text that no other moves have."""
+    if isinstance(value, Moves | tuple | list):
+        return [_described(each) for each in value]
+    if isinstance(value, Constant):
+        return [short(value.value.dtype), [*value.value.shape], sha256(bits(value.value).numpy()).hexdigest()]
+    if isinstance(value, Function | Computed | Operand):
+        return [_described(getattr(value, name)) for name in value.__slots__]
+    return value if isinstance(value, str | int) else str(value.name()) if hasattr(value, "name") else repr(value)
+
+
+def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, Any]:
+    """Return a flat tree of a trace's outputs, lazily made of the whole tensors of another; objects are passed on.
+
+    Args:
+        trace: from tensors of the tree, by key.
+        tree: whole shards with lazy data, by key, and objects by unique key.
+        doing: what is being done, for messages.
+
+    Raises:
+        KeyMismatch: a source isn't there.
+        ShapeError: it has another shape or dtype than was traced.
+        TraceError: elements of an output are never written.
+    """
+    needed = {name: check_written(trace, name, doing) for name in trace.outputs}
+    sources = dict.fromkeys(name for some in needed.values() for name in some)
+    check_kinds(doing, {name: trace.sources[name] for name in sources}, tree)
+    made = {
+        name: replace(
+            whole_shard(name, kind), data=_lazy(trace, name, {each: tree[each].data for each in needed[name]})
+        )
+        for name, kind in trace.outputs.items()
+    }
+    return made | {key: leaf for key, leaf in tree.items() if not isinstance(leaf, ShardedTensor)}
+
+
+def _lazy(trace: Trace, name: str, lazies: Mapping[str, Any]) -> LazyTensor:
+    kind = trace.outputs[name]
+    return of_source(Traced(name, trace, lazies, kind.shape, kind.dtype))
+
+
+def whole_shard(key: str, kind: Kind) -> ShardedTensor:
+    """Return a whole tensor as a shard without data."""
+    zeros, ones = (0,) * len(kind.shape), (1,) * len(kind.shape)
+    return ShardedTensor(key, None, kind.dtype, kind.shape, kind.shape, zeros, ones)
+
+
+def check_written(trace: Trace, name: str, doing: str) -> tuple[str, ...]:
+    """Return the sources that an output is made of, after checking that all of it is written.
+
+    Raises:
+        TraceError: it isn't.
+    """
+    moves = trace.moves[name]
+    if missing := trace.outputs[name].numel - moves.numel:
+        fix = "Let the code that is traced write all of it: trace.check() says which elements it leaves out."
+        raise TraceError(error_text(f"{doing}: {missing} elements of {name!r} are never written", fix=fix))
+    return tuple(dict.fromkeys(move.root for move in leaves(moves)))
