@@ -324,15 +324,26 @@ def _continued(moves: list[Move]) -> list[Move]:
     """Return moves with those that go on where the one before ends, by the same steps, as one."""
     new: list[Move] = []
     for move in moves:
-        last = new[-1] if new else None
-        if last and last.loops and move.loops and last.loops[1:] == move.loops[1:] and last.root == move.root:
-            (count, *steps), (more, *others) = last.loops[0], move.loops[0]
-            goes_on = (move.to - last.to, move.at - last.at) == (count * steps[0], count * steps[1])
-            if goes_on and steps == others and last.via == move.via:
-                new[-1] = last._replace(loops=((count + more, steps[0], steps[1]), *last.loops[1:]))
-                continue
-        new.append(move)
+        if new and (longer := _longer(new[-1], move)) is not None:
+            new[-1] = new[-1]._replace(loops=longer)
+        else:
+            new.append(move)
     return new
+
+
+def _longer(one: Move, other: Move) -> tuple[Loop, ...] | None:
+    """Return the loops of two moves as one, None if the second doesn't go on where the first ends."""
+    if one.root != other.root or one.via != other.via:
+        return None
+    # A move of one row has no loop over rows: then the other one's steps are looked at.
+    for left, right in ((one.loops[1:], other.loops[1:]), (one.loops, other.loops[1:]), (one.loops[1:], other.loops)):
+        if left == right and (len(left) < len(one.loops) or len(right) < len(other.loops)):
+            count, *steps = one.loops[0] if len(left) < len(one.loops) else (1, *other.loops[0][1:])
+            more, *others = other.loops[0] if len(right) < len(other.loops) else (1, *steps)
+            goes_on = (other.to - one.to, other.at - one.at) == (count * steps[0], count * steps[1])
+            if goes_on and steps == others:
+                return ((count + more, steps[0], steps[1]), *left)
+    return None
 
 
 def _rolled_once(moves: list[Move]) -> list[Move]:
