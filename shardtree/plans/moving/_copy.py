@@ -152,21 +152,12 @@ def _strides(memory: torch.Tensor, axes: int) -> Column:
     return np.array([*repeat(0, axes - len(own)), *own][-axes:], dtype=np.int64)
 
 
-def memory_of(columns: ShardColumns, row: int, memories: Memories) -> torch.Tensor:
-    """Return a shard's tensor.
-
-    Raises:
-        KeyMismatch: it isn't there.
-    """
+def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
+    """Return a shard's tensor as integers of its item size, after checking that it is the shard's."""
     if row not in memories:
         fix = "Give the tensor of each shard that the rank holds, by its row."
         raise KeyMismatch(error_text(f"reshard: no memory for {_name(columns, row)}, row {row}", fix=fix))
-    return memories[row]
-
-
-def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memories) -> torch.Tensor:
-    """Return a shard's tensor as integers of its item size, after checking that it is the shard's."""
-    memory = memory_of(columns, row, memories)
+    memory = memories[row]
     kind = columns.kinds[int(columns.key[row])]
     if (memory.dtype, memory.numel()) != (kind.dtype, elements):
         found, expected = f"{tuple(memory.shape)} {memory.dtype}", f"{elements} elements of {kind.dtype}"

@@ -9,6 +9,7 @@ import numpy as np
 from ...geometry import Column, rows_of, volumes
 from ...layouts import ShardColumns
 from .._level import Line, Parts, dealt_out
+from .._save import find_holders, holder_sets
 from ._pieces import Pieces, Places, as_routes
 from ._transfers import Routes
 
@@ -48,26 +49,23 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 
 def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[Line]:
     """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
-    used = np.unique(pieces.place)
-    for count in np.unique(places.holders[used]).tolist():
-        if count == 1:
-            continue
-        chosen = used[places.holders[used] == count]
-        sets, number = np.unique(
-            places.holder[places.first[chosen][:, None] + np.arange(count)], axis=0, return_inverse=True
-        )
-        set_of = np.full(len(places.main), -1, dtype=np.int64)
-        set_of[chosen] = number.reshape(-1)
-        own = np.flatnonzero(set_of[pieces.place] >= 0)
-        own = own[_canonical(rows_of(pieces, own), set_of[pieces.place[own]], target)]
-        ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))
-        for holders, items in zip(sets, np.split(own, ends[:-1]), strict=True):
-            yield Line(items, size[items], row[items], holders)
+    used = np.zeros(len(places.main), dtype=np.bool_)
+    used[pieces.place] = True
+    held = find_holders(np.repeat(np.arange(used.size), places.holders), places.holder, used)
+    sets, set_of = [*holder_sets(held)], np.full(used.size, -1)
+    for number, (chosen, _) in enumerate(sets):
+        set_of[chosen] = number
+    own = np.flatnonzero(set_of[pieces.place] >= 0)
+    own = own[_canonical(rows_of(pieces, own), set_of[pieces.place[own]], target)]
+    ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))[:-1]
+    # Of no sets, `split` gives one empty part.
+    for (_, holders), items in zip(sets, np.split(own, ends), strict=False):
+        yield Line(items, size[items], row[items], holders)
 
 
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:
     """Return the order of pieces by group, place, box and rank: places are numbered by key, then box."""
     boxes = (*pieces.shape.T[::-1], *pieces.offset.T[::-1])
     # Columns with one value decide nothing, and a sort by them takes as long as by any other.
-    vary = [column for column in boxes if (column != column[0]).any()]
+    vary = [column for column in boxes if (column != column[:1]).any()]
     return np.lexsort((target.rank[pieces.target], *vary, pieces.place, group))
