@@ -247,3 +247,30 @@ def test_boxes_of_too_many_cells_stay_whole() -> None:
     assert (few.bytes_read.sum(), many.bytes_read.sum()) == (19, 100)
     assert (len(few.reads), len(many.reads)) == (19, 10)
     assert many.bytes_sent.sum() == 0
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_flat_ranges_that_overlap_are_read_once_and_twice_on_a_rank_sent_once(cast: bool) -> None:
+    """Each also lies in a box of another rank; one rank wants the same range in two shards."""
+    full, folder = random_bits((8, 6), torch.int16, 7), MemoryStorage()
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", full)}, folder)
+    dtype = torch.int32 if cast else torch.int16
+    wanted = [[slice(0, 30)], [slice(20, 48), slice(20, 48)], [None], [slice(7, 8)]]
+
+    def on_rank(world: st.World) -> st.storage.ReadReport:
+        reports: list[st.storage.ReadReport] = []
+        target = {
+            number: st.ShardedTensor("w", None, dtype, (8, 6), (8, 6), (0, 0), None, world.rank, flattened_range=part)
+            for number, part in enumerate(wanted[world.rank])
+        }
+        options = st.LoadOptions(exchange="always", verify=None, report=reports.append)
+        loaded = st.load(target, folder, world=world, cast=cast, validate_access_integrity=False, options=options)
+        for number, part in enumerate(wanted[world.rank]):
+            expected = full if part is None else full.flatten()[part]
+            assert torch.equal(loaded[number], expected.to(dtype))
+        return reports[0]
+
+    found = st.simulate(4, on_rank)
+    assert sum(one.bytes_read for one in found) == full.nbytes
+    once = (30 + 28 + 48 + 1) * 2
+    assert sum(one.bytes_received for one in found) == sum(one.bytes_sent for one in found) == once - full.nbytes
