@@ -15,7 +15,7 @@ import shardtree as st
 from shardtree.checkpoint._consistency import Description, brief
 from shardtree.checkpoint._packed import PackedColumns, pack_columns, without_long_table
 from shardtree.checkpoint.loading._auto import Place
-from shardtree.layouts import ShardColumns, object_columns, select_rows
+from shardtree.layouts import ShardColumns, object_columns, select_rows, shard_columns
 from shardtree.plans import level_writes
 from shardtree.strategies.index import RankFiles
 from shardtree.world import World
@@ -130,7 +130,7 @@ def voices(case: Case, columns: ShardColumns, storage: ManyFiles) -> Voices:
     return {
         "save: describe shards": partial(described, lambda description: (description, None)),
         "load: describe target": partial(described, lambda description: ({}, description, Place("another", False))),
-        "load: describe reads": lambda _: (pack("", without_long_table(part, case.ranks)) for part in packed()[1:]),
+        "load: describe reads": lambda _: (pack("", _reads(part, case.ranks)) for part in packed()[1:]),
         "send tables": partial(_tables, packed),
         "save: write": partial(_written, case, columns, storage),
     }
@@ -144,6 +144,12 @@ def _descriptions(
         objects = object_columns([rng_state(rank, case.ranks)], rank)
         held = replace(mine.columns, rank=rank) if case.known else packed()[rank]
         yield pack("", message(brief(Description(held, objects, mine.common, mine.layout), case.ranks)))
+
+
+def _reads(part: PackedColumns, ranks: int) -> Packed:
+    """Return what a rank says that it reads in the dtype that is stored, and that it converts: nothing."""
+    none = pack_columns(shard_columns([]), part.rank)
+    return [without_long_table(each, ranks) for each in (part, none)]
 
 
 def _tables(packed: Callable[[], Packed], own: bytes) -> Iterator[bytes]:

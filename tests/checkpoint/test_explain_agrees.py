@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _checks, _explain, _foretell, _strict
+from shardtree.checkpoint.loading import _checks, _explain, _strict, _undecided
 from shardtree.checkpoint.loading._checks import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
@@ -300,7 +300,7 @@ FAULTS: dict[str, Explain] = {
     "donated tensors aren't looked at": without("check_given", lambda *_, **__: None),
     "replicas aren't counted": without("check_held", lambda *_, **__: None),
     "rules that name nothing pass": without("fit_objects", lambda *args: fit_objects(*args[:2], None)),
-    "conversions are taken for exact": without("may_overflow", lambda *_: False, _foretell),
+    "conversions are taken for exact": without("may_overflow", lambda *_: False, _undecided),
     "targets are looked at one by one": lambda trees, *args, **options: st.explain(
         trees[0], *args, **load_keywords(**options)
     ),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns
 from ...storage import Storage, crosses_network
-from ...strategies import Exchange
+from ...strategies import Checkpoint, Exchange
 
 _WORTH_BYTES = 128 * 1024 * 1024
 """An exchange takes a few more collectives: what it saves a rank has to be worth them."""
@@ -86,6 +86,16 @@ def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: in
         return ExchangeChoice(False, f"{alone} an exchange would save less than {_WORTH_BYTES >> 20} MiB a rank.")
     why = "Ranks read for each other, since they are on several machines, and storage is remote."
     return ExchangeChoice(True, why)
+
+
+def foretold_exchange(checkpoint: Checkpoint, ranks: int, saved_bytes: int | None) -> ExchangeChoice:
+    """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
+    remote = crosses_network(checkpoint.storage)
+    choice = exchange_choice(
+        checkpoint.options.exchange, [Place(str(rank), remote) for rank in range(ranks)], saved_bytes
+    )
+    others = " On one machine, each would read by itself."
+    return replace(choice, why=choice.why + others) if choice.together and choice.why else choice
 
 
 def bytes_wanted_twice(wanted: Iterable[ShardColumns]) -> int:

@@ -220,7 +220,7 @@ def check_target(
         listing = objects_metadata(checkpoint, metadata, choice, strategies)
         objects = fit_objects(target.objects, listing, rules, left_out)
     if (objects.problems or not fits) and not callable(choice):
-        problems = (*prospect(checkpoint, target, choice, strategies, cast=cast).problems, *objects.problems)
+        problems = (*prospect(checkpoint, target.tensors, choice, strategies, cast=cast).problems, *objects.problems)
         # What the format itself refuses is left to the load, whose own error explains it better.
         if not all(isinstance(problem, Refusal) for problem in problems):
             check_fit(in_common_state(problems, target, common_of))
@@ -258,9 +258,14 @@ def _in_common_state(problem: P, found: Mapping[str, TreePath]) -> P:
 
 
 def prospect(
-    checkpoint: Checkpoint, target: Target, choice: Choice, strategies: Strategies | None, *, cast: bool
+    checkpoint: Checkpoint,
+    shards: Sequence[ShardedTensor],
+    choice: Choice,
+    strategies: Strategies | None,
+    *,
+    cast: bool,
 ) -> Prospect:
-    """Return what loading a target's tensors would cost, and its problems; no costs if the format gives none.
+    """Return what loading some of a target's tensors would cost, and its problems; no costs if the format gives none.
 
     Raises:
         StrategyError: the format can't list what it holds.
@@ -268,12 +273,12 @@ def prospect(
     backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
     explain = None if callable(choice) else find_strategy(StrategyAction.EXPLAIN, *backend, strategies=strategies)
     if explain is not None:
-        found: Prospect = explain(checkpoint, target.tensors, cast)
+        found: Prospect = explain(checkpoint, shards, cast)
         return found
     metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=strategies)(checkpoint)
-    keys = sorted({shard.key for shard in target.tensors})
+    keys = sorted({shard.key for shard in shards})
     kinds = stored_kinds(metadata, keys)
-    known = [shard for shard in target.tensors if shard.key in kinds]
+    known = [shard for shard in shards if shard.key in kinds]
     return Prospect((*find_unexpected(keys, metadata), *find_mismatches(known, kinds, cast=cast)))
 
 

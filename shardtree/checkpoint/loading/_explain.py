@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, reduce
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from ... import plans
 from ..._shielded import shielded
-from ...errors import CheckpointReplaced, CorruptCheckpoint, IntegrityError, NotACheckpoint, StorageError
+from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
-from ...mapping import ShardedTensor
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...world import one_process
@@ -24,6 +24,7 @@ from .._open import Metadata, open_at, stored_keys, stored_kinds
 from .._packed import AlikeColumns
 from .._united import united_of
 from ._ask import LoadRequest, listing, matched_target, stored_common
+from ._auto import ExchangeChoice, bytes_wanted_twice, foretold_exchange
 from ._checks import (
     CommonOf,
     Keys,
@@ -36,79 +37,101 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._foretell import PlannedReads, fitting_shards, foretold_exchange, planned_reads, rank_reads, undecided
-from ._read import by_dtype
+from ._exchange import cuts_shards
+from ._groups import Shards, foretold_groups, groups_of
+from ._plain import asking_whole
 from ._strict import RAISING, UNASKED, Omissions, StrictHandling, mismatched_keys, parse_strict, refuse_omitted
 from ._targets import Kinds, Target, check_given, take_apart, usable_device
+from ._undecided import undecided
 
-Shards = Sequence[ShardedTensor]
-P = TypeVar("P", bound=plans.Misfit)
+_ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
 
 
 @dataclass(slots=True, eq=False)
-class _Failures:
-    """Errors of checks, recorded instead of raised.
+class _Found:
+    """What is found out of one rank after the other, each once, since ranks mostly have problems in common.
 
     Attributes:
-        ranks: on which ranks, by class and text of the error.
+        failed: on which ranks checks fail, by class and text of the error.
+        problems: why what they ask for can't be loaded.
+        unexpected: what isn't stored, where a strict mode looks for that beforehand.
+        omitted: what isn't returned of what is stored, and not filled of the targets.
+        uncompared: keys of states that aren't compared with weights.
+        undecided: what may fail when values are read.
+        reads: what each rank that has a target would read.
     """
 
-    ranks: dict[tuple[type[Exception], str], list[int]] = field(default_factory=dict)
+    failed: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
+    problems: dict[tuple[Any, ...], plans.Misfit] = field(default_factory=dict)
+    unexpected: dict[str, plans.Unexpected] = field(default_factory=dict)
+    omitted: Omissions = field(default_factory=Omissions)
+    uncompared: set[str] = field(default_factory=set)
+    undecided: dict[plans.Undecided, None] = field(default_factory=dict)
+    reads: list[plans.RankReads] = field(default_factory=list)
 
     @contextmanager
-    def recorded(self, ranks: Sequence[int], step: str = "") -> Iterator[None]:
+    def recorded(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
         """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
         try:
             yield
         except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
             raise  # what is stored is at fault, not the target: nothing can be explained
         except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
-            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            self.ranks.setdefault((type(error), text), []).extend(ranks)
+            text = "\n".join([str(error), *getattr(error, "__notes__", ()), *([note] if note else [])])
+            self.failed.setdefault((type(error), text), set()).update(ranks)
 
-    @property
-    def checks(self) -> tuple[plans.FailedCheck, ...]:
-        return tuple(plans.FailedCheck(tuple(ranks), error, text) for (error, text), ranks in self.ranks.items())
+    def add_problems(self, problems: Iterable[plans.Misfit]) -> None:
+        for problem in problems:
+            self.problems.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """What ranks ask for, as far as they say it to each other.
+class _Load:
+    """A load that is explained: what is the same for all ranks.
 
     Attributes:
+        checkpoint: what would be loaded.
+        request: how, with no rank's target.
+        trees: the targets, by rank.
+        mode: what is done about keys that don't match.
         ranks: those whose targets can be taken apart.
-        keys: of all that they ask for.
-        tensors: the keys of the tensors among that.
-        columns: the tensor shards of each; None where ranks don't say what they want, or that doesn't fit.
+        asked: the keys of all that they ask for.
+        stored: those of all that is stored.
+        kinds: what is stored of the tensors that they ask for.
+        objects: what is in the format that holds objects, as far as it lists that.
+        common_of: returns the stored common tree for a target's namedtuple classes.
+        exchange: whether ranks would read for each other.
     """
 
+    checkpoint: Checkpoint
+    request: LoadRequest
+    trees: Sequence[Any]
+    mode: StrictHandling
     ranks: Sequence[int]
-    keys: set[str]
-    tensors: set[str]
-    columns: AlikeColumns | None
+    asked: set[str]
+    stored: set[str]
+    kinds: Kinds
+    objects: Metadata | None
+    common_of: CommonOf
+    exchange: ExchangeChoice
 
+    def prospect(self, shards: Shards) -> plans.Prospect:
+        """Return why loading shards would fail, and what it would read; of a function of the caller's nothing."""
+        sharded, _, strategies = self.request.choices
+        # It may load what the format doesn't hold, so missing keys are no problems then.
+        if callable(sharded):
+            return plans.Prospect()
+        return prospect(self.checkpoint, shards, sharded, strategies, cast=self.request.cast)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fit:
-    """How the targets of some ranks fit what is stored.
+    def cost(self, groups: Sequence[Shards]) -> plans.ReadCost:
+        """Return what reading groups of shards takes, one after the other."""
+        costs = (self.prospect(group).cost for group in groups if group)
+        return sum((cost() for cost in costs if cost is not None), plans.ReadCost())
 
-    Attributes:
-        reads: what loading the tensors of each would take, if it reads by itself.
-        problems: why what they ask for can't be loaded, each once.
-        unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        omitted: what isn't returned of what is stored, and not filled of the targets.
-        uncompared: keys of states that aren't compared with weights.
-        undecided: what may fail when values are read.
-        converts: whether some tensors are stored in another dtype.
-    """
-
-    reads: tuple[plans.RankReads, ...] = ()
-    problems: tuple[plans.Misfit, ...] = ()
-    unexpected: tuple[plans.Unexpected, ...] = ()
-    omitted: Omissions = field(default_factory=Omissions)
-    uncompared: tuple[str, ...] = ()
-    undecided: tuple[plans.Undecided, ...] = ()
-    converts: bool = False
+    def fitting(self, shards: Shards, problems: Iterable[plans.Misfit]) -> Shards:
+        """Return the shards of which something would be read: of a tensor with gaps, what is stored."""
+        wrong = {problem.key for problem in problems if not isinstance(problem, plans.Gap)}
+        return [shard for shard in shards if shard.key in self.kinds and shard.key not in wrong]
 
 
 def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]) -> plans.Explanation:
@@ -116,156 +139,126 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
-    ranks, failed, mode = range(len(trees)), _Failures(), parse_strict(request.strict)
-    foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
-    with failed.recorded(ranks):
-        usable_device(request.device)
-    choices, metadata = request.choices, listing(checkpoint, request.choices)
-    stored = stored_keys(metadata)
-    asked = _asked(request, trees, stored, failed)
-    kinds = stored_kinds(metadata, sorted(asked.tensors))
-    # If any rank's target failed above, a missing key may be one that this rank asks for: none is reported.
-    claimed = asked.keys if len(asked.ranks) == len(trees) else stored
-    common_of, united = cache(partial(stored_common, checkpoint, choices)), united_of(checkpoint.fields)
-
-    def fits() -> Iterator[_Fit]:
-        for rank in asked.ranks:
-            own = replace(request, tree=trees[rank])
-            target = take_apart(own.tree, donate=own.donate)
-            differing = mismatched_keys(mode, target.asked_of(stored), stored, claimed)
-            keys = Keys(mode, *differing, lambda: stored, lambda _: kinds, united)
-            yield _rank_fit(failed, rank, checkpoint, own, target, keys, metadata, kinds, common_of)
-
-    fit = _with_unasked(reduce(_both, fits(), _Fit()), mode, ranks, failed)
-    problems = _each_once([fit.problems, fit.unexpected if mode in RAISING else ()])
-
-    def fitting() -> Iterator[Shards]:
-        yield from (fitting_shards(trees[rank], problems, kinds) for rank in asked.ranks)
-
-    planned, columns = PlannedReads(), None if failed.ranks else asked.columns
-    with failed.recorded(ranks):
-        planned = planned_reads(checkpoint, choices, fitting, columns, kinds, len(trees), converts=fit.converts)
-    reads = {one.rank: one for one in rank_reads(checkpoint, choices, fit.reads, fitting, planned)}
+    ranks, found = range(len(trees)), _Found()
+    load = _prepared(checkpoint, request, trees, found)
+    for rank in load.ranks:
+        _check(load, found, rank)
+    omitted, raises = found.omitted, load.mode in RAISING
+    # A rank whose target fails may ask for all that no other asks for.
+    unasked = omitted.unasked_by_all(omitted.unasked) if len(omitted.unasked) == len(trees) else ()
+    with found.recorded(ranks):
+        refuse_omitted(load.mode, UNASKED, unasked)
+    found.add_problems(found.unexpected.values() if raises else ())
+    if load.exchange.together:
+        with found.recorded(ranks):
+            found.reads = _exchanged(load, found)
+    reads = {one.rank: one for one in found.reads}
     return plans.Explanation(
-        missing=tuple(sorted(stored - asked.keys)),
-        problems=(*problems, *failed.checks),
+        missing=tuple(sorted(load.stored - load.asked)),
+        problems=(
+            *sorted(found.problems.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)),
+            *(plans.FailedCheck(tuple(sorted(on)), *error) for error, on in found.failed.items()),
+        ),
         reads=tuple(reads.get(rank, plans.RankReads(rank, 0, 0, None)) for rank in ranks),
-        undecided=fit.undecided,
-        omitted=() if mode in RAISING else fit.unexpected,
-        left_out=fit.omitted.left_out,
-        unfilled=fit.omitted.unfilled,
-        uncompared=tuple(sorted(fit.uncompared)),
-        exchange=planned.why,
+        undecided=tuple(found.undecided),
+        omitted=() if raises else tuple(found.unexpected.values()),
+        left_out=(*omitted.left_out, *unasked),
+        unfilled=omitted.unfilled,
+        uncompared=tuple(sorted(found.uncompared)),
+        exchange=load.exchange.why,
     )
 
 
-@contextmanager
-def _said_of_one(ranks: int) -> Iterator[None]:
-    try:
-        yield
-    except IntegrityError as error:
-        if ranks == 1:
-            error.add_note("This is one rank's target: if others load the rest, pass all of them to `explain_ranks`.")
-        raise
-
-
-def _with_unasked(fit: _Fit, mode: StrictHandling, ranks: Sequence[int], failed: _Failures) -> _Fit:
-    """Return how all targets fit, with what is left out since none of them names it."""
-    omitted = fit.omitted
-    # A rank whose target fails may ask for all of it.
-    unasked = omitted.unasked_by_all(omitted.unasked) if len(omitted.unasked) == len(ranks) else ()
-    with failed.recorded(ranks):
-        refuse_omitted(mode, UNASKED, unasked)
-    return replace(fit, omitted=replace(omitted, left_out=(*omitted.left_out, *unasked)))
-
-
-def _both(one: _Fit, other: _Fit) -> _Fit:
-    """Return how the targets of some ranks and of others fit; ranks mostly have problems in common, kept once."""
-    return _Fit(
-        (*one.reads, *other.reads),
-        _each_once([one.problems, other.problems]),
-        _each_once([one.unexpected, other.unexpected]),
-        one.omitted.with_those_of(other.omitted),
-        tuple(dict.fromkeys((*one.uncompared, *other.uncompared))),
-        tuple(dict.fromkeys((*one.undecided, *other.undecided))),
-        one.converts or other.converts,
-    )
-
-
-def _asked(request: LoadRequest, trees: Sequence[Any], stored: set[str], failed: _Failures) -> _Asked:
-    """Return what ranks ask for, once it is known whether that fits together."""
-    ranks, said, columns = list[int](), list[Description](), AlikeColumns()
-    keys, tensors, layouts, faults = set[str](), set[str](), list[KnownLayout | None](), list[Exception]()
+def _prepared(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], found: _Found) -> _Load:
+    """Return the load, once it is known what ranks ask for, and whether that fits together."""
+    mode, choices = parse_strict(request.strict), request.choices
+    foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
+    with found.recorded(range(len(trees))):
+        usable_device(request.device)
+    metadata = listing(checkpoint, choices)
+    stored, ranks, said, columns = stored_keys(metadata), list[int](), list[Description](), AlikeColumns()
+    asked, tensors, layouts = set[str](), set[str](), list[KnownLayout | None]()
     for rank in range(len(trees)):
-        with failed.recorded([rank]):
+        with found.recorded([rank]):
             target, known = matched_target(replace(request, tree=trees[rank]), rank, len(trees))
             ranks.append(rank)
-            keys |= target.asked_of(stored)
+            asked |= target.asked_of(stored)
             tensors.update((shard.key for shard in target.tensors), target.plain_keys)
             layouts = layouts or [known]
-            try:
+            if request.describes:
                 columns.add(shard_columns(target.tensors, rank), rank)
                 said.append(describe((), target.objects, rank, known=known, ranks=len(trees)))
-            except Exception as error:  # counts only if ranks say to each other what they ask for
-                faults.append(error)
-    agreed = False
-    if ranks and len(ranks) == len(trees) and request.describes:
-        with failed.recorded(ranks):
-            if faults:
-                raise faults[0]
-            with _said_of_one(len(trees)):
-                check_held("load", columns, said, layouts[0], tiling=request.validate)
-            agreed = True
-    return _Asked(ranks, keys, tensors, columns if agreed else None)
-
-
-def _rank_fit(
-    failed: _Failures,
-    rank: int,
-    checkpoint: Checkpoint,
-    request: LoadRequest,
-    target: Target,
-    keys: Keys,
-    metadata: Metadata,
-    kinds: Kinds,
-    common_of: CommonOf,
-) -> _Fit:
-    choice, _, strategies = request.choices
-    run: Run = partial(failed.recorded, [rank])
-    listed = objects_metadata(checkpoint, metadata, choice, strategies)
-
-    def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
-        found, objects = plans.Prospect(), ObjectsFit()
-        # A caller's function may load what the format doesn't hold, so missing keys are no problems then.
-        if not callable(choice):
-            with run("load: check the target"):
-                found = prospect(checkpoint, target, choice, strategies, cast=request.cast)
-        with run("load: check the target"):
-            objects = fit_objects(target.objects, listed, request.options.object_rules, keys.unexpected)
-        return found, objects
-
-    fitted = (plans.Prospect(), ObjectsFit())
-    kept, (found, objects), _, omitted = check_rank(run, request.tree, target, keys, fit, common_of, fitted)
-    with run("load: make memory"):
-        check_given(kept.tensors, donate=request.donate)
-    cost = None if found.cost is None else found.cost()
-    return _Fit(
-        (plans.RankReads(rank, len(kept.tensors), len(kept.objects), cost),),
-        in_common_state((*found.problems, *objects.problems), kept, common_of),
-        named_unexpected(keys, target, common_of),
-        omitted,
-        found.uncompared,
-        tuple(undecided(checkpoint, request.choices, kept, objects, kinds if request.cast else {})),
-        bool(by_dtype(kept.tensors, kinds)[1]),
+    twice = None
+    if said and len(said) == len(trees):
+        with found.recorded(range(len(trees)), note=_ONE_OF_SEVERAL if len(trees) == 1 else ""):
+            check_held("load", columns, said, layouts[0], tiling=request.validate)
+            twice = None if callable(choices[0]) else bytes_wanted_twice(held for held, alike in columns for _ in alike)
+    return _Load(
+        checkpoint,
+        request,
+        trees,
+        mode,
+        ranks,
+        asked,
+        stored,
+        stored_kinds(metadata, sorted(tensors)),
+        objects_metadata(checkpoint, metadata, choices[0], choices[2]),
+        cache(partial(stored_common, checkpoint, choices)),
+        foretold_exchange(checkpoint, len(trees), twice),
     )
 
 
-def _each_once(parts: Iterable[Sequence[P]]) -> tuple[P, ...]:
-    """Return the problems of all ranks, each once: what isn't stored first, then the rest in the ranks' order."""
-    found = dict[tuple[Any, ...], P]()
-    for problem in (problem for part in parts for problem in part):
-        found.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
-    return tuple(sorted(found.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)))
+def _check(load: _Load, found: _Found, rank: int) -> None:
+    """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself."""
+    request, kinds, tree = load.request, load.kinds, load.trees[rank]
+    target = take_apart(tree, donate=request.donate)
+    # If any rank's target failed, a missing key may be one that it asks for: none is reported.
+    claimed = load.asked if len(load.ranks) == len(load.trees) else load.stored
+    differing = mismatched_keys(load.mode, target.asked_of(load.stored), load.stored, claimed)
+    keys = Keys(load.mode, *differing, lambda: load.stored, lambda _: kinds, united_of(load.checkpoint.fields))
+    run: Run = partial(found.recorded, [rank])
+
+    def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
+        prospects, objects = plans.Prospect(), ObjectsFit()
+        with run("load: check the target"):
+            prospects = load.prospect(target.tensors)
+        with run("load: check the target"):
+            objects = fit_objects(target.objects, load.objects, request.options.object_rules, keys.unexpected)
+        return prospects, objects
+
+    fitted = (plans.Prospect(), ObjectsFit())
+    kept, (whole, objects), _, omitted = check_rank(run, tree, target, keys, fit, load.common_of, fitted)
+    with run("load: make memory"):
+        check_given(kept.tensors, donate=request.donate)
+    found.add_problems(in_common_state((*whole.problems, *objects.problems), kept, load.common_of))
+    found.unexpected = {one.key: one for one in named_unexpected(keys, target, load.common_of)} | found.unexpected
+    found.omitted = found.omitted.with_those_of(omitted)
+    found.uncompared |= set(whole.uncompared)
+    found.undecided |= dict.fromkeys(undecided(load.checkpoint, request, kept, objects, kinds))
+    groups = groups_of(load.fitting(kept.tensors, whole.problems), kinds)
+    cost = None if whole.cost is None else whole.cost() if len(groups) == 1 else load.cost(groups)
+    found.reads.append(plans.RankReads(rank, len(kept.tensors), len(kept.objects), cost))
+
+
+def _exchanged(load: _Load, found: _Found) -> list[plans.RankReads]:
+    """Return what each rank that has a target reads, sends and receives where ranks read for each other."""
+
+    def targets() -> Iterator[Shards]:
+        for rank in load.ranks:
+            shards = asking_whole(take_apart(load.trees[rank]), load.kinds).tensors
+            yield load.fitting(shards, found.problems.values())
+
+    groups, planned = foretold_groups(targets, load.kinds, is_cut=cuts_shards(load.checkpoint, load.request.choices))
+    none = np.zeros(len(load.ranks), dtype=np.int64)
+    sent = sum((plan.bytes_sent for plan in planned), none).tolist()
+    received = sum((plan.bytes_received for plan in planned), none).tolist()
+    reads = [replace(one, sent=out, received=come) for one, out, come in zip(found.reads, sent, received, strict=True)]
+    if any(one.cost is None for one in reads):
+        return reads
+    return [
+        replace(one, cost=load.cost(groups(number, shards)))
+        for number, (one, shards) in enumerate(zip(reads, targets(), strict=True))
+    ]
 
 
 @shielded

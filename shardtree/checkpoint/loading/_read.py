@@ -11,10 +11,10 @@ import torch
 
 from ..._collector import collector_paused
 from ...errors import StrategyError, error_text
-from ...layouts import ShardColumns, join_columns, shard_columns
+from ...layouts import ShardColumns, join_columns
 from ...live import move
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import overlaps, plan_exchange, read_rounds
+from ...plans import overlaps, plan_exchange
 from ...plans.moving import convert
 from ...storage import ReadReport
 from ...strategies import (
@@ -26,54 +26,23 @@ from ...strategies import (
     unless_replaced,
 )
 from ...trees import HOLE
-from ...world import agree, gather, share, step
+from ...world import agree, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 from ._auto import ALONE, ExchangeChoice
 from ._checks import ObjectsFit, reshaped_values
 from ._exchange import by_sharing, bytes_moved, cuts_shards, route_of, traits_of_load
+from ._groups import by_dtype, common_groups, described, groups_of, shared_columns
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
 
 
-def by_dtype(shards: Sequence[ShardedTensor], kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that are stored in their own dtype, as far as is known, and the others."""
-    # By identity: shards of one key in a target may ask for different dtypes.
-    others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
-    chosen = set(map(id, others))
-    return [shard for shard in shards if id(shard) not in chosen], others
-
-
-def columns_of(shards: Sequence[ShardedTensor], kinds: Kinds, rank: int) -> ShardColumns:
-    """Return shards as columns, in the dtypes that they are stored in."""
-    # A shard made anew is checked anew, which takes most of the time: only those that are converted are.
-    described = (one if one.dtype == kinds[one.key].dtype else _described(one, kinds) for one in shards)
-    return shard_columns([*described], rank)
-
-
-def own_rounds(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[int]:
-    """Return the round in which each shard is read where this rank reads alone."""
-    rounds: list[int] = read_rounds(columns_of(shards, kinds, 0)).tolist()
-    return rounds
-
-
-def common_rounds(parts: Sequence[ShardColumns], rank: int) -> tuple[list[int], int]:
-    """Return the round in which each of a rank's shards is read, alike on all ranks, and how many rounds there are."""
-    columns = join_columns(parts)
-    rounds = read_rounds(columns)
-    return rounds[columns.rank == rank].tolist(), int(rounds.max(initial=-1)) + 1
-
-
 def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
     """Return shards with new memory of the dtypes that they are stored in."""
-    described = (_described(shard, kinds) for shard in shards)
-    return [replace(one, data=new_memory(one.key, one.data_shape, one.dtype)) for one in described]
-
-
-def _described(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
-    return replace(shard, data=None, dtype=kinds[shard.key].dtype)
+    stored = (described(shard, kinds) for shard in shards)
+    return [replace(one, data=new_memory(one.key, one.data_shape, one.dtype)) for one in stored]
 
 
 def convert_all(shards: Sequence[ShardedTensor], read: Sequence[ShardedTensor], kinds: Kinds) -> None:
@@ -90,23 +59,6 @@ def convert_all(shards: Sequence[ShardedTensor], read: Sequence[ShardedTensor], 
     for shard, stored in zip(shards, read, strict=True):
         for overlap in overlaps(shard, kinds[shard.key].global_shape):
             convert(shard.key, overlap.of(stored.data), overlap.of(shard.data))
-
-
-def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
-
-    Examples:
-        >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
-        (True, False)
-    """
-    if stored == target or not (_is_integer(stored) and _is_integer(target)):
-        return False
-    own, other = torch.iinfo(stored), torch.iinfo(target)
-    return own.min < other.min or own.max > other.max
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,11 +133,9 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
 
 
 def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    alike, others = by_dtype(shards, reading.kinds)
+    alike, *rounds = groups_of(shards, reading.kinds)
     report = _read(reading, alike)
-    rounds = own_rounds(others, reading.kinds) if others else []
-    for number in sorted(set(rounds)):
-        part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
+    for part in rounds:
         staged = as_stored(part, reading.kinds)
         report += _read(reading, staged)
         convert_all(part, staged, reading.kinds)
@@ -193,28 +143,49 @@ def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
 
 
 def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    world = reading.checkpoint.world
+    world, kinds, known = reading.checkpoint.world, reading.kinds, reading.known
     choices = (reading.sharded_strategy, None, reading.strategies)
+
+    def said(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
+        # Whether what the caller said that all ranks ask for is what they share: none has left out or converts any.
+        is_known = known is not None and len(by_sharing(group)[1]) == known.order.size
+        return cuts_shards(reading.checkpoint, choices), is_known
+
     # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
-    split = partial(by_dtype, shards, reading.kinds)
-    (alike, others), cuts = share(
-        world, "load: compare dtypes", split, lambda _: cuts_shards(reading.checkpoint, choices)
-    )
-    report = _read_once(reading, alike, all(cuts), reading.known)
-
-    def describe() -> PackedColumns:
-        return pack_columns(columns_of(others, reading.kinds, world.rank), world.rank)
-
-    brief = partial(without_long_table, ranks=world.size)
-    described = send_tables(world, *share(world, "load: describe conversions", describe, brief))
-    # Rounds are planned from all ranks' shards: what one rank reads for several has to be in the same round of each.
-    rounds, count = agree(world, "load: plan conversions", lambda: common_rounds(unpack_columns(described), world.rank))
-    for number in range(count):
-        part = [shard for shard, its in zip(others, rounds, strict=True) if its == number]
-        staged = agree(world, "load: make room", partial(as_stored, part, reading.kinds))
-        report += _read_once(reading, staged, all(cuts))
-        agree(world, "load: convert", partial(convert_all, part, staged, reading.kinds))
+    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], said)
+    is_cut = all(cuts for cuts, _ in each)
+    if known is not None and all(is_known for _, is_known in each):
+        return _read_once(reading, [alike[number] for number in known.order.tolist()], known.columns, is_cut)
+    groups, wanted = _common_groups(reading, shards)
+    report = _read_once(reading, groups[0], wanted[0], is_cut)
+    for part, columns in zip(groups[1:], wanted[1:], strict=True):
+        staged = agree(world, "load: make room", partial(as_stored, part, kinds))
+        report += _read_once(reading, staged, columns, is_cut)
+        agree(world, "load: convert", partial(convert_all, part, staged, kinds))
     return report
+
+
+def _common_groups(
+    reading: Reading, shards: Sequence[ShardedTensor]
+) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+    """Return what this rank reads at once, and what all ranks share of each such group; collective."""
+    world, kinds = reading.checkpoint.world, reading.kinds
+
+    def describe() -> list[PackedColumns]:
+        return [pack_columns(columns, world.rank) for columns in shared_columns(shards, kinds, world.rank)]
+
+    def brief(own: Sequence[PackedColumns]) -> list[PackedColumns]:
+        return [without_long_table(columns, world.size) for columns in own]
+
+    own, each = share(world, "load: describe reads", describe, brief)
+    parts = [send_tables(world, mine, sent) for mine, sent in zip(own, zip(*each, strict=True), strict=True)]
+
+    def planned() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+        alike, converted = (join_columns(unpack_columns(part)) for part in parts)
+        rounds, wanted = common_groups(alike, converted)
+        return groups_of(shards, kinds, rounds[converted.rank == world.rank], len(wanted) - 1), wanted
+
+    return agree(world, "load: plan reads", planned)
 
 
 def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -230,25 +201,19 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     return report
 
 
-def _read_once(
-    reading: Reading, shards: Sequence[ShardedTensor], is_cut: bool, known: KnownLayout | None = None
-) -> ReadReport:
-    """Read this rank's share of what several ranks want, and send it to the others; collective."""
+def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: ShardColumns, is_cut: bool) -> ReadReport:
+    """Read this rank's share of what several ranks want, and send it to the others; collective.
+
+    Args:
+        reading: how.
+        shards: this rank's, with memory.
+        columns: what all ranks want of the shards that they share.
+        is_cut: whether these may be cut between ranks.
+    """
     world = reading.checkpoint.world
-    own, alike = by_sharing(shards)
-
-    def describe() -> PackedColumns:
-        return pack_columns(shard_columns(alike, world.rank), world.rank)
-
-    # A known layout saves the exchange of columns, but only if no rank has left out or converts any of it.
-    if known is not None and all(gather(world, "load: compare reads", lambda: len(alike) == known.order.size)):
-        columns, alike = known.columns, [alike[number] for number in known.order.tolist()]
-    else:
-        brief = partial(without_long_table, ranks=world.size)
-        wanted = send_tables(world, *share(world, "load: describe reads", describe, brief))
-        columns = agree(world, "load: join reads", lambda: join_columns(unpack_columns(wanted)))
+    own, shared = by_sharing(shards)
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
-    chosen, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, alike))
+    chosen, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, shared))
     report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
     failure = move(route, world.exchange)
     return report + agree(world, "load: pass on", partial(bytes_moved, failure, plan, world.rank))

@@ -1,0 +1,76 @@
+"""What only values decide: why a load may fail when it reads, though all is stored as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from ...mapping import ShardedTensor
+from ...mapping.memory import given_tensor, tied
+from ...objects import drop_objects
+from ...plans import Undecided, stored_elements
+from ...strategies import Checkpoint, StrategyAction, find_strategy
+from .._dispatch import backend_of, sharded_backend
+from ._ask import LoadRequest
+from ._checks import ObjectsFit
+from ._targets import Kinds, Target
+
+
+def undecided(
+    checkpoint: Checkpoint, request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds
+) -> Iterator[Undecided]:
+    """Yield what may fail when a rank's values are read, though all is stored as it should be.
+
+    Args:
+        checkpoint: what is loaded.
+        request: how.
+        target: what the rank loads.
+        objects: how its objects fit.
+        kinds: what is stored of its tensors.
+    """
+    choice, _, strategies = request.choices
+    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields), strategies))
+    # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
+    if callable(choice):
+        yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
+    elif find_strategy(*row, strategies=strategies) is None:
+        for key in sorted({shard.key for shard in target.tensors}):
+            yield Undecided(key, "the format doesn't say whether it is stored whole")
+    for shard in target.tensors:
+        kind = kinds.get(shard.key) if request.cast else None
+        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
+            yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
+    for first, *others in tied([(shard, given_tensor(shard)) for shard in target.tensors if target.donate]):
+        why = f"whether it is stored with the values of {target.tensors[first].key!r}, whose memory it shares"
+        yield from (Undecided(target.tensors[other].key, why) for other in others)
+    for item in target.objects:
+        if not objects.changes(item):
+            yield Undecided(item.key, "whether the object can be decoded")
+        elif objects.rules.get(item.key) is not drop_objects:
+            yield Undecided(item.key, "whether the rule can handle the objects")
+
+
+def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
+    """Return how many elements of a shard are loaded."""
+    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
+        return stored_elements(shard, stored)
+    return prod(shard.data_shape)
+
+
+def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
+
+    Examples:
+        >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
+        (True, False)
+    """
+    if stored == target or not (_is_integer(stored) and _is_integer(target)):
+        return False
+    own, other = torch.iinfo(stored), torch.iinfo(target)
+    return own.min < other.min or own.max > other.max
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
