@@ -1,9 +1,9 @@
-"""What ranks exchange before a save or load, and whether it fits together."""
+"""What ranks exchange before a save or load, whether it fits together, and which dicts of common states are unions."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, TypeAlias
@@ -12,12 +12,12 @@ import numpy as np
 
 from .. import layouts
 from ..codec import encode_tree
-from ..errors import IntegrityError, MetadataError, error_text, rank_text
+from ..errors import CorruptCheckpoint, IntegrityError, MetadataError, error_text, rank_text
 from ..geometry import Column
 from ..layouts import ObjectColumns, ShardColumns, TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
-from ..trees import without_holes
+from ..trees import United, without_holes
 from ..world import World
 from ._packed import AlikeColumns, PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 
@@ -299,3 +299,46 @@ def check_common(commons: Sequence[Any]) -> None:
         )
         lines = map(str, problems)
         raise IntegrityError(error_text("save: the ranks' common states differ", offenders=lines, fix=fix))
+
+
+# Where a common state is the union of ranks' dicts, as metadata.json says it in the formats of our own
+
+_UNITED = "united"
+_MOST_UNITED = 10_000  # entries, so that metadata.json stays small; beyond, a load returns the whole union
+
+
+def united_field(united: United) -> dict[str, Any]:
+    """Return the field of metadata.json; nothing where no dict was united, or entries can't be said in JSON.
+
+    Examples:
+        >>> united_field({("optim", "lr"): {"type"}}), united_field({("optim",): {(1, 2)}}), united_field({})
+        ({'united': [[['optim', 'lr'], ['type']]]}, {}, {})
+    """
+    listed = [[list(path), sorted(shared, key=str)] for path, shared in united.items()]
+    is_sound = all(_are_entries(entries) for pair in listed for entries in pair)
+    few = sum(len(path) + len(shared) for path, shared in listed) <= _MOST_UNITED
+    return {_UNITED: listed} if listed and is_sound and few else {}
+
+
+def united_of(fields: Mapping[str, Any]) -> United:
+    """Return of which dicts of a checkpoint's common state ranks had keys of their own, as far as it says so.
+
+    Raises:
+        CorruptCheckpoint: the field isn't one that a save writes.
+
+    Examples:
+        >>> united_of({"united": [[["optim", "lr"], ["type"]]]})
+        {('optim', 'lr'): frozenset({'type'})}
+    """
+    listed = fields.get(_UNITED, [])
+    if not isinstance(listed, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_are_entries, pair)) for pair in listed
+    ):
+        raise CorruptCheckpoint(
+            error_text(f"open: {_UNITED!r} in metadata.json is not sound", found=repr(listed)[:200])
+        )
+    return {tuple(path): frozenset(shared) for path, shared in listed}
+
+
+def _are_entries(entries: Any) -> bool:
+    return isinstance(entries, list) and all(type(entry) in (str, int) for entry in entries)

@@ -23,7 +23,7 @@ from ...strategies import (
     unless_replaced,
 )
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout
+from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, united_of
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
 from .._open import (
     OPEN_STEPS,
@@ -37,7 +37,6 @@ from .._open import (
     stored_kinds,
     with_opened,
 )
-from .._united import united_of
 from ._auto import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._checks import Keys, ObjectsFit, check_rank, check_target, named_unexpected
 from ._read import Destination, Reading, destination_of

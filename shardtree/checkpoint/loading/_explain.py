@@ -18,11 +18,10 @@ from ...layouts import ShardColumns, shard_columns
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...world import one_process
-from .._consistency import Description, KnownLayout, check_held, describe
+from .._consistency import Description, KnownLayout, check_held, describe, united_of
 from .._dispatch import Choice
 from .._open import Metadata, open_at, stored_keys, stored_kinds
 from .._packed import AlikeColumns
-from .._united import united_of
 from ._ask import LoadRequest, listing, matched_target, stored_common
 from ._auto import ExchangeChoice, bytes_wanted_twice, foretold_exchange
 from ._checks import (

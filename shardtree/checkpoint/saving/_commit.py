@@ -30,8 +30,8 @@ from ...strategies import (
 )
 from ...trees import United
 from ...world import step
+from .._consistency import united_field
 from .._dispatch import Backends, Choice, strategy_of
-from .._united import united_field
 from ._replace import check_same, clean_up, swap_folders
 from ._start import RunningSave, end, is_recognized
 
