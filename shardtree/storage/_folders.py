@@ -14,10 +14,10 @@ from ..errors import StorageError, error_text
 from ._capabilities import Function, can, make_folder
 from ._fsspec import fsspec_storage
 from ._local import LocalStorage
+from ._local_files import parents_of_missing
 from ._object_url import SCHEMES, object_storage
 from ._secrets import without_secrets
 from ._storage import Storage, inside
-from ._sync import parents_of_missing
 from ._wrapped import Wrapped, around
 
 # Folders within a storage.

@@ -1,118 +1,30 @@
-"""Files of a local or mounted file system."""
+"""A folder of a local or mounted file system, as a storage."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from threading import Thread
+from functools import lru_cache
 
 from ..errors import StorageError, error_text
 from ._capabilities import Capabilities
-from ._local_reader import MOST_BUFFERS, LocalReader, remaining
-from ._local_sibling import LocalSibling, sibling_names
-from ._storage import (
-    AnyBuffer,
-    Buffer,
-    SizedBuffers,
-    adjacent,
-    byte_view,
-    checked,
-    inside,
-    temporary_name,
+from ._local_files import (
+    BATCH_BYTES,
+    MOST_BUFFERS,
+    LocalReader,
+    new_file,
+    parents_of_missing,
+    sync,
+    sync_above,
+    unlink,
+    write_at,
+    write_new,
 )
-from ._sync import parents_of_missing, sync, sync_above
-
-# Reserving disk space for a new file.
-
-_LEAST_BYTES = 4 * 1024 * 1024
-_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
-
-
-def reserve(descriptor: int, length: int) -> int:
-    """Reserve disk space at the beginning of a file and return how many bytes; 0 if it is small or can't be done."""
-    call = _fallocate()
-    if length < _LEAST_BYTES or call is None:
-        return 0
-    # One call for the whole file: while dirty pages wait for the disk, each further call takes milliseconds. If it
-    # fails (no space, a file system without it), that is no error yet: the write itself will report one.
-    return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
-
-
-@cache
-def _fallocate() -> Callable[..., int] | None:
-    """Return the system call; None where there is none.
-
-    `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
-    """
-    call = getattr(ctypes.CDLL(None), "fallocate", None)
-    if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return call
-
-
-# Removing a file without waiting until its blocks are freed.
-
-_SMALL_BYTES = 64 * 1024
-_YOUNG_SECONDS = 60.0
-
-
-def unlink(path: str) -> None:
-    """Remove a file; the blocks of a small one that was just written are freed by another thread.
-
-    Freeing them waits until they are written, and the disk may have gigabytes of other data to write first. The space
-    of a large file has to be free when this returns.
-    """
-    # While a descriptor is open, removing the name doesn't free the blocks: closing it does, in the thread below.
-    descriptor = _opened_if_young(path)
-    try:
-        os.remove(path)
-    except BaseException:
-        _close(descriptor)
-        raise
-    # While the interpreter ends no thread can start, and Python 3.11 would wait for it forever.
-    if descriptor is None or sys.is_finalizing() or _has_a_name(descriptor):
-        _close(descriptor)
-        return
-    try:
-        Thread(target=_close, args=(descriptor,), name="unlink", daemon=True).start()
-    except RuntimeError:
-        _close(descriptor)
-
-
-def _has_a_name(descriptor: int) -> bool:
-    """Return whether a removed file is still there: NFS keeps an open one in its folder under another name."""
-    try:
-        return os.fstat(descriptor).st_nlink > 0
-    except OSError:
-        return True  # unknown: close it now, which is always safe
-
-
-def _opened_if_young(path: str) -> int | None:
-    try:
-        found = os.lstat(path)
-        # A file with further links keeps its blocks, so that removing one name never waits.
-        small = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= _SMALL_BYTES
-        if not small or abs(time.time() - found.st_mtime) > _YOUNG_SECONDS:
-            return None
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-
-
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        with suppress(OSError):
-            os.close(descriptor)
-
-
-_BATCH_BYTES = 1024 * 1024
+from ._local_sibling import LocalSibling
+from ._storage import AnyBuffer, adjacent, checked, inside, temporary_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +61,9 @@ class LocalStorage:
     def _write(self, name: str, buffers: Iterable[AnyBuffer], meant: str, *, durable: bool) -> int:
         """Write a new file, of which errors speak as of the one that it is meant to be."""
         with self._storage_errors("write", meant):
-            descriptor = _new_file(self.where(name))
+            descriptor = new_file(self.where(name))
             try:
-                length = _write_new(descriptor, buffers, self.where(meant))
+                length = write_new(descriptor, buffers, self.where(meant))
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -166,10 +78,10 @@ class LocalStorage:
                 # All writers ask for the same length, so that it doesn't matter who comes first.
                 os.ftruncate(descriptor, length)
                 groups = adjacent(
-                    checked(parts, length, self.where(name)), most_bytes=_BATCH_BYTES, most_buffers=MOST_BUFFERS
+                    checked(parts, length, self.where(name)), most_bytes=BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
                 for byte, buffers in groups:
-                    _write_at(descriptor, byte, buffers)
+                    write_at(descriptor, byte, buffers)
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -282,7 +194,11 @@ class LocalStorage:
 
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have taken a folder beside this one, sorted."""
-        return sibling_names(self.root)
+        above, last = os.path.split(os.path.realpath(self.root))
+        start = f".{last}."
+        with suppress(OSError):
+            return tuple(sorted(name.removeprefix(start) for name in os.listdir(above) if name.startswith(start)))
+        return ()
 
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link's."""
@@ -325,66 +241,3 @@ def _is_cycle(path: str, root: str) -> bool:
             return True
         folder = os.path.dirname(folder) if folder != os.path.dirname(folder) else ""
     return False
-
-
-def _new_file(path: str) -> int:
-    """Return the descriptor of a new file; a file of that name, left by an interrupted save, is removed first."""
-    # Never truncate and rewrite an existing file: it may be hard-linked into a backup, or be a link to a file
-    # elsewhere.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_EXCL, 0o666)
-    except FileExistsError:
-        mode = os.lstat(path).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a device such as /dev/null is written to, not removed
-            os.remove(path)
-            flags |= os.O_EXCL  # again: between the two calls another process may have put a link here
-        return os.open(path, flags, 0o666)
-
-
-def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """Yield the buffers in groups, each of which is written by one system call."""
-    batch: list[Buffer] = []
-    size = 0
-    for buffer in buffers:
-        batch.append(buffer)
-        size += buffer.nbytes
-        if size >= _BATCH_BYTES or len(batch) == MOST_BUFFERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
-    """Write to an empty file, reserving space where its length is known, and return how much was written."""
-    reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
-    length = 0
-    try:
-        for batch in _batches(byte_view(buffer, where) for buffer in buffers):
-            length += _write_all(descriptor, batch)
-    except BaseException:
-        # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
-        if reserved:
-            with suppress(OSError):  # the error of the write itself is the one to report
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size)
-        raise
-    if reserved > length:
-        os.ftruncate(descriptor, length)
-    return length
-
-
-def _write_all(descriptor: int, batch: list[Buffer]) -> int:
-    pending = [buffer for buffer in batch if buffer.nbytes]
-    total = sum(buffer.nbytes for buffer in pending)
-    while pending:
-        pending = remaining(pending, os.writev(descriptor, pending))
-    return total
-
-
-def _write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:
-    # One call may write less than it was given: at a limit of 2 GiB, on a nearly full disk, after a signal.
-    while buffers:
-        count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
-        byte += count
-        buffers = remaining(buffers, count)

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 from ..errors import StorageError, StrategyError, error_text
+from ._local_files import sync, sync_above
 from ._storage import Storage
-from ._sync import sync, sync_above
 
 # Linux's renameat2, which exchanges two folders in one step; Python's os module doesn't have it.
 
@@ -285,15 +285,6 @@ class LocalSibling:
             found = f"{error.strerror or error}: {error.filename!r}" if error.filename else error
             what = f"save: cannot {doing} {self._target!r}"
             raise StorageError(error_text(what, found=found, fix=_ELSEWHERE)) from error
-
-
-def sibling_names(root: str) -> tuple[str, ...]:
-    """Return the names of the saves that have a folder beside a folder, sorted."""
-    above, last = os.path.split(os.path.realpath(root))
-    start = f".{last}."
-    with suppress(OSError):
-        return tuple(sorted(name.removeprefix(start) for name in os.listdir(above) if name.startswith(start)))
-    return ()
 
 
 def _walk(top: str, folder: str) -> Iterator[str]:

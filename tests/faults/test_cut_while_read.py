@@ -12,7 +12,7 @@ import pytest
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, StorageError
-from shardtree.storage._local import LocalReader
+from shardtree.storage._local_files import LocalReader
 from shardtree.strategies import _replaced
 from tests.faults.sampling import sample
 from tests.fuzz import seeds

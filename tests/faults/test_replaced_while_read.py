@@ -12,7 +12,7 @@ import torch
 import shardtree as st
 from shardtree import World
 from shardtree.errors import CheckpointReplaced
-from shardtree.storage._local_reader import LocalReader
+from shardtree.storage._local_files import LocalReader
 from shardtree.strategies import _replaced
 
 FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]

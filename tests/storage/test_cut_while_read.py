@@ -14,7 +14,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, StorageError
-from shardtree.storage._local_reader import LocalReader
+from shardtree.storage._local_files import LocalReader
 from tests.options import load_keywords
 
 ROWS = torch.arange(4096 * 64, dtype=torch.float32).view(4096, 64)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage, _local
+from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage, _local_files
 
 CUTS = some.lists(some.integers(0, 3000), max_size=5)
 
@@ -33,22 +33,22 @@ def test_a_file_has_the_bytes_that_came_whatever_was_told_before(
     tmp_path_factory: pytest.TempPathFactory, kind: str, sizes: list[int], told: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_local, "_LEAST_BYTES", 1)
+        patch.setattr(_local_files, "_LEAST_BYTES", 1)
         folder = str(tmp_path_factory.mktemp("room"))
         write_what_is_given(MemoryStorage if kind == "memory" else lambda: LocalStorage(folder), sizes, told)
 
 
 def test_the_law_catches_a_file_that_is_as_long_as_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(_local, "_KEEP_SIZE", 0)
-    monkeypatch.setattr(_local.os, "ftruncate", lambda *_: None)
+    monkeypatch.setattr(_local_files, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_local_files, "_KEEP_SIZE", 0)
+    monkeypatch.setattr(_local_files.os, "ftruncate", lambda *_: None)
     with pytest.raises(AssertionError):
         write_what_is_given(lambda: LocalStorage(str(tmp_path)), [3000], 20_000)
 
 
 @pytest.mark.parametrize("told", [0, 1_000_000, 9_000_000])
 def test_no_room_is_kept_that_isnt_used(tmp_path: Path, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_local_files, "_LEAST_BYTES", 1)
     LocalStorage(str(tmp_path)).write("f", SizedBuffers(told, [memoryview(bytes(1_000_000))]), durable=True)
     assert (tmp_path / "f").stat().st_blocks * 512 < 1_100_000
 
@@ -107,18 +107,20 @@ def test_another_thread_gives_back_the_blocks_of_a_small_young_file_alone(
     closed: list[bool] = []
     close = os.close
     monkeypatch.setattr(
-        _local.os, "close", lambda each: (closed.append(threading.current_thread().name == "unlink"), close(each))[1]
+        _local_files.os,
+        "close",
+        lambda each: (closed.append(threading.current_thread().name == "unlink"), close(each))[1],
     )
     path = tmp_path / "f"
     path.write_bytes(b"small")
-    _local.unlink(str(path))
+    _local_files.unlink(str(path))
     settle()
     assert closed == [True]
     path.write_bytes(bytes(64 * 1024 + 1))
-    _local.unlink(str(path))
+    _local_files.unlink(str(path))
     path.write_bytes(b"old")
     os.utime(path, (1, 1))
-    _local.unlink(str(path))
+    _local_files.unlink(str(path))
     assert closed == [True]
     assert not path.exists()
 
@@ -130,10 +132,10 @@ def test_where_no_thread_can_be_begun_the_file_is_removed_all_the_same(
         def start(self) -> None:
             raise RuntimeError("can't start new thread at interpreter shutdown")
 
-    monkeypatch.setattr(_local, "Thread", Reluctant)
+    monkeypatch.setattr(_local_files, "Thread", Reluctant)
     before = descriptors()
     (tmp_path / "f").write_bytes(b"small")
-    _local.unlink(str(tmp_path / "f"))
+    _local_files.unlink(str(tmp_path / "f"))
     assert (os.listdir(tmp_path), descriptors()) == ([], before)
 
 
@@ -147,11 +149,11 @@ def test_a_file_that_keeps_a_name_while_it_is_open_is_closed_at_once(
         os.link(path, tmp_path / ".nfs0001")
         remove(path)
 
-    monkeypatch.setattr(_local.os, "remove", silly_rename)
-    monkeypatch.setattr(_local, "Thread", None)  # none is asked for
+    monkeypatch.setattr(_local_files.os, "remove", silly_rename)
+    monkeypatch.setattr(_local_files, "Thread", None)  # none is asked for
     before = descriptors()
     (tmp_path / "f").write_bytes(b"small")
-    _local.unlink(str(tmp_path / "f"))
+    _local_files.unlink(str(tmp_path / "f"))
     assert descriptors() == before
 
 
@@ -165,12 +167,12 @@ def test_where_no_thread_may_help_the_file_is_closed_at_once(
     before = descriptors()
     (tmp_path / "f").write_bytes(b"small")
     with monkeypatch.context() as patch:
-        patch.setattr(_local, "Thread", None)  # none is asked for
+        patch.setattr(_local_files, "Thread", None)  # none is asked for
         if what == "the end of the process":
-            patch.setattr(_local.sys, "is_finalizing", lambda: True)
+            patch.setattr(_local_files.sys, "is_finalizing", lambda: True)
         else:
-            patch.setattr(_local.os, "fstat", stale)
-        _local.unlink(str(tmp_path / "f"))
+            patch.setattr(_local_files.os, "fstat", stale)
+        _local_files.unlink(str(tmp_path / "f"))
     assert (os.listdir(tmp_path), descriptors()) == ([], before)
 
 
@@ -185,9 +187,9 @@ def test_what_cant_be_removed_is_told_and_leaves_no_descriptor(tmp_path: Path, m
     def refuse(path: str) -> None:
         raise PermissionError(1, "not yours")
 
-    monkeypatch.setattr(_local.os, "remove", refuse)
+    monkeypatch.setattr(_local_files.os, "remove", refuse)
     (tmp_path / "f").write_bytes(b"small")
     before = descriptors()
     with pytest.raises(PermissionError):
-        _local.unlink(str(tmp_path / "f"))
+        _local_files.unlink(str(tmp_path / "f"))
     assert descriptors() == before

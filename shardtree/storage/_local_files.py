@@ -1,0 +1,300 @@
+"""Files of a local or mounted file system, one at a time: reading, writing, removing, and syncing folders.
+
+Reads are calls that fail where another program cuts a file short, never a mapping.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from threading import Thread
+from typing import Self
+
+from ..errors import StorageError, error_text
+from ._storage import AnyBuffer, Buffer, SizedBuffers, byte_view
+
+MOST_BUFFERS = 1024  # IOV_MAX on Linux and macOS
+
+# O_NONBLOCK: opening a pipe that somebody put here would otherwise wait for its writer for ever.
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class LocalReader:
+    """A file of a local or mounted file system, open inside of a ``with`` block.
+
+    Not a generator's context manager, which takes half as long as a small read.
+
+    Attributes:
+        path: of the file.
+        descriptor: while it is open.
+        length: in bytes, when it was opened.
+    """
+
+    __slots__ = ("descriptor", "length", "path")
+
+    descriptor: int
+    length: int
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> Self:
+        try:
+            self.descriptor = os.open(self.path, _TO_READ)
+            try:
+                found = os.fstat(self.descriptor)
+                if not stat.S_ISREG(found.st_mode):
+                    raise StorageError(error_text(f"cannot open {self.path!r}", found="no regular file"))
+            except BaseException:
+                os.close(self.descriptor)
+                raise
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(error_text(f"cannot open {self.path!r}", found=error.strerror or error)) from error
+        self.length = found.st_size
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
+        """Fill the buffers from consecutive bytes; raises where the file ends first."""
+        pending = [*filter(len, buffers)]
+        while pending:
+            # preadv, never a mapping: if another program cuts the file short, that is an error here, and a bus error,
+            # which ends the process, there. Nor can every file system map files.
+            try:
+                count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
+            except OSError as error:
+                raise StorageError(
+                    error_text(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
+                ) from error
+            if not count:
+                missing = sum(buffer.nbytes for buffer in pending)
+                raise StorageError(error_text(f"{self.path!r} ends at byte {byte}", expected=f"{missing} bytes more"))
+            byte += count
+            pending = remaining(pending, count) if len(pending) > 1 or count < pending[0].nbytes else []
+
+    def read(self, begin: int = 0, end: int | None = None) -> Buffer:
+        """Return a byte range of the file, by default up to its end, as new memory; raises where it ends first."""
+        stop = self.length if end is None else end
+        # Compared before memory is made: a damaged header may ask for any number of bytes.
+        if stop > self.length:
+            what = f"{self.path!r} ends at byte {self.length}"
+            raise StorageError(error_text(what, expected=f"bytes {begin} to {stop}"))
+        try:
+            data = memoryview(bytearray(max(stop - begin, 0)))
+        except MemoryError as error:
+            what = f"no memory for bytes {begin} to {stop} of {self.path!r}"
+            raise StorageError(
+                error_text(what, fix="Is the file what it should be? It may consist of holes.")
+            ) from error
+        self.read_into(begin, [data])
+        return data
+
+
+def remaining(buffers: list[Buffer], count: int) -> list[Buffer]:
+    """Return what is left of buffers when their first `count` bytes are done.
+
+    Examples:
+        >>> [bytes(buffer) for buffer in remaining([memoryview(b"abc"), memoryview(b"de")], 2)]
+        [b'c', b'de']
+    """
+    for position, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[position + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+# Writing a new file, and parts of one.
+
+BATCH_BYTES = 1024 * 1024
+
+
+def new_file(path: str) -> int:
+    """Return the descriptor of a new file; a file of that name, left by an interrupted save, is removed first."""
+    # Never truncate and rewrite an existing file: it may be hard-linked into a backup, or be a link to a file
+    # elsewhere.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o666)
+    except FileExistsError:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a device such as /dev/null is written to, not removed
+            os.remove(path)
+            flags |= os.O_EXCL  # again: between the two calls another process may have put a link here
+        return os.open(path, flags, 0o666)
+
+
+def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
+    """Yield the buffers in groups, each of which is written by one system call."""
+    batch: list[Buffer] = []
+    size = 0
+    for buffer in buffers:
+        batch.append(buffer)
+        size += buffer.nbytes
+        if size >= BATCH_BYTES or len(batch) == MOST_BUFFERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
+    """Write to an empty file, reserving space where its length is known, and return how much was written."""
+    reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
+    length = 0
+    try:
+        for batch in _batches(byte_view(buffer, where) for buffer in buffers):
+            length += _write_all(descriptor, batch)
+    except BaseException:
+        # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
+        if reserved:
+            with suppress(OSError):  # the error of the write itself is the one to report
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size)
+        raise
+    if reserved > length:
+        os.ftruncate(descriptor, length)
+    return length
+
+
+def _write_all(descriptor: int, batch: list[Buffer]) -> int:
+    pending = [buffer for buffer in batch if buffer.nbytes]
+    total = sum(buffer.nbytes for buffer in pending)
+    while pending:
+        pending = remaining(pending, os.writev(descriptor, pending))
+    return total
+
+
+def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:
+    # One call may write less than it was given: at a limit of 2 GiB, on a nearly full disk, after a signal.
+    while buffers:
+        count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
+        byte += count
+        buffers = remaining(buffers, count)
+
+
+# Reserving disk space for a new file.
+
+_LEAST_BYTES = 4 * 1024 * 1024
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
+
+
+def reserve(descriptor: int, length: int) -> int:
+    """Reserve disk space at the beginning of a file and return how many bytes; 0 if it is small or can't be done."""
+    call = _fallocate()
+    if length < _LEAST_BYTES or call is None:
+        return 0
+    # One call for the whole file: while dirty pages wait for the disk, each further call takes milliseconds. If it
+    # fails (no space, a file system without it), that is no error yet: the write itself will report one.
+    return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
+
+
+@cache
+def _fallocate() -> Callable[..., int] | None:
+    """Return the system call; None where there is none.
+
+    `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
+    """
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call
+
+
+# Removing a file without waiting until its blocks are freed.
+
+_SMALL_BYTES = 64 * 1024
+_YOUNG_SECONDS = 60.0
+
+
+def unlink(path: str) -> None:
+    """Remove a file; the blocks of a small one that was just written are freed by another thread.
+
+    Freeing them waits until they are written, and the disk may have gigabytes of other data to write first. The space
+    of a large file has to be free when this returns.
+    """
+    # While a descriptor is open, removing the name doesn't free the blocks: closing it does, in the thread below.
+    descriptor = _opened_if_young(path)
+    try:
+        os.remove(path)
+    except BaseException:
+        _close(descriptor)
+        raise
+    # While the interpreter ends no thread can start, and Python 3.11 would wait for it forever.
+    if descriptor is None or sys.is_finalizing() or _has_a_name(descriptor):
+        _close(descriptor)
+        return
+    try:
+        Thread(target=_close, args=(descriptor,), name="unlink", daemon=True).start()
+    except RuntimeError:
+        _close(descriptor)
+
+
+def _has_a_name(descriptor: int) -> bool:
+    """Return whether a removed file is still there: NFS keeps an open one in its folder under another name."""
+    try:
+        return os.fstat(descriptor).st_nlink > 0
+    except OSError:
+        return True  # unknown: close it now, which is always safe
+
+
+def _opened_if_young(path: str) -> int | None:
+    try:
+        found = os.lstat(path)
+        # A file with further links keeps its blocks, so that removing one name never waits.
+        small = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= _SMALL_BYTES
+        if not small or abs(time.time() - found.st_mtime) > _YOUNG_SECONDS:
+            return None
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+# Syncing folders to the medium.
+
+
+def sync(folder: str) -> None:
+    """Wait until what was made, renamed or removed in a folder is on the medium."""
+    # Syncing a file doesn't sync its name: that is an entry of the folder.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_above(folders: Iterable[str]) -> None:
+    """Sync folders, except those that belong to another user and may not be opened."""
+    for folder in folders:
+        with suppress(PermissionError):
+            sync(folder)
+
+
+def parents_of_missing(path: str) -> list[str]:
+    """Return the parents of those folders on a path that don't exist yet: making the path adds entries to them.
+
+    Examples:
+        >>> parents_of_missing("/"), parents_of_missing("/nowhere/at/all")
+        ([], ['/nowhere/at', '/nowhere', '/'])
+    """
+    parents = []
+    path = os.path.realpath(path)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+        parents.append(path)
+    return parents
