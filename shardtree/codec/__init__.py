@@ -17,7 +17,15 @@ from ._dtypes import (
     is_tagged,
     row_major_bits,
 )
-from ._header import Entry, decode_header, decode_header_and_metadata, element_count, encode_header, header_length
-from ._json import canonical_json, parse_json
+from ._header import (
+    Entry,
+    canonical_json,
+    decode_header,
+    decode_header_and_metadata,
+    element_count,
+    encode_header,
+    header_length,
+    parse_json,
+)
 from ._nodes import named_types
 from ._tree import decode_tree, encode_tree

@@ -23,8 +23,7 @@ from ..errors import (
 from ..trees import HOLE, Record
 from . import _arrays, _values
 from ._dtypes import check_storable
-from ._header import Entry, decode_header, encode_header
-from ._json import parse_json
+from ._header import Entry, decode_header, encode_header, parse_json
 from ._nodes import (
     MAX_DEPTH,
     Blob,
