@@ -47,7 +47,6 @@ __all__ = [
     "Transfers",
     "Undecided",
     "Unexpected",
-    "level_writes",
     "peak_bytes",
     "plan_reshard",
     "reshard",

