@@ -58,7 +58,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor.cell
         if not is_ordinary(tensor):
             return None
-        return self.cells.get(tensor.untyped_storage()._cdata)
+        cell = self.cells.get(tensor.untyped_storage()._cdata)
+        if cell is not None and cell.dtype.itemsize != tensor.itemsize:
+            if len(cell.writes):
+                self.refuse("a view as a dtype of another size", [])
+            # A buffer of bytes, say, that is cut into tensors: its unit is that of what is written first.
+            cell.numel, cell.dtype = cell.numel * cell.dtype.itemsize // tensor.itemsize, tensor.dtype
+        return cell
 
     def cell(self, tensor: torch.Tensor) -> Cell:
         """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
@@ -136,7 +142,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 cells = [cell for each in tensors if (cell := self.known(each)) is not None]
                 if not any(cell.is_ahead for cell in cells):
                     return self._run_really(func, args, kwargs)
-            if func.is_view and not isinstance(tensors[0], Tracer):
+            # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
+            if func.is_view and not _is_composite(func) and not isinstance(tensors[0], Tracer):
                 return func(*args, **kwargs)
             return self._recorded(func, args, kwargs, tensors)
 
@@ -154,10 +161,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (rule := operations.RULES.get(name)) is not None:
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with (
-                self
-            ):  # in here, and under inference_mode, these come whole; `reshape` says that it is a view, or copies
+        if _is_composite(func):
+            with self:  # in here, and under inference_mode, these come whole
                 return func.decompose(*args, **kwargs)
         if func.is_view or name in operations.VIEWS:
             return self._viewed(func, args, kwargs, tensors[0])
@@ -224,6 +229,10 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         what = f"trace: {name} needs elements of {self.names(tensors)}, which has none while it is traced"
         raise TraceError(error_text(what, found=f"at {_callers_line()}", fix=_FIX))
+
+
+def _is_composite(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def _kept(storage: Any) -> StorageWeakRef:

@@ -260,6 +260,16 @@ def test_inference_mode_and_out_are_recorded() -> None:
     eager_and_traced(load)
 
 
+def test_what_is_reshaped_in_inference_mode_is_copied_from_what_was_written() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        with torch.inference_mode():
+            buffer = torch.empty(4, 3)
+            buffer.copy_(tensors["w"])
+            return {"turned": buffer.t().reshape(-1), "same": buffer.reshape(-1)}
+
+    eager_and_traced(load)
+
+
 # Trap 8 is above: `.item() .tolist() .numpy() data_ptr set_ equal isnan`, pickling and `np.asarray`.
 
 
@@ -354,6 +364,21 @@ def test_a_view_of_another_item_size_is_refused() -> None:
     with pytest.raises(TraceError, match="_conj"):
         st.trace(lambda tensors: {"w": tensors["w"].to(torch.complex64).conj()}, GIVEN)
     eager_and_traced(lambda tensors: {"w": tensors["w"].view(torch.int32) ^ 5})
+
+
+def test_a_buffer_of_bytes_is_cut_into_tensors_and_isn_t_read_as_bytes_again() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        buffer = torch.empty(64, dtype=torch.uint8)
+        parts = buffer.view(torch.float32)
+        parts[:12].view(4, 3).copy_(tensors["w"])
+        parts[12:].copy_(tensors["v"])
+        return {"w": parts[:12].view(3, 4), "v": parts[12:], **({"bytes": buffer} if as_bytes else {})}
+
+    as_bytes = False
+    eager_and_traced(load)
+    as_bytes = True
+    with pytest.raises(TraceError, match="a view as a dtype of another size"):
+        st.trace(load, GIVEN)
 
 
 # Trap 12, and scale: the cost grows with tensors, not with their elements.
