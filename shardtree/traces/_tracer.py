@@ -61,6 +61,10 @@ class Tracer(torch.Tensor):
 
     @staticmethod
     def __new__(cls, record: Record, cell: Cell, meta: torch.Tensor) -> Tracer:
+        if torch.is_inference_mode_enabled():
+            # Sources are made outside of it, and torch takes no inference tensors for slices of others.
+            with torch.inference_mode(mode=False):
+                return Tracer(record, cell, meta)
         self: Tracer = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,

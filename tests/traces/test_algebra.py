@@ -42,6 +42,30 @@ def test_a_trace_does_what_the_code_does(seed: int) -> None:
     check_eager(seed)
 
 
+@given(seeds)
+def test_so_it_does_in_inference_mode_and_through_ordinary_buffers(seed: int) -> None:
+    tensors = programs.given(Random(seed))
+    run = program(seed, (*MOVES, *VALUES) if seed % 2 else MOVES)
+
+    def within(given: Tensors) -> Tensors:
+        random = Random(seed)
+        with torch.inference_mode():
+            outputs = run({name: buffered(random, each) for name, each in given.items()})
+            return {
+                name: each.flatten() if random.random() < 0.5 else each.contiguous() for name, each in outputs.items()
+            }
+
+    assert equal(st.trace(within, tensors)(tensors), within(tensors))
+
+
+def buffered(random: Random, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of it in an ordinary one, or in a part of one."""
+    if random.random() < 0.4:
+        return tensor
+    larger = torch.zeros([size + random.randint(0, 1) for size in tensor.shape], dtype=tensor.dtype)
+    return larger[tuple(slice(0, size) for size in tensor.shape)].copy_(tensor)
+
+
 def test_the_law_catches_moves_that_are_taken_one_element_late() -> None:
     def late(trace: Trace, tensors: Tensors) -> Tensors:
         moves = {
