@@ -4,7 +4,6 @@ This room isn't settled: its names may still change, those of the root alone sta
 """
 
 from ._bounded import grouped, read_rounds
-from ._cells import wanted_apart
 from ._convertible import convertible
 from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided

@@ -9,13 +9,10 @@ import numpy as np
 from ..geometry import Column, distinct, shared_groups
 from ..layouts import ShardColumns, select_rows, shard_boxes
 from ._aligned import aligned_boxes, first_rows, grid_cells
-from ._save import Rows, held_places
+from ._save import held_places
 
 MOST_CELLS = 16
 """The most cells that the boxes of a tensor are cut into, on average; where they would be more, they stay whole."""
-
-_MOST_ROWS = 2**18
-"""Shards that are compared at once, if a single tensor hasn't more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,28 +91,3 @@ def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> Shar
     # Numbered, all of them: a key with a number behind it might be another tensor's.
     keys = tuple(f"{number}: {name}" for number, name in enumerate(names))
     return replace(columns, keys=keys, kinds=(*columns.kinds, *(columns.kinds[each] for each in of.tolist())), key=key)
-
-
-def wanted_apart(columns: ShardColumns) -> Rows:
-    """Return the tensors of which no two shards share an element, bool (keys,); none with flat ranges is one.
-
-    Examples:
-        >>> import torch, shardtree as st
-        >>> rows = [st.ShardedTensor(key, None, torch.int8, (2,), (4,), (at,), None) for key in "ab" for at in (0, 2)]
-        >>> wanted_apart(st.layouts.shard_columns([*rows, rows[0]])).tolist()
-        [False, True]
-    """
-    apart = np.ones(len(columns.keys), dtype=np.bool_)
-    apart[columns.key[columns.start >= 0]] = False
-    # Some tensors at a time: comparing takes several times the memory of the columns.
-    order = np.argsort(columns.key, kind="stable")
-    for rows in np.split(order, _ends(columns.key[order])):
-        apart[shared_groups(columns.key[rows], columns.offset.take(rows, axis=0), columns.shape.take(rows, axis=0))] = (
-            False
-        )
-    return apart
-
-
-def _ends(key: Column) -> Column:
-    """Return where to split sorted keys, none of them in two, into parts of about `_MOST_ROWS`."""
-    return distinct(np.searchsorted(key, key[_MOST_ROWS::_MOST_ROWS]))

@@ -116,7 +116,6 @@ def plan_reads(
     most_cells: int = MOST_CELLS,
     is_cut: bool = True,
     alike: Sequence[Column] | None = None,
-    besides: Column | None = None,
 ) -> SharedReads:
     """Return what each rank reads so that ranks that want the same elements read them once between them.
 
@@ -133,7 +132,6 @@ def plan_reads(
             and what they share is read more than once.
         is_cut: whether shards and cells are cut; if not, equal shards are read whole by one rank, others by each.
         alike: the ranks, ascending, that each number in ``columns.rank`` stands for; None if these are ranks.
-        besides: how many bytes each rank reads of what no other wants, if that isn't in the columns, int64 (ranks,).
 
     Examples:
         >>> import torch, shardtree as st
@@ -153,7 +151,7 @@ def plan_reads(
     item_size = cells.shards.item_size[cells.shards.key]
     size, holder = cells.shards.elements * item_size, columns.rank[cells.row]
     held = find_holders(cells.cell, holder, size > 0)
-    parts = _dealt(held, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, besides, ranks)
+    parts = _dealt(held, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, ranks)
     reads = _as_reads(cells.shards, parts, item_size, size)
     # Each rank once, however many of its shards want a cell: what it gets once it copies to the others.
     of, who = np.repeat(held.place, held.count), held.rank
@@ -188,9 +186,7 @@ def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column
     return replace(found, start=start, stop=stop, rank=parts.sender, main=np.ones_like(cut))
 
 
-def _dealt(
-    held: Holders, alike: Sequence[Column], size: Column, row: Column, besides: Column | None, ranks: int
-) -> Parts:
+def _dealt(held: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
     """Return who reads which bytes of which cell, by cell and byte; cells of no bytes are left out."""
     # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
     of_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
@@ -198,9 +194,8 @@ def _dealt(
     alone = (held.count == 1) & of_one[only]
     reader = np.array([each[0] for each in alike], dtype=np.int64)[only[alone]]
     lone = held.place[alone]
-    load = np.zeros(ranks, dtype=np.int64) if besides is None else besides
     lines = [Line(places, size[places], row[places], members) for places, members in _rank_sets(held, alike)]
-    parts = dealt_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, load, 1)
+    parts = dealt_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, np.zeros(ranks, dtype=np.int64), 1)
     return rows_of(parts, np.lexsort((parts.begin, parts.item)))
 
 

@@ -459,7 +459,6 @@ CALLS: dict[str, Call] = {
     "plans.plan_load": (plans.plan_load, WHOLE, CHUNKS),
     "plans.plan_exchange": (plans.plan_exchange, COLUMNS, 2),
     "plans.plan_reads": (plans.plan_reads, COLUMNS, 2),
-    "plans.wanted_apart": (plans.wanted_apart, COLUMNS),
     "plans.grouped": (lambda sizes: list(plans.grouped(sizes, int, 4)), [1, 2, 3]),
     "plans.runs_plan": (plans.runs_plan, RUNS),
     "plans.read_rounds": (plans.read_rounds, COLUMNS),

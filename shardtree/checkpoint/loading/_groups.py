@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import SharedReads, plan_reads, read_rounds, wanted_apart
+from ...plans import SharedReads, plan_reads, read_rounds
 from .._packed import AlikeColumns
 from ._exchange import by_sharing, parts_to_read
 from ._targets import Kinds
@@ -106,40 +105,18 @@ def foretold_groups(
         converted.add(others, rank)
         ranks += 1
     joined = converted.joined()
-    rounds, (first, *parts) = common_groups(alike.joined(), joined)
-    planned, apart, besides = _without_apart(first, alike.alike, ranks)
-    plans = [
-        plan_reads(planned, ranks, is_cut=is_cut, alike=alike.alike, besides=besides),
-        *(plan_reads(part, ranks, is_cut=is_cut, alike=converted.alike) for part in parts),
-    ]
+    rounds, parts = common_groups(alike.joined(), joined)
+    held = [alike, *[converted] * (len(parts) - 1)]
+    plans = [plan_reads(part, ranks, is_cut=is_cut, alike=of.alike) for part, of in zip(parts, held, strict=True)]
     number_of = {rank: number for number, members in enumerate(converted.alike) for rank in members.tolist()}
 
     def groups(rank: int, shards: Shards) -> list[Shards]:
         # Without memory: a target's own may be a view, of which no flat range can be taken.
         bare = [one if one.data is None else replace(one, data=None) for one in shards]
-        found = groups_of(bare, kinds, rounds[joined.rank == number_of[rank]], len(parts))
-        alone = [one for one in found[0] if one.key in apart]
-        found[0] = [one for one in found[0] if one.key not in apart]
-        own, *rest = (_share(group, plan, rank) for group, plan in zip(found, plans, strict=True))
-        return [[*alone, *own], *rest]
+        found = groups_of(bare, kinds, rounds[joined.rank == number_of[rank]], len(parts) - 1)
+        return [_share(group, plan, rank) for group, plan in zip(found, plans, strict=True)]
 
     return groups, plans
-
-
-def _without_apart(columns: ShardColumns, alike: Sequence[Column], ranks: int) -> tuple[ShardColumns, set[str], Column]:
-    """Return what is to be planned, the tensors whose elements one rank wants each, and how much each reads of these.
-
-    Cells and reads of sharded tensors would be as many as their shards on all ranks, though there is nothing to choose.
-    """
-    several = np.array([members.size > 1 for members in alike], dtype=np.bool_)
-    apart = wanted_apart(columns)
-    apart[columns.key[several[columns.rank]]] = False
-    alone = apart[columns.key]
-    rows = np.flatnonzero(alone)
-    besides = np.zeros(ranks, dtype=np.int64)
-    rank = np.array([members[0] for members in alike], dtype=np.int64)[columns.rank[rows]]
-    np.add.at(besides, rank, columns.elements[rows] * columns.item_size[columns.key[rows]])
-    return select_rows(columns, np.flatnonzero(~alone)), set(compress(columns.keys, apart)), besides
 
 
 def _share(shards: Shards, plan: SharedReads, rank: int) -> Shards:
