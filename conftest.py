@@ -27,7 +27,8 @@ if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
         "shardtree",
         conf=BeartypeConf(
             claw_is_pep526=False,  # local annotations may name what only a type checker imports
-            claw_skip_package_names=("shardtree.lazy", "shardtree.traces"),  # a NamedTuple's postponed hints are beyond it
+            # A NamedTuple's postponed hints are beyond it.
+            claw_skip_package_names=("shardtree.lazy", "shardtree.traces"),
             is_pep484_tower=True,
             is_random=False,  # the same items each time: Hypothesis minds
         ),
