@@ -230,7 +230,7 @@ def _check(load: _Load, found: _Found, rank: int) -> None:
     with run("load: make memory"):
         check_given(kept.tensors, donate=request.donate)
     found.add_problems(in_common_state((*whole.problems, *objects.problems), kept, load.common_of))
-    found.unexpected = {one.key: one for one in named_unexpected(keys, target, load.common_of)} | found.unexpected
+    found.unexpected |= {one.key: one for one in named_unexpected(keys, target, load.common_of)}
     found.omitted = found.omitted.with_those_of(omitted)
     found.uncompared |= set(whole.uncompared)
     found.undecided |= dict.fromkeys(undecided(load.checkpoint, request, kept, objects, kinds))
