@@ -229,7 +229,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
         return run_plan(run[1])
     numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
     if not stored_alike(index, numbers, columns.kinds):
-        _check_kinds(index, numbers, shards, columns)
+        check_fit(_misfits(index, shards, cast=False, refused={})[1])
     plan = plans.plan_load(columns, chunks_of(index, numbers))
     # Overlap inside one tensor isn't found when the index is opened: that would take a comparison of all chunks.
     if plan.doubled.size:
@@ -239,26 +239,29 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
         )
     partly = np.flatnonzero(plan.covered != columns.elements)
     if partly.size:
-        known = _stored_kinds(index, numbers, columns)
-        check_fit(plans.find_gaps([shards[row] for row in partly.tolist()], plan.covered[partly], known))
+        lacking = [shards[row] for row in partly.tolist()]
+        kinds, _ = _misfits(index, lacking, cast=False, refused={})
+        check_fit(plans.find_gaps(lacking, plan.covered[partly], kinds))
     return plan
 
 
-def _check_kinds(index: Index, numbers: Column, shards: Sequence[ShardedTensor], columns: ShardColumns) -> None:
-    """Raise with all tensors that are asked for and not stored, or stored in another shape or dtype."""
-    known = _stored_kinds(index, numbers, columns)
-    absent: tuple[plans.Unexpected, ...] = ()
-    if len(known) < len(columns.keys):
-        absent = plans.find_unexpected(columns.keys, list(texts(index.key_text, index.key_start)))
-    asked = [shard for shard in shards if shard.key in known] if absent else shards
-    check_fit((*absent, *plans.find_mismatches(asked, known)))
-
-
-def _stored_kinds(index: Index, numbers: Column, columns: ShardColumns) -> dict[str, TensorKind]:
-    """Return the kinds of those keys that are stored."""
-    found = numbers.tolist()
-    stored = [key for key, number in zip(columns.keys, found, strict=True) if number >= 0]
-    return dict(zip(stored, kinds_at(index, [number for number in found if number >= 0]), strict=True))
+def _misfits(
+    index: Index, shards: Sequence[ShardedTensor], *, cast: bool, refused: Mapping[str, str]
+) -> tuple[dict[str, TensorKind], list[plans.Misfit]]:
+    """Return what is stored of shards' tensors, by key, and which aren't stored, or in another shape or dtype."""
+    keys = sorted({shard.key for shard in shards})
+    stored = {
+        key: number
+        for key, number in zip(keys, find_texts(index.key_text, index.key_start, keys), strict=True)
+        if number >= 0
+    }
+    kinds = dict(zip(stored, kinds_at(index, [*stored.values()]), strict=True))
+    wanted = [key for key in keys if key not in refused]
+    found: list[plans.Misfit] = [plans.Refusal(key, refused[key]) for key in keys if key in refused]
+    if not kinds.keys() >= {*wanted}:
+        found += plans.find_unexpected(wanted, [*texts(index.key_text, index.key_start)])
+    known = [shard for shard in shards if shard.key in kinds]
+    return kinds, [*found, *plans.find_mismatches(known, kinds, cast=cast)]
 
 
 def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
@@ -307,27 +310,15 @@ def explain_from_index(
         cast: whether dtypes are converted.
         refused: why a tensor that isn't in the index can't be read, by its key.
     """
-    keys = sorted({shard.key for shard in shards})
-    numbers = find_texts(index.key_text, index.key_start, keys)
-    kinds = {key: kind_at(index, number) for key, number in zip(keys, numbers, strict=True) if number >= 0}
-    unread = [plans.Refusal(key, refused[key]) for key in keys if key in refused]
-    wanted = [key for key in keys if key not in refused]
-    absent = (
-        plans.find_unexpected(wanted, [*texts(index.key_text, index.key_start)])
-        if not kinds.keys() >= {*wanted}
-        else ()
-    )
-    known = [shard for shard in shards if shard.key in kinds]
-    mismatches = plans.find_mismatches(known, kinds, cast=cast)
-    misfits = {mismatch.key for mismatch in mismatches}
-    fit = [_as_stored(shard, kinds[shard.key].dtype) for shard in known if shard.key not in misfits]
+    kinds, misfits = _misfits(index, shards, cast=cast, refused=refused)
+    wrong = {misfit.key for misfit in misfits}
+    known = (shard for shard in shards if shard.key in kinds and shard.key not in wrong)
+    fit = [_as_stored(shard, kinds[shard.key].dtype) for shard in known]
     columns = shard_columns(fit)
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
     plan = plans.plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
     doubled = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
-    return plans.Prospect(
-        (*unread, *absent, *mismatches, *doubled, *plans.find_gaps(fit, plan.covered, kinds)), partial(cost, plan)
-    )
+    return plans.Prospect((*misfits, *doubled, *plans.find_gaps(fit, plan.covered, kinds)), partial(cost, plan))
 
 
 def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
