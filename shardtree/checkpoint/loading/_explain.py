@@ -234,8 +234,9 @@ def _check(load: _Load, found: _Found, rank: int) -> None:
     found.omitted = found.omitted.with_those_of(omitted)
     found.uncompared |= set(whole.uncompared)
     found.undecided |= dict.fromkeys(undecided(load.checkpoint, request, kept, objects, kinds))
-    groups = groups_of(load.fitting(kept.tensors, whole.problems), kinds)
-    cost = None if whole.cost is None else whole.cost() if len(groups) == 1 else load.cost(groups)
+    # Where ranks read for each other, what a rank reads is known once all are checked.
+    groups = [] if load.exchange.together else groups_of(load.fitting(kept.tensors, whole.problems), kinds)
+    cost = None if whole.cost is None else load.cost(groups) if len(groups) > 1 else whole.cost()
     found.reads.append(plans.RankReads(rank, len(kept.tensors), len(kept.objects), cost))
 
 
