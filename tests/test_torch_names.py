@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -21,11 +22,15 @@ USED = {
     "torch._utils": "the module of the two that follow",
     "torch._utils._rebuild_tensor_v2": "what torch.save names in an archive as the function that makes a tensor",
     "torch._utils._rebuild_tensor_v3": "the same, for dtypes without a storage class",
-    "torch._C": "the module of the four that follow: modes of a thread, which no public function counts or leaves",
+    "torch._C": "the module of the six that follow: modes of a thread, which no public function counts or leaves",
     "torch._C._DisableAutocast": "no autocast inside of a call",
     "torch._C._is_any_autocast_enabled": "whether there is any, of whatever device",
     "torch._C._len_torch_dispatch_stack": "whether there are dispatch modes, such as FakeTensorMode",
     "torch._C._len_torch_function_stack": "how many function modes there are, a default device among them",
+    "torch._C._DisableTorchDispatch": "what is traced is computed on its meta tensors",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "whether an operation is made of others",
+    "torch.Tensor._make_wrapper_subclass": "a tensor that is traced has a shape and no memory",
+    "torch.utils._python_dispatch.TorchDispatchMode": "loading code is seen operation by operation while it is traced",
     "torch.overrides._pop_mode": "a function mode is left for a call",
     "torch.overrides._push_mode": "and entered again",
     "torch.utils._python_dispatch._disable_current_modes": "dispatch modes are left for a call",
@@ -77,8 +82,8 @@ def test_no_private_name_is_used_that_is_not_known() -> None:
 
 @pytest.mark.parametrize("name", USED)
 def test_a_private_name_is_there(name: str) -> None:
-    module, _, attribute = name.rpartition(".")
-    there = hasattr(import_module(module), attribute)
+    owner, _, attribute = name.rpartition(".")
+    there = hasattr(resolve_name(owner), attribute)
     assert there, f"torch {torch.__version__} has no {name}, which shardtree uses: {USED[name]}"
 
 

@@ -229,7 +229,7 @@ def test_after_going_back_a_step_stays_and_what_lies_ahead_can_be_dropped(
     series = st.CheckpointSeries(root, keep=KEEP_LAST)
     for number in (100, 200, 300):
         series.save(tree(), number)
-    assert not caplog.records
+    assert "is saved behind" not in caplog.text  # a kind of storage may be warned of, once in a process
     series.save(tree(), 110)
     assert numbers(series) == [110, 200, 300] and series.latest().number == 300  # type: ignore[union-attr]
     assert "step 110 is saved behind step 300" in caplog.text

@@ -240,7 +240,7 @@ def is_live(save_id: str, sibling: Sibling, *, before: float) -> bool:
     # interrupted, and one that was killed a minute ago as alive.
     alive = is_alive(sibling.note())
     if alive is None and not maker_is_dead(save_id[-16:]):
-        return (sibling.changed() or 0.0) >= before
+        return not (sibling.changed() or 0.0) < before  # an age that is no number makes nobody dead
     return bool(alive)
 
 
