@@ -172,6 +172,7 @@ class Trace:
             each for each in self.check() if each.kind in ("repeated", *(() if drop else ("unused", "unwritten")))
         ]
         offenders = list(map(str, problems))
+        droppable = sum(each.kind != "repeated" for each in problems)
         back: dict[str, list[Move]] = {name: [] for name in self.sources}
         for name, moves in self.moves.items():
             for move in moves if name not in self.tied else ():
@@ -183,7 +184,9 @@ class Trace:
                 else:
                     back[move.root].append(turned(move, name, via))
         if offenders:
-            fix = "Pass drop=True to leave out what isn't used or written." if not drop else None
+            # What is repeated, rounded or computed has no way back, with or without it.
+            can_drop = not drop and droppable == len(offenders)
+            fix = "With drop=True there is a way back that doesn't write these elements." if can_drop else None
             what = "inverse: the trace isn't one to one"
             raise TraceError(error_text(what, offenders=dict.fromkeys(offenders), fix=fix))
         kept = {name: kind for name, kind in self.outputs.items() if name not in self.tied}

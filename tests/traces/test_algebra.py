@@ -345,3 +345,25 @@ def test_a_move_of_boxes_is_a_box() -> None:
     found = st.trace(lambda tensors: {"w": tensors["w"][1:3, 2:4]}, {"w": torch.empty(4, 6)})
     [move] = found.moves["w"]
     assert covering_box(move, (4, 6))[0] == ((1, 2), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "is_advised"),
+    [
+        (lambda given: {"y": given["w"][1:]}, True),
+        (lambda given: {"y": given["w"][1:].exp()}, False),
+        (lambda given: {"y": torch.cat([given["w"][1:], given["w"][1:]])}, False),
+    ],
+)
+def test_leaving_out_is_advised_only_where_it_gives_a_way_back(
+    function: Callable[[Tensors], Tensors], is_advised: bool
+) -> None:
+    found = st.trace(function, {"w": torch.empty(4)})
+    with pytest.raises(TraceError) as caught:
+        found.inverse()
+    assert ("With drop=True there is a way back that doesn't write these elements." in str(caught.value)) == is_advised
+    if is_advised:
+        assert found.inverse(drop=True).outputs == found.sources
+    else:
+        with pytest.raises(TraceError):
+            found.inverse(drop=True)
