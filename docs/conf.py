@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 project = "shardtree"
 author = "the shardtree authors"
@@ -44,11 +45,22 @@ html_copy_source = False
 html_show_sphinx = False
 
 
-def setup(app: object) -> None:
+# Pages that have gone, and where what they said is now.
+MOVED = {"bad-input": "ten-minutes", "mutation": "laws"}
+
+
+def lead_on(app: Any, error: Exception | None) -> None:
+    """Write a page at each old address that leads on to the new one."""
+    for old, new in MOVED.items() if error is None and app.builder.format == "html" else ():
+        Path(app.outdir, f"{old}.html").write_text(f'<meta http-equiv="refresh" content="0; url={new}.html">\n')
+
+
+def setup(app: Any) -> None:
     """Make the pictures of the pages anew, by the blocks of docs/pictures.md, so that none is stale."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.docs import pictures
 
     pictures.write()
+    app.connect("build-finished", lead_on)
     # The fields of a named tuple: its docstring's attributes have them already.
-    app.connect("autodoc-skip-member", lambda *event: True if type(event[3]).__name__ == "_tuplegetter" else None)  # type: ignore[attr-defined]
+    app.connect("autodoc-skip-member", lambda *event: True if type(event[3]).__name__ == "_tuplegetter" else None)
