@@ -46,7 +46,7 @@ html_show_sphinx = False
 
 
 # Pages that have gone, and where what they said is now.
-MOVED = {"bad-input": "ten-minutes", "mutation": "laws"}
+MOVED = {"bad-input": "ten-minutes", "laws": "testing", "mutation": "testing"}
 
 
 def lead_on(app: Any, error: Exception | None) -> None:

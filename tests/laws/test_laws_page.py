@@ -1,4 +1,4 @@
-"""docs/laws.md names tests that exist, and every test of this folder's laws."""
+"""laws.md names tests that exist, and every test of this folder's laws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "laws.md").read_text()
+PAGE = (ROOT / "tests" / "laws" / "laws.md").read_text()
 
 
 def named(page: str) -> set[tuple[str, str]]:
