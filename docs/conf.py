@@ -46,7 +46,14 @@ html_show_sphinx = False
 
 
 # Pages that have gone, and where what they said is now.
-MOVED = {"bad-input": "ten-minutes", "laws": "testing", "mutation": "testing"}
+MOVED = {
+    "bad-input": "ten-minutes",
+    "laws": "testing",
+    "mutation": "testing",
+    "torch-dist": "formats",
+    "dcp": "formats",
+    "zarr": "formats",
+}
 
 
 def lead_on(app: Any, error: Exception | None) -> None:

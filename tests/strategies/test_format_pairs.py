@@ -151,7 +151,7 @@ def passed_on(target: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
 def check_whole(state: GlobalState, place: Any, *, taken_apart: bool = False) -> None:
     check_same("tensors differ", st.load_plain_tensors(place), state.tensors)
     stored, expected = st.load_common_state_dict(place).get("common", {}), dict(state.common)
-    if taken_apart:  # dicts by their keys, which says nothing of their type: docs/dcp.md
+    if taken_apart:  # dicts by their keys, which says nothing of their type: docs/formats.md
         stored, expected = plain_dicts(stored), plain_dicts(expected)
     assert outline(stored) == outline(expected)
     cells = [
