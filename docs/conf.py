@@ -53,6 +53,8 @@ MOVED = {
     "torch-dist": "formats",
     "dcp": "formats",
     "zarr": "formats",
+    "from-megatron": "megatron",
+    "megatron-users": "megatron",
 }
 
 

@@ -16,7 +16,7 @@ FENCE = re.compile(
 NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "json", "text", "toml", "yaml"}
 SCRIPTS = {"job.py", "train_dcp.py", "train_shardtree.py"}  # which tests/docs/test_fsdp2.py runs
 SCRIPTS |= {"train_pipeline.py"}  # which tests/docs/test_pipeline_stages.py runs
-SCRIPTS |= {"megatron_gpt.py"}  # which tests/docs/test_megatron_users.py runs
+SCRIPTS |= {"megatron_gpt.py"}  # which tests/docs/test_megatron_page.py runs
 
 
 def fences(text: str) -> list[tuple[int, str, str]]:

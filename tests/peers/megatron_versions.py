@@ -30,7 +30,7 @@ CHANGED_ARGUMENTS = (
 
 
 def has(span: str) -> bool:
-    """Return whether the installed release has a name that docs/from-megatron.md marks, as ``until 0.18``.
+    """Return whether the installed release has a name that docs/megatron.md marks, as ``until 0.18``.
 
     Examples:
         >>> has("")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import shardtree as st
-from tests.docs.test_from_megatron import installed
+from tests.docs.test_megatron_names import installed
 from tests.peers.megatron_versions import CHANGED_ARGUMENTS
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -35,7 +35,7 @@ def called(owner: Any, name: str) -> Callable[..., Any] | None:
 
 
 def pairs() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Return name -> theirs and ours, for each row of docs/from-megatron.md where both are called the same."""
+    """Return name -> theirs and ours, for each row of docs/megatron.md where both are called the same."""
     found = {}
     for module, rows in installed().items():
         for name in (theirs for theirs, cell in rows if cell == f"`{theirs}`"):

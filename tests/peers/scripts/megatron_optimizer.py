@@ -316,7 +316,7 @@ PAGE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "scripts" / "mega
 
 
 def as_on_the_page(function: str, place: Path, chunks: Any, optimizer: Any) -> None:
-    """Call a function of docs/megatron-users.md."""
+    """Call a function of docs/megatron.md."""
     place.mkdir(exist_ok=True)
     dist.barrier()
     PAGE[function](str(place), chunks[0].module, optimizer)

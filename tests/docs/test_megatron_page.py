@@ -1,4 +1,4 @@
-"""docs/megatron-users.md: its functions on a real GPT with a distributed optimizer, both ways, in other processes."""
+"""docs/megatron.md: its functions on a real GPT with a distributed optimizer, both ways, in other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/from-megatron.md: no name of the installed Megatron-Core is left out, and each of ours exists."""
+"""docs/megatron.md: no name of the installed Megatron-Core is left out, and each of ours exists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,22 @@ import shardtree
 from shardtree._later import ROOMS
 from tests.peers.megatron_versions import has, source_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-megatron.md"
+PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 NOT_ABOUT_CHECKPOINTS = {"logger"}
 
 
 def sections() -> dict[str, list[tuple[str, str, str]]]:
     """Return module -> its rows, as (Megatron-Core's cell, our cell, the releases that have the name)."""
-    parts = re.split(r"^## `([\w.]+)`$", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    row = re.compile(r"^\| `([\w.]+)` \| (.+?) \| ((?:(?:until|since) 0\.\d+)?)", re.MULTILINE)
-    return {module: row.findall(text) for module, text in zip(parts[::2], parts[1::2], strict=True)}
+    parts = re.split(r"^### `([\w.]+)`$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    return {module: list(rows(text)) for module, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def rows(text: str) -> Iterator[tuple[str, str, str]]:
+    span = r"((?:until|since) 0\.\d+)?"
+    for since, names in re.findall(rf"^The same(?:, {span})?: (.*)\.$", text, re.MULTILINE):
+        yield from ((name, f"`{name}`", since) for name in re.findall("`([^`]+)`", names))
+    for names, cell, since in re.findall(rf"^\| (`.+?`) \| (.+?) \| {span}", text, re.MULTILINE):
+        yield from ((name, cell, since) for name in re.findall("`([^`]+)`", names))
 
 
 def installed() -> dict[str, list[tuple[str, str]]]:
