@@ -46,7 +46,6 @@ from ._capabilities import (
     write_parts,
 )
 from ._checked import ReadReport, StoredFile, Verify
-from ._cost import fetch_cost, ranged_cost
 from ._fetch import fetch, fetch_run
 from ._folders import Directory, NewFolder, folder_in, is_same_place, new_folder, storage_at
 from ._fsspec import FsspecStorage, fsspec_storage
@@ -58,6 +57,7 @@ from ._object_store import ObjectStorage
 from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_note, process_token, release
+from ._requests import fetch_cost
 from ._storage import (
     AnyBuffer,
     Buffer,

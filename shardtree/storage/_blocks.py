@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ..geometry import Column, joined_rows, rows_of
-from ..plans import Runs
-from ._storage import Buffer, Reader
+from ..geometry import Column
+from ._storage import Buffer
 from ._threads import usual_threads
 
 BLOCK_BYTES = 256 * 1024
@@ -201,90 +200,6 @@ class BlockHasher:
 def hash_column(hasher: BlockHasher) -> Hashes:
     """Return a finished file's block hashes, uint64 (blocks,)."""
     return np.array([hasher.hashes[number] for number in sorted(hasher.hashes)], dtype=np.uint64)
-
-
-# Blocks of which only a part is read: to check their hashes they are read again, whole.
-
-_READ_BLOCKS = 4
-
-
-def incomplete_reads(runs: Runs, length: int, blocks: Flags) -> Runs:
-    """Return the parts of runs that don't fill their block, each within one block, in file order.
-
-    Adjacent runs count as one, as they do for the `BlockHasher` that sees them.
-
-    Args:
-        runs: of one file, in its order; they may overlap.
-        length: of the file, in bytes.
-        blocks: which of its blocks matter, bool (blocks,).
-
-    Examples:
-        >>> column = lambda *numbers: np.array(numbers)
-        >>> begin, size, zeros = column(5, 10), column(5, BLOCK_BYTES), column(0, 0)
-        >>> runs = Runs(file=zeros, byte=begin, target=column(0, 1), target_byte=zeros, length=size)
-        >>> incomplete = incomplete_reads(runs, 2 * BLOCK_BYTES, np.array([False, True]))
-        >>> incomplete.byte.tolist(), incomplete.target_byte.tolist(), incomplete.length.tolist()
-        ([262144], [262134], [10])
-    """
-    runs = rows_of(runs, np.flatnonzero(runs.length))
-    if not runs.byte.size:
-        return runs
-    low, high = _chains(runs.byte, runs.byte + runs.length)
-    inner = -(-low // BLOCK_BYTES) * BLOCK_BYTES
-    outer = np.where(high == length, high, np.maximum(high // BLOCK_BYTES * BLOCK_BYTES, inner))
-    parts = (_clipped(runs, low, np.minimum(inner, high)), _clipped(runs, outer, high))
-    both = joined_rows(parts)
-    both = rows_of(both, np.argsort(both.byte, kind="stable"))
-    return rows_of(both, np.flatnonzero(blocks[both.byte // BLOCK_BYTES]))
-
-
-def _chains(begin: Column, end: Column) -> tuple[Column, Column]:
-    """Return, for each span, where the chain of adjacent spans that it is part of begins and ends."""
-    is_first = np.append(True, begin[1:] != end[:-1])
-    chain = is_first.cumsum() - 1
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], begin.size) - 1
-    return begin[first][chain], end[last][chain]
-
-
-def _clipped(runs: Runs, low: Column, high: Column) -> Runs:
-    """Return the part of each run that lies between two positions; runs without such a part are left out."""
-    begin, end = np.maximum(runs.byte, low), np.minimum(runs.byte + runs.length, high)
-    clipped = Runs(runs.file, begin, runs.target, runs.target_byte + begin - runs.byte, end - begin)
-    return rows_of(clipped, np.flatnonzero(begin < end))
-
-
-def reread_blocks(reader: Reader, incomplete: Runs, views: Sequence[Buffer], hasher: BlockHasher) -> None:
-    """Read again, whole, the blocks that were read in part, and copy those parts from there.
-
-    Args:
-        reader: of the file.
-        incomplete: the parts, as `incomplete_reads` returns them.
-        views: for each requested shard its bytes.
-        hasher: of the file; sees all bytes that are read.
-    """
-    # The parts are copied again although they were read before: a disk may return other bytes the second time, and
-    # the bytes that are delivered must be those that were hashed.
-    scratch = memoryview(bytearray(_READ_BLOCKS * BLOCK_BYTES))
-    for first, last in _consecutive(np.unique(incomplete.byte // BLOCK_BYTES).tolist()):
-        begin = first * BLOCK_BYTES
-        data = scratch[: min((last + 1) * BLOCK_BYTES, reader.length) - begin]
-        reader.read_into(begin, [data])
-        hasher.update(data, begin)
-        rows = np.searchsorted(incomplete.byte, [begin, begin + data.nbytes])
-        columns = (incomplete.byte, incomplete.target, incomplete.target_byte, incomplete.length)
-        for byte, target, at, length in zip(*(column[slice(*rows)].tolist() for column in columns), strict=True):
-            views[target][at : at + length] = data[byte - begin : byte - begin + length]
-
-
-def _consecutive(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and last of up to `_READ_BLOCKS` consecutive numbers, which are then read by one request."""
-    start = 0
-    for stop, number in enumerate(numbers, start=1):
-        goes_on = stop < len(numbers) and numbers[stop] == number + 1
-        if not goes_on or stop - start == _READ_BLOCKS:
-            yield numbers[start], number
-            start = stop
 
 
 # Hashing a file's bytes while they are written.

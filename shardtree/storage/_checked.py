@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -12,9 +12,8 @@ from .._deferred import notebook_html
 from ..errors import CorruptCheckpoint, error_text, plural, shorten
 from ..geometry import Column, rows_of
 from ..plans import Runs, Strided, size_text
-from ._blocks import BLOCK_BYTES, Flags, Hashes, missing, touched
+from ._blocks import BLOCK_BYTES, Flags, Hashes
 from ._byte_ranges import ByteRanges, unread
-from ._strided import is_contiguous, last_byte
 
 Verify = Literal["whole", "all"] | None
 """Which blocks are checked: "whole": those that are read nearly whole, and in small files all that are touched; "all":
@@ -25,8 +24,8 @@ all that are touched; None: none."""
 # left out the first block, which begins with a header that no load reads, and the ends of tensors. These blocks are
 # few.
 _SMALL_FILE_BYTES = 4 * 1024 * 1024
-_NEARLY_WHOLE_BYTES = 64 * 1024
-"""A block of which no more than this is missing is read again, whole, and delivered from there."""
+NEARLY_WHOLE_BYTES = 64 * 1024
+"""A block of which no more than this is missing is read whole."""
 
 Rows = TypeVar("Rows", Runs, Strided)
 
@@ -118,27 +117,13 @@ def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list
     """Return those byte ranges with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
     enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
-        enough = enough | (unread(ranges, runs.byte, runs.byte + runs.length) <= _NEARLY_WHOLE_BYTES)
+        enough = enough | (unread(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
     chosen: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
     return chosen
 
 
-def touched_blocks(file: StoredFile, runs: Runs, strided: Strided) -> Flags:
-    """Return which blocks of a file a plan's rows of it touch, bool (blocks,)."""
-    by_runs = touched(runs.byte, runs.byte + runs.length, file.length, BLOCK_BYTES)
-    return by_runs | touched(strided.byte, last_byte(strided), file.length, BLOCK_BYTES)
-
-
-def blocks_to_check(file: StoredFile, blocks: Flags, runs: Runs, verify: Verify) -> Flags:
-    """Return which of the touched blocks of a file are to be checked, bool (blocks,)."""
-    if _checks_all(file, verify):
-        return blocks
-    flags: Flags = missing(runs.byte, runs.byte + runs.length, file.length) <= _NEARLY_WHOLE_BYTES
-    return blocks & flags
-
-
 def run_blocks(file: StoredFile, begin: int, end: int, verify: Verify) -> range:
-    """Return the blocks of a file that are to be checked where one run is read, the same as `blocks_to_check`.
+    """Return the blocks of a file that are to be checked where one run is read, the same as by `requests_of`.
 
     Examples:
         >>> file = StoredFile("w", 9 * 2**20, np.zeros(36, dtype=np.uint64))
@@ -153,10 +138,10 @@ def run_blocks(file: StoredFile, begin: int, end: int, verify: Verify) -> range:
         low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.length)
         return max(begin - low, 0) + max(high - end, 0)
 
-    if not _checks_all(file, verify):
+    if not checks_all(file, verify):
         # Only the first and the last one can lack anything.
-        first += first < stop and lacks(first) > _NEARLY_WHOLE_BYTES
-        stop -= first < stop and lacks(stop - 1) > _NEARLY_WHOLE_BYTES
+        first += first < stop and lacks(first) > NEARLY_WHOLE_BYTES
+        stop -= first < stop and lacks(stop - 1) > NEARLY_WHOLE_BYTES
     return range(first, stop)
 
 
@@ -167,21 +152,9 @@ def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
     return begin, np.minimum(end, length)
 
 
-def _checks_all(file: StoredFile, verify: Verify) -> bool:
+def checks_all(file: StoredFile, verify: Verify) -> bool:
+    """Return whether all blocks of a file that are read from are checked."""
     return verify == "all" or file.length <= _SMALL_FILE_BYTES
-
-
-def read_modes(file: StoredFile, strided: Strided, verify: Verify) -> Iterator[tuple[Strided, bool | None]]:
-    """Yield a file's strided pieces by how they are read: unchecked (None), hashed (False), in whole blocks (True)."""
-    if verify is None or file.hashes is None:
-        parts: list[tuple[Flags, bool | None]] = [(np.ones(strided.file.size, dtype=np.bool_), None)]
-    elif _checks_all(file, verify):
-        parts = [(np.ones(strided.file.size, dtype=np.bool_), True)]
-    else:
-        parts = [(is_contiguous(strided), False), (~is_contiguous(strided), None)]
-    for flags, whole_blocks in parts:
-        if flags.any():
-            yield rows_of(strided, flags), whole_blocks
 
 
 # Errors
@@ -210,7 +183,7 @@ def damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
 
 def in_file_order(strided: Strided) -> Strided:
     """Return pieces sorted by file."""
-    return rows_of(strided, np.argsort(strided.file, kind="stable"))
+    return rows_of(strided, np.argsort(strided.file, kind="stable")) if strided.file.size > 1 else strided
 
 
 def of_file(rows: Rows, number: int) -> Rows:

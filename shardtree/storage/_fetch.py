@@ -1,45 +1,36 @@
-"""Runs a load plan: reads bytes from files straight into the targets' memory, and checks their block hashes."""
+"""Runs a load plan: several threads put what arrives into the targets' memory, hash it, and check it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache, partial
-from typing import TypeVar
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
 
 from .._collector import collector_paused
-from ..codec import bit_view, byte_buffer
+from ..codec import byte_buffer
 from ..errors import StorageError
-from ..geometry import Column
-from ..plans import LoadPlan, Runs, Strided
-from ._blocks import BLOCK_BYTES, BlockHasher, Hashes, block_hash, incomplete_reads, reread_blocks
-from ._buffers import any_staged, is_staged
-from ._byte_ranges import ByteRanges, RangeHasher, range_crc32, read_crc32
+from ..plans import LoadPlan, Runs
+from ._blocks import BLOCK_BYTES, Flags, block_hash
+from ._buffers import host_memory, is_staged
+from ._byte_ranges import range_crc32
 from ._capabilities import can
-from ._checked import (
-    ReadReport,
-    StoredFile,
-    Verify,
-    blocks_to_check,
-    damaged,
-    in_file_order,
-    of_file,
-    ranges_to_check,
-    read_modes,
-    run_blocks,
-    touched_blocks,
-    wrong_length,
-)
-from ._ranged_fetch import fetch_ranged
-from ._runs import read_runs
-from ._staged_fetch import fetch_to_devices, memory_bytes
-from ._storage import Buffer, Reader, Storage
-from ._strided import copy_hashed, copy_strided
+from ._checked import ReadReport, StoredFile, Verify, damaged, run_blocks
+from ._requests import STEP_BYTES, WINDOW_BYTES, Checks, Request, cut_of, requests_of
+from ._staging import cut_for_devices, read_to_devices
+from ._storage import Buffer, Storage
+from ._strided import copy_piece, wide_reads
+from ._threads import run_workers
+from ._transports import Source, Transport, transport_of
 
-T = TypeVar("T")
+Sums = dict[int, Any]
+"""Checksums found in a file. Of blocks that came whole: number → hash, -1 if it came twice with different bytes. Of
+parts of byte ranges: first byte → (one past the last byte, CRC32)."""
 
 
 def fetch(
@@ -66,11 +57,33 @@ def fetch(
         CorruptCheckpoint: a file's length or a block's hash isn't what the index says.
         StorageError: a file can't be read.
     """
-    read = partial(_fetch_to_host, storage, files, verify=verify, progress=progress)
-    if not any_staged(memories):
-        return read(plan, memories)
-    report = sum(fetch_to_devices(read, plan, [memory_bytes(memory) for memory in memories]), ReadReport())
-    return replace(report, files=np.union1d(plan.runs.file, plan.strided.file).size)
+    cut, is_on_device = cut_of(storage, plan), np.array([is_staged(memory) for memory in memories], dtype=np.bool_)
+    if is_on_device.any():
+        cut = cut_for_devices(cut)
+    requests, checks = requests_of(files, plan, verify, cut)
+    with collector_paused():
+        views = _views(plan, memories, is_on_device)
+    transport, sums = transport_of(storage, files), {number: Sums() for number in checks}
+
+    def carry_out(requests: Sequence[Request], progress: Callable[[int], None]) -> int:
+        read = partial(_read, transport, checks, sums, progress)
+        return read_to_devices(read, requests, views, memories) if is_on_device.any() else read(requests, views)
+
+    done = carry_out(requests, progress)
+    for _ in range(transport.tries - 1):
+        wrong = {number: _wrong(check, sums[number]) for number, check in checks.items()}
+        again = [each for each in requests if _touches(each, wrong[each.file])]
+        sums |= {number: _without(sums[number], checks[number], spans) for number, spans in wrong.items()}
+        carry_out(again, lambda _: None)
+    for number, check in checks.items():
+        if spans := _wrong(check, sums[number]):
+            what = f"the hash of {len(spans)} of its blocks"
+            if check.file.ranges is not None:
+                what = f"the checksum of {len(spans)} of its tensors"
+            offenders = (f"bytes {begin} to {end}" for begin, end in spans)
+            raise damaged(storage.where(check.file.name), f"{what} differs", offenders)
+    checked = sum(len(sums[number] if check.file.ranges is None else check.ranges) for number, check in checks.items())
+    return ReadReport(done, checked, sum(check.touched for check in checks.values()) - checked, len(checks))
 
 
 def fetch_run(
@@ -108,125 +121,110 @@ def _report(bytes_read: int, checked: int, unchecked: int) -> ReadReport:
     return ReadReport(bytes_read, checked, unchecked, 1)
 
 
-def _fetch_to_host(
-    storage: Storage,
-    files: Mapping[int, StoredFile],
-    plan: LoadPlan,
-    memories: Sequence[torch.Tensor],
-    *,
-    verify: Verify,
-    progress: Callable[[int], None],
-) -> ReadReport:
-    runs, strided = plan.runs, in_file_order(plan.strided)
-    # Only targets that are read into get a view: most have either runs or strided pieces, and the plan may be a small
-    # part of a larger one.
-    with collector_paused():
-        views = _target_views(runs.target, memories, byte_buffer, memoryview(b""))
-        bits = _target_views(strided.target, memories, bit_view, torch.empty(0, dtype=torch.uint8, device="cpu"))
-    if (read_range := can(storage).read_range) is not None:
-        return fetch_ranged(storage, read_range, files, plan, views, bits, verify=verify, progress=progress)
-    read = partial(_fetch_file, storage, views=views, memories=bits, verify=verify, progress=progress)
-    numbers = np.union1d(runs.file, strided.file).tolist()
-    reports = (read(files[number], of_file(runs, number), of_file(strided, number)) for number in numbers)
-    return sum(reports, ReadReport())
-
-
-def _target_views(
-    target: Column, memories: Sequence[torch.Tensor], view: Callable[[torch.Tensor], T], none: T
-) -> list[T]:
-    """Return a view of each memory that is a target, and `none` for the others."""
+def _views(plan: LoadPlan, memories: Sequence[torch.Tensor], is_on_device: Flags) -> list[Buffer]:
+    """Return the bytes of each memory of the host that is a target, none for the others."""
+    # Most targets of a plan may be none of its: it may be a small part of a larger one.
     wanted = np.zeros(len(memories), dtype=np.bool_)
-    wanted[target] = True
-    return [view(memory) if named else none for memory, named in zip(memories, wanted.tolist(), strict=True)]
+    wanted[plan.runs.target] = wanted[plan.strided.target] = True
+    wanted &= ~is_on_device
+    return [
+        byte_buffer(memory) if each else memoryview(b"") for memory, each in zip(memories, wanted.tolist(), strict=True)
+    ]
 
 
-def _fetch_file(
-    storage: Storage,
-    file: StoredFile,
-    runs: Runs,
-    strided: Strided,
-    *,
-    views: Sequence[Buffer],
-    memories: Sequence[torch.Tensor],
-    verify: Verify,
+def _read(
+    transport: Transport,
+    checks: Mapping[int, Checks],
+    sums: Mapping[int, Sums],
     progress: Callable[[int], None],
-) -> ReadReport:
-    if file.ranges is not None:
-        read = partial(_fetch_byte_ranges, storage, file, file.ranges, runs, strided, views=views, memories=memories)
-        return read(verify=verify, progress=progress)
-    known = file.hashes if verify is not None else None
-    hashes: dict[int, int] | None = None if known is None else {}
-    with storage.open(file.name) as reader:
-        if reader.length != file.length:
-            raise wrong_length(file, reader.length, storage.where(file.name))
-        done = read_runs(storage, file.name, runs, views, hashes=hashes, length=file.length, progress=progress)
-        blocks = touched_blocks(file, runs, strided)
-        hasher = BlockHasher(file.length, hashes)
-        for pieces, whole_blocks in read_modes(file, strided, verify):
-            if whole_blocks is None:
-                done += copy_strided(storage, file.name, pieces, memories, length=file.length, progress=progress)
-            else:
-                done += copy_hashed(reader, pieces, memories, hasher, whole_blocks=whole_blocks, progress=progress)
-        if hashes is not None:
-            incomplete = incomplete_reads(runs, file.length, blocks_to_check(file, blocks, runs, verify))
-            reread_blocks(reader, incomplete, views, hasher)
-    if known is not None and hashes is not None:
-        _check_block_hashes(storage.where(file.name), hashes, known, file.length)
-    checked = len(hashes or ())
-    return ReadReport(done, checked, int(blocks.sum()) - checked, 1)
-
-
-def _fetch_byte_ranges(
-    storage: Storage,
-    file: StoredFile,
-    ranges: ByteRanges,
-    runs: Runs,
-    strided: Strided,
-    *,
+    requests: Sequence[Request],
     views: Sequence[Buffer],
-    memories: Sequence[torch.Tensor],
-    verify: Verify,
-    progress: Callable[[int], None],
-) -> ReadReport:
-    """Read a file that has CRC32s of byte ranges, and check those of the ranges that are read from."""
-    parts: dict[int, tuple[int, int]] | None = None if verify is None else {}
-    hasher = partial(_range_hasher, ranges)
-    with storage.open(file.name) as reader:
-        if reader.length != file.length:
-            raise wrong_length(file, reader.length, storage.where(file.name))
-        done = read_runs(
-            storage, file.name, runs, views, hashes=parts, length=file.length, progress=progress, hasher=hasher
-        )
-        if strided.file.size:
-            done += copy_strided(storage, file.name, strided, memories, length=file.length, progress=progress)
-        checked = 0
-        if parts is not None:
-            chosen = ranges_to_check(ranges, runs, everything=verify == "all")
-            checked = _check_crc32(reader, storage.where(file.name), ranges, chosen, parts)
-    return ReadReport(done, checked, ranges.begin.size - checked, 1)
-
-
-def _range_hasher(ranges: ByteRanges, _: int) -> RangeHasher:
-    return RangeHasher(ranges)
-
-
-def _check_crc32(
-    reader: Reader, path: str, ranges: ByteRanges, chosen: Sequence[int], parts: dict[int, tuple[int, int]]
 ) -> int:
-    """Raise unless the chosen byte ranges have their CRC32s, and return how many were compared."""
-    wrong = []
-    for number in chosen:
-        begin, end = int(ranges.begin[number]), int(ranges.end[number])
-        found = range_crc32(parts, begin, end)
-        if (read_crc32(reader, begin, end) if found is None else found) != ranges.crc32[number]:
-            wrong.append(f"bytes {begin} to {end}")
-    if wrong:
-        raise damaged(path, f"the checksum of {len(wrong)} of its tensors differs", wrong)
-    return len(chosen)
+    """Carry out requests, add their checksums to the files', and return how many bytes were delivered."""
+    waiting, lock = deque(requests), Lock()
+
+    def work() -> int:
+        total = 0
+        with closing(transport.arrivals(waiting)) as arrivals:
+            for request, source in arrivals:
+                size, found = _deliver(request, source, checks[request.file], views)
+                with lock:
+                    known = sums[request.file]
+                    for number, each in found.items():
+                        # Of a block that came twice, bytes of either may have been delivered: if they differ, fail.
+                        known[number] = each if known.get(number, each) == each else -1
+                    progress(size)
+                total += size
+        return total
+
+    threads = min(transport.threads, len(requests))
+    return sum(run_workers(work, threads, stop=waiting.clear)) if threads > 1 else work()
 
 
-def _check_block_hashes(path: str, found: dict[int, int], expected: Hashes, length: int) -> None:
-    wrong = [number for number in sorted(found) if found[number] != int(expected[number])]
-    if wrong:
-        spans = (f"bytes {number * BLOCK_BYTES} to {min(length, (number + 1) * BLOCK_BYTES)}" for number in wrong)
-        raise damaged(path, f"the hash of {len(wrong)} of its blocks differs", spans)
+def _deliver(request: Request, source: Source, check: Checks, views: Sequence[Buffer]) -> tuple[int, Sums]:
+    """Put a request's bytes where they belong, and return how many these are, and the checksums found."""
+    hasher, runs, pieces = check.hasher(), request.runs, request.pieces
+    for byte, buffers in _steps(runs, views, WINDOW_BYTES if hasher is None else STEP_BYTES):
+        source.read_into(byte, buffers)
+        if hasher is not None:
+            for buffer in buffers:
+                hasher.update(buffer, byte)
+                byte += buffer.nbytes
+    total = int(runs.length[runs.target >= 0].sum())
+    for rows, begin, end in wide_reads(request.low, request.high):
+        data = source.view(begin, end)
+        if hasher is not None and check.looks_at(begin, end):
+            hasher.update(data, begin)
+        for row in rows:
+            total += copy_piece(data, begin, pieces, row, views[int(pieces.target[row])])
+    return total, {} if hasher is None else hasher.hashes
+
+
+def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int, list[Buffer]]]:
+    """Yield (byte, buffers): byte ranges of a file that end at multiples of a size, and the buffers to fill."""
+    begin, end, buffers = 0, 0, list[Buffer]()
+    # Of what is only hashed: where it lies in a step tells it apart from what else does.
+    room = byte_buffer(host_memory.lend(size)) if (runs.target < 0).any() else memoryview(b"")
+    rows = zip(runs.byte.tolist(), runs.target.tolist(), runs.target_byte.tolist(), runs.length.tolist(), strict=True)
+    for byte, target, at, length in rows:
+        if byte != end:
+            if buffers:
+                yield begin, buffers
+            begin, end, buffers = byte, byte, []
+        view = room if target < 0 else views[target]
+        while length:
+            part = min(length, size - end % size)
+            at = end % size if target < 0 else at
+            buffers.append(view[at : at + part])
+            at, end, length = at + part, end + part, length - part
+            if end % size == 0:
+                yield begin, buffers
+                begin, buffers = end, []
+    if buffers:
+        yield begin, buffers
+
+
+# What was found
+
+
+def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
+    """Return begin and end of the blocks or byte ranges of a file whose checksum differs."""
+    known, ranges = check.file.hashes, check.file.ranges
+    if ranges is not None:
+        places = [(int(ranges.begin[each]), int(ranges.end[each]), int(ranges.crc32[each])) for each in check.ranges]
+        return [(begin, end) for begin, end, crc32 in places if range_crc32(sums, begin, end) != crc32]
+    return [
+        (number * BLOCK_BYTES, min(check.file.length, (number + 1) * BLOCK_BYTES))
+        for number, each in sorted(sums.items())
+        if known is not None and each != int(known[number])
+    ]
+
+
+def _touches(request: Request, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(begin < request.end and request.begin < end for begin, end in spans)
+
+
+def _without(sums: Sums, check: Checks, spans: Sequence[tuple[int, int]]) -> Sums:
+    """Return checksums without those of some spans."""
+    unit = BLOCK_BYTES if check.file.ranges is None else 1
+    return {at: each for at, each in sums.items() if not any(begin <= at * unit < end for begin, end in spans)}

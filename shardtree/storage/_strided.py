@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from math import inf, prod
+from collections.abc import Iterator
+from math import prod
 
 import numpy as np
 import torch
 
-from ..codec import byte_buffer
 from ..geometry import Column, joined_rows, rows_of
 from ..plans import Strided
-from ._blocks import BLOCK_BYTES, BlockHasher, Flags
-from ._buffers import host_memory
-from ._runs import remaining_windows
-from ._storage import Buffer, Reader, Storage
-from ._threads import in_turn, run_workers, usual_threads
+from ._blocks import BLOCK_BYTES, Flags
+from ._storage import Buffer
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAIR = 16
@@ -32,103 +27,26 @@ GAP_BYTES = 128 * 1024
 """A longer gap between wanted bytes isn't read: reading it takes longer than another call."""
 
 
-def copy_strided(
-    storage: Storage,
-    name: str,
-    strided: Strided,
-    memories: Sequence[torch.Tensor],
-    *,
-    length: int,
-    progress: Callable[[int], None],
-) -> int:
-    """Read strided pieces of a file, unchecked, in windows shared among a few threads; return the bytes copied.
-
-    Args:
-        storage: where the file is.
-        name: of the file.
-        strided: all of that file.
-        memories: for each requested shard its bytes, uint8 (bytes,).
-        length: of the file, in bytes.
-        progress: called with the bytes copied since the last call, never by two threads at once.
-    """
-    pieces, report = split_pieces(strided, GAP_BYTES), in_turn(progress)
-    windows = deque(hashed_ranges(pieces, length, whole_blocks=False))
-
-    def work() -> int:
-        total = 0
-        # Memory that was used before: filling new memory takes longer than all else here.
-        room = byte_buffer(host_memory.lend(_READ_BYTES))
-        with storage.open(name) as reader:
-            for rows, begin, end in remaining_windows(windows):
-                data = room[: end - begin]
-                reader.read_into(begin, [data])
-                size = sum(
-                    copy_piece(data, begin, pieces, row, memories[int(pieces.target[row])]) for row in rows.tolist()
-                )
-                report(size)
-                total += size
-        return total
-
-    threads = min(usual_threads(), len(windows))
-    return work() if threads < 2 else sum(run_workers(work, threads, stop=windows.clear))
-
-
-def copy_hashed(
-    reader: Reader,
-    strided: Strided,
-    memories: Sequence[torch.Tensor],
-    hasher: BlockHasher,
-    *,
-    whole_blocks: bool,
-    progress: Callable[[int], None],
-) -> int:
-    """Read and hash strided pieces, and copy them; return how many bytes were copied.
-
-    Args:
-        reader: of the file.
-        strided: all of that file.
-        memories: for each requested shard its bytes, uint8 (bytes,).
-        hasher: of the file; sees all bytes that are read.
-        whole_blocks: whether every block that is touched is read whole.
-        progress: called with the bytes copied since the last call.
-    """
-    total = 0
-    pieces = split_pieces(strided)
-    scratch = memoryview(bytearray(_READ_BYTES + 2 * BLOCK_BYTES))
-    for rows, begin, end in hashed_ranges(pieces, reader.length, whole_blocks=whole_blocks):
-        data = scratch[: end - begin]
-        reader.read_into(begin, [data])
-        hasher.update(data, begin)
-        for row in rows.tolist():
-            size = copy_piece(data, begin, pieces, row, memories[int(pieces.target[row])])
-            total += size
-            progress(size)
-    return total
-
-
-def hashed_ranges(pieces: Strided, length: int, *, whole_blocks: bool) -> Iterator[tuple[Column, int, int]]:
+def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
     """Yield (rows, begin, end): pieces that are copied from the same bytes, and these bytes.
 
     Args:
-        pieces: each of which spans at most `_READ_BYTES`.
-        length: of the file, in bytes.
-        whole_blocks: whether the bytes are extended to whole blocks.
+        low: first byte that is read for each piece, ascending, int64 (pieces,).
+        high: one past the last, at most `_READ_BYTES` and two blocks further, int64 (pieces,).
     """
-    unit = BLOCK_BYTES if whole_blocks else 1
-    order = np.argsort(pieces.byte, kind="stable")
-    begin = pieces.byte[order] // unit * unit
-    end = np.minimum(-(-last_byte(pieces)[order] // unit) * unit, length)
-    first, reached = 0, 0
-    for number, (low, high) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        if number and (low > reached or max(high, reached) - begin[first] > _READ_BYTES + (unit > 1) * 2 * unit):
-            yield order[first:number], int(begin[first]), reached
-            first, reached = number, 0
-        reached = max(high, reached)
-    if order.size:
-        yield order[first:], int(begin[first]), reached
+    first, begin, reached = 0, 0, 0
+    for row, (byte, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+        if row and (byte > reached or max(end, reached) - begin > _READ_BYTES + 2 * BLOCK_BYTES):
+            yield range(first, row), begin, reached
+            first = row
+        if row == first:
+            begin, reached = byte, end
+        reached = max(end, reached)
+    if low.size:
+        yield range(first, low.size), begin, reached
 
 
-def split_pieces(strided: Strided, most_gap: float = inf) -> Strided:
+def split_pieces(strided: Strided, most_gap: int) -> Strided:
     """Return pieces, cut along their first axes so that each spans at most `_READ_BYTES` of the file.
 
     Args:
@@ -143,7 +61,7 @@ def split_pieces(strided: Strided, most_gap: float = inf) -> Strided:
     return joined_rows([whole, *parts])
 
 
-def _split_piece(strided: Strided, row: int, most_gap: float) -> Strided:
+def _split_piece(strided: Strided, row: int, most_gap: int) -> Strided:
     """Cut one piece."""
     piece = rows_of(strided, slice(row, row + 1))
     for axis in range(piece.shape.shape[1]):
@@ -177,7 +95,7 @@ def is_contiguous(strided: Strided) -> Flags:
     return flags
 
 
-def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: torch.Tensor) -> int:
+def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: Buffer) -> int:
     """Copy one piece out of the byte range that begins at `begin`, and return how many bytes it has.
 
     Args:
@@ -185,7 +103,7 @@ def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: t
         begin: where it begins in the file, in bytes.
         strided: pieces.
         row: which of them.
-        memory: its target's, uint8 (bytes,).
+        memory: its target's bytes.
     """
     # NumPy, since torch would share each small copy among threads of its own, which wait for each other.
     kind, size = _ITEMS[int(strided.item_size[row])], int(strided.item_size[row])
@@ -194,7 +112,7 @@ def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: t
     )
     piece = np.ndarray(shape, kind, stored, int(strided.byte[row]) - begin, [step * size for step in stride])
     place = int(strided.target_byte[row])
-    np.ndarray(shape, kind, memory.numpy(), place, [step * size for step in target_stride])[...] = piece
+    np.ndarray(shape, kind, memory, place, [step * size for step in target_stride])[...] = piece
     return piece.nbytes
 
 

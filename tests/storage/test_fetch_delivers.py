@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shardtree.errors import CorruptCheckpoint
+from shardtree.geometry import joined_rows, rows_of
 from shardtree.layouts import shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, Strided, plan_load
@@ -22,13 +23,13 @@ from shardtree.storage import (
     MemoryStorage,
     StoredFile,
     Verify,
-    _fetch,
+    _requests,
     _strided,
     block_hashes,
     fetch,
     fetch_cost,
 )
-from shardtree.storage._blocks import incomplete_reads
+from shardtree.storage._requests import with_left_out
 from shardtree.testing import random_bits
 from tests.storage.test_fetch import (
     COLUMNS,
@@ -127,16 +128,13 @@ def test_so_it_is_where_pieces_reach_far(parts: Any, shortest: int, byte: int, h
         delivers_what_was_checked(parts, shortest, byte, honest, "all", b"the end")
 
 
-def hashed_alone(reader: Any, incomplete: Runs, views: Any, hasher: Any) -> None:
-    """The planted fault: a second read is hashed, and the first one delivered."""
-    for number in np.unique(incomplete.byte // BLOCK_BYTES).tolist():
-        block = memoryview(bytearray(min(BLOCK_BYTES, reader.length - number * BLOCK_BYTES)))
-        reader.read_into(number * BLOCK_BYTES, [block])
-        hasher.update(block, number * BLOCK_BYTES)
+def hashed_alone(runs: Runs, file: int, low: Any, high: Any) -> Runs:
+    """The planted fault: a read of its own is hashed, and another one delivered."""
+    return joined_rows([runs, Runs(low * 0 + file, low, low * 0 - 1, low * 0, high - low)])
 
 
 def test_the_law_catches_a_second_read_that_is_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fetch, "reread_blocks", hashed_alone)
+    monkeypatch.setattr(_requests, "with_left_out", hashed_alone)
 
     def law(end: bytes, parts: Any, shortest: int, byte: int, honest: int) -> None:
         delivers_what_was_checked(parts, shortest, byte, honest, "all", end)
@@ -145,11 +143,11 @@ def test_the_law_catches_a_second_read_that_is_only_hashed(monkeypatch: pytest.M
 
 
 def test_two_reads_of_a_block_that_differ_are_an_error() -> None:
-    whole = ((0, ROWS), (0, COLUMNS))
+    parts = [((0, ROWS), (0, COLUMNS)), ((0, ROWS), (240, 260))]  # a run, and a piece out of the same blocks
     for honest in (0, 1):
         with pytest.raises(AssertionError, match="lies"):
-            delivers_what_was_checked([whole, whole], 1, 2 * BLOCK_BYTES, honest, None, LONG)
-        delivers_what_was_checked([whole, whole], 1, 2 * BLOCK_BYTES, honest, "whole", LONG)
+            delivers_what_was_checked(parts, 2**20, 2 * BLOCK_BYTES, honest, None, LONG)
+        delivers_what_was_checked(parts, 2**20, 2 * BLOCK_BYTES, honest, "whole", LONG)
 
 
 @pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
@@ -164,7 +162,7 @@ def test_pieces_of_every_item_size_are_cut_anywhere(item: int, far: int, monkeyp
     columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])
     plan: LoadPlan = plan_load(columns, one_chunk((50, 6), 5))
     assert plan.strided.file.size == 1
-    parts: Strided = _strided.split_pieces(plan.strided)
+    parts: Strided = _strided.split_pieces(plan.strided, 2**30)
     assert (_strided.last_byte(parts) - parts.byte <= far).all()
     memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
     file = StoredFile("f", len(data), block_hashes([memoryview(data)]))
@@ -172,11 +170,13 @@ def test_pieces_of_every_item_size_are_cut_anywhere(item: int, far: int, monkeyp
     assert memory.numpy().tobytes() == whole[1:49, 2:5].contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_what_makes_whole_blocks_together_has_no_loose_ends() -> None:
+def test_what_makes_whole_blocks_together_leaves_nothing_out() -> None:
     begin = np.array([0, 100, BLOCK_BYTES + 7])
     size = np.array([100, BLOCK_BYTES + 7 - 100, BLOCK_BYTES - 7])
     zeros = np.zeros(3, dtype=np.int64)
     runs = Runs(zeros, begin, zeros, begin, size)
-    assert incomplete_reads(runs, 2 * BLOCK_BYTES, np.ones(2, dtype=np.bool_)).byte.size == 0
-    incomplete = incomplete_reads(runs, 3 * BLOCK_BYTES, np.ones(3, dtype=np.bool_))
-    assert incomplete.byte.size == 0
+    assert with_left_out(runs, 0, np.array([0]), np.array([2 * BLOCK_BYTES])) is runs
+    both = with_left_out(rows_of(runs, np.array([0, 2])), 0, np.array([0]), np.array([2 * BLOCK_BYTES + 5]))
+    assert both.target.tolist() == [0, -1, 0, -1]
+    assert both.byte.tolist() == [0, 100, BLOCK_BYTES + 7, 2 * BLOCK_BYTES]
+    assert both.length.tolist() == [100, BLOCK_BYTES - 93, BLOCK_BYTES - 7, 5]

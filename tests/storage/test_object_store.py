@@ -22,10 +22,11 @@ from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, CorruptChec
 from shardtree.storage import (
     ObjectStorage,
     SizedBuffers,
+    _fetch,
     _object_store,
     _object_uploads,
-    _ranged_fetch,
     _requests,
+    _transports,
     is_folder,
     owner_note,
     storage_at,
@@ -205,7 +206,7 @@ def test_what_is_fetched_is_what_a_local_load_reads(data: some.DataObject) -> No
     with pytest.MonkeyPatch.context() as patch, s3(patch) as server:
         patch.setattr(_requests, "REQUEST_BYTES", data.draw(some.sampled_from([2**18, 2**20])))
         patch.setattr(_requests, "_GAP_BYTES", data.draw(some.sampled_from([0, 8, 100, 2**20])))
-        patch.setattr(_ranged_fetch, "_IN_FLIGHT", data.draw(some.integers(1, 4)))
+        patch.setattr(_transports, "_IN_FLIGHT", data.draw(some.integers(1, 4)))
 
         def save(world: Any) -> None:
             parts = torch.tensor_split(whole, ranks)
@@ -231,12 +232,12 @@ def cut_one_byte_late(begin: Any, end: Any) -> Any:
     return row, np.where(low > begin[row], low + 1, low), high
 
 
-copy_piece, cells = _ranged_fetch.copy_piece, _requests._cells
+copy_piece, cells = _fetch.copy_piece, _requests._cells
 
 
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
-    [(_ranged_fetch, "copy_piece", without_the_last), (_requests, "_cells", cut_one_byte_late)],
+    [(_fetch, "copy_piece", without_the_last), (_requests, "_cells", cut_one_byte_late)],
 )
 def test_the_law_of_planned_reads_catches(
     server: Server, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any

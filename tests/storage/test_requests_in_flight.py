@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardtree.plans import Runs, runs_plan
-from shardtree.storage import Buffer, Capabilities, ReadReport, StoredFile, _ranged_fetch, _requests, fetch
+from shardtree.storage import Buffer, Capabilities, ReadReport, StoredFile, _requests, _transports, fetch
 
 COUNT, NBYTES = 40, 4096
 
@@ -36,7 +36,7 @@ class Store:
 
 
 def load(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranged_fetch, "REQUEST_BYTES", NBYTES)
+    monkeypatch.setattr(_requests, "REQUEST_BYTES", NBYTES)
     monkeypatch.setattr(_requests, "_GAP_BYTES", 0)
     length = COUNT * NBYTES
     runs = Runs(*(np.array([number]) for number in (0, 0, 0, 0, length)))
@@ -48,17 +48,17 @@ def load(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("latency", [None, 0.05])
 def test_a_store_that_lets_wait_has_many_at_once(latency: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranged_fetch, "_LONG_WAIT", 60.0)
+    monkeypatch.setattr(_transports, "_LONG_WAIT", 60.0)
     load(Store(latency, together=32), monkeypatch)
 
 
 def test_a_store_that_answers_at_once_has_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranged_fetch, "_LONG_WAIT", 60.0)
+    monkeypatch.setattr(_transports, "_LONG_WAIT", 60.0)
     store = Store(0.001, together=1)
     load(store, monkeypatch)
     assert 1 <= store.most <= 8
 
 
 def test_a_store_that_answers_at_once_and_sends_slowly_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ranged_fetch, "_LONG_WAIT", 0.001)
+    monkeypatch.setattr(_transports, "_LONG_WAIT", 0.001)
     load(Store(0.001, together=32), monkeypatch)

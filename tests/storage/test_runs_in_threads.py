@@ -13,24 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.plans import Runs
-from shardtree.storage import BLOCK_BYTES, MemoryStorage, block_hashes
-from shardtree.storage import _runs as module
-from shardtree.storage._runs import read_runs
+from shardtree.plans import Runs, runs_plan
+from shardtree.storage import BLOCK_BYTES, MemoryStorage, StoredFile, _fetch, _requests, block_hashes, fetch
 from shardtree.storage._threads import in_threads
 from tests.trees.samples import assert_caught
 
 LENGTH = 9 * BLOCK_BYTES + 77
 DATA = np.random.default_rng(1).integers(0, 256, LENGTH, dtype=np.uint8).tobytes()
-HASHES = [int(one) for one in block_hashes([memoryview(DATA)])]
+FILE = StoredFile("f", LENGTH, block_hashes([memoryview(DATA)]))
 
 Spans = list[tuple[int, int]]
 
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "_STEP_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(module, "_WINDOW_BYTES", 2 * BLOCK_BYTES)
+    for module in (_fetch, _requests):
+        monkeypatch.setattr(module, "STEP_BYTES", BLOCK_BYTES)
+        monkeypatch.setattr(module, "WINDOW_BYTES", 2 * BLOCK_BYTES)
     yield
     torch.set_num_threads(1)
 
@@ -44,41 +43,34 @@ def spans() -> st.SearchStrategy[Spans]:
     return st.lists(st.tuples(place, place).map(sorted).map(tuple), max_size=6).map(sorted)
 
 
-def runs_of(chosen: Spans) -> Runs:
+def runs_of(chosen: Spans, first: int = 0) -> Runs:
     byte, end = np.array(chosen, dtype=np.int64).reshape(-1, 2).T
     zero = np.zeros(len(chosen), dtype=np.int64)
-    return Runs(zero, byte, np.arange(len(chosen)), zero, end - byte)
+    return Runs(zero, byte, first + np.arange(len(chosen)), zero, end - byte)
 
 
-def whole_blocks(chosen: Spans) -> set[int]:
-    """Return the blocks that one range, or several that follow each other, hold whole."""
-    held: set[int] = set()
-    for begin, end in chosen:
-        held |= set(
-            range(-(-begin // BLOCK_BYTES), len(HASHES) if end == LENGTH and begin < end else end // BLOCK_BYTES)
-        )
-    return held
+def blocks_of(chosen: Spans) -> set[int]:
+    """Return the blocks that have a byte of any range."""
+    spans = (range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)) for begin, end in chosen if begin < end)
+    return {block for span in spans for block in span}
 
 
 def read_by(threads: int, chosen: Spans, drop: int = 0) -> None:
     torch.set_num_threads(threads)
     storage = MemoryStorage()
     storage.write("f", [memoryview(DATA)], durable=False)
-    memories = [bytearray(end - begin) for begin, end in chosen]
-    views = [memoryview(memory) for memory in memories]
-    hashes: dict[int, int] = {}
+    memories = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in chosen]
     told: list[int] = []
-    runs = runs_of(chosen[drop:])
-    done = read_runs(storage, "f", runs, views[drop:], hashes=hashes, length=LENGTH, progress=told.append)
-    assert memories == [DATA[begin:end] for begin, end in chosen]
-    assert done == sum(told) == sum(end - begin for begin, end in chosen)
-    assert {number: HASHES[number] for number in hashes} == hashes
-    assert whole_blocks(chosen) <= set(hashes)
+    plan = runs_plan(runs_of(chosen[drop:], drop))
+    report = fetch(storage, {0: FILE}, plan, memories, verify="all", progress=told.append)
+    assert [bytes(memory.numpy()) for memory in memories] == [DATA[begin:end] for begin, end in chosen]
+    assert report.bytes_read == sum(told) == sum(end - begin for begin, end in chosen)
+    assert (report.blocks_checked, report.blocks_unchecked) == (len(blocks_of(chosen)), 0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @given(spans())
-def test_every_run_is_read_and_every_whole_block_hashed(threads: int, chosen: Spans) -> None:
+def test_every_run_is_read_and_every_block_checked(threads: int, chosen: Spans) -> None:
     read_by(threads, chosen)
 
 
@@ -91,9 +83,9 @@ def test_an_error_in_any_thread_is_raised(threads: int) -> None:
     torch.set_num_threads(threads)
     storage = MemoryStorage()
     storage.write("f", [memoryview(DATA)], durable=False)
-    views = [memoryview(bytearray(LENGTH + 10))]
+    memory = torch.zeros(LENGTH + 10, dtype=torch.uint8)
     with pytest.raises(StorageError, match="ends at byte"):
-        read_runs(storage, "f", runs_of([(0, LENGTH + 10)]), views, hashes=None, length=LENGTH + 10, progress=id)
+        fetch(storage, {0: StoredFile("f", LENGTH)}, runs_plan(runs_of([(0, LENGTH + 10)])), [memory])
 
 
 @pytest.mark.parametrize("begun", [0, 1])

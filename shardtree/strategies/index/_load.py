@@ -18,7 +18,7 @@ from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan
-from ...storage import ReadReport, StoredFile, can, fetch, fetch_cost, fetch_run, ranged_cost
+from ...storage import ReadReport, StoredFile, can, fetch, fetch_cost, fetch_run
 from .._checks import check_fit
 from .._replaced import check_lengths
 from .._values import Checkpoint
@@ -339,5 +339,4 @@ def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.
     numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
     files = {number: file_at(index, number) for number in numbers}
     check_lengths(checkpoint, files.values())
-    cost = ranged_cost if can(checkpoint.storage).read_range is not None else fetch_cost
-    return cost(files, plan, verify=checkpoint.options.verify)
+    return fetch_cost(files, plan, verify=checkpoint.options.verify, storage=checkpoint.storage)
