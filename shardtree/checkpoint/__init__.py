@@ -50,7 +50,8 @@ if typing.TYPE_CHECKING:
     from .async_saves import AsyncCallsQueue, async_calls
     from .comparison import CheckpointDifference, KindDifference, ValueDifference, compare
     from .conversion import ConversionReport, convert
-    from .loading import StrictHandling, explain, explain_ranks, load, load_plain_tensors
+    from .loading import StrictHandling, load, load_plain_tensors
+    from .loading._explain import explain, explain_ranks
     from .saving import save
     from .series import CheckpointSeries, FileMark, Removal, StepFiles
 else:
@@ -73,8 +74,8 @@ else:
             "async_calls": ".async_saves",
             "compare": ".comparison",
             "convert": ".conversion",
-            "explain": ".loading",
-            "explain_ranks": ".loading",
+            "explain": ".loading._explain",
+            "explain_ranks": ".loading._explain",
             "fingerprint": "._fingerprint",
             "is_checkpoint": "._open",
             "load": ".loading",

@@ -1,8 +1,17 @@
 """Live resharding: tensors move from ranks that hold them to ranks that want them, without files."""
 
+import typing
+
 from ._memory import make_buffers
 from ._move import Route, Transport, move
-from ._redistribute import redistribute
+
+if typing.TYPE_CHECKING:
+    from ._redistribute import redistribute
+else:
+    from .._deferred import later
+
+    # A load moves what ranks read for each other, and needs neither lenses nor traces for that.
+    __getattr__ = later(__name__, {"redistribute": "._redistribute"})
 
 __all__ = [
     "Transport",

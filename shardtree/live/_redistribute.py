@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from .._shielded import shielded
-from ..errors import IntegrityError, MetadataError, error_text
+from ..errors import IntegrityError, MetadataError, TreePath, error_text
 from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns
 from ..lenses import through_trace
-from ..mapping import ShardedObject, ShardedTensor
+from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..plans import ReshardPlan, Schedule, with_relays
 from ..traces import Trace
+from ..trees import flatten_with_paths, is_plain_tensor, leaves_with_paths, with_data
 from ..world import agree, current_world, gather
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
@@ -144,7 +145,8 @@ def redistribute(
         cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, directly into the
             buffers. A plan that is passed has its own dtypes.
         transform: a trace of what makes targets of the sources, by key, as an engine's own loader: each rank gets the
-            elements that its own are made of.
+            elements that its own are made of. Plain tensors are targets too, whose keys are their paths. A plan that
+            goes with it is made of the sources and what `lenses.through_trace` makes of the targets.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         max_bytes_in_flight: what a rank sends and gets in one step; the memory that its buffers take.
         donate: whether the target's tensors are donated: they are filled in place, on any device, and
@@ -214,7 +216,10 @@ def redistribute(
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
     failure = move(route, transport)
-    return agree(ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects, donate=donate))
+    own = None if transform is None else target
+    return agree(
+        ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects, own, donate=donate)
+    )
 
 
 def _prepare(
@@ -273,9 +278,24 @@ def _join(
     common: Any,
     filled: Sequence[torch.Tensor],
     objects: Sequence[ShardedObject],
+    target: Any,
     *,
     donate: bool,
 ) -> Any:
     if failure is not None:
         raise failure
-    return joined_target(ends, common, donated_once(ends.tensors, filled) if donate else filled, objects)
+    made = joined_target(ends, common, donated_once(ends.tensors, filled) if donate else filled, objects)
+    return made if target is None else _with_own_leaves(made, target)
+
+
+def _with_own_leaves(made: Any, target: Any) -> Any:
+    """Return the result with the target's shards and plain tensors where a trace's factories took their places."""
+    own = dict(leaves_with_paths(target))
+
+    def leaf_of(path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensorFactory) or isinstance(own[path], ShardedTensorFactory):
+            return leaf
+        return leaf.data if is_plain_tensor(own[path]) else with_data(own[path], leaf.data)
+
+    pairs, rebuild = flatten_with_paths(made)
+    return rebuild([leaf_of(path, leaf) for path, leaf in pairs])

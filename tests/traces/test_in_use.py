@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, MetadataError, ShapeError, TraceError
+from shardtree.errors import CheckpointingException, KeyMismatch, MetadataError, ShapeError, TraceError
+from shardtree.storage import LocalStorage, wrapped
 from tests.traces.loaders import LOADERS
 from tests.traces.test_loaders import QKV, given, traced
 
@@ -72,6 +74,58 @@ def test_ranks_load_their_parts_and_read_what_they_need(folder: Any, axis: int, 
             if tensor.ndim > axis:
                 assert torch.equal(loaded[key], tensor.chunk(2, axis)[number]), key
         assert read == 3 * 48 * 4 // 2 + (6 * 2 // 2 if axis == 0 else 0)
+
+
+def test_of_a_folder_of_hugging_face_s_each_rank_reads_the_bytes_that_it_needs(tmp_path: Any) -> None:
+    """Counted where the file is read: rows of experts that are stored one by one, and turned, for a fused tensor."""
+    experts, ffn, hidden = 4, 64, 512
+    stored = {
+        f"experts.{number}.{name}": torch.randn(ffn, hidden) for number in range(experts) for name in ("gate", "up")
+    }
+    stored |= {"down": torch.randn(experts, ffn, hidden)}
+    keys = {key: st.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored.items()}
+    st.save(keys, tmp_path, "huggingface")
+
+    def load_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        pairs = [
+            torch.cat([tensors[f"experts.{number}.{name}"] for name in ("gate", "up")]) for number in range(experts)
+        ]
+        return {"w13": torch.stack(pairs), "w2": tensors["down"].transpose(1, 2).contiguous()}
+
+    engine, counts = st.trace(load_experts, stored), [[0], [0]]
+
+    def rank(world: Any) -> Any:
+        mine = {
+            key: st.ShardedTensor.from_rank_offsets(key, torch.empty(2, *shape), (0, world.rank, 2))
+            for key, shape in (("w13", (2 * ffn, hidden)), ("w2", (hidden, ffn)))
+        }
+        options = st.LoadOptions(exchange="never", verify=None)
+        return st.load(mine, counting(tmp_path, counts[world.rank]), transform=engine, world=world, options=options)
+
+    whole = load_experts(stored)
+    for number, loaded in enumerate(st.simulate(2, rank)):
+        assert all(torch.equal(loaded[key], tensor.chunk(2)[number]) for key, tensor in whole.items())
+    assert counts == [[sum(tensor.nbytes for tensor in stored.values()) // 2]] * 2
+
+
+def counting(folder: Any, count: list[int]) -> Any:
+    """Return a folder's storage that counts the bytes that are read of tensors."""
+    inner = LocalStorage(folder)
+
+    class Counting:
+        def __init__(self, reader: Any) -> None:
+            self.length, self.read, self.reader = reader.length, reader.read, reader
+
+        def read_into(self, byte: int, buffers: Any) -> None:
+            count[0] += sum(buffer.nbytes for buffer in buffers) if byte else 0  # the header, which rank 0 reads
+            self.reader.read_into(byte, buffers)
+
+    @contextmanager
+    def opened(name: str) -> Any:
+        with inner.open(name) as reader:
+            yield Counting(reader)
+
+    return wrapped(inner, open=opened)
 
 
 def test_flat_ranges_plain_tensors_and_other_keys_load(folder: Any) -> None:
@@ -195,12 +249,63 @@ def test_a_module_s_loader_fills_it_from_a_folder(folder: Any) -> None:
     assert torch.equal(model.fc.weight, torch.cat([STORED["gate.weight"], STORED["up.weight"]]))
 
 
-def test_explain_shows_what_is_read_before_a_byte_moves(folder: Any) -> None:
-    plan = st.explain(st.lenses.through_trace({"fc2": torch.empty(8, 6)}, found()), folder)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_explain_says_what_ranks_would_read_through_a_trace(folder: Any, axis: int) -> None:
+    options = st.LoadOptions(exchange="never", verify=None)
+    trees = [target(rank, 2, axis) for rank in range(2)]
+    told = st.explain_ranks(trees, folder, transform=found(), options=options)
+    assert told.ok
+    assert told.reads == st.explain_ranks(trees, folder, transform=[found()] * 2, options=options).reads
+
+    def rank(world: Any) -> int:
+        reports: list[Any] = []
+        reporting = st.LoadOptions(report=reports.append, exchange="never", verify=None)
+        st.load(trees[world.rank], folder, transform=found(), world=world, options=reporting)
+        return int(reports[0].bytes_read)
+
+    assert [one.cost.bytes_wanted for one in told.reads if one.cost] == st.simulate(2, rank)
+
+
+def test_explain_says_why_a_load_through_a_trace_fails(folder: Any) -> None:
+    told = st.explain({"fc2": torch.empty(8, 6)}, folder, transform=found())
     asked = "stored, not asked for: 'gate.weight'"
-    assert plan.ok
-    assert asked in str(plan)
-    assert "'down.weight'" not in str(plan)
+    assert told.ok
+    assert asked in str(told)
+    assert "'down.weight'" not in str(told)
+    wrong = {"norm": st.ShardedTensor.from_rank_offsets("norm", torch.empty(6, dtype=torch.float64))}
+    for arguments in ({"transform": found()}, {"transform": load_model}):
+        with pytest.raises(CheckpointingException) as caught:
+            st.load(wrong, folder, **arguments)
+        told = st.explain(wrong, folder, **arguments)
+        assert told.ok is False
+        assert [problem.text.partition("\nat ")[0] for problem in told.problems] == [str(caught.value)]
+    with pytest.raises(MetadataError, match="traces doesn't fit\\n  found 1, expected one for each of 2 targets"):
+        st.explain_ranks([wrong, wrong], folder, transform=[found()])
+
+
+def test_a_plan_shows_what_ranks_would_send_for_their_own_loaders() -> None:
+    weights, engines = given(LOADERS[QKV]), [traced(LOADERS[QKV], rank, 2) for rank in range(2)]
+    held = [
+        {
+            key: st.ShardedTensor.from_rank_offsets(key, tensor.chunk(2)[rank], (0, rank, 2))
+            for key, tensor in weights.items()
+        }
+        for rank in range(2)
+    ]
+    wanted = [{"qkv": torch.empty(engine.outputs["qkv"].shape)} for engine in engines]
+    through = [st.lenses.through_trace(*pair) for pair in zip(wanted, engines, strict=True)]
+    plan = st.plan_reshard(held, through)
+    # Trainer and engine cut alike: the rows of each are where they are needed.
+    assert (plan.bytes_moved, plan.bytes_kept) == (0, 4 * sum(tensor.numel() for tensor in weights.values()))
+    turned = st.plan_reshard(held[::-1], through)
+    assert (turned.bytes_moved, turned.bytes_kept) == (plan.bytes_kept, 0)
+
+    def rank(world: Any) -> Any:
+        number = world.rank
+        return st.redistribute(held[number], wanted[number], transform=engines[number], plan=plan, world=world)
+
+    for engine, made in zip(engines, st.simulate(2, rank), strict=True):
+        assert torch.equal(made["qkv"], engine(weights)["qkv"])
 
 
 def test_parts_are_of_the_size_of_what_is_needed() -> None:

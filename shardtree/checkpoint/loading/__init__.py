@@ -2,7 +2,6 @@
 
 import typing
 
-from ._explain import explain, explain_ranks
 from ._load import load_plain_tensors
 from ._strict import StrictHandling
 

@@ -15,8 +15,10 @@ from ... import plans
 from ..._shielded import shielded
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
+from ...lenses import through_traces
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
+from ...traces import Trace
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_held, describe, united_of
 from .._dispatch import Choice
@@ -274,6 +276,7 @@ def explain(
     device: str | torch.device | None = None,
     cast: bool = False,
     layout: ShardColumns | None = None,
+    transform: Trace | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> plans.Explanation:
@@ -293,6 +296,7 @@ def explain(
         device: where tensors would be put whose target has none.
         cast: whether dtypes would be converted.
         layout: the tensor shards that all ranks ask for, as in `load`.
+        transform: a trace of what makes the target's tensors of those that are stored, as in `load`.
         strategies: the dispatch table; None for the process's.
         options: how the checkpoint would be read, as in `load`.
 
@@ -331,6 +335,7 @@ def explain(
         device=device,
         cast=cast,
         layout=layout,
+        transform=transform,
         strategies=strategies,
         options=options,
     )
@@ -349,6 +354,7 @@ def explain_ranks(
     device: str | torch.device | None = None,
     cast: bool = False,
     layout: ShardColumns | None = None,
+    transform: Trace | Sequence[Trace] | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> plans.Explanation:
@@ -362,12 +368,14 @@ def explain_ranks(
             kept: a sequence that makes them when it is asked takes the memory of one.
         checkpoint_dir: where the checkpoint is.
         sharded_strategy: this and all that follow are as in `explain`, and the same for all ranks.
+        transform: one trace for all ranks, or each rank's.
 
     Returns:
         The explanation, with what each rank would read from storage.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint, StrategyError, KeyMismatch: as `explain`.
+        MetadataError: there aren't as many traces as targets.
 
     Examples:
         >>> import tempfile, torch, shardtree as st
@@ -382,7 +390,9 @@ def explain_ranks(
     options = LoadOptions() if options is None else options
     checkpoint = open_at(checkpoint_dir, one_process(), options, strategies)
     choices = (sharded_strategy, common_strategy, strategies)
-    validate = validate_access_integrity
+    validate = validate_access_integrity and transform is None
+    if transform is not None:
+        sharded_state_dicts = through_traces(sharded_state_dicts, transform, cast=cast)
     request = LoadRequest(
         None, choices, layout, strict, validate=validate, cast=cast, donate=donate, device=device, options=options
     )

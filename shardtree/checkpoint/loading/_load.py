@@ -14,11 +14,9 @@ import torch
 from ..._shielded import shielded
 from ...errors import TreeError
 from ...layouts import ShardColumns
-from ...lenses import through_trace
 from ...storage import Directory, ReadReport
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
-from ...traces import Trace
 from ...trees import refuse_too_deep
 from ...world import agree, current_world, share, step, tried
 from .._dispatch import Choice
@@ -44,7 +42,7 @@ def load(
     cast: bool = False,
     device: str | torch.device | None = None,
     layout: ShardColumns | None = None,
-    transform: Trace | None = None,
+    transform: Any = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
@@ -141,6 +139,8 @@ def load(
         options=options,
     )
     if transform is not None:
+        from ...lenses import through_trace  # which takes as long to import as a small load does
+
         with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
             request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast))
     opened_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
