@@ -4,7 +4,17 @@ The number depends on key, dtype, global shape and the elements' bits, so that i
 format. docs/fingerprints.md defines it to the bit.
 """
 
-from ._parts import PIECE, ShardPiece, box_pieces, box_total, piece_total, run_pieces, run_total, shard_pieces
+from ._parts import (
+    PIECE,
+    ShardPiece,
+    box_pieces,
+    box_total,
+    bytes_total,
+    piece_total,
+    run_pieces,
+    run_total,
+    shard_pieces,
+)
 from ._sums import axis_weights, device_total, host_total
 from ._tensors import (
     PartialFingerprint,

@@ -66,11 +66,13 @@ class Options:
         max_bytes_in_flight: what a rank sends and gets in one step.
         relay: whether ranks that want the same elements pass them on.
         cast: whether tensors get the targets' dtypes.
+        verify: whether what arrives is compared with what was sent.
     """
 
     max_bytes_in_flight: int
     relay: bool
     cast: bool
+    verify: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

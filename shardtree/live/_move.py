@@ -90,25 +90,25 @@ def move(route: Route, transport: Transport) -> Exception | None:
     """
     moved = route.plan.transfers
     own = np.flatnonzero((moved.from_rank == route.rank) & (moved.to_rank == route.rank))
-    failure = _first_failure(None, partial(_copy_own, route, own[moved.hop[own] == 0]))
+    failure = first_failure(None, partial(_copy_own, route, own[moved.hop[own] == 0]))
     for step in range(route.schedule.steps):
         sends, gets = step_pieces(route, step)
         outgoing, incoming = route.buffers.cut(sends.sizes, gets.sizes)
         came: list[tuple[Column, Regions, Regions]] = []
-        failure = _first_failure(failure, partial(_pack, route, sends, outgoing))
-        failure = _first_failure(failure, partial(_make_room, route, gets, incoming, came))
+        failure = first_failure(failure, partial(pack, route, sends, outgoing))
+        failure = first_failure(failure, partial(_make_room, route, gets, incoming, came))
         try:
             transport(outgoing, incoming)
         except Exception as error:
             error.add_note(f"{route.doing}: in the exchange of step {step + 1} of {route.schedule.steps}")
             raise
         for boxes in came:
-            failure = _first_failure(failure, partial(copy_boxes, *boxes))
+            failure = first_failure(failure, partial(copy_boxes, *boxes))
     # Last, what several shards of the rank want: from the one that received it.
-    return _first_failure(failure, partial(_copy_own, route, own[moved.hop[own] > 0]))
+    return first_failure(failure, partial(_copy_own, route, own[moved.hop[own] > 0]))
 
 
-def _first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception | None:
+def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception | None:
     """Call a function unless there was a failure before; return the first failure."""
     if failure is None:
         try:
@@ -170,7 +170,7 @@ def step_pieces(route: Route, step: int) -> tuple[Pieces, Pieces]:
     return found[0], found[1]
 
 
-def _pack(route: Route, pieces: Pieces, messages: dict[int, torch.Tensor]) -> None:
+def pack(route: Route, pieces: Pieces, messages: dict[int, torch.Tensor]) -> None:
     """Write what a rank sends in a step into messages; where its shards' memory can be sent itself, that is one."""
     plan, moved = route.plan, route.plan.transfers
     for passed_on, columns, memories in ((False, plan.source, route.sources), (True, plan.target, route.targets)):

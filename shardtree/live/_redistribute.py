@@ -33,6 +33,7 @@ from ._memory import (
     target_memories,
 )
 from ._move import Route, Transport, move
+from ._proof import Summed, proved
 
 # A rank's rows in a plan, matched by the shards' places in their tensors.
 
@@ -129,6 +130,7 @@ def redistribute(
     transport: Transport | None = None,
     device: torch.device | str | None = None,
     empty: Empty = torch.empty,
+    verify: bool = False,
 ) -> Any:
     """Return the target with the tensors of all ranks' trees in its own layout; every rank of the world calls it.
 
@@ -156,6 +158,8 @@ def redistribute(
         device: where the transport's buffers are: the CPU's memory by default. The world's own are where the tensors
             of all ranks are, if that is one kind of device for which the process group has a backend (nccl for CUDA).
         empty: makes new tensors and the buffers, called as ``empty(shape, dtype=..., device=...)``: pinned memory, say.
+        verify: whether what arrives is proved to be what was sent, whatever moves it: ranks sum each message as it
+            leaves and as it comes, and exchange the sums.
 
     Returns:
         The sources' common state joined with the target, whose shards and objects have their data and whose factories
@@ -164,7 +168,7 @@ def redistribute(
 
     Raises:
         IntegrityError: a target asks for elements that no source has, sources differ about their common state, or a
-            rank's tree isn't what the plan says.
+            rank's tree isn't what the plan says; with `verify`, something arrived otherwise than it was sent.
         WorldError: ranks were given other plans or options, or a peer doesn't answer.
         ShapeError: a tensor isn't its shard's any more, donated tensors share memory, or a dtype differs that isn't or
             can't be cast.
@@ -186,7 +190,17 @@ def redistribute(
     """
     ranks = current_world(world)
     prepare = partial(
-        _prepare, tree, target, plan, max_bytes_in_flight, device, transform, relay=relay, cast=cast, donate=donate
+        _prepare,
+        tree,
+        target,
+        plan,
+        max_bytes_in_flight,
+        device,
+        transform,
+        relay=relay,
+        cast=cast,
+        donate=donate,
+        verify=verify,
     )
     ends, options, own, place = agree(ranks, "redistribute: prepare", prepare)
     descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, place, ranks))
@@ -215,11 +229,11 @@ def redistribute(
     route, filled = agree(ranks, "redistribute: make memory", allocate)
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
-    failure = move(route, transport)
+    summed = Summed(transport) if verify else None
+    failure = move(route, summed or transport)
     own = None if transform is None else target
-    return agree(
-        ranks, "redistribute: join", partial(_join, failure, ends, common, filled, objects, own, donate=donate)
-    )
+    join = partial(_join, failure, ends, common, filled, objects, own, donate=donate)
+    return proved(ranks, route, summed, join) if summed else agree(ranks, "redistribute: join", join)
 
 
 def _prepare(
@@ -233,6 +247,7 @@ def _prepare(
     relay: bool,
     cast: bool,
     donate: bool,
+    verify: bool,
 ) -> tuple[Ends, Options, ReshardPlan | None, torch.device | None]:
     most = integer(DOING, "max_bytes_in_flight", max_bytes_in_flight)
     if plan is not None and not isinstance(plan, ReshardPlan):
@@ -246,7 +261,7 @@ def _prepare(
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         refuse(DOING, "device", device, "a kind of device of torch's", "Leave it out.", error=MetadataError)
-    return ends, Options(most, relay, cast), own, place
+    return ends, Options(most, relay, cast, bool(verify)), own, place
 
 
 def _allocate(

@@ -88,6 +88,18 @@ def halved(target: dict[str, Any]) -> dict[str, Any]:
     return target | {key: replace(target[key], data=None, dtype=torch.float16) for key in ("w", "norm")}
 
 
+WHOLE = ShardedTensor.from_rank_offsets("w", torch.zeros(2 * RANKS, 3))
+
+
+def losing_bits(world: World) -> Callable[..., None]:
+    def exchange(outgoing: Any, incoming: Any) -> None:
+        world.exchange(outgoing, incoming)
+        for data in incoming.values():
+            data.zero_()
+
+    return exchange
+
+
 def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     """Return what ranks do together, so that between them each phase is met."""
     shardtree.simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
@@ -133,6 +145,9 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "redistribute what differs": lambda world: shardtree.redistribute(
             {**tree(world), "step": world.rank}, None, world=world
         ),
+        "redistribute by a transport that loses bits": lambda world: shardtree.redistribute(
+            tree(world), {"w": WHOLE}, world=world, transport=losing_bits(world), verify=True
+        ),
         "remove": lambda world: shardtree.remove_sharded_tensors(storage, "norm", world=world),
         "fingerprint": lambda world: shardtree.fingerprint(tree(world), world=world),
         "fingerprint of files": lambda world: shardtree.fingerprint(storage, world=world),
@@ -155,6 +170,7 @@ SCENARIOS = [
     "load states out of buckets",
     "redistribute",
     "redistribute what differs",
+    "redistribute by a transport that loses bits",
     "remove",
     "fingerprint",
     "fingerprint of files",

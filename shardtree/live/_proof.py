@@ -1,0 +1,159 @@
+"""The proof that what arrived is what was sent: a sum for each link, and where one differs, for each cell of the plan.
+
+The sums travel through the world's own messages, never through the transport that they are about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..errors import IntegrityError, error_text
+from ..fingerprints import bytes_total
+from ..geometry import box_slices
+from ..layouts import place_text
+from ..world import World, agree, gather, share
+from ._memory import DOING
+from ._move import Pieces, Route, Transport, first_failure, pack
+
+_FACTOR, _MODULUS = 0x9E3779B97F4A7C15, 1 << 64
+Sums = dict[int, int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Summed:
+    """A transport around another, which sums each message before it leaves and after it came, where it lies.
+
+    Attributes:
+        transport: the other one.
+        sent: a sum of all messages so far to each peer.
+        got: of all from each.
+        failures: what a sum raised; the transport's calls go on, since others wait in them.
+    """
+
+    transport: Transport
+    sent: Sums = field(default_factory=dict)
+    got: Sums = field(default_factory=dict)
+    failures: list[Exception] = field(default_factory=list)
+
+    def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
+        """Send and receive."""
+        self._add(self.sent, outgoing)
+        self.transport(outgoing, incoming)
+        self._add(self.got, incoming)
+
+    def _add(self, sums: Sums, messages: Mapping[int, torch.Tensor]) -> None:
+        try:
+            for peer, message in messages.items():
+                # Odd, so that no bit of an earlier message is lost; and steps that changed places give another sum.
+                sums[peer] = (sums.get(peer, 0) * _FACTOR + bytes_total(message)) % _MODULUS
+        except Exception as error:
+            self.failures.append(error)
+
+    def told(self) -> tuple[Sums, Sums]:
+        """Return the sums that were sent and got; raises what one of them raised."""
+        if self.failures:
+            raise self.failures[0]
+        return self.sent, self.got
+
+
+def proved(world: World, route: Route, summed: Summed, join: Callable[[], T]) -> T:
+    """Return what `join` returns, after it succeeded on all ranks, and all that they got is what was sent.
+
+    One all-gather, of a number for each link of a rank. Where numbers differ, one more: of two for each piece of these
+    links.
+
+    Args:
+        world: the ranks that take part.
+        route: of this rank, all of whose steps were taken.
+        summed: what moved them.
+        join: what follows, without a collective; what it raises counts only where all arrived.
+
+    Raises:
+        IntegrityError: something arrived otherwise than it was sent; on every rank, with all that did.
+        RemoteError: on every rank, where `join` failed on some.
+    """
+    made: list[T] = []
+
+    def attempt() -> tuple[Sums, Sums, Exception | None]:
+        failure = first_failure(None, lambda: made.append(join()))
+        return *summed.told(), failure
+
+    own, told = share(world, "redistribute: compare sums", attempt, lambda own: (*own[:2], own[2] is None))
+    links = [
+        (one, other) for one, (sent, *_) in enumerate(told) for other in sent if sent[other] != told[other][1].get(one)
+    ]
+    if links:
+        found = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
+        lines = [line for link in links for line in _link_lines(route, link, found[link[0]][0], found[link[1]][1])]
+        what = f"{DOING}: what arrived isn't what was sent"
+        fix = (
+            "Don't use the targets: send them again. If this recurs, look at the transport, and at these ranks' memory."
+        )
+        raise IntegrityError(error_text(what, offenders=list(dict.fromkeys(lines)), fix=fix))
+    if not all(succeeded for _, _, succeeded in told):
+        agree(world, "redistribute: join", partial(_raise, own[2]))
+    return made[0]
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _own_sums(route: Route, links: Sequence[tuple[int, int]]) -> tuple[Sums, Sums]:
+    """Return the sums of the pieces that this rank sent over some links, and of those it got, by the schedule's row."""
+    rows = [row for link in links if route.rank in link for row in _rows(route, link)]
+    sent = [row for row in rows if route.schedule.from_rank[row] == route.rank]
+    got = [row for row in rows if route.schedule.to_rank[row] == route.rank]
+    return dict(_piece_sums(route, sent)), dict(_piece_sums(_sending_targets(route), got))
+
+
+def _rows(route: Route, link: tuple[int, int]) -> list[int]:
+    one, other = link
+    rows: list[int] = np.flatnonzero((route.schedule.from_rank == one) & (route.schedule.to_rank == other)).tolist()
+    return rows
+
+
+def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield pieces' rows with their sums, as they lie in the shards now, packed as when they are sent."""
+    plan, schedule, start = route.plan, route.schedule, np.zeros(1, dtype=np.int64)
+    for row in rows:
+        transfer, first, last = (each[row : row + 1] for each in (schedule.transfer, schedule.start, schedule.stop))
+        size = plan.target.item_size[plan.transfers.key[transfer]]
+        messages = {0: route.buffers.memory[: int(schedule.nbytes[row])]}
+        pack(route, Pieces(start, transfer, first, last, size, start), messages)
+        yield row, bytes_total(messages[0])
+
+
+def _sending_targets(route: Route) -> Route:
+    """Return a route that sends each transfer from where it arrived, as what is passed on is sent."""
+    plan = route.plan
+    moved = plan.transfers
+    arrived = replace(
+        moved,
+        hop=np.ones_like(moved.hop),
+        source=moved.target,
+        source_element=moved.target_element,
+        source_stride=moved.target_stride,
+    )
+    return replace(route, plan=replace(plan, transfers=arrived))
+
+
+def _link_lines(route: Route, link: tuple[int, int], sent: Sums, got: Sums) -> list[str]:
+    plan, rows = route.plan, _rows(route, link)
+    # Where memory is the same by now on both sides, the difference is in one of these.
+    differing = [row for row in rows if sent[row] != got[row]] or rows
+    lines = []
+    for row in route.schedule.transfer[differing].tolist():
+        key = int(plan.transfers.key[row])
+        axes = len(plan.target.kinds[key].global_shape)
+        box = place_text(box_slices(plan.transfers.offset[row], plan.transfers.shape[row], axes))
+        lines.append(f"{plan.target.keys[key]!r} {box}: rank {link[0]} → rank {link[1]}")
+    return lines
