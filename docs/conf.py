@@ -47,6 +47,10 @@ html_show_sphinx = False
 
 # Pages that have gone, and where what they said is now.
 MOVED = {
+    "glossary": "faq",
+    "coming-from": "faq",
+    "dependencies": "installing",
+    "dtensor": "fsdp2",
     "bad-input": "ten-minutes",
     "laws": "testing",
     "mutation": "testing",

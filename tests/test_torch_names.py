@@ -1,6 +1,6 @@
 """Torch's private names that shardtree uses: each is known here, with why, and is there in the torch that runs.
 
-Where this fails, the name in the message is what broke, and on which torch; docs/dependencies.md has those that we run.
+Where this fails, the name in the message is what broke, and on which torch; docs/installing.md has those that we run.
 """
 
 from __future__ import annotations

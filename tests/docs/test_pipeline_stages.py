@@ -1,4 +1,4 @@
-"""The script of docs/dtensor.md, under torchrun: a pipeline that is resumed in other numbers of stages."""
+"""The script of docs/fsdp2.md, under torchrun: a pipeline that is resumed in other numbers of stages."""
 
 from __future__ import annotations
 
