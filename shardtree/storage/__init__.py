@@ -13,7 +13,6 @@ from ._blocks import (
     digest_of,
     hash_column,
     hashed,
-    hashed_beside,
     in_parts,
 )
 from ._buffers import (

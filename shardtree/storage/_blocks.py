@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable
 
 import numpy as np
 import xxhash
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 
 from ..geometry import Column
 from ._storage import Buffer
-from ._threads import usual_threads
 
 BLOCK_BYTES = 256 * 1024
 
@@ -206,9 +204,6 @@ def hash_column(hasher: BlockHasher) -> Hashes:
 
 _PART_BYTES = 4 * BLOCK_BYTES
 
-_BACKGROUND_BYTES = 16 * BLOCK_BYTES
-"""Smaller buffers are hashed at once: waking another thread takes about as long as hashing a MiB."""
-
 
 def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
     """Yield a file's bytes unchanged, hashing each part right before it is yielded.
@@ -216,54 +211,12 @@ def hashed(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, 
     Large buffers come in parts that end at multiples of a MiB of the file: the system caches a file in larger pages
     when it is written in aligned pieces.
     """
-    # Hashing right before the write brings the part into the processor's cache, where the write finds it.
+    # Hashing right before the write brings the part into the processor's cache, where the write finds it: a save takes
+    # no longer so than without hashes, and a second thread that hashes beside the write would read all memory again.
     for part in in_parts(buffers):
         hasher.update(part)
         yield part
     hasher.finish()
-
-
-def hashed_beside(buffers: Iterable[Buffer], hasher: BlockHasher) -> Generator[Buffer, None, None]:
-    """Yield a file's bytes as `hashed` does; where this process has a second thread, that one hashes large buffers.
-
-    It does so while they are written. A caller that stops early closes the generator, which ends the thread.
-    """
-    if usual_threads() < 2:
-        yield from hashed(buffers, hasher)
-    else:
-        yield from _hashed_in_background(buffers, hasher)
-        hasher.finish()
-
-
-def _hashed_in_background(buffers: Iterable[Buffer], hasher: BlockHasher) -> Iterator[Buffer]:
-    with ThreadPoolExecutor(1) as thread:
-        at = 0
-        for buffer in buffers:
-            if buffer.nbytes < _BACKGROUND_BYTES:
-                hasher.update(buffer)
-                yield from in_parts([buffer], at)
-            else:
-                # Wait before asking for the next buffer: the source may reuse the same memory for it.
-                wait = _hash_in_background(thread, hasher, buffer)
-                yield from in_parts([buffer], at)
-                wait()
-            at += buffer.nbytes
-
-
-def _hash_in_background(thread: ThreadPoolExecutor, hasher: BlockHasher, buffer: Buffer) -> Callable[[], None]:
-    """Let another thread hash a buffer, and return a function that waits for it."""
-    left = [buffer]
-
-    def catch_up() -> None:
-        while left:
-            hasher.update(left.pop())
-
-    try:
-        return thread.submit(catch_up).result
-    except RuntimeError:
-        # An asynchronous save may continue while the interpreter ends, and threads take no work then: hash it here. If
-        # the submitted call runs later after all, it finds an empty list, so that nothing is hashed twice.
-        return catch_up
 
 
 def in_parts(buffers: Iterable[Buffer], at: int = 0) -> Generator[Buffer, None, None]:

@@ -27,7 +27,6 @@ from ...storage import (
     SizedBuffers,
     hash_column,
     hashed,
-    hashed_beside,
     in_parts,
     in_threads,
     in_turn,
@@ -126,15 +125,13 @@ def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
 
 def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
     progress = in_turn(pending.options.progress)
-    # Hashing gets a thread of its own only if a single one writes: otherwise all threads are busy with copies.
-    hashing = hashed if min(threads, len(layout)) > 1 else hashed_beside
     has_failed = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
         buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
         hasher = BlockHasher() if pending.options.checksums else None
-        with closing(in_parts(buffers) if hasher is None else hashing(buffers, hasher)) as stream:
+        with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
             try:
                 wanted = SizedBuffers(part.length, _until_failure(stream, has_failed), stay=_stay(part))
                 length = pending.storage.write(names[number], wanted, durable=pending.options.durable)

@@ -23,7 +23,7 @@ from ...storage import (
     SizedBuffers,
     Storage,
     hash_column,
-    hashed_beside,
+    hashed,
     in_parts,
     tensor_buffers,
     write_parts,
@@ -165,7 +165,7 @@ def write_chunk_file(
         return None
     hasher = BlockHasher() if checksums else None
     buffers = _buffers(file, shards)
-    with closing(in_parts(buffers) if hasher is None else hashed_beside(buffers, hasher)) as stream:
+    with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
         storage.write(file.name, SizedBuffers(file.length, reported(stream, progress)), durable=durable)
     return None if hasher is None else hash_column(hasher)
 
