@@ -225,6 +225,12 @@ def convert(
             " all that it does. Repeatable; applied before --rename and --cast.",
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME", help="Likewise loading code, or a trace, of tensors by name. Comes first."
+        ),
+    ] = None,
     transform_common: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="Likewise a function of the common state.")
     ] = None,
@@ -269,13 +275,15 @@ def convert(
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
     from ._convert import Conversion, run_convert
     from ._names import float_dtype_named, format_named, function_named, renamings, size_named
+    from ._trace import through
 
+    traced = [] if trace is None else [through(function_named(trace))]
     conversion = Conversion(
         source=source,
         destination=destination,
         backend=format_named(backend),
         common_backend=None if common_backend is None else format_named(common_backend),
-        transforms=[function_named(one) for one in transform or []],
+        transforms=[*traced, *(function_named(one) for one in transform or [])],
         transform_common=None if transform_common is None else function_named(transform_common),
         names=renamings(rename or []),
         dtype=None if cast is None else float_dtype_named(cast),
@@ -289,6 +297,32 @@ def convert(
         allow_pickle=allow_pickle,
     )
     return run_convert(conversion, as_json=as_json)
+
+
+@_command(
+    epilog="Example: shardtree trace engine.py:load_weights step-100 --diff trainer.py:load_weights\n\n"
+    "Exit status: 0; 1 where there are problems or differences; 2 trouble, as where the code asks for elements."
+)
+def trace(
+    loader: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:NAME",
+            help="Loading code, from tensors by name to tensors by name. The file is run, with all that it does.",
+        ),
+    ],
+    checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
+    diff: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="Another loader of the same model: where they differ.")
+    ] = None,
+    as_json: _Json = False,
+) -> int:
+    """Show what loading code makes of a checkpoint's tensors, what it forgets and writes twice; reads no tensor."""
+    from ._names import function_named
+    from ._trace import run_trace
+
+    other = None if diff is None else function_named(diff)
+    return run_trace(function_named(loader), checkpoint, other, as_json=as_json)
 
 
 # Layouts, as they are typed.

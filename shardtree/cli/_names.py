@@ -123,9 +123,9 @@ def did_you_mean(typed: str, known: Collection[str], others: Collection[str] = (
 
 
 def function_named(text: str) -> Callable[[Any], Any]:
-    """Return a function of a Python file, named as FILE.py:NAME; the file is run.
+    """Return a function of a Python file, or a trace, named as FILE.py:NAME; the file is run.
 
-    What it raises when it is called is a TreeError that names the line.
+    What a function raises when it is called is a TreeError that names the line.
 
     Raises:
         typer.BadParameter: there is no such file or function, or running the file failed.
@@ -143,7 +143,9 @@ def function_named(text: str) -> Callable[[Any], Any]:
     if name not in functions:
         what = "isn't a function" if name in found else "isn't there"
         raise typer.BadParameter(f"{file}: {name!r} {what}. {did_you_mean(name, functions)}")
-    return _located(found[name], file, name)
+    from ..traces import Trace  # here, since most commands name formats and keys alone
+
+    return found[name] if isinstance(found[name], Trace) else _located(found[name], file, name)
 
 
 def _located(function: Callable[[Any], Any], file: str, name: str) -> Callable[[Any], Any]:
