@@ -30,11 +30,13 @@ from ..pictures import (
     svg_of,
     text_html,
     text_of,
+    trace_picture,
     tree_picture,
 )
 from ..plans import ReshardPlan, Schedule
 from ..retention import SavedStep
 from ..storage import storage_at
+from ..traces import Trace
 
 _SHOWN = 6  # of an open checkpoint's tensors
 
@@ -110,6 +112,7 @@ def draw(value: Any, of: Any = None, *, shape: Sequence[int] | None = None) -> D
     - An open checkpoint, or a tensor of it: which file holds what. `of` is a tensor's key.
     - A lens: which rows of what is held are which rows of what is stored. `of` is a shard, or one for each rank.
     - A factory: the same.
+    - A trace: which rows of what it makes are which rows of its sources. `of` is an output.
     - A reshard plan: who sends what to whom, and a tensor before and after, whose key `of` is. Its schedule: the steps.
     - A series, or its steps: when they were; with a retention policy as `of`, which stay.
 
@@ -181,6 +184,7 @@ def picture_of(value: Any, of: Any) -> Picture:
 picture_of.register(Picture, lambda value, of: value)
 picture_of.register(ShardColumns, layout_picture)
 picture_of.register(StoredLayout, lambda value, of: stored_picture(value))
+picture_of.register(Trace, trace_picture)
 picture_of.register(ReshardPlan, plan_picture)
 picture_of.register(Schedule, lambda value, of: schedule_picture(value))
 picture_of.register(ShardedTensorFactory, lambda value, of: factory_picture(value))

@@ -9,6 +9,7 @@ from ._series import moment_text, series_picture
 from ._style import COLOURS
 from ._svg import svg_of
 from ._text import Span, Spans, cell_lines, picture_lines, text_of
+from ._traces import trace_picture
 
 __all__ = [
     "Bar",

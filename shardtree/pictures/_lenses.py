@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,22 +121,24 @@ def _held(name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Seq
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
     """Consecutive rows that stay together.
 
     Attributes:
-        held: the number of the rank.
+        held: the number of the block on the left.
         start: the first row.
         rows: how many.
-        target: the key, the axis and the place along the other axes; None for rows that aren't stored.
+        target: the key, the axis and the place along the other axes; None for rows that have no partner.
         to_start: the first row there.
+        what: what is said of those without a partner; of others, what they go through besides.
     """
 
     held: int
     start: int
     rows: int
-    target: tuple[str, int, tuple[int, ...]] | None
+    target: tuple[str, int, tuple[Any, ...]] | None
     to_start: int
+    what: str = ""
 
 
 def _flow_picture(title: str, helds: Sequence[_Held]) -> Picture:
@@ -143,54 +146,77 @@ def _flow_picture(title: str, helds: Sequence[_Held]) -> Picture:
     by_axis = [[run for number, held in enumerate(helds) for run in _runs(number, held, axis)] for axis in axes]
     # Rows are those of the axis along which most is moved.
     axis = max(axes, key=lambda each: (len(by_axis[each]), -each))
-    runs, shapes = by_axis[axis], {one.key: one.global_shape for held in helds for one in held.stored}
+    shapes = {one.key: one.global_shape for held in helds for one in held.stored}
+    blocks = [Block(held.name, held.shape[axis]) for held in helds]
+    what = {0: "rows", 1: "columns"}.get(axis, f"axis {axis}")
+    caption = f"{what} of what is held, in runs that stay together"
+    return flow_picture(title, ("held", "stored"), blocks, by_axis[axis], shapes, caption)
+
+
+def flow_picture(
+    title: str,
+    headings: tuple[str, str],
+    blocks: Sequence[Block],
+    runs: Sequence[Run],
+    shapes: dict[str, tuple[int, ...]],
+    caption: str,
+) -> Picture:
+    """Return the picture of which rows of blocks are which rows of tensors.
+
+    Args:
+        title: of the picture.
+        headings: above both sides.
+        blocks: the left side.
+        runs: of their rows.
+        shapes: of the tensors on the right side, by key.
+        caption: below.
+    """
     targets = {run.target: None for run in runs if run.target is not None}
     ordered = sorted(targets, key=lambda target: (list(shapes).index(target[0]), target[1:]))
     number = {target: place for place, target in enumerate(ordered)}
     shared = {key for key, *_ in ordered if sum(each[0] == key for each in ordered) > 1}
     names = [_name(target, shapes, is_one=target[0] not in shared) for target in ordered]
     to_blocks = tuple(Block(name, shapes[target[0]][target[1]]) for name, target in zip(names, ordered, strict=True))
-    blocks = tuple(Block(held.name, held.shape[axis]) for held in helds)
-    streams = tuple(_stream(run, place, helds, number, names) for place, run in enumerate(runs[:_MOST_STREAMS]))
-    what = {0: "rows", 1: "columns"}.get(axis, f"axis {axis}")
+    streams = tuple(_stream(run, place, blocks, number, names) for place, run in enumerate(runs[:_MOST_STREAMS]))
     left = len(runs) - _MOST_STREAMS
     notes = (f"And {plural(left, 'run')} of rows more.",) if left > 0 else ()
-    flow = Flow("held", "stored", blocks, to_blocks, streams, f"{what} of what is held, in runs that stay together")
+    flow = Flow(*headings, tuple(blocks), to_blocks, streams, caption)
     return Picture(title, ((flow,),), notes)
 
 
 def _stream(
-    run: _Run,
+    run: Run,
     place: int,
-    helds: Sequence[_Held],
-    number: dict[tuple[str, int, tuple[int, ...]], int],
+    blocks: Sequence[Block],
+    number: dict[tuple[str, int, tuple[Any, ...]], int],
     names: Sequence[str],
 ) -> Stream:
-    held = f"{printable(helds[run.held].name)} [{run.start}:{run.start + run.rows}]"
     label = f"{run.start}:{run.start + run.rows}"
+    held = _with_rows(blocks[run.held].name, label, " ")
     if run.target is None:
-        return Stream(run.held, run.start, run.rows, -1, 0, "none", f"{held} isn't stored", f"{label}, not stored")
+        return Stream(run.held, run.start, run.rows, -1, 0, "none", f"{held} {run.what}", f"{label} {run.what}")
     to = number[run.target]
-    span = f"{run.to_start}:{run.to_start + run.rows}"
-    name = printable(names[to])
-    to_label = f"{printable(helds[run.held].name)} [{label}]" if len(helds) > 1 else label
-    where = name.replace("rows", span) if "rows" in names[to].rpartition("[")[2] else f"{name}[{span}]"
-    return Stream(
-        run.held, run.start, run.rows, to, run.to_start, f"t{place % TONES}", f"{held} is {where}", label, to_label
-    )
+    to_label = held if len(blocks) > 1 else label
+    title = f"{held} is {_with_rows(names[to], f'{run.to_start}:{run.to_start + run.rows}')}{run.what}"
+    return Stream(run.held, run.start, run.rows, to, run.to_start, f"t{place % TONES}", title, label, to_label)
 
 
-def _name(target: tuple[str, int, tuple[int, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
+def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
     """Return a stored tensor's name, with the place of its rows where they aren't those of axis 0."""
     key, axis, others = target
-    if is_one and axis == 0:
-        return key
-    free = iter(others)
-    shown = ["rows" if each == axis else (":" if is_one else str(next(free))) for each in range(len(shapes[key]))]
-    return f"{key}[{', '.join(shown)}]"
+    free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
+    shown = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
+    return key if shown[0] == "rows" and set(shown[1:]) <= {":"} else f"{key}[{', '.join(shown)}]"
 
 
-def _runs(number: int, held: _Held, axis: int) -> Iterator[_Run]:
+def _with_rows(name: str, span: str, apart: str = "") -> str:
+    """Return a block's name with the rows of a run in it."""
+    head, bracket, place = name.rpartition("[")
+    has_place = bracket and "rows" in place.rstrip("]").split(", ")
+    return printable(f"{head}[{place.replace('rows', span)}" if has_place else f"{name}{apart}[{span}]")
+
+
+def _runs(number: int, held: _Held, axis: int) -> Iterator[Run]:
     """Yield the runs of a rank's rows along an axis, by the first element of each row."""
     if not prod(held.shape):
         return
@@ -206,10 +232,10 @@ def _runs(number: int, held: _Held, axis: int) -> Iterator[_Run]:
     starts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(first)]
     for low, high in itertools.pairwise(starts):
         if shard[low] < 0:
-            yield _Run(number, low, high - low, None, 0)
+            yield Run(number, low, high - low, None, 0, "isn't stored")
             continue
         one = held.stored[int(shard[low])]
         where = place[low, place.shape[1] - max(len(one.global_shape), 1) :].tolist()
         own = max(int(along[low]) - (place.shape[1] - len(where)), 0) if high - low > 1 else min(axis, len(where) - 1)
         others = tuple(where[:own] + where[own + 1 :])
-        yield _Run(number, low, high - low, (one.key, own, others), where[own])
+        yield Run(number, low, high - low, (one.key, own, others), where[own])

@@ -1,11 +1,13 @@
 """Traces: what code does to the elements of tensors, taken from running it once on tensors without data."""
 
 from ..lazy import Box
+from ._coverage import coverage
 from ._local import Local, check_written, localized, transformed, whole_shard
-from ._moves import Move, Moves
+from ._moves import Loop, Move, Moves
 from ._problems import Difference, Problem
 from ._recording import trace
-from ._steps import Kind
+from ._steps import Computed, Constant, Kind
+from ._text import axis_of, factored
 from ._trace import Trace
 
 __all__ = ["Box", "Difference", "Kind", "Move", "Moves", "Problem", "Trace", "trace"]

@@ -20,6 +20,7 @@ from shardtree.pictures import (
     series_picture,
     shard_picture,
     stored_picture,
+    trace_picture,
     tree_picture,
 )
 from shardtree.retention import SavedStep, keep_any, keep_every, keep_last
@@ -73,6 +74,17 @@ def stored(files: int) -> StoredLayout:
 QKV = {"heads": 4, "query_groups": 2, "head_size": 2, "part": "linear_qkv", "names": ("q_proj", "k_proj", "v_proj")}
 SEVERAL = {"up": tensor(512, 128), "down": tensor(128, 512), "norm": tensor(128), LONG: tensor(5120, 128)}
 
+
+def traced() -> st.Trace:
+    """Return what fuses two tensors, one of them with a hostile name, pads them, and casts a third."""
+
+    def load(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        fused = torch.cat([given["w"], given[HOSTILE].t(), torch.zeros(2, 6)])
+        return {"fused": fused, LONG: given[LONG].bfloat16()[::2]}
+
+    return st.trace(load, {"w": torch.empty(8, 6), HOSTILE: torch.empty(6, 4), LONG: torch.empty(9)})
+
+
 KINDS: dict[str, Callable[[], Picture]] = {
     "replicas": lambda: layout_picture(laid((8, 6), st.Mesh(dp=2, tp=4), st.P("tp"))),
     "two axes": lambda: layout_picture(laid((4096, 1024), st.Mesh(dp=2, tp=4), st.P("tp", "dp"), LONG)),
@@ -103,6 +115,7 @@ KINDS: dict[str, Callable[[], Picture]] = {
     "experts": lambda: lens_picture(st.lenses.expert_stack(experts=4, axis=0), held("w", 8, 1)),
     "many runs": lambda: lens_picture(st.lenses.rotary_halves(head_size=4), held("w", 256, 1)),
     "factory": lambda: factory_picture(st.lenses.as_factory(held("w", 4, 1)[0], st.lenses.transposed())),
+    "trace": lambda: trace_picture(traced()),
     "plan": lambda: plan_picture(plan(4)),
     "plan of many": lambda: plan_picture(plan(64), LONG),
     "schedule": lambda: schedule_picture(plan(4).schedule(max_bytes_in_flight=60_000)),
