@@ -47,6 +47,7 @@ html_show_sphinx = False
 
 # Pages that have gone, and where what they said is now.
 MOVED = {
+    "async-save": "series",
     "glossary": "faq",
     "coming-from": "faq",
     "dependencies": "installing",
