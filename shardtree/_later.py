@@ -72,6 +72,7 @@ ROOMS = (
     "optim",
     "pictures",
     "plans",
+    "quantised",
     "retention",
     "storage",
     "strategies",
@@ -99,6 +100,7 @@ if typing.TYPE_CHECKING:
     from . import optim as optim
     from . import pictures as pictures
     from . import plans as plans
+    from . import quantised as quantised
     from . import retention as retention
     from . import storage as storage
     from . import strategies as strategies

@@ -21,7 +21,7 @@ TEXTS = {name: path.read_text() for name, path in MODULES.items()}
 
 PURE = {
     *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
-    *("transforms", "plans", "fingerprints", "retention", "pictures", "traces"),
+    *("quantised", "transforms", "plans", "fingerprints", "retention", "pictures", "traces"),
 }
 RUNS_CODE = {"traces/_recording"}  # a caller's, which may load in several threads: it holds a lock
 EFFECT = {"world", "codec", "live", "storage", "strategies", "checkpoint", "interop", "display", "cli"}

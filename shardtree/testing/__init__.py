@@ -12,6 +12,7 @@ from ._law_factory import check_factory, factories, glu, lens_factories, stacked
 from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
 from ._law_plans import check_layout, check_load_plan, check_writes
 from ._law_purity import check_commutes, check_pure
+from ._law_quantised import check_quantised
 from ._law_reshard import check_filled, check_reshard, check_reshard_plan, shard_elements
 from ._law_schedules import check_moved, check_relayed, check_schedule, element_numbers, moved
 from ._law_trace import check_trace
@@ -73,6 +74,7 @@ __all__ = [
     "check_moved",
     "check_optimizer_roundtrip",
     "check_pure",
+    "check_quantised",
     "check_relayed",
     "check_reshard",
     "check_reshard_plan",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
 from ..errors import TraceError
+from ..lazy import Box
 from ..traces import Trace, localized, trace
 from ._bits import first_difference
 
@@ -43,7 +44,7 @@ def check_trace(
     if again := found.diff(trace(function, sources)):
         raise AssertionError(f"the code does something else each time: {next(iter(again.values()))[0]}")
     for name, tensor in eager.items():
-        for offset, shape in _cuts(tuple(tensor.shape)):
+        for offset, shape in chain.from_iterable(layouts_of(tuple(tensor.shape))):
             local = localized(found, name, offset, shape)
             parts = [_box(sources[root], *box) for root, box in local.boxes]
             what = f"a part isn't a cut of the whole: {shape} at {offset}"
@@ -57,16 +58,18 @@ def check_trace(
     return found
 
 
-def _cuts(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield boxes: the whole, and its halves and thirds along each axis."""
+def layouts_of(shape: tuple[int, ...]) -> Iterator[list[Box]]:
+    """Yield boxes that make up a tensor: the whole, and its halves and thirds along each axis."""
     zeros = (0,) * len(shape)
-    yield zeros, shape
+    yield [Box(zeros, shape)]
     for axis, size in enumerate(shape):
         for count in (2, 3):
-            edges = [size * number // count for number in range(count + 1)]
-            for low, high in pairwise(edges):
-                if low < high:
-                    yield (*zeros[:axis], low, *zeros[axis + 1 :]), (*shape[:axis], high - low, *shape[axis + 1 :])
+            edges = pairwise([size * number // count for number in range(count + 1)])
+            yield [
+                Box((*zeros[:axis], low, *zeros[axis + 1 :]), (*shape[:axis], high - low, *shape[axis + 1 :]))
+                for low, high in edges
+                if low < high
+            ]
 
 
 def _box(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,7 @@
+"""Quantised weights: values and scales as one tensor, cut together, in the forms in which they are stored."""
+
+from ._form import Form
+from ._forms import FORMS
+from ._recode import recode
+
+__all__ = ["FORMS", "Form", "recode"]

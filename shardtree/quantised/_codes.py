@@ -1,0 +1,99 @@
+"""What stored bytes mean, and which byte is nearest to a number: FP8, FP4, powers of two, packed integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+FP8 = torch.float8_e4m3fn
+MOST = {FP8: 448.0, "fp4": 6.0}
+"""The largest number of a format."""
+
+
+def floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return FP8 values as float32."""
+    if _is_plain(tensor) and tensor.ndim and tensor.shape[-1] % 2 == 0 and tensor.stride(-1) == 1:
+        # Two at a time from a table: torch converts one by one, seven times slower.
+        pairs = tensor.view(torch.uint8).numpy().view(np.uint16)
+        return torch.from_numpy(_pairs_of(tensor.dtype).take(pairs)).view(torch.float32)
+    return tensor.to(torch.float32)
+
+
+def fours(tensor: torch.Tensor) -> torch.Tensor:
+    """Return FP4 values (sign, two bits of exponent, one of mantissa), two in each byte, low bits first, as float32."""
+    if _is_plain(tensor):
+        return torch.from_numpy(_fours_table().take(tensor.numpy())).view(torch.float32)
+    return _fours(tensor)
+
+
+def _fours(tensor: torch.Tensor) -> torch.Tensor:
+    # Arithmetic alone, which can be traced: 0, 0.5, 1, 1.5, 2, then 3 and 4, then 6.
+    codes = torch.stack([tensor & 15, tensor >> 4], -1).flatten(-2)
+    size = (codes & 7).to(torch.float32)
+    return (size.clamp(max=4) / 2 + (size - 4).clamp(0, 2) + (size - 6).clamp(min=0) * 2) * (
+        1 - (codes & 8).to(torch.float32) / 4
+    )
+
+
+def scales(tensor: torch.Tensor) -> torch.Tensor:
+    """Return scales as float32; bytes are exponents of two (E8M0), of which 255 is NaN."""
+    return (tensor.view(torch.float8_e8m0fnu) if tensor.dtype is torch.uint8 else tensor).to(torch.float32)
+
+
+def nibbles(*places: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from int32, each of eight integers of 4 bits along the last axis, to these as float32.
+
+    Args:
+        places: in which 4 bits each of the eight lies, in their order; 0 are the lowest.
+    """
+
+    def unpacked(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(tensor >> 4 * place) & 15 for place in places], -1).flatten(-2).to(torch.float32)
+
+    return unpacked
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether NumPy may read a tensor's memory: a tensor that is traced has none."""
+    return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+
+
+@cache
+def _pairs_of(dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    codes = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(dtype)
+    return codes.to(torch.float32).view(torch.float64).numpy()
+
+
+@cache
+def _fours_table() -> np.ndarray[Any, Any]:
+    return _fours(torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]).view(torch.float64)[:, 0].numpy()
+
+
+# The way there: round to nearest, ties to even, and nothing cleverer.
+
+
+def nearest_fp8(numbers: torch.Tensor) -> torch.Tensor:
+    """Return FP8 values."""
+    return numbers.clamp(-MOST[FP8], MOST[FP8]).to(FP8)
+
+
+def nearest_fp4(numbers: torch.Tensor) -> torch.Tensor:
+    """Return codes of FP4 values, two in each byte."""
+    size = numbers.abs().clamp(max=MOST["fp4"])
+    # Half a unit apart up to 2, then 1, then 2: an even number of units is an even mantissa.
+    above = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
+    codes = torch.where(size < 2, (size * 2).round(), above).to(torch.uint8) | (numbers.signbit().to(torch.uint8) << 3)
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def power_above(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the smallest powers of two that aren't below positive numbers, exactly; 2**-127 at least.
+
+    What was rounded by them once is within reach of the same or a smaller one: that makes a recoding idempotent.
+    """
+    mantissa, exponent = torch.frexp(numbers)
+    return torch.ldexp(torch.ones_like(numbers), (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(-127, 127))

@@ -1,0 +1,82 @@
+"""Quantising: boxes of a part, of the blocks of the weight that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+
+from ..errors import UnsupportedValue, error_text
+from ..geometry import slices
+from ..lazy import Box
+from ._part import WINDOW, Part, inside
+
+Encode = Callable[[torch.Tensor, tuple[int, int]], tuple[torch.Tensor, ...]]
+"""From float32 matrices of whole blocks, (..., rows, columns), and the blocks' size, to the parts of a form."""
+Shape = tuple[int, ...]
+
+
+def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box:
+    """Return the box of a weight's matrices, of whole blocks, that a box of a part comes from.
+
+    Args:
+        part: of the form.
+        block: of the form; 0 is all of an axis.
+        whole: the matrices' shape.
+        box: of what is stored of them.
+    """
+    front = len(whole) - 2
+    starts, sizes = [*box.offset[:front]], [*box.shape[:front]]
+    for axis, (step, each) in enumerate(zip(part.steps, block, strict=True), front):
+        low, high = box.offset[axis] * step, (box.offset[axis] + box.shape[axis]) * step if step else whole[axis]
+        starts.append(low // each * each if each else 0)
+        sizes.append(min(whole[axis], -(-high // each) * each if each else whole[axis]) - starts[-1])
+    return Box(tuple(starts), tuple(sizes))
+
+
+def encoded(
+    key: str, part: Part, number: int, block: tuple[int, int], encode: Encode, held: torch.Tensor, at: Box, box: Box
+) -> torch.Tensor:
+    """Return a box of a part.
+
+    Args:
+        key: of the weight, for messages.
+        part: of the form.
+        number: of the part.
+        block: of the form.
+        encode: of the form.
+        held: the weight's elements.
+        at: which box of the weight's matrices these are, of whole blocks.
+        box: of the part.
+
+    Raises:
+        UnsupportedValue: an element isn't finite: all others of its block would be lost with it.
+    """
+    outer = part.box(*at)
+    made = torch.empty(outer.shape, dtype=part.dtypes[0], device=held.device)
+    for start, shape in _windows(at.shape, block):
+        piece = held[slices(start, shape)].to(torch.float32)
+        if not bool(torch.isfinite(piece).all()):
+            what = f"quantised: elements of {key!r} that aren't finite have no scale"
+            raise UnsupportedValue(error_text(what, fix="Leave this tensor as it is, or look for what made them."))
+        rows, columns = (-size % (each or size) for size, each in zip(shape[-2:], block, strict=True))
+        parts = encode(torch.nn.functional.pad(piece, (0, columns, 0, rows)), block)
+        place = part.box([low + more for low, more in zip(at.offset, start, strict=True)], shape)
+        made[slices(*inside(place, outer.offset))] = parts[number][slices((0,) * len(place.shape), place.shape)].to(
+            made.dtype
+        )
+    return made[slices(*inside(box, outer.offset))]
+
+
+def _windows(shape: Shape, block: tuple[int, int]) -> Iterator[tuple[Shape, Shape]]:
+    """Yield windows of whole blocks, of one matrix each."""
+    *front, rows, columns = shape
+    high, wide = (each or size for each, size in zip(block, (rows, columns), strict=True))
+    wide *= max(1, min(WINDOW // max(1, high * wide), -(-columns // max(1, wide))))
+    high *= max(1, WINDOW // max(1, high * wide))
+    for place in product(*map(range, front)):
+        for low in range(0, rows, max(1, high)):
+            for left in range(0, columns, max(1, wide)):
+                size = (min(high, rows - low), min(wide, columns - left))
+                yield (*place, low, left), (*(1,) * len(front), *size)

@@ -1,0 +1,304 @@
+"""Form: in which tensors a quantised weight is stored, as one value that cuts, reads and makes them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from ..errors import ShapeError, TreeError, error_text
+from ..lazy import Box, LazyTensor, of_source
+from ..lenses import StoredForm, as_factory
+from ..mapping import ShardedTensor
+from ._encode import Encode, blocks_of, encoded
+from ._lazy import Boxwise
+from ._part import Join, Part, decoded, inside, scaled
+from ._shards import in_pieces, is_of_blocks, joined, owned, shard_of
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """In which tensors a quantised weight is stored, and what they mean; `FORMS` has those of the field by name.
+
+    A form is a value: `dataclasses.replace` gives one of other names or blocks.
+
+    Attributes:
+        name: of the form, for messages.
+        parts: the tensors, the one with the values first.
+        base: the end of the weight's key in the place of which the parts have their names; mostly nothing.
+        is_turned: whether what is stored are the weight's matrices, transposed.
+        block: what is quantised together, along the last two axes of what is stored; 0 is all of an axis.
+        encode: from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None where
+            weights of this form are only read.
+        join: from the parts' elements, as float32, to the weight's.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    base: str = ""
+    is_turned: bool = False
+    block: tuple[int, int] = (1, 1)
+    encode: Encode | None = None
+    join: Join = scaled
+
+    # What is stored, by names and shapes.
+
+    def keys(self, key: str) -> tuple[str, ...]:
+        """Return the keys of the tensors in which a weight is stored.
+
+        Raises:
+            TreeError: the weight's key doesn't end as those of the form's weights do.
+
+        Examples:
+            >>> from shardtree.quantised import FORMS
+            >>> FORMS["fp8_blocks"].keys("mlp.up.weight")
+            ('mlp.up.weight', 'mlp.up.weight_scale_inv')
+        """
+        if not key.endswith(self.base):
+            fix = f"{self.name} is a form of weights whose keys end with {self.base!r}."
+            raise TreeError(error_text("quantised: a weight of another name", found=repr(key), fix=fix))
+        return tuple([key.removesuffix(self.base) + part.name for part in self.parts])
+
+    def found(self, tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Return by weight's key the keys of its tensors, where all that the form has are there; dtypes don't count."""
+        first = self.parts[0].name
+        keys = [key.removesuffix(first) + self.base for key in tensors if key.endswith(first)]
+        return {key: parts for key in keys if set(parts := self.keys(key)) <= tensors.keys()}
+
+    def shape_of(self, key: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return a weight's shape, from the tensors in which it is stored, or shards of them.
+
+        Raises:
+            ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; names each.
+        """
+        names = self.keys(key)
+        given = [tensors[name] for name in names]
+        shapes = [tuple(each.global_shape if hasattr(each, "global_shape") else each.shape) for each in given]
+        front = len(shapes[0]) - len(self.parts[0].tail) - 2
+        if front < 0:
+            found = f"{names[0]!r}: {shapes[0]}"
+            raise ShapeError(error_text(f"quantised: {self.name} is a form of matrices", found=found))
+        sizes = zip(shapes[0][front : front + 2], self.parts[0].pack, strict=True)
+        whole = (*shapes[0][:front], *(size * pack for size, pack in sizes))
+        wrong = []
+        for name, part, shape in zip(names, self.parts, shapes, strict=True):
+            dtype, expected = tensors[name].dtype, part.box((0,) * len(whole), whole).shape
+            if dtype not in part.dtypes or shape != expected:
+                kinds = " or ".join(str(each).removeprefix("torch.") for each in part.dtypes)
+                wrong.append(f"{name!r}: {str(dtype).removeprefix('torch.')} {shape}, not {kinds} {expected}")
+        if wrong:
+            fix = "Take the form that config.json names; blocks of another size are another `per` of the form's parts."
+            raise ShapeError(error_text(f"quantised: {key!r} isn't stored as {self.name}", offenders=wrong, fix=fix))
+        return self._turn(whole)
+
+    # Whole weights, eagerly.
+
+    def dequantise(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, torch.Tensor]:
+        """Return the weights that tensors are the parts of, by key: a pure function, which `shardtree.trace` takes.
+
+        Args:
+            tensors: by key; those that belong to no weight are left out.
+            dtype: of the weights. They are computed in float32, and rounded once.
+
+        Raises:
+            ShapeError: tensors of one weight have other shapes or dtypes than the form says; names each.
+
+        Examples:
+            >>> from shardtree.quantised import FORMS
+            >>> values = torch.full((256, 128), 3.0).to(torch.float8_e4m3fn)
+            >>> found = FORMS["fp8_blocks"].dequantise({"w": values, "w_scale_inv": torch.tensor([[1.0], [0.5]])})
+            >>> found["w"][[0, 255], 0].tolist()
+            [3.0, 1.5]
+        """
+        made = {}
+        for key, names in self.found(tensors).items():
+            shape = self._turn(self.shape_of(key, tensors))
+            box = Box((0,) * len(shape), shape)
+            made[key] = self._turned(decoded(self.parts, self.join, [tensors[name] for name in names], box, dtype))
+        return made
+
+    def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors in which weights are stored, by key: each number is rounded to the nearest, ties to even.
+
+        Raises:
+            ShapeError: the form is only read, or a weight has no matrices.
+            UnsupportedValue: an element isn't finite.
+
+        Examples:
+            >>> from shardtree.quantised import FORMS
+            >>> found = FORMS["fp8_rows"].quantise({"w": torch.tensor([[1.0, -3.5], [0.25, 0.0]])})
+            >>> found["w"].float()[0].tolist(), found["w_scale"].shape
+            ([128.0, -448.0], torch.Size([2, 1]))
+        """
+        self.check_made("quantise")
+        shards = [self.lens(ShardedTensor.from_rank_offsets(key, each)).shards for key, each in tensors.items()]
+        return {part.key: part.data for some in shards for part in some}
+
+    def check_made(self, doing: str) -> None:
+        """Raise unless weights of this form can be made.
+
+        Raises:
+            ShapeError: they are only read.
+        """
+        if self.encode is None:
+            fix = "Quantise with the tool that chooses its scales from data, and save what that gives."
+            raise ShapeError(error_text(f"{doing}: {self.name} is only read", fix=fix))
+
+    # Boxes of weights, whatever the layout.
+
+    def lens(self, shard: ShardedTensor) -> StoredForm:
+        """Return what is stored of a box of a weight that the model holds unquantised: a lens.
+
+        A box needs no other scales than its own. One of which an edge goes through a block is loaded like any other; to
+        be stored, a box has to consist of blocks: else its parts have no data, which a save refuses.
+
+        Raises:
+            ShapeError: it isn't a box of matrices of a known shape.
+            UnsupportedValue: an element isn't finite.
+
+        Examples:
+            >>> from shardtree.quantised import FORMS
+            >>> held = ShardedTensor.from_rank_offsets("w", torch.ones(128, 256), (0, 1, 2))
+            >>> for part in FORMS["fp8_blocks"].lens(held).shards:
+            ...     print(part.key, part.dtype, part.global_offset, part.local_shape)
+            w torch.float8_e4m3fn (128, 0) (128, 256)
+            w_scale_inv torch.float32 (1, 0) (1, 2)
+        """
+        box, whole = self._box_of(shard)
+        data, pieces = self._quantised(shard, box, whole), [part.pieces(*box) for part in self.parts]
+        rows = zip(self.keys(shard.key), self.parts, pieces, data, strict=True)
+        shards = [
+            owned(shard_of(shard, key, part, inner, whole, each), is_own)
+            for key, part, some, each in rows
+            for inner, is_own in some
+        ]
+
+        def merge(parts: Sequence[Any]) -> Any:
+            left = iter(parts)
+            tensors = [
+                joined(some, list(islice(left, len(some)))).reshape(part.box(*box).shape)
+                for part, some in zip(self.parts, pieces, strict=True)
+            ]
+            return self._turned(self._decoded(tensors, box, shard.dtype)).reshape(shard.local_shape)
+
+        return StoredForm(tuple(shards), merge)
+
+    def shards(self, shard: ShardedTensor, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the leaves of a weight that the model holds quantised, by key, all cut as the weight is.
+
+        Args:
+            shard: describes the box of the weight; its data and dtype don't count.
+            tensors: what the model holds of it, by key. None for a target without memory.
+
+        Returns:
+            A shard for each part, or a factory where an edge goes through a block: its scale is stored by the rank
+            that has the block's first element, and loaded by each.
+
+        Raises:
+            ShapeError: a tensor is cut otherwise than the weight, or an edge goes through packed values.
+
+        Examples:
+            >>> from shardtree.quantised import FORMS
+            >>> held = ShardedTensor.from_rank_offsets("w", torch.empty(64, 256), (0, 1, 4))  # of 256 rows
+            >>> scale = FORMS["fp8_blocks"].shards(held)["w_scale_inv"]
+            >>> [(each.global_offset, each.replica_id) for name, each in scale.build().items() if name != "merge"]
+            [((0, 0), 1)]
+        """
+        box, whole = self._box_of(shard)
+        if not is_of_blocks(box, whole, self.parts[0].steps):
+            what = f"quantised: {shard.key!r} is cut through values that are packed in one"
+            expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut between these."
+            raise ShapeError(error_text(what, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
+        made, wrong = dict[str, Any](), []
+        for key, part in zip(self.keys(shard.key), self.parts, strict=True):
+            pieces, data = part.pieces(*box), None if tensors is None else tensors[key]
+            outer = shard_of(shard, key, part, part.box(*box), whole, data)
+            if data is not None and (tuple(data.shape) != outer.local_shape or data.dtype not in part.dtypes):
+                wrong.append(f"{key!r}: {data.dtype} {tuple(data.shape)}, not {part.dtypes[0]} {outer.local_shape}")
+                continue
+            is_alone = len(pieces) == 1 and pieces[0][1]
+            made[key] = outer if is_alone else as_factory(outer, partial(in_pieces, pieces=pieces))
+        if wrong:
+            fix = "Cut all tensors of a weight along the same elements of it."
+            raise ShapeError(
+                error_text("quantised: tensors that aren't cut as the weight is", offenders=wrong, fix=fix)
+            )
+        return made
+
+    def _box_of(self, shard: ShardedTensor) -> tuple[Box, tuple[int, ...]]:
+        """Return a shard as a box of what is stored as matrices, and the shape of these."""
+        local = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
+        axes = len(shard.local_shape) if self.is_turned else len(local)  # of which the last two are turned
+        if axes < 2 or shard.flattened_range is not None or shard.allow_shape_mismatch:
+            found = f"{shard.key!r}: {shard.local_shape} of {shard.global_shape}"
+            fix = "Leave out allow_shape_mismatch, and vectors; `as_factory` takes flat ranges apart."
+            raise ShapeError(error_text(f"quantised: {self.name} is a form of boxes of matrices", found=found, fix=fix))
+        whole, pack = self._turn(shard.global_shape), self.parts[0].pack
+        if any(size % each for size, each in zip(whole[-2:], pack, strict=True)):
+            what = f"quantised: {shard.key!r} can't be stored as {self.name}"
+            raise ShapeError(error_text(what, found=whole, expected=f"multiples of {pack} along the last axes"))
+        return Box(self._turn(shard.global_offset), self._turn(local)), whole
+
+    def _decoded(self, tensors: Sequence[Any], box: Box, dtype: torch.dtype) -> Any:
+        """Return a box of matrices, of what it needs of the parts: lazy if these are."""
+        if not any(isinstance(each, LazyTensor) for each in tensors):
+            return decoded(self.parts, self.join, tensors, box, dtype)
+        bases = [part.box(*box).offset for part in self.parts]
+
+        def placed(inner: Box) -> Box:
+            return Box(tuple(map(sum, zip(box.offset, inner.offset, strict=True))), inner.shape)
+
+        def needs(inner: Box) -> list[Box]:
+            return [inside(part.box(*placed(inner)), base) for part, base in zip(self.parts, bases, strict=True)]
+
+        def make(read: Sequence[torch.Tensor], inner: Box) -> torch.Tensor:
+            return decoded(self.parts, self.join, read, placed(inner), dtype)
+
+        name, identity = f"{self.name} of {tensors[0].name}", self._identity(f"dequantise {box}")
+        return of_source(Boxwise(name, box.shape, dtype, tuple(tensors), needs, make, identity))
+
+    def _quantised(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
+        """Return the parts of a box's data, lazy if these are; None for each where a block isn't there whole."""
+        if shard.data is None or self.encode is None or not is_of_blocks(box, whole, self.block):
+            return [None] * len(self.parts)
+        held = self._turned(shard.data.reshape(self._turn(box.shape)))
+        return [self._quantised_part(shard.key, number, held) for number in range(len(self.parts))]
+
+    def _quantised_part(self, key: str, number: int, held: Any) -> Any:
+        part, shape = self.parts[number], tuple(held.shape)
+        zeros = (0,) * len(shape)
+        stored = part.box(zeros, shape)  # counted from where the box begins, as a block does
+
+        def needs(inner: Box) -> list[Box]:
+            return [blocks_of(part, self.block, shape, inner)]
+
+        def make(read: Sequence[torch.Tensor], inner: Box) -> torch.Tensor:
+            assert self.encode is not None
+            return encoded(key, part, number, self.block, self.encode, read[0], needs(inner)[0], inner)
+
+        if isinstance(held, torch.Tensor):
+            return make([held], stored)
+        name, identity = f"{held.name} as {self.name}", self._identity(f"quantise {number}")
+        return of_source(Boxwise(name, stored.shape, part.dtypes[0], (held,), needs, make, identity))
+
+    def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a shape or an offset of the weight as that of what is stored as matrices; or the other way round."""
+        return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else tuple(shape)
+
+    def _turned(self, tensor: Any) -> Any:
+        return tensor.transpose(-1, -2) if self.is_turned else tensor
+
+    def _identity(self, doing: str) -> str | None:
+        """Return what tells this form from others, the same in each process; None where functions are a caller's."""
+        functions = [self.join, self.encode, *(part.read for part in self.parts)]
+        if not all(each is None or each.__module__.startswith("shardtree.") for each in functions):
+            return None
+        parts = [(part.name, part.dtypes, part.per, part.pack, part.tail) for part in self.parts]
+        names = [each and each.__qualname__ for each in functions]
+        return str((doing, self.name, self.base, self.is_turned, self.block, names, parts))

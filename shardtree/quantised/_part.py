@@ -1,0 +1,138 @@
+"""Part: one of the tensors in which a weight is stored, what of it a box of the weight needs, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ..geometry import slices
+from ..lazy import Box
+
+WINDOW = 2**18
+"""Elements that are computed at a time, so that they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors in which a weight is stored.
+
+    Attributes:
+        name: what its key has at the end, beside the weight's.
+        dtypes: that it may have; the first is written.
+        read: from stored elements to float32.
+        per: how many of the weight's elements, along its last two axes, share one of the part's; 0 is all of them.
+            None for a part without any axis of the weight.
+        pack: how many of the part's elements, likewise, are in one that is stored.
+        tail: further axes of what is stored.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    read: Callable[[torch.Tensor], torch.Tensor]
+    per: tuple[int, int] | None = (1, 1)
+    pack: tuple[int, int] = (1, 1)
+    tail: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many of the weight's elements, along its last two axes, need one that is stored; 0 is all of them."""
+        return tuple(per * pack for per, pack in zip(self.per or (), self.pack, strict=False))
+
+    def box(self, offset: Sequence[int], shape: Sequence[int]) -> Box:
+        """Return the smallest box of what is stored that has all that a box of the weight needs."""
+        if self.per is None:
+            return Box((0,) * len(self.tail), self.tail)
+        starts, sizes = [*offset[:-2]], [*shape[:-2]]
+        for step, low, size in zip(self.steps, offset[-2:], shape[-2:], strict=True):
+            starts.append(low // step if step else 0)
+            sizes.append(-(-(low + size) // step) - starts[-1] if step else 1)
+        return Box((*starts, *(0,) * len(self.tail)), (*sizes, *self.tail))
+
+    def pieces(self, offset: Sequence[int], shape: Sequence[int]) -> list[tuple[Box, bool]]:
+        """Return `box` in pieces, each with whether it is this box's own.
+
+        What several boxes of the weight need, since a cut goes through it, is the first one's.
+        """
+        box = self.box(offset, shape)
+        if 0 in shape:
+            return [(box, 0 in box.shape)]  # another box, at the same place, has the elements
+        if self.per is None:
+            return [(box, not any(offset))]
+        axes = [[(low, size, True)] for low, size in zip(*box, strict=True)]
+        for axis, step in enumerate(self.steps, len(offset) - 2):
+            low, size, _ = axes[axis][0]
+            if offset[axis] % step if step else offset[axis]:
+                axes[axis] = [(low, 1, False), *([(low + 1, size - 1, True)] if size > 1 else [])]
+        return [
+            (Box(tuple(low for low, _, _ in each), tuple(size for _, size, _ in each)), all(own for *_, own in each))
+            for each in product(*axes)
+        ]
+
+    def spread(self, stored: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Return elements for a box of the weight, from `box` of what is stored; those that all share have one."""
+        found = self.read(stored)
+        for axis, per, step in zip((-2, -1), self.per or (), self.steps, strict=False):
+            if found.shape[axis] > 1:
+                if per > 1:
+                    wide = found.unsqueeze(axis)
+                    sizes = [*wide.shape]
+                    sizes[axis] = per
+                    found = wide.expand(sizes).flatten(axis - 1, axis)
+                found = found.narrow(axis, offset[axis] % step, shape[axis])
+        return found
+
+
+def inside(box: Box, base: Sequence[int]) -> Box:
+    """Return a box counted from a place."""
+    return Box(tuple(low - first for low, first in zip(box.offset, base, strict=True)), box.shape)
+
+
+Join = Callable[..., torch.Tensor]
+"""From the parts' elements, as float32, to the weight's."""
+
+
+def scaled(values: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
+    """Return values by the product of their scales."""
+    scale = scales[0]
+    for each in scales[1:]:
+        scale = scale * each
+    return values * scale
+
+
+def decoded(
+    parts: Sequence[Part],
+    join: Join,
+    tensors: Sequence[torch.Tensor],
+    box: Box,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a box of a weight, as its matrices are stored, from the boxes of its parts that it needs."""
+    if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
+        return join(*(part.spread(each, *box) for part, each in zip(parts, tensors, strict=True))).to(dtype)
+    made = torch.empty(box.shape, dtype=dtype, device=tensors[0].device)
+    outer = [part.box(*box).offset for part in parts]
+    for start, size in _windows(parts, box):
+        place = [low + more for low, more in zip(box.offset, start, strict=True)]
+        spread = []
+        for part, tensor, base in zip(parts, tensors, outer, strict=True):
+            spread.append(part.spread(tensor[slices(*inside(part.box(place, size), base))], place, size))
+        made[slices(start, size)] = join(*spread)
+    return made
+
+
+def _windows(parts: Sequence[Part], box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield windows of a box, of one matrix each, whose rows share scales where rows do."""
+    *front, rows, columns = box.shape
+    shared = max(part.per[0] for part in parts if part.per)
+    high = shared if shared > 1 else max(1, WINDOW // max(1, columns))
+    wide = max(2, WINDOW // high // 2 * 2)  # even, for what is read in pairs
+    for place in product(*map(range, front)):
+        low = 0
+        while low < rows:
+            end = min(rows, (box.offset[-2] + low) // high * high + high - box.offset[-2])
+            for left in range(0, columns, wide):
+                yield (*place, low, left), (*(1,) * len(front), end - low, min(wide, columns - left))
+            low = end

@@ -1,0 +1,139 @@
+"""Recoding whole checkpoints, box by box: quantised weights to plain ones, or from one form to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import ShapeError, UnsupportedValue, error_text
+from ..lazy import Box, of_source
+from ..mapping import ShardedTensor
+from ..trees import key_matcher
+from ._encode import Encode
+from ._form import Form
+from ._forms import FORMS
+from ._lazy import Boxwise
+
+_FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def recode(
+    to: Form | torch.dtype,
+    *,
+    also: Iterable[str] = (),
+    forms: Iterable[Form] = tuple(FORMS.values()),
+    lossless: bool = False,
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function of a tree of whole lazy shards that recodes its quantised weights: a `transform=` of `convert`.
+
+    Elements are read when they are written, box by box. Tensors that belong to no quantised weight stay as they are.
+
+    Args:
+        to: the dtype of plain weights, or the form that they get.
+        also: patterns of keys of plain weights that get the form too, for an export.
+        forms: those that are looked for, by the names, dtypes and shapes of their tensors.
+        lossless: whether an element that is rounded is an error; else it is rounded to the nearest.
+
+    Raises:
+        ShapeError: the form is only read. When it is applied: tensors with the names of a form fit none, or FP8 values
+            have no scales; names each.
+        UnsupportedValue: when it is written: an element isn't finite, or is rounded although that is an error.
+
+    Examples:
+        >>> import shardtree as st
+        >>> weight = st.ShardedTensor.from_rank_offsets("up.weight", torch.ones(2, 4))
+        >>> st.save({"up": weight}, "dense")
+        >>> to_fp8 = recode(FORMS["fp8_rows"], also=["**.weight"])
+        >>> done = st.convert("dense", "fp8", backend="huggingface", transform=to_fp8)
+        >>> list(st.open_checkpoint("fp8"))
+        ['up.weight', 'up.weight_scale']
+        >>> done = st.convert("fp8", "again", backend="safetensors", transform=recode(torch.bfloat16, lossless=True))
+        >>> st.load_plain_tensors("again")["up.weight"][0]
+        tensor([1., 1., 1., 1.], dtype=torch.bfloat16)
+    """
+    known, fits = tuple(forms), key_matcher(list(also))
+    if isinstance(to, Form):
+        to.check_made("recode")
+
+    def recoded(tree: Mapping[str, Any]) -> dict[str, Any]:
+        found = _found(tree, known)
+        used = {name for key, form in found.items() for name in form.keys(key)}
+        made = {key: leaf for key, leaf in tree.items() if key not in used}
+        plain = [key for key, leaf in made.items() if isinstance(leaf, ShardedTensor) and fits(key)]
+        weights = [made.pop(key) for key in plain] if isinstance(to, Form) else []
+        for key, form in found.items():
+            exact = torch.float32 if lossless or isinstance(to, Form) else to
+            held = ShardedTensor.from_rank_offsets(
+                key, torch.empty(form.shape_of(key, tree), dtype=exact, device="meta")
+            )
+            held = held.without_data()
+            data = form.lens(held).merge([tree[name].data for name in form.keys(key)])
+            weights.append(replace(held, data=data))
+        return made | {part.key: part for weight in weights for part in _recoded(weight, to, lossless)}
+
+    return recoded
+
+
+def _found(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:
+    """Return the form of each quantised weight.
+
+    Raises:
+        ShapeError: the tensors of one fit none of the forms that have their names, or FP8 values have no scales.
+    """
+    found, misfits = dict[str, Form](), dict[str, str]()
+    for form in forms:
+        for key, names in form.found(tree).items():
+            try:
+                form.shape_of(key, tree)
+                found.setdefault(key, form)
+            except ShapeError as error:
+                # Names alone don't make a form, as a norm's scale shows; bytes or integers beside scales do.
+                if tree[names[0]].dtype.itemsize == 1 or not tree[names[0]].dtype.is_floating_point:
+                    misfits[key] = " ".join(str(error).split("\n")[1:3]).strip()
+    used = {name for key, form in found.items() for name in form.keys(key)}
+    bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
+    offenders = [f"{key!r}: {why}" for key, why in (bare | misfits).items() if key not in found]
+    if offenders:
+        fix = "Pass forms=[...] with blocks of the size that config.json names, or leave these tensors out."
+        raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
+    return found
+
+
+def _recoded(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:
+    """Return the shards of a whole weight in another form."""
+    if isinstance(to, Form):
+        form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
+        return form.lens(weight).shards
+    if not lossless:
+        return [weight]
+
+    def make(read: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
+        made = read[0].to(to)
+        _check_same(weight.key, made.to(read[0].dtype), read[0])
+        return made
+
+    name, shape = f"{weight.data.name} to {to}", weight.global_shape
+    lazy = of_source(Boxwise(name, shape, to, (weight.data,), lambda box: [box], make, f"without loss to {to}"))
+    return [replace(weight, data=lazy, dtype=to)]
+
+
+def _without_loss(key: str, form: Form) -> Encode:
+    def encode(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        assert form.encode is not None
+        made, zeros = form.encode(matrix, block), (0,) * matrix.ndim
+        spread = (part.spread(each, zeros, matrix.shape) for part, each in zip(form.parts, made, strict=True))
+        _check_same(key, form.join(*spread), matrix)
+        return made
+
+    return encode
+
+
+def _check_same(key: str, made: torch.Tensor, given: torch.Tensor) -> None:
+    rounded = int(((made != given) & ~given.isnan()).sum())
+    if rounded:
+        fix = "Choose a form or a dtype that has them, or recode with lossless=False."
+        what = f"recode: {key!r} would be rounded"
+        raise UnsupportedValue(error_text(what, found=f"{rounded} elements of {given.numel()} in a box of it", fix=fix))

@@ -1,0 +1,66 @@
+"""Quantised weights to test with: of each form, with every code that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+
+import shardtree as st
+from shardtree.quantised import FORMS, Form
+
+SHAPES = {  # of what is stored as matrices: edges within blocks where a form can have them
+    "fp8_blocks": (300, 200),
+    "fp8_blocks_ue8m0": (140, 130),
+    "fp8_rows": (12, 10),
+    "mxfp8": (5, 96),
+    "mxfp4": (2, 6, 96),
+    "nvfp4": (7, 64),
+    "awq": (256, 24),
+}
+
+
+def stored(name: str, seed: int = 0, key: str = "mlp.weight") -> dict[str, torch.Tensor]:
+    """Return the tensors of a weight: bytes of every kind, and scales that are numbers, with float32's range kept."""
+    form, shape = FORMS[name], SHAPES[name]
+    random, made = torch.Generator().manual_seed(seed), {}
+    for part_key, part in zip(form.keys(key), form.parts, strict=True):
+        size, dtype = part.box((0,) * len(shape), shape).shape, part.dtypes[0]
+        if dtype in (torch.float32, torch.float16):
+            made[part_key] = (torch.rand(size, generator=random) + 0.1).to(dtype)
+        elif part is not form.parts[0] and dtype.itemsize == 1:
+            made[part_key] = torch.randint(60, 120, size, generator=random, dtype=torch.uint8).view(dtype)
+        elif dtype is torch.int32:
+            made[part_key] = torch.randint(-(2**31), 2**31, size, generator=random).to(dtype)
+        else:
+            codes = torch.randint(0, 256, size, generator=random, dtype=torch.uint8)
+            made[part_key] = torch.where((codes & 127) == 127, codes - 1, codes).view(dtype)  # no NaN
+    return made
+
+
+def boxes_of(form: Form, shape: tuple[int, ...], axis: int, ranks: int) -> list[st.ShardedTensor]:
+    """Return descriptions of ranks' boxes of a weight, cut along an axis anywhere that isn't within a packed value."""
+    turned = (
+        {len(shape) - 1: len(shape) - 2, len(shape) - 2: len(shape) - 1}.get(axis, axis) if form.is_turned else axis
+    )
+    packed = form.parts[0].steps[turned - len(shape)] if turned >= len(shape) - 2 else 1
+    edges = [shape[axis] * rank // ranks // packed * packed for rank in range(ranks)] + [shape[axis]]
+    shards = []
+    for low, high in pairwise(edges):
+        local = tuple(high - low if each == axis else size for each, size in enumerate(shape))
+        offset = tuple(low if each == axis else 0 for each in range(len(shape)))
+        shards.append(st.ShardedTensor("mlp.weight", None, torch.bfloat16, local, shape, offset, None))
+    return shards
+
+
+def held(form: Form, shard: st.ShardedTensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a rank that holds a weight quantised has of its tensors."""
+    offset, shape = list(shard.global_offset), list(shard.local_shape)
+    if form.is_turned:
+        offset[-2:], shape[-2:] = offset[:-3:-1], shape[:-3:-1]
+    found = {}
+    for name, part in zip(form.keys(shard.key), form.parts, strict=True):
+        low, size = part.box(offset, shape)
+        found[name] = tensors[name][tuple(slice(at, at + count) for at, count in zip(low, size, strict=True))]
+    return found
