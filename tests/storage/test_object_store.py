@@ -519,6 +519,24 @@ def test_an_overwrite_leaves_its_note_while_it_looks(server: Server) -> None:
     assert loaded(at()) == (2.0, 7)
 
 
+def test_looks_at_a_new_folder_wait_for_no_other_request(server: Server) -> None:
+    """Before the save those at the place, its listing and its metadata, before the commit the index among them."""
+    begins, ends = threading.Barrier(3), threading.Barrier(3)
+    has_note = threading.Event()
+
+    def fault(request: Request) -> None:
+        if request.key.endswith("owner.json"):
+            has_note.set()
+        is_look = request.key in ("runs", "runs/metadata.json") and request.action != "PutObject"
+        if is_look or "delimiter" in request.query or "/index-" in request.key:
+            (ends if has_note.is_set() else begins).wait(60)
+
+    server.fault = fault
+    st.save(tree(), at())
+    server.fault = lambda _: None
+    assert loaded(at()) == (1.0, 7) and not begins.broken and not ends.broken
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_save_that_is_refused_takes_its_note_away(server: Server, overwrite: bool) -> None:
     server.store.put("runs/metadata.json", b'{"license": "mit"}')

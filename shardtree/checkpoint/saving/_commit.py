@@ -33,7 +33,7 @@ from ...world import step
 from .._consistency import united_field
 from .._dispatch import Backends, Choice, strategy_of
 from ._replace import check_same, clean_up, swap_folders
-from ._start import RunningSave, end, is_recognized
+from ._start import RunningSave, beside, end, is_recognized
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
@@ -83,7 +83,7 @@ def save_request(
     }
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
-    check = None if commit is None else partial(_check_no_other, pending, strategies)
+    check = partial(_check_no_other, pending, strategies)
     state, of_common = requests[0].state, None  # each format's later rows get its own state
     if sharded_backend == common_backend or len(requests) > 1:
         of_common = requests[-1].state
@@ -93,7 +93,7 @@ def save_request(
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, running, requests, write_common, strategies, recognizes=recognizes),
-        commit=partial(_commit, pending, running, requests, write_common, fields, check, finish),
+        commit=partial(_commit, pending, running, requests, write_common, fields, check, finish, commit is not None),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
         abandon=partial(_abandon, pending, running, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
@@ -183,9 +183,11 @@ def _write(
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
     """Raise if another checkpoint has appeared since the save began, with metadata.json or without."""
+    look = partial(is_recognized, pending.storage, strategies)
+    is_there = beside(pending.storage, look) if pending.before is None else bool
     with _lost_to_another(pending):
         check_unchanged(pending.storage, pending.before)
-    if pending.before is None and is_recognized(pending.storage, strategies):
+    if is_there():
         fix = "Let only one save at a time go to a folder, and run a request once."
         raise CheckpointReplaced(error_text(f"save: {pending.storage.where()!r} holds a checkpoint by now", fix=fix))
 
@@ -228,16 +230,20 @@ def _commit(
     requests: Sequence[AsyncRequest[Any]],
     write_common: Callable[[], Fields],
     fields: Fields,
-    check_no_other: Callable[[], None] | None,
-    finish: Callable[[Fields], None],
+    check_no_other: Callable[[], None],
+    finish: Callable[[Callable[[], None], Fields], None],
+    looks_first: bool,
     written: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
     merged = dict(fields)
-    if check_no_other is not None:
+    if looks_first:
         # Fixed names may by now be another save's files, which the index and the common state would overwrite.
         with step("save: look for another checkpoint"):
             check_no_other()
+    elif pending.before is None:
+        # Where looks take requests, the commit itself turns away what comes after this one.
+        check_no_other = beside(pending.storage, check_no_other)
     for number, request in enumerate(requests):
         with step("save: index"):
             merged |= _checked_fields(request.commit([part[number] for part in written]))
@@ -245,7 +251,7 @@ def _commit(
         written_beside, running.common = running.common, None  # a commit that is tried again writes it itself
         merged |= (written_beside or write_common)()
     try:
-        finish(merged)
+        finish(check_no_other, merged)
     except OutcomeUnknown:
         # Nothing goes on with it: a later save, whose commit turns this one away, may remove it.
         release(pending.save_id)
@@ -264,7 +270,13 @@ def _misfit(what: str, found: Any, expected: str, fix: str) -> StrategyError:
     return StrategyError(text)
 
 
-def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies | None, fields: Fields) -> None:
+def _finish(
+    pending: PendingSave,
+    commit: Commit | None,
+    strategies: Strategies | None,
+    check_no_other: Callable[[], None],
+    fields: Fields,
+) -> None:
     # The owner's note goes after the commit: a save that was killed before is known to be dead by it. Only where files
     # have names outside of the save's folder, and on local storage, it goes first: nothing else is in that folder.
     if can(pending.storage).replace_if is None and (commit is not None or pending.replaced is not None):
@@ -276,7 +288,7 @@ def _finish(pending: PendingSave, commit: Commit | None, strategies: Strategies 
         sync_folder(pending.storage)
     if commit is None:
         if pending.before is None or can(pending.storage).replace_if is None:
-            _check_no_other(pending, strategies)
+            check_no_other()
     else:
         check_unchanged(pending.storage, pending.before)
         commit(pending, fields)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...layouts import ShardColumns
@@ -56,6 +56,8 @@ from .._open import recognized
 from ._replace import make_sibling, sibling_of
 
 logger = logging.getLogger("shardtree")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,8 +200,8 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, running: Running
     """
     save_id = _new_save_id()
     # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
-    beside = call.overwrite and can(storage).replace_if is not None and _in_save_folder(backends, call.strategies)
-    made = Begun(partial(make_save_folder, storage, save_id, durable=False)) if beside else None
+    at_once = call.overwrite and can(storage).replace_if is not None and _in_save_folder(backends, call.strategies)
+    made = Begun(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
         with step("save: look at the folder"):
             start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite, save_id=save_id)
@@ -245,15 +247,19 @@ def inspect_folder(
         StorageError: another program's metadata.json is there, or no folder.
     """
     by_requests = can(storage).entries is not None
+    is_file: Callable[[], int | None] = partial(storage.length, "")
+    is_there: Callable[[], bool] = partial(is_recognized, storage, strategies)
+    if not overwrite:  # a new folder is likely, where all these looks are needed
+        is_file, is_there = beside(storage, is_file), beside(storage, is_there)
     before = metadata_bytes(storage) if by_requests else None
-    if before is None and storage.length("") is not None:
+    if before is None and is_file() is not None:
         raise StorageError(error_text(f"save: {storage.where()!r} is a file, not a folder", fix="Save to a folder."))
     if not by_requests:
         before = metadata_bytes(storage)
     if before is not None and is_of_others(before):
         what = f"save: {storage.where(METADATA_FILE)!r} belongs to another program"
         raise StorageError(error_text(what, fix="Save to another folder: a checkpoint has a file of that name."))
-    there = before is not None or is_recognized(storage, strategies)
+    there = before is not None or is_there()
     if there and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
@@ -265,6 +271,11 @@ def inspect_folder(
         what = f"save: {storage.where(MANIFEST_FILE)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
+
+
+def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
+    """Return a look at a storage, which is begun at once, in another thread, if it takes a request."""
+    return look if can(storage).entries is None else Begun(look).result
 
 
 def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
