@@ -118,6 +118,7 @@ def nested(move: Move) -> Iterator[Move]:
     if is_nested(move):
         yield move
         return
+    # The shortest loop is unrolled: that gives the fewest parts.
     which = min(range(len(move.loops)), key=lambda number: move.loops[number][0])
     count, to, at = move.loops[which]
     rest = (*move.loops[:which], *move.loops[which + 1 :])
@@ -282,10 +283,11 @@ class Written(Moves):
                 continue
             hit, rest = hole.find([in_place(old)])
             if hit:
+                # What is hit and what isn't are read from the old move alone, so that both keep where they are from.
                 alone = Moves([old])
                 gone += alone.find(map(in_place, hit))[0]
                 changed.append((number, alone.find(rest)[0]))
-        for number, _ in reversed(changed):
+        for number, _ in reversed(changed):  # from the back: numbers before stay right
             del self._moves[number], self._lows[number]
         for _, kept in changed:
             for move in kept:
@@ -356,6 +358,7 @@ def _rolled_once(moves: list[Move]) -> list[Move]:
             while step[1] >= 0 and last + 1 < len(moves) and _repeats(moves[last], moves[last + 1], step):
                 last += 1
         if last > first:
+            # Rolled, a move may interleave with itself, as overlapping loops do: then they stay apart.
             one = normal(move._replace(loops=((last - first + 1, *step), *move.loops)))
             new += [one] if is_nested(one) else moves[first : last + 1]
         else:

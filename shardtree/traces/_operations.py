@@ -26,6 +26,7 @@ _NUMBERED = 1 << 26
 
 def _made_like(record: Record, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tracer:
     """Return the empty result of an operation that makes a new tensor; devices aren't traced."""
+    # The dtype and the memory format stay: strides follow from them.
     options = {word: value for word, value in kwargs.items() if word not in ("device", "pin_memory", "non_blocking")}
     options |= {"device": torch.device("meta")} if "device" in kwargs else {}
     return record.fresh(func(*meta_of(args), **options))
@@ -64,7 +65,7 @@ def _copy(record: Record, func: Any, into: torch.Tensor, tensor: torch.Tensor, *
 
 def _cat(record: Record, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     new = _made_like(record, func, [tensors, dim], {})
-    kept = [each for each in tensors if each.shape != (0,)]
+    kept = [each for each in tensors if each.shape != (0,)]  # torch joins these with tensors of any shape
     for part, end in zip(kept, accumulate(each.shape[dim] for each in kept), strict=True):
         record.write(new.narrow(dim, end - part.shape[dim], part.shape[dim]), part)
     return new
@@ -109,7 +110,7 @@ def _index_along(record: Record, index: torch.Tensor, length: int) -> np.ndarray
         places: np.ndarray[Any, Any] = found.cpu().numpy().astype(np.int64)
     if places.size and not (-length <= places.min() and places.max() < length):
         raise IndexError(f"index {places.min()} to {places.max()} is out of bounds for an axis of {length}")
-    return places % max(1, length)
+    return places % max(1, length)  # negative ones count from the end
 
 
 def _index_select(record: Record, func: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -146,15 +147,20 @@ def _read(record: Record, tensor: torch.Tensor, reads: Sequence[Move]) -> list[M
     return list(through(rolled(cell.writes.find(rolled(reads))[0]), reread(cell.dtype, tensor.dtype)))
 
 
-def _index(record: Record, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    index = indices[places[0]]
-    assert index is not None
-    if len(places) > 1 or (index.dtype is torch.bool and index.ndim > 1):
-        return by_number(record, func, tensor, indices)
-    dim = places[0]
+def _one_index(
+    record: Record, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]
+) -> tuple[int, np.ndarray[Any, Any], tuple[int, ...]]:
+    """Return the axis that is indexed, the positions along it, and the axes that it becomes."""
+    [(dim, index)] = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     found = _index_along(record, index, tensor.shape[dim])
-    inner = (len(found),) if index.dtype in (torch.bool, torch.uint8) else tuple(index.shape)
+    return dim, found, (len(found),) if index.dtype in (torch.bool, torch.uint8) else tuple(index.shape)
+
+
+def _index(record: Record, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    given = [index for index in indices if index is not None]
+    if len(given) > 1 or (given[0].dtype is torch.bool and given[0].ndim > 1):
+        return by_number(record, func, tensor, indices)
+    dim, found, inner = _one_index(record, tensor, indices)
     return _gathered(record, tensor, dim, found).reshape((*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]))
 
 
@@ -166,13 +172,9 @@ def _index_put(
     value: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    if len(places) > 1 or accumulate:
+    if accumulate or sum(index is not None for index in indices) > 1:
         record.refuse("index_put_ by several tensors, or one that adds,", [into, value])
-    dim, index = places[0], indices[places[0]]
-    assert index is not None
-    found = _index_along(record, index, into.shape[dim])
-    inner = (len(found),) if index.dtype in (torch.bool, torch.uint8) else tuple(index.shape)
+    dim, found, inner = _one_index(record, into, indices)
     value = value.expand((*into.shape[:dim], *inner, *into.shape[dim + 1 :]))
     value = value.reshape((*into.shape[:dim], len(found), *into.shape[dim + 1 :]))
     for place, first, count in _runs(found):
@@ -199,15 +201,17 @@ def by_number(record: Record, func: Any, tensor: torch.Tensor, *args: Any, **kwa
     if others or tensor.numel() > _NUMBERED:
         record.refuse(func.name().removeprefix("aten::"), others or [tensor])
     with torch._C._DisableTorchDispatch():
+        # From 1: what an operation fills with zeros has no number.
         numbers = torch.arange(1, tensor.numel() + 1, device="cpu").reshape(tensor.shape)
         found = func(numbers, *args, **kwargs)
         index = found.reshape(-1).numpy() - 1
     new = record.fresh(torch.empty(found.shape, dtype=tensor.dtype, device="meta"))
     flat = Moves(record.reads(tensor, dense(tuple(tensor.shape)).stride))
     reads = [read_of(first, (count,), (1,), (1,), place) for place, first, count in _runs(index) if first >= 0]
-    if (index < 0).any():  # number 0: what the operation fills with zeros
+    if (index < 0).any():
         fill(record, func, new)
     for move in flat.find(rolled(reads))[0]:
+        # Instead of the zeros, if there are any.
         new.cell.writes.take(move)
         new.cell.writes.add(move)
     return new
@@ -215,7 +219,7 @@ def by_number(record: Record, func: Any, tensor: torch.Tensor, *args: Any, **kwa
 
 def _pad(record: Record, func: Any, tensor: torch.Tensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
     pairs = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
-    pairs = [(0, 0)] * (tensor.ndim - len(pairs)) + pairs
+    pairs = [(0, 0)] * (tensor.ndim - len(pairs)) + pairs  # torch names the last axis first, and may stop early
     sizes = [size + low + high for size, (low, high) in zip(tensor.shape, pairs, strict=True)]
     new = tensor.new_full(sizes, value)
     to, kept = new, tensor
@@ -251,6 +255,7 @@ def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Record a function of each element: of one tensor as what its elements go through, else as something computed."""
     meta = func(*meta_of(args), **kwargs)
     new = record.fresh(meta)
+    # A tensor without axes is a number to torch, too: it doesn't decide the dtype.
     values: list[Any] = [
         Constant(each.detach().clone())
         if isinstance(each, torch.Tensor) and not isinstance(each, Tracer) and not each.ndim
@@ -260,6 +265,7 @@ def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[s
     options = tuple(sorted(kwargs.items()))
     places = [number for number, value in enumerate(values) if isinstance(value, torch.Tensor)]
     if len(places) == 1 and values[places[0]].shape == meta.shape:
+        # What the tensor's elements go through: its moves stay moves of sources.
         tensor, values[places[0]] = values[places[0]], None
         record.write(new, tensor, (Function(func, places[0], tuple(values), options, alone=not tensor.ndim),))
         return new

@@ -73,7 +73,7 @@ class Difference:
 
 def problems_of(ranks: Sequence[Trace]) -> tuple[Problem, ...]:
     """Return the problems of all ranks' traces; what several ranks have of a source counts as copies."""
-    used: dict[str, dict[Move, None]] = defaultdict(dict)
+    used: dict[str, dict[Move, None]] = defaultdict(dict)  # each once, though many ranks have equal moves
     found: list[Problem] = []
     for number, trace in enumerate(ranks):
         label = f"rank {number}: " if len(ranks) > 1 else ""
@@ -127,6 +127,8 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
     """Return whether a move neither splits axes nor merges them: two of one side are mixed in two of the other."""
     loops = factored(move, shape, root)
     pairs = {(axis_of(to, shape), axis_of(at, root)) for count, to, at in loops if count > 1 and at}
+    # An axis that is split or merged has several partners, each of which has it alone; a reshape where a transpose
+    # was meant has several on both sides.
     into, out_of = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
     for one, other in pairs:
         into[one].add(other)
@@ -152,39 +154,40 @@ def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
 
 def _differing(one: Trace, other: Trace, name: str) -> Iterator[Difference]:
     mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
-    if mine == theirs:
-        return
-    for move in mine:
-        pieces, left = theirs.find([turned(move)])
-        count = sum([piece.numel for piece in pieces if not _same(piece, move)]) + sum([part.numel for part in left])
-        if count:
-            found = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
-            there = "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            yield Difference(name, count, move_text(move, shape, root_shape(one, move)), there or "unwritten")
-    for move in theirs if mine.numel < theirs.numel or theirs.numel < mine.numel else ():
+    for move, count in _not_in(theirs, mine):
+        found = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
+        there = "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        yield Difference(name, count, move_text(move, shape, root_shape(one, move)), there or "unwritten")
+    # Places that only the other one writes: where both write as many, the loop above has said all.
+    for move in theirs if mine.numel != theirs.numel else ():
         if left := mine.find([in_place(move)])[1]:
             there = move_text(move, shape, root_shape(other, move))
             yield Difference(name, sum([part.numel for part in left]), "unwritten", there)
 
 
+def _not_in(theirs: Moves, mine: Moves) -> Iterator[tuple[Move, int]]:
+    """Yield which of my moves make other elements than theirs do at the same places, and how many."""
+    for move in mine if mine != theirs else ():  # most are written alike, which is quickly seen
+        pieces, left = theirs.find([turned(move)])
+        count = sum([piece.numel for piece in pieces if not _same(piece, move)]) + sum([part.numel for part in left])
+        if count:
+            yield move, count
+
+
 def same(one: Moves, other: Moves) -> bool:
     """Return whether two lists of moves make the same elements of one tensor: exact, whatever their form."""
-    if one.numel != other.numel:
-        return False
-    for move in one if one != other else ():
-        pieces, left = other.find([turned(move)])
-        if left or not all(_same(piece, move) for piece in pieces):
-            return False
-    return True
+    return one.numel == other.numel and next(_not_in(other, one), None) is None
 
 
 def _same(piece: Move, move: Move) -> bool:
     """Return whether a piece, which leads from another trace's root to a move's root, is of the same elements."""
     mine, theirs = move.root, piece.root
     if isinstance(mine, str) or isinstance(theirs, str):
+        # Read through the other trace, an element of a source must come out at its own place.
         stays = piece.to == piece.at and all(to == at for _, to, at in piece.loops)
         return stays and mine == theirs and move.via == piece.via
     if isinstance(mine, Constant) and isinstance(theirs, Constant):
+        # By their bits: NaN equals itself, and 0.0 isn't -0.0.
         values = (_elements(mine, piece.to, piece, 1, move.via), _elements(theirs, piece.at, piece, 2, piece.via))
         return values[0].dtype == values[1].dtype and torch.equal(bits(values[0]), bits(values[1]))
     return (

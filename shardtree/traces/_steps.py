@@ -82,7 +82,7 @@ class Cast:
 
     source: torch.dtype
     dtype: torch.dtype
-    keeps: bool = field(compare=False)
+    keeps: bool = field(compare=False)  # follows from what was before: the cast itself is the same
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype)
@@ -126,6 +126,7 @@ class Function:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         shape = tensor.shape
         values = [each.value if isinstance(each, Constant) else each for each in self.args]
+        # torch promotes by whether a tensor has axes, so it gets as many as it had, none or some.
         values[self.place] = tensor.reshape(()) if self.alone else tensor if shape else tensor.reshape(1)
         return steady(self.func, values, dict(self.options)).reshape(shape)
 
@@ -211,6 +212,8 @@ def steady(func: Callable[..., torch.Tensor], values: list[Any], options: dict[s
         return func(*values, **options)
     shape = tensors[0].shape
     flat = [each.reshape(-1) if isinstance(each, torch.Tensor) and each.ndim else each for each in values]
+    # torch computes whole vectors by other instructions than what is left at the end, and cuts long tensors for its
+    # threads: here each element is in a whole vector of a short tensor.
     count, parts = tensors[0].numel(), list[torch.Tensor]()
     for start in range(0, count, _CHUNK):
         length = min(_CHUNK, count - start)
@@ -247,10 +250,12 @@ def has_all_values(dtype: torch.dtype, source: torch.dtype) -> bool:
         wide, narrow = torch.iinfo(dtype), torch.iinfo(source)
         return wide.min <= narrow.min and narrow.max <= wide.max
     there = torch.finfo(dtype)
+    # All integers up to 2/eps are values of a floating-point dtype.
     if not source.is_floating_point:
         limits = torch.iinfo(source)
         return bool(max(-limits.min, limits.max) <= min(2 / there.eps, there.max))
     own = torch.finfo(source)
+    # With the subnormal numbers: the smallest one is smallest_normal * eps.
     finer = there.smallest_normal * there.eps <= own.smallest_normal * own.eps
     return bool(there.eps <= own.eps and there.max >= own.max and finer)
 
@@ -275,6 +280,7 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
     if not first or not then:
         return first or then
     last, step, rest = first[-1], then[0], then[1:]
+    # After one that rounds, a cast back gives other values than there were, so both stay.
     if isinstance(last, Cast) and isinstance(step, Cast) and last.keeps:
         keeps = step.keeps or has_all_values(step.dtype, last.source)
         new: tuple[Any, ...] = () if last.source is step.dtype else (Cast(last.source, step.dtype, keeps),)

@@ -64,6 +64,7 @@ def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
 def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[Loop]:
     """Return a move's loops, cut so that each stays within one axis on both sides, where that can be."""
     loops = list(move.loops)
+    # By the output's axes first, then by the root's: a loop that crosses both is cut twice.
     for side, steps in ((1, dense(shape).stride), (2, dense(root).stride)):
         new: list[Loop] = []
         for count, to, at in loops:
@@ -84,6 +85,7 @@ def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, .
     for axis, step in enumerate(dense(shape).stride):
         low, place = divmod(place, step) if step else (0, place)
         own = [(count, each // step, name) for count, each, name in loops if axis_of(each, shape) == axis]
+        # From the innermost: factors that run on, as (a b) do, need no steps beside them.
         expected, runs_on = 1, True
         for count, each, _ in reversed(own):
             runs_on, expected = runs_on and each == expected, each * count
@@ -119,6 +121,7 @@ def _place_text(move: Move, shape: tuple[int, ...]) -> str:
         own = [(count, each // step) for count, each, _ in rest if axis_of(each, shape) == axis]
         length = 1 + sum((count - 1) * each for count, each in own)
         by = own[0][1] if len(own) == 1 else 1
+        # Two factors that leave gaps are no slice.
         if len(own) > 1 and length != prod([count for count, _ in own]):
             return f"{plural(move.numel, 'element')} from {move.to} to {move.end} of the flat tensor"
         axes.append(f"{low}:{low + length}{f':{by}' if by > 1 else ''}" if length > 1 else str(low))

@@ -130,6 +130,7 @@ class Trace:
             ShapeError: it has another shape or dtype.
         """
         check_kinds("then", other.sources, self.outputs)
+        # Rolled again: what other's moves cut may run on in the sources.
         moves = {name: Moves(rolled(self._before(moves))) for name, moves in other.moves.items()}
         return Trace(self.sources, other.outputs, moves, other.tied, {})
 
@@ -226,7 +227,7 @@ class Trace:
 
 def evaluated(trace: Trace, tensors: Mapping[str, torch.Tensor], fill: float | None = None) -> dict[str, torch.Tensor]:
     """Return a trace's outputs, given its sources, which aren't checked."""
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}  # in order: what an output is tied to comes before it
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     sources = {name: dense_tensor(tensor, device) for name, tensor in tensors.items()}
     for name, kind in trace.outputs.items():

@@ -178,6 +178,33 @@ def test_a_wrong_head_of_keys_on_a_rank_is_found() -> None:
     assert {each.name for each in lost[0].check(*lost[1:])} == {"q_proj", "k_proj", "v_proj"}
 
 
+def test_the_wrong_head_of_keys_on_several_ranks_is_found_by_comparing_with_another_loader() -> None:
+    def dealt_in_turn(rank: int, ranks: int):  # type: ignore[no-untyped-def]
+        """Ranks 0 and 2 get head 0, where 0 and 1 should."""
+        q, kv = loaders.HEADS // ranks * loaders.SIZE, loaders.SIZE
+        qkv = loaders.empty(q + 2 * kv, loaders.HIDDEN)
+
+        def load(weights: Weights) -> None:
+            for name, weight in weights:
+                start, count, part = {"q": (0, q, rank), "k": (q, kv, rank % 2), "v": (q + kv, kv, rank % 2)}[name[0]]
+                qkv.data.narrow(0, start, count).copy_(loaders.rows_of(weight, part, count))
+
+        return {"qkv": qkv}, load
+
+    loader = Loader("", loaders.ATTENTION, dealt_in_turn)
+    wrong = [traced(loader, rank, 4) for rank in range(4)]
+    right = [traced(LOADERS[QKV], rank, 4) for rank in range(4)]
+    assert wrong[0].check(*wrong[1:]) == ()  # all heads are used, each on two ranks
+    assert [
+        [each.elements for each in one.diff(other).get("qkv", ())] for one, other in zip(right, wrong, strict=True)
+    ] == [
+        [],
+        [48, 48],
+        [48, 48],
+        [],
+    ]
+
+
 def test_rotary_rows_permuted_on_a_shard_are_found() -> None:
     def on_a_shard(rank: int, ranks: int):  # type: ignore[no-untyped-def]
         query = loaders.empty(8, 12)
