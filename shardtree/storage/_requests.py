@@ -268,20 +268,17 @@ def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
     gap_low, gap_high = np.append(0, runs.byte + runs.length), np.append(runs.byte, _FAR)
     gaps = gap_low < gap_high
     gap_low, gap_high = gap_low[gaps], gap_high[gaps]
-    places = np.unique(np.concatenate((gap_low, gap_high, low, high)))
-    rows = np.flatnonzero(_within(places, gap_low, gap_high) & _within(places, low, high))
+    first = high.searchsorted(gap_low, side="right")
+    count = np.maximum(low.searchsorted(gap_high) - first, 0)
+    gap = np.repeat(np.arange(count.size), count)
+    span = first[gap] + np.arange(gap.size) - np.repeat(np.cumsum(count) - count, count)
+    begin, end = np.maximum(gap_low[gap], low[span]), np.minimum(gap_high[gap], high[span])
+    rows = np.flatnonzero(begin < end)
     if not rows.size:
         return runs
-    begin, none = places[rows], np.zeros_like(rows)
-    both = joined_rows([runs, Runs(none + file, begin, none - 1, none, places[rows + 1] - begin)])
+    none = np.zeros_like(rows)
+    both = joined_rows([runs, Runs(none + file, begin[rows], none - 1, none, end[rows] - begin[rows])])
     return rows_of(both, np.argsort(both.byte, kind="stable"))
-
-
-def _within(places: Column, low: Column, high: Column) -> Flags:
-    """Return which places lie in any of some spans, ascending and apart; bool (places,)."""
-    row = low.searchsorted(places, side="right") - 1
-    flags: Flags = (row >= 0) & (places < high[row])
-    return flags
 
 
 def _groups(begin: Column, end: Column, cut: Cut) -> Column:
