@@ -4,7 +4,7 @@ It stands in the root because the doctests in shardtree/ need it too.
 
     SHARDTREE_PROFILE   ci (default): 20 examples, always the same; dev: 100, new ones each run; full: 300 (.ci/full);
                         thorough: 2000;
-                        mutation: 10, always the same, and the first failure ends it (tests/mutation).
+                        mutation: 10, always the same, and the first failure ends it (docs/mutation.md).
     SHARDTREE_FAULT_SEED  which points of the fault matrices are tried (0 by default; .ci/run draws one and prints it).
     SHARDTREE_BEARTYPE  1: every call in shardtree checks its types, before shardtree's own checks; 0 (default): none.
 """
@@ -28,7 +28,7 @@ if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
         conf=BeartypeConf(
             claw_is_pep526=False,  # local annotations may name what only a type checker imports
             # A NamedTuple's postponed hints are beyond it.
-            claw_skip_package_names=("shardtree.lazy", "shardtree.traces", "shardtree.strategies.torch_dist._buckets"),
+            claw_skip_package_names=("shardtree.lazy", "shardtree.traces"),
             is_pep484_tower=True,
             is_random=False,  # the same items each time: Hypothesis minds
         ),

@@ -110,7 +110,7 @@ def test_of_a_folder_of_hugging_face_s_each_rank_reads_the_bytes_that_it_needs(t
 
 def counting(folder: Any, count: list[int]) -> Any:
     """Return a folder's storage that counts the bytes that are read of tensors."""
-    inner = LocalStorage(folder)
+    inner = LocalStorage(str(folder))
 
     class Counting:
         def __init__(self, reader: Any) -> None:
