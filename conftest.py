@@ -4,7 +4,7 @@ It stands in the root because the doctests in shardtree/ need it too.
 
     SHARDTREE_PROFILE   ci (default): 20 examples, always the same; dev: 100, new ones each run; full: 300 (.ci/full);
                         thorough: 2000;
-                        mutation: 10, always the same, and the first failure ends it (docs/mutation.md).
+                        mutation: 10, always the same, and the first failure ends it (tests/mutation).
     SHARDTREE_FAULT_SEED  which points of the fault matrices are tried (0 by default; .ci/run draws one and prints it).
     SHARDTREE_BEARTYPE  1: every call in shardtree checks its types, before shardtree's own checks; 0 (default): none.
 """
