@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from ..errors import IntegrityError, error_text
+from ..errors import IntegrityError, error_text, shorten
 from ..fingerprints import bytes_total
 from ..geometry import box_slices
 from ..layouts import place_text
@@ -91,12 +91,12 @@ def proved(world: World, route: Route, summed: Summed, join: Callable[[], T]) ->
     ]
     if links:
         found = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
-        lines = [line for link in links for line in _link_lines(route, link, found[link[0]][0], found[link[1]][1])]
+        lines = [_link_line(route, link, found[link[0]][0], found[link[1]][1]) for link in links]
         what = f"{DOING}: what arrived isn't what was sent"
         fix = (
             "Don't use the targets: send them again. If this recurs, look at the transport, and at these ranks' memory."
         )
-        raise IntegrityError(error_text(what, offenders=list(dict.fromkeys(lines)), fix=fix))
+        raise IntegrityError(error_text(what, offenders=lines, fix=fix))
     if not all(succeeded for _, _, succeeded in told):
         agree(world, "redistribute: join", partial(_raise, own[2]))
     return made[0]
@@ -146,14 +146,14 @@ def _sending_targets(route: Route) -> Route:
     return replace(route, plan=replace(plan, transfers=arrived))
 
 
-def _link_lines(route: Route, link: tuple[int, int], sent: Sums, got: Sums) -> list[str]:
+def _link_line(route: Route, link: tuple[int, int], sent: Sums, got: Sums) -> str:
     plan, rows = route.plan, _rows(route, link)
     # Where memory is the same by now on both sides, the difference is in one of these.
     differing = [row for row in rows if sent[row] != got[row]] or rows
-    lines = []
+    boxes: dict[str, None] = {}
     for row in route.schedule.transfer[differing].tolist():
         key = int(plan.transfers.key[row])
         axes = len(plan.target.kinds[key].global_shape)
         box = place_text(box_slices(plan.transfers.offset[row], plan.transfers.shape[row], axes))
-        lines.append(f"{plan.target.keys[key]!r} {box}: rank {link[0]} → rank {link[1]}")
-    return lines
+        boxes[f"{plan.target.keys[key]!r} {box}"] = None
+    return f"rank {link[0]} → rank {link[1]}: {', '.join(shorten(boxes))}"
