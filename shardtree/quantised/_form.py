@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -218,10 +218,12 @@ class Form:
         made, wrong = dict[str, Any](), []
         for key, part in zip(self.keys(shard.key), self.parts, strict=True):
             pieces, data = part.pieces(*box), None if tensors is None else tensors[key]
-            outer = shard_of(shard, key, part, part.box(*box), whole, data)
-            if data is not None and (tuple(data.shape) != outer.local_shape or data.dtype not in part.dtypes):
-                wrong.append(f"{key!r}: {data.dtype} {tuple(data.shape)}, not {part.dtypes[0]} {outer.local_shape}")
-                continue
+            outer = shard_of(shard, key, part, part.box(*box), whole, None)
+            if data is not None:
+                if tuple(data.shape) != outer.local_shape or data.dtype not in part.dtypes:
+                    wrong.append(f"{key!r}: {data.dtype} {tuple(data.shape)}, not {part.dtypes[0]} {outer.local_shape}")
+                    continue
+                outer = replace(outer, data=data, dtype=data.dtype)
             is_alone = len(pieces) == 1 and pieces[0][1]
             made[key] = outer if is_alone else as_factory(outer, partial(in_pieces, pieces=pieces))
         if wrong:

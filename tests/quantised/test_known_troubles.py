@@ -1,0 +1,179 @@
+"""What goes wrong with quantised weights in the field, planted: each is found by a law, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import CheckpointingException, ShapeError, UnsupportedValue
+from shardtree.quantised import FORMS, Form, recode
+from shardtree.storage import MemoryStorage
+from shardtree.testing import check_quantised
+from tests.quantised.stored import held, stored
+
+MXFP8, BLOCKS = FORMS["mxfp8"], FORMS["fp8_blocks"]
+
+
+def all_codes() -> dict[str, torch.Tensor]:
+    """Return every number of FP8 at each of 128 scales, each alone in a block with zeros: 32,512 blocks."""
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    values = torch.zeros(128, len(codes) * 32, dtype=torch.uint8)
+    values[:, ::32] = codes
+    scales = torch.arange(64, 192, dtype=torch.uint8)[:, None].expand(128, len(codes)).contiguous()
+    return {"w": values.view(torch.float8_e4m3fn), "w_scale_inv": scales}
+
+
+def by_the_exponent_alone(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise with scales of the largest element's exponent: 1.875 * 2**k is then more than FP8's largest."""
+    cut = matrix.unflatten(-1, (-1, 32))
+    exponent = torch.frexp(cut.abs().amax(-1)).exponent - 1 - 8
+    values = (cut / torch.ldexp(torch.ones(exponent.shape), exponent)[..., None]).clamp(-448, 448)
+    return values.flatten(-2).to(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8)
+
+
+def test_mxfp8_to_bfloat16_and_back_has_all_its_values() -> None:
+    codes = all_codes()
+    dense = MXFP8.dequantise(codes)  # exact: a mantissa of 3 bits, by powers of two
+    again = MXFP8.dequantise(MXFP8.quantise(dense))
+    assert torch.equal(again["w"].view(torch.int16), dense["w"].view(torch.int16))
+
+
+def test_scales_by_the_exponent_alone_dont_come_back() -> None:
+    fault = replace(MXFP8, encode=by_the_exponent_alone)
+    few = {name: tensor[:2, : 200 * 32 if name == "w" else 200].contiguous() for name, tensor in all_codes().items()}
+    with pytest.raises(AssertionError, match=r"recoding 'w' doesn't come back: \d+ of \d+ elements differ"):
+        check_quantised(fault, few)
+
+
+@pytest.mark.parametrize("octave", [1, -1])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "fp8_blocks", "fp8_rows"])
+def test_scales_that_are_off_by_an_octave_are_found(name: str, octave: int) -> None:
+    form, weight = FORMS[name], torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    made = form.quantise({"w": weight})
+    assert list(check_quantised(form, made, expected={"w": weight})) == ["w"]
+    *_, scale = form.keys("w")
+    bytewise = made[scale].dtype is torch.uint8
+    made[scale] = made[scale] + octave if bytewise else made[scale] * 2.0**octave
+    with pytest.raises(AssertionError, match="scales aren't the values' own"):
+        check_quantised(form, made, expected={"w": weight})
+
+
+def test_ks_scales_with_vs_values_are_found() -> None:
+    k, v = (torch.randn(130, 64, generator=torch.Generator().manual_seed(seed)) * (1 + 3 * seed) for seed in (0, 1))
+    made = BLOCKS.quantise({"k": k, "v": v})
+    assert list(check_quantised(BLOCKS, made, expected={"k": k, "v": v})) == ["k", "v"]
+    made["k_scale_inv"], made["v_scale_inv"] = made["v_scale_inv"], made["k_scale_inv"]
+    with pytest.raises(AssertionError, match=r"scales aren't the values' own: .* of 'k'"):
+        check_quantised(BLOCKS, made, expected={"k": k, "v": v})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e5m2])
+def test_one_byte_tensors_arent_taken_for_fp8(dtype: torch.dtype) -> None:
+    made = stored("fp8_blocks", key="w")
+    made["w"] = made["w"].view(dtype)
+    found = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        AssertionError, match=rf"'w' isn't stored as fp8_blocks\n.*{found} \(300, 200\), not float8_e4m3fn"
+    ):
+        check_quantised(BLOCKS, made)
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in made.items()}
+    with pytest.raises(ShapeError, match=r"recode: tensors of no known form\n.*'w'"):
+        recode(torch.bfloat16)(tree)
+
+
+def test_fp8_values_without_scales_are_refused() -> None:
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", stored("fp8_blocks", key="w")["w"])}
+    with pytest.raises(ShapeError, match="'w': FP8 values without scales"):
+        recode(torch.bfloat16)(tree)
+
+
+def test_scales_that_stay_whole_while_values_are_cut_are_found() -> None:
+    made = stored("fp8_blocks", key="w")
+
+    def fault(shard: st.ShardedTensor) -> dict[str, torch.Tensor]:
+        return {"w": made["w"][shard.global_slice()], "w_scale_inv": made["w_scale_inv"]}
+
+    assert check_quantised(BLOCKS, made, held=lambda shard: held(BLOCKS, shard, made))
+    with pytest.raises(AssertionError, match=r"aren't cut together: .*\n.*'w_scale_inv'"):
+        check_quantised(BLOCKS, made, held=fault)
+
+
+def test_other_ranks_scales_of_the_same_shape_are_found() -> None:
+    made = stored("fp8_rows", key="w")
+
+    def fault(shard: st.ShardedTensor) -> dict[str, torch.Tensor]:
+        own = held(FORMS["fp8_rows"], shard, made)
+        return own | {"w_scale": made["w_scale"][: len(own["w_scale"])]}
+
+    with pytest.raises(AssertionError, match="values and scales of 'w' aren't cut together: 'w_scale'"):
+        check_quantised(FORMS["fp8_rows"], made, held=fault)
+
+
+def test_a_form_that_reads_other_scales_after_a_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stored("fp8_blocks", key="w")
+    part = type(BLOCKS.parts[1])
+    spread = part.spread
+    monkeypatch.setattr(part, "spread", lambda self, each, at, shape: spread(self, each, [0] * len(at), shape))
+    with pytest.raises(AssertionError, match="cut"):
+        check_quantised(BLOCKS, made)
+
+
+# Recodings that lose nothing, and those that would.
+
+
+def converted(tensors: dict[str, torch.Tensor], to: Form | torch.dtype) -> dict[str, torch.Tensor]:
+    where, target = MemoryStorage(), MemoryStorage()
+    st.save({key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}, where)
+    st.convert(where, target, backend="huggingface", transform=recode(to, lossless=True), leave_out=["common"])
+    return st.load_plain_tensors(target)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4"])
+def test_powers_of_two_go_to_bfloat16_without_loss(name: str) -> None:
+    tensors = stored(name, key="w")
+    if name == "nvfp4":
+        tensors["w_scale_2"] = torch.tensor(0.25)
+    found = converted(tensors, torch.bfloat16)["w"].float()
+    assert torch.equal(found, FORMS[name].dequantise(tensors, torch.float32)["w"].contiguous())
+
+
+def test_mxfp4_goes_to_fp8_where_the_exponents_of_a_block_allow() -> None:
+    form, near = FORMS["fp8_blocks_ue8m0"], stored("mxfp4", key="w")
+    near["w_scales"] = near["w_scales"] % 8 + 120
+    found = converted(near, form)
+    assert torch.equal(form.dequantise(found)["w"], FORMS["mxfp4"].dequantise(near)["w"])
+    far = near | {"w_scales": near["w_scales"] - 40 * (near["w_scales"] % 2)}
+    with pytest.raises(UnsupportedValue, match=r"recode: 'w' would be rounded\n.*elements of"):
+        converted(far, form)
+
+
+def test_numbers_by_other_scales_are_rounded_by_bfloat16() -> None:
+    with pytest.raises(UnsupportedValue, match=r"recode: 'mlp\.weight' would be rounded"):
+        converted(stored("fp8_blocks"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_isnt_finite_has_no_scale(value: float) -> None:
+    with pytest.raises(UnsupportedValue, match="elements of 'w' that aren't finite"):
+        BLOCKS.quantise({"w": torch.tensor([[1.0, value]])})
+
+
+def test_forms_that_are_only_read_say_so() -> None:
+    with pytest.raises(ShapeError, match="recode: awq is only read"):
+        recode(FORMS["awq"])
+    with pytest.raises(ShapeError, match="quantise: nvfp4 is only read"):
+        FORMS["nvfp4"].quantise({"w": torch.ones(2, 16)})
+
+
+def test_cuts_through_packed_values_are_refused() -> None:
+    held_packed = st.ShardedTensor.from_rank_offsets("w", torch.ones(2, 8, 6), (1, 0, 12))
+    with pytest.raises(ShapeError, match="'w' is cut through values that are packed in one"):
+        FORMS["mxfp4"].shards(held_packed)
+
+
+def test_names_of_another_ending_are_told() -> None:
+    with pytest.raises(CheckpointingException, match="a weight of another name"):
+        FORMS["awq"].keys("w")
