@@ -3,7 +3,7 @@
 import typing
 
 from ._memory import make_buffers
-from ._move import Route, Transport, move
+from ._move import Route, Transport, long_pieces_apart, move
 
 if typing.TYPE_CHECKING:
     from ._redistribute import redistribute

@@ -7,7 +7,7 @@ order, so that every piece is aligned. What is cast is converted while packing, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,6 +75,34 @@ class Route:
     buffers: Buffers
     is_direct: bool = False
     doing: str = DOING
+
+
+LONG = 8 * 1024 * 1024
+"""Bytes from which on a piece is a message of its own, which goes from and to where it lies, and needs no buffer. For
+shorter ones, a step for each would take longer than packing them."""
+
+
+def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
+    """Return a schedule in which no step has two long pieces between two ranks, or one beside short ones.
+
+    Examples:
+        >>> import shardtree as st
+        >>> whole = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(size)) for key, size in (("a", 9), ("b", 1))]
+        >>> schedule = st.plan_reshard({0: whole}, {1: whole}).schedule()
+        >>> schedule.step.tolist(), long_pieces_apart(schedule, 36).step.tolist()
+        ([0, 0], [0, 1])
+    """
+    is_long = schedule.nbytes >= long
+    order = np.lexsort((~is_long, schedule.to_rank, schedule.from_rank, schedule.step))
+    pair = np.stack([schedule.step, schedule.from_rank, schedule.to_rank])[:, order]
+    begins = np.flatnonzero(np.append(True, (pair[:, 1:] != pair[:, :-1]).any(axis=0)))[: order.size]
+    # Within a step and a pair of ranks, long pieces are numbered from 1 on, and short ones are 0.
+    number = np.empty(order.size, dtype=np.int64)
+    number[order] = np.arange(1, order.size + 1) - np.repeat(begins, np.diff(np.append(begins, order.size)))
+    _, step = np.unique(np.stack([schedule.step, number * is_long]), axis=1, return_inverse=True)
+    row = np.argsort(step.reshape(-1), kind="stable")
+    names = ("transfer", "start", "stop", "from_rank", "to_rank", "nbytes")
+    return replace(schedule, step=np.sort(step.reshape(-1)), **{name: getattr(schedule, name)[row] for name in names})
 
 
 def move(route: Route, transport: Transport) -> Exception | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.layouts import Mesh, PartitionSpec, shard, tensor_shards
-from shardtree.live import Route, make_buffers, move
+from shardtree.live import Route, long_pieces_apart, make_buffers, move
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import ReshardPlan, plan_reshard, with_relays
 from shardtree.testing import first_difference, random_bits, rank_tree, state_layouts
@@ -44,6 +44,7 @@ def executed(
 ) -> list[torch.Tensor]:
     """Return the target shards' data, after ranks carried out a plan in steps of so many bytes."""
     schedule = plan.schedule(max_bytes_in_flight=bound)
+    schedule = long_pieces_apart(schedule, 8) if is_direct else schedule
     sources = dict(enumerate(one.data for _, tree in sorted(trees.items()) for one in tensor_shards(tree)))
     wanted = [one for _, tree in sorted(targets.items()) for one in tensor_shards(tree)]
     filled = {row: random_bits(one.data_shape, one.dtype, 99) for row, one in enumerate(wanted)}

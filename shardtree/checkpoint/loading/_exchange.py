@@ -11,9 +11,9 @@ import numpy as np
 
 from ...geometry import Column
 from ...layouts import select_rows
-from ...live import Route, make_buffers
+from ...live import Route, long_pieces_apart, make_buffers
 from ...mapping import ShardedTensor
-from ...plans import ExchangePlan, Schedule, SharedReads
+from ...plans import ExchangePlan, SharedReads
 from ...storage import ReadReport
 from ...strategies import (
     Checkpoint,
@@ -29,8 +29,6 @@ from ._targets import CPU, new_memory
 
 BYTES_IN_FLIGHT = 64 * 1024 * 1024
 """What a rank sends and gets in one step. Long parts go from and to where they lie: large steps take little memory."""
-
-_LONG = 1024 * 1024  # bytes from which on a piece is a message of its own, which needs no buffer
 
 
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
@@ -89,24 +87,9 @@ def route_of(plan: ExchangePlan, rank: int, shards: Sequence[ShardedTensor]) -> 
     mine = np.flatnonzero(plan.shared.reads.rank == rank).tolist()
     sources = dict(zip(mine, (part.data for part in parts), strict=True))
     targets = dict(enumerate((shard.data for shard in shards), int(plan.shared.first[rank])))
-    schedule = _long_pieces_apart(plan.passed_on.schedule(max_bytes_in_flight=BYTES_IN_FLIGHT))
+    schedule = long_pieces_apart(plan.passed_on.schedule(max_bytes_in_flight=BYTES_IN_FLIGHT))
     buffers = make_buffers(schedule, rank, CPU, doing="load")
     return parts, Route(plan.passed_on, schedule, rank, sources, targets, buffers, is_direct=True, doing="load")
-
-
-def _long_pieces_apart(schedule: Schedule) -> Schedule:
-    """Return a schedule in which no step has two long pieces between two ranks, or one beside short ones."""
-    is_long = schedule.nbytes >= _LONG
-    order = np.lexsort((~is_long, schedule.to_rank, schedule.from_rank, schedule.step))
-    pair = np.stack([schedule.step, schedule.from_rank, schedule.to_rank])[:, order]
-    begins = np.flatnonzero(np.append(True, (pair[:, 1:] != pair[:, :-1]).any(axis=0)))[: order.size]
-    # Within a step and a pair of ranks, long pieces are numbered from 1 on, and short ones are 0.
-    number = np.empty(order.size, dtype=np.int64)
-    number[order] = np.arange(1, order.size + 1) - np.repeat(begins, np.diff(np.append(begins, order.size)))
-    _, step = np.unique(np.stack([schedule.step, number * is_long]), axis=1, return_inverse=True)
-    row = np.argsort(step.reshape(-1), kind="stable")
-    names = ("transfer", "start", "stop", "from_rank", "to_rank", "nbytes")
-    return replace(schedule, step=np.sort(step.reshape(-1)), **{name: getattr(schedule, name)[row] for name in names})
 
 
 def bytes_moved(failure: Exception | None, plan: ExchangePlan, rank: int) -> ReadReport:

@@ -1,4 +1,4 @@
-"""What ranks pass on in a load: long pieces are messages of their own, so that they go from and to where they lie."""
+"""What moves between ranks: long pieces are messages of their own, so that they go from and to where they lie."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as draws
 
-from shardtree.checkpoint.loading import _exchange
+from shardtree.live import long_pieces_apart
 from shardtree.plans import Schedule
 
-LONG = _exchange._LONG
+LONG = 64
 PIECES = draws.lists(
     draws.tuples(
         draws.integers(0, 3), draws.integers(0, 2), draws.integers(0, 2), draws.sampled_from([8, LONG, 2 * LONG])
@@ -27,7 +27,7 @@ def schedule_of(pieces: list[tuple[int, int, int, int]]) -> Schedule:
 @given(PIECES)
 def test_a_long_piece_is_alone_and_all_move_in_their_order(pieces: list[tuple[int, int, int, int]]) -> None:
     before = schedule_of(pieces)
-    after = _exchange._long_pieces_apart(before)
+    after = long_pieces_apart(before, LONG)
     assert (np.diff(after.step) >= 0).all()
     assert sorted(after.transfer.tolist()) == before.transfer.tolist()
     # Steps stay in their order: what is passed on has come before it goes.
