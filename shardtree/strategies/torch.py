@@ -18,7 +18,7 @@ from ..errors import (
     error_text,
     render_path,
 )
-from ..storage import Buffer
+from ..storage import Buffer, opened
 from ..trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
 from ._findings import Damage, Finding, Unchecked, uncovered
 from ._manifest import check_listed
@@ -188,13 +188,13 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
     where = checkpoint.storage.where(name)
-    if checkpoint.storage.length(name) is None:
+    if (length := checkpoint.storage.length(name)) is None:
         refuse_replaced(checkpoint)
         fix = "The save wasn't finished, or the file was removed; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: the common state {where!r} isn't there", fix=fix))
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, name)
-    with checkpoint.storage.open(name) as reader:
+    with opened(checkpoint.storage, name, length) as reader:
         return reader.read(), where
 
 

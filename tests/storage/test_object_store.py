@@ -519,6 +519,17 @@ def test_an_overwrite_leaves_its_note_while_it_looks(server: Server) -> None:
     assert loaded(at()) == (2.0, 7)
 
 
+@pytest.mark.parametrize("backend", ["torch_dist", "dcp"])
+def test_a_load_of_torch_files_asks_for_each_length_once_and_for_none_that_comes_with_bytes(
+    server: Server, backend: str
+) -> None:
+    st.save(tree(), at(), (backend, 1))
+    server.reset()
+    assert loaded(at()) == (1.0, 7)
+    asked = [request.key for request in server.log if request.action == "HeadObject"]
+    assert len(asked) == len(set(asked)) and "runs/.metadata" not in asked
+
+
 def test_looks_at_a_new_folder_wait_for_no_other_request(server: Server) -> None:
     """Before the save those at the place, its listing and its metadata, before the commit the index among them."""
     begins, ends = threading.Barrier(3), threading.Barrier(3)

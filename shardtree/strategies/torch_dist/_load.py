@@ -16,7 +16,7 @@ from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
-from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost, in_threads, threads_of
+from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
 from .._actions import Resolution
 from .._checks import check_objects_known, check_taken
 from .._findings import Damage
@@ -62,7 +62,7 @@ def read_archives(
     # Row-major payloads are read straight from the data files, as in any other format; others are decoded whole.
     direct = _selected(plan, run_in_order, piece_in_order)
     relocated = _relocated(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
-    files = _files(checkpoint, listing, payloads, numbers[in_order])
+    files = _files(listing, payloads, numbers[in_order])
     options = checkpoint.options
     report = fetch(checkpoint.storage, files, relocated, memories, verify=options.verify, progress=options.progress)
     for number in numbers[~in_order].tolist():
@@ -119,17 +119,15 @@ def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column
     return replace(plan, runs=runs, strided=strided)
 
 
-def _files(checkpoint: Checkpoint, listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
+def _files(listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
     """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
-    archives, storage, found = listing.archives, checkpoint.storage, dict[int, StoredFile]()
-    files = np.unique(archives.file[numbers]).tolist()
-    lengths = in_threads(storage.length, [archives.files[file] for file in files], threads_of(storage, None) or 1)
-    for file, length in zip(files, lengths, strict=True):
+    archives, found = listing.archives, dict[int, StoredFile]()
+    for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
         # The CRC32 of the zip record, which torch writes and never looks at.
         ranges = ByteRanges(begin, begin + archives.payload[inside], payloads.crc32[inside])
-        found[file] = StoredFile(archives.files[file], -1 if length is None else length, ranges=ranges)
+        found[file] = StoredFile(archives.files[file], payloads.lengths[file], ranges=ranges)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from ...codec.pickles import Irregular, Run, Stub, read_pickle
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...geometry import Column
+from ...storage import read_if_there
 from .._manifest import check_listed
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
@@ -37,14 +38,13 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
         UnsafeFile: it names something that it never needs, and `allow_pickle` isn't given.
     """
     where = checkpoint.storage.where(INDEX_FILE)
-    if checkpoint.storage.length(INDEX_FILE) is None:
+    if (data := read_if_there(checkpoint.storage, INDEX_FILE)) is None:
         fix = "Name the folder that a save was given; an interrupted save leaves none."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't there", fix=fix))
     # Only Megatron-Core's integrity.json has a hash of the index: without it, contradictions are all that can be found.
     if checkpoint.options.verify is not None:
         check_listed(checkpoint, METADATA_FILE)
         check_listed(checkpoint, INDEX_FILE)
-    data = checkpoint.storage.read(INDEX_FILE)
     if not checkpoint.options.allow_pickle:
         try:
             return parse_metadata(data, where)

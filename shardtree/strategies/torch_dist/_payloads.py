@@ -32,10 +32,12 @@ class Payloads:
     Attributes:
         begin: where each begins in its file, `SCATTERED` if it has to be decoded, int64 (archives,).
         crc32: of its bytes, 0 if none is recorded, int64 (archives,).
+        lengths: of the files that archives were looked up in, in bytes.
     """
 
     begin: Column
     crc32: Column
+    lengths: dict[int, int]
 
 
 def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Payloads:
@@ -54,6 +56,7 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
     def look_up(file: int) -> None:
         inside = wanted[archives.file[wanted] == file].tolist()
         with open_data_file(checkpoint, listing, file, inside) as reader:
+            payloads.lengths[file] = reader.length
             for at, number in enumerate(inside):
                 if at % _LOOKED_UP == 0:
                     fetch_ahead(reader, ends_of(listing, inside[at : at + _LOOKED_UP]))
@@ -169,7 +172,7 @@ def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
 
 def _none_yet(checkpoint: Checkpoint) -> Payloads:
     count = len(read_listing(checkpoint).archives.names)
-    return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64))
+    return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64), {})
 
 
 def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> tuple[int, int]:
