@@ -20,7 +20,7 @@ from ._picture import TONES, Block, Flow, Picture, Stream
 
 _MOST_ELEMENTS = 1 << 22
 """Of what a rank holds: each is followed to where it is stored."""
-_MOST_STREAMS = 64
+MOST_STREAMS = 64
 
 
 def lens_picture(lens: Lens, shards: Sequence[ShardedTensor]) -> Picture:
@@ -177,8 +177,8 @@ def flow_picture(
     shared = {key for key, *_ in ordered if sum(each[0] == key for each in ordered) > 1}
     names = [_name(target, shapes, is_one=target[0] not in shared) for target in ordered]
     to_blocks = tuple(Block(name, shapes[target[0]][target[1]]) for name, target in zip(names, ordered, strict=True))
-    streams = tuple(_stream(run, place, blocks, number, names) for place, run in enumerate(runs[:_MOST_STREAMS]))
-    left = len(runs) - _MOST_STREAMS
+    streams = tuple(_stream(run, place, blocks, number, names) for place, run in enumerate(runs[:MOST_STREAMS]))
+    left = len(runs) - MOST_STREAMS
     notes = (f"And {plural(left, 'run')} of rows more.",) if left > 0 else ()
     flow = Flow(*headings, tuple(blocks), to_blocks, streams, caption)
     return Picture(title, ((flow,),), notes)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ..errors import KeyMismatch, error_text, plural
+from ..errors import KeyMismatch, error_text, plural, shorten
 from ..lazy import dense
 from ..traces import Computed, Loop, Move, Trace, axis_of, coverage, factored
-from ._lenses import Run, flow_picture
+from ._lenses import MOST_STREAMS, Run, flow_picture
 from ._picture import Block, Picture
 
 _MOST_RUNS = 256
@@ -50,14 +50,18 @@ def trace_picture(trace: Trace, of: str | None = None) -> Picture:
         ['kv [0:2] is k[0:2]', 'kv [2:4] is v[0:2]']
     """
     if of is not None and of not in trace.outputs:
-        fix = f"It has {', '.join(map(repr, itertools.islice(trace.outputs, 3)))}, for instance."
+        fix = f"trace.outputs has them all: {', '.join(shorten(map(repr, trace.outputs), shown=3))}."
         raise KeyMismatch(error_text(f"draw: the trace has no output {of!r}", fix=fix))
     numbers, runs = dict[tuple[str, int, tuple[_Span, ...]], int](), list[Run]()
-    for name in [of] if of is not None else trace.outputs:
-        if name not in trace.tied:
-            axis, rows = _along_best_axis(trace, name)
-            for others, run in rows:
-                runs.append(replace(run, held=numbers.setdefault((name, axis, others), len(numbers))))
+    names = [of] if of is not None else [name for name in trace.outputs if name not in trace.tied]
+    drawn = 0
+    for name in names:
+        if len(runs) >= MOST_STREAMS:
+            break
+        axis, rows = _along_best_axis(trace, name)
+        for others, run in rows:
+            runs.append(replace(run, held=numbers.setdefault((name, axis, others), len(numbers))))
+        drawn += 1
     counts = [plural(len(trace.sources), "source"), plural(len(trace.outputs), "output")]
     title = ", ".join(counts) if of is None else f"{of!r}: {trace.outputs[of]}"
     blocks = [
@@ -65,7 +69,9 @@ def trace_picture(trace: Trace, of: str | None = None) -> Picture:
     ]
     shapes = {name: kind.shape or (1,) for name, kind in trace.sources.items()}
     caption = "rows of what is made, in runs that stay together"
-    return flow_picture(title, ("made", "given"), blocks, runs, shapes, caption)
+    picture = flow_picture(title, ("made", "given"), blocks, runs, shapes, caption)
+    more = (f"And {plural(len(names) - drawn, 'output')} more: draw(trace, name) draws one.",)
+    return replace(picture, notes=(*picture.notes, *(more if drawn < len(names) else ())))
 
 
 def _name(name: str, axis: int, others: tuple[_Span, ...]) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as draw
 
 import shardtree as st
 from shardtree.errors import KeyMismatch
-from shardtree.pictures import _traces
+from shardtree.pictures import Flow, _traces
 from shardtree.pictures._traces import trace_picture
 from tests.traces import programs
 
@@ -100,3 +100,14 @@ def test_a_random_gather_of_many_rows_is_drawn_in_part() -> None:
     index = torch.randperm(100_000)
     found = st.trace(lambda given: {"w": given["w"][index]}, {"w": torch.empty(100_000, 2)})
     assert "more" in trace_picture(found).notes[0]
+
+
+def test_of_many_outputs_some_are_drawn() -> None:
+    given = {f"w{number}": torch.empty(2) for number in range(5000)}
+    picture = trace_picture(st.trace(dict, given))
+    (flow,) = picture.rows[0]
+    assert isinstance(flow, Flow)
+    assert (len(flow.blocks), len(flow.streams)) == (64, 64)
+    assert picture.notes == ("And 4936 outputs more: draw(trace, name) draws one.",)
+    assert trace_picture(st.trace(dict, {})).title == "0 sources, 0 outputs"
+    assert st.draw(st.trace(dict, {})).svg()
