@@ -2,6 +2,7 @@
 
 from ._form import Form
 from ._forms import FORMS
+from ._part import Part
 from ._recode import recode
 
-__all__ = ["FORMS", "Form", "recode"]
+__all__ = ["FORMS", "Form", "Part", "recode"]

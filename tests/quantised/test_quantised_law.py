@@ -159,6 +159,11 @@ def test_a_save_of_a_part_of_a_block_is_refused() -> None:
 def test_a_killed_conversion_is_known_again_by_the_forms_of_the_field_alone() -> None:
     tensors = stored("mxfp8")
     tree = {key: leaf for key, leaf in st.open_checkpoint(saved(tensors)).items()}
-    for form, is_known in [(FORMS["mxfp8"], True), (replace(FORMS["mxfp8"], join=lambda values, scales: values), False)]:
+    values, scales = FORMS["mxfp8"].parts
+    others = (
+        replace(FORMS["mxfp8"], join=lambda values, scales: values),
+        replace(FORMS["mxfp8"], parts=(replace(values, read=torch.Tensor.float), scales)),
+    )
+    for form, is_known in [(FORMS["mxfp8"], True), *((form, False) for form in others)]:
         [weight] = recode(torch.bfloat16, forms=[form])(tree).values()
         assert (weight.data.source.made_of is not None) is is_known
