@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 
 import torch
 
 from ..errors import UnsupportedValue, error_text
 from ..geometry import slices
 from ..lazy import Box
-from ._part import WINDOW, Part, inside
+from ._part import WINDOW, Part, inside, windows
 
 Encode = Callable[[torch.Tensor, tuple[int, int]], tuple[torch.Tensor, ...]]
 """From float32 matrices of whole blocks, (..., rows, columns), and the blocks' size, to the parts of a form."""
@@ -55,7 +54,11 @@ def encoded(
     """
     outer = part.box(*at)
     made = torch.empty(outer.shape, dtype=part.dtypes[0], device=held.device)
-    for start, shape in _windows(at.shape, block):
+    # Whole blocks, and as many as a window has room for: along a row, then rows of them.
+    high, wide = (each or max(1, size) for each, size in zip(block, at.shape[-2:], strict=True))
+    wide *= max(1, min(WINDOW // (high * wide), -(-at.shape[-1] // wide)))
+    high *= max(1, WINDOW // (high * wide))
+    for start, shape in windows(Box((0,) * len(at.shape), at.shape), high, wide):
         piece = held[slices(start, shape)].to(torch.float32)
         if not bool(torch.isfinite(piece).all()):
             what = f"quantised: elements of {key!r} that aren't finite have no scale"
@@ -67,16 +70,3 @@ def encoded(
             made.dtype
         )
     return made[slices(*inside(box, outer.offset))]
-
-
-def _windows(shape: Shape, block: tuple[int, int]) -> Iterator[tuple[Shape, Shape]]:
-    """Yield windows of whole blocks, of one matrix each."""
-    *front, rows, columns = shape
-    high, wide = (each or size for each, size in zip(block, (rows, columns), strict=True))
-    wide *= max(1, min(WINDOW // max(1, high * wide), -(-columns // max(1, wide))))
-    high *= max(1, WINDOW // max(1, high * wide))
-    for place in product(*map(range, front)):
-        for low in range(0, rows, max(1, high)):
-            for left in range(0, columns, max(1, wide)):
-                size = (min(high, rows - low), min(wide, columns - left))
-                yield (*place, low, left), (*(1,) * len(front), *size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 
@@ -114,7 +114,9 @@ def decoded(
         return join(*(part.spread(each, *box) for part, each in zip(parts, tensors, strict=True))).to(dtype)
     made = torch.empty(box.shape, dtype=dtype, device=tensors[0].device)
     outer = [part.box(*box).offset for part in parts]
-    for start, size in _windows(parts, box):
+    shared = max(part.per[0] for part in parts if part.per)  # rows of one scale are computed together
+    high = shared if shared > 1 else max(1, WINDOW // max(1, box.shape[-1]))
+    for start, size in windows(box, high, max(2, WINDOW // high // 2 * 2)):  # even, for what is read in pairs
         place = [low + more for low, more in zip(box.offset, start, strict=True)]
         spread = []
         for part, tensor, base in zip(parts, tensors, outer, strict=True):
@@ -123,16 +125,17 @@ def decoded(
     return made
 
 
-def _windows(parts: Sequence[Part], box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield windows of a box, of one matrix each, whose rows share scales where rows do."""
+def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield parts of a box, of one matrix each, as (offset, shape) in it; rows are cut at multiples in the whole.
+
+    Args:
+        box: of matrices.
+        high: how many rows a part has at most.
+        wide: how many columns.
+    """
     *front, rows, columns = box.shape
-    shared = max(part.per[0] for part in parts if part.per)
-    high = shared if shared > 1 else max(1, WINDOW // max(1, columns))
-    wide = max(2, WINDOW // high // 2 * 2)  # even, for what is read in pairs
+    edges = sorted({0, rows, *range(-box.offset[-2] % high, rows, high)})
     for place in product(*map(range, front)):
-        low = 0
-        while low < rows:
-            end = min(rows, (box.offset[-2] + low) // high * high + high - box.offset[-2])
+        for low, end in pairwise(edges):
             for left in range(0, columns, wide):
                 yield (*place, low, left), (*(1,) * len(front), end - low, min(wide, columns - left))
-            low = end
