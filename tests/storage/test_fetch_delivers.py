@@ -150,6 +150,16 @@ def test_two_reads_of_a_block_that_differ_are_an_error() -> None:
         delivers_what_was_checked(parts, 2**20, 2 * BLOCK_BYTES, honest, "whole", LONG)
 
 
+@pytest.mark.parametrize("verify", [None, "whole", "all"])
+def test_what_two_targets_want_is_read_once_and_so_is_a_block_of_which_a_part_is_wanted(verify: Verify) -> None:
+    for parts in ([((0, ROWS), (0, COLUMNS))] * 2, [((0, 900), (0, COLUMNS))]):
+        source, columns = stored(end=LONG), request(parts)
+        storage: Any = LyingStorage(source.storage, -1, 0)
+        memories = [torch.zeros(int(size) * 4, dtype=torch.uint8) for size in columns.elements]
+        fetch(storage, {0: source.file}, plan_load(columns, source.chunks), memories, verify=verify)
+        assert sum(storage.sizes) <= -(-WHOLE.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
 @pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("far", [40, 1000, 2**22])
 def test_pieces_of_every_item_size_are_cut_anywhere(item: int, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
