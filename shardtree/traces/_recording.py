@@ -37,6 +37,10 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made: dict[int, StorageWeakRef] = {}
         self.lock = threading.RLock()  # loaders use threads, in which the mode isn't on but tracers work
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler for the first operation, which takes two seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -508,3 +510,13 @@ def test_an_error_of_the_code_is_its_own() -> None:
         st.trace(load, GIVEN)
     with pytest.raises(RuntimeError, match="shape"):
         st.trace(lambda tensors: {"w": tensors["w"].view(5, 5)}, GIVEN)
+
+
+def test_tracing_what_moves_does_not_import_torch_s_compiler() -> None:
+    """It would take two seconds, of every job that saves through a lens."""
+    code = """
+import sys, torch, shardtree as st
+st.trace(lambda given: {"w": given["w"].view(2, 2).T}, {"w": torch.empty(4)})
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
