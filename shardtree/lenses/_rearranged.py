@@ -3,150 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import MetadataError, ShapeError, error_text
-from ..geometry import flat_boxes, integers, refuse
+from ..geometry import integers, refuse
 from ..mapping import ShardedTensor
-from ..trees import join_data
-from ._lens import (
-    Lens,
-    Shape,
-    StoredForm,
-    check_box,
-    check_exact,
-    compose,
-    flat_axes,
-    no_elements,
-    positive,
-    reshaped,
-    with_values,
-)
-
-# One axis stored as several, row-major, or several as one: parentheses in einops.
-
-
-def unfolded(at: int, sizes: Shape) -> Lens:
-    """Return the lens that stores an axis as several of these sizes; their product is its length.
-
-    An interval of the axis becomes a few boxes, as a flat range does; always views.
-
-    Args:
-        at: the axis, counted from the front, without prepended ones.
-        sizes: the new axes'.
-
-    Examples:
-        >>> built = unfolded(0, (2, 3))(ShardedTensor.from_rank_offsets("w", torch.arange(3), (0, 1, 2)))
-        >>> [(shard.local_shape, shard.global_offset) for shard in built.shards]
-        [((1, 3), (1, 0))]
-    """
-
-    def lens(shard: ShardedTensor) -> StoredForm:
-        begin = shard.global_offset[at + shard.prepend_axis_num]
-        boxes = _interval_boxes(sizes, begin, begin + shard.local_shape[at])
-        parts = tuple(_unfolded(shard, at, sizes, *box) for box in boxes)
-        return StoredForm(parts, lambda merged: _merge_axes(shard, at, len(sizes), merged, shard.local_shape))
-
-    return lens
-
-
-def _interval_boxes(sizes: Shape, begin: int, end: int) -> list[tuple[Shape, Shape, int]]:
-    """Return offset, shape and first place of each box that an interval of a folded axis consists of."""
-    if not prod(sizes):
-        return [((0,) * len(sizes), sizes, 0)]  # an empty tensor must be stored too
-    columns = flat_boxes(*map(np.array, ([sizes], [begin], [end])))
-    rows = zip(*(column.tolist() for column in columns[1:]), strict=True)
-    return [(tuple(offset), tuple(shape), position) for offset, shape, position in rows]
-
-
-def _unfolded(shard: ShardedTensor, at: int, sizes: Shape, offset: Shape, shape: Shape, position: int) -> ShardedTensor:
-    place, local = at + shard.prepend_axis_num, with_values(shard.local_shape, at, shape)
-    part = None if shard.data is None else shard.data.narrow(at, position, prod(shape)).reshape(local)
-    return replace(
-        shard,
-        data=part,
-        local_shape=local,
-        global_shape=with_values(shard.global_shape, place, sizes),
-        global_offset=with_values(shard.global_offset, place, offset),
-        axis_fragmentations=None,
-    )
-
-
-def folded(at: int, count: int) -> Lens:
-    """Return the lens that stores several adjacent axes as one.
-
-    A box becomes one box for each index along the leading axes, up to the last axis of which it lacks a part.
-
-    Args:
-        at: the first of the axes, counted from the front, without prepended ones.
-        count: how many there are.
-
-    Examples:
-        >>> shard = ShardedTensor("w", torch.zeros(2, 1), torch.float32, (2, 1), (2, 3), (0, 1), None)
-        >>> [(part.local_shape, part.global_offset) for part in folded(0, 2)(shard).shards]
-        [((1,), (1,)), ((1,), (4,))]
-    """
-
-    def lens(shard: ShardedTensor) -> StoredForm:
-        place = at + shard.prepend_axis_num
-        sizes, box = shard.global_shape[place : place + count], shard.local_shape[at : at + count]
-        single = _single_axes(sizes, box)
-        # A rank without elements stores nothing, unless the whole tensor has none.
-        holds_any = bool(prod(box)) or not prod(sizes)
-        indices = product(*map(range, box[:single])) if holds_any else ()
-        parts = tuple(_folded(shard, at, sizes, index) for index in indices)
-        return StoredForm(parts, lambda merged: _merge_axes(shard, at, 1, merged, shard.local_shape))
-
-    return lens
-
-
-def _single_axes(sizes: Shape, box: Shape) -> int:
-    """Return along how many leading axes a box is split; for fixed indices there, the rest is one interval."""
-    if not prod(sizes):
-        return 0
-    return next((axis for axis in reversed(range(len(sizes))) if box[axis] != sizes[axis]), 0)
-
-
-def _folded(shard: ShardedTensor, at: int, sizes: Shape, index: Shape) -> ShardedTensor:
-    place, count = at + shard.prepend_axis_num, len(sizes)
-    offset = shard.global_offset[place : place + count]
-    first = (*(base + number for base, number in zip(offset, index, strict=False)), *offset[len(index) :])
-    length = prod(shard.local_shape[at + len(index) : at + count])
-    local = with_values(shard.local_shape, at, (length,), count)
-    data = shard.data
-    for axis, number in enumerate(index if data is not None else ()):
-        data = data.narrow(at + axis, number, 1)
-    return replace(
-        shard,
-        data=None if data is None else flat_axes(data, at, count),
-        local_shape=local,
-        global_shape=with_values(shard.global_shape, place, (prod(sizes),), count),
-        global_offset=with_values(shard.global_offset, place, (_row_major(first, sizes),), count),
-        axis_fragmentations=None,
-    )
-
-
-def _row_major(index: Shape, sizes: Shape) -> int:
-    number = 0
-    for place, size in zip(index, sizes, strict=True):
-        number = number * size + place
-    return number if prod(sizes) else 0
-
-
-def _merge_axes(shard: ShardedTensor, at: int, count: int, parts: Sequence[Any], shape: Shape) -> Any:
-    """Return pieces concatenated along an axis, of which they have several, and reshaped to the box."""
-    if not parts:
-        return no_elements(shard, shape)
-    rows = [flat_axes(part, at, count) for part in parts]
-    return reshaped(rows[0] if len(rows) == 1 else join_data(torch.cat, rows, at), shape)
-
+from ._lens import Lens, StoredForm, check_box, check_exact, positive
+from ._traced import stored_by
 
 # Axes in another order.
 
@@ -217,8 +85,8 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     A name is an axis; names in parentheses are axes merged into one, row-major. The names on both sides are the
     same. A pattern that names the prepended axes too makes them axes of the tensor; else they stay in front.
 
-    A box that cuts through an axis in parentheses becomes several boxes: a few on the left, and on the right one for
-    each index of the names before the last one that it hasn't all of. Data are views where torch can make them.
+    A box that cuts through an axis in parentheses becomes several boxes: a few on the left, and on the right at most
+    one for each index of the names before the last one that it hasn't all of. Data are views where torch can make them.
 
     Args:
         pattern: as ``"(e f) h -> e h f"``.
@@ -239,21 +107,19 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
         A. Rogozhnikov, Einops: clear and reliable tensor manipulations with Einstein-like notation, ICLR 2022.
     """
     held, stored = _parsed(pattern)
-    known = _checked_sizes(pattern, held, sizes)
+    doing, known = f"rearranged {pattern!r}", _checked_sizes(pattern, held, sizes)
 
     def lens(shard: ShardedTensor) -> StoredForm:
-        check_exact(f"rearranged {pattern!r}", shard)
+        check_exact(doing, shard)
         # Prepended axes stay in front where the pattern doesn't name them: one layer's lens is that of stacked layers
         # too.
         front = 0 if len(held) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
         if len(held) != len(shape):
             found, expected = f"{len(shape)} axes, {shape}", f"{len(held)} axes"
-            what = f"rearranged {pattern!r}: {shard.key!r} doesn't fit"
-            raise ShapeError(error_text(what, found=found, expected=expected))
+            raise ShapeError(error_text(f"{doing}: {shard.key!r} doesn't fit", found=found, expected=expected))
         full = _all_sizes(pattern, shard, held, shape, known)
-        own = [] if front == shard.prepend_axis_num else [_own_axes]
-        return compose(*own, *_steps(held, stored, full))(shard)
+        return stored_by(_Rearrangement(held, stored, tuple(full.items())), doing, shard, front, keep_views=True)
 
     return lens
 
@@ -312,26 +178,16 @@ def _all_sizes(
     return full
 
 
-def _steps(held: Groups, stored: Groups, sizes: Mapping[str, int]) -> Iterator[Lens]:
-    """Yield the lenses, from the last axis to the first, so that the numbers of axes still to come don't change."""
-    for axis in reversed(range(len(held))):
-        if len(held[axis]) > 1:
-            yield unfolded(axis, tuple(sizes[name] for name in held[axis]))
-    before, after = ([name for group in side for name in group] for side in (held, stored))
-    if before != after:
-        yield transposed(*(before.index(name) for name in after))
-    for axis in reversed(range(len(stored))):
-        if len(stored[axis]) > 1:
-            yield folded(sum(map(len, stored[:axis])), len(stored[axis]))
+@dataclass(frozen=True, slots=True)
+class _Rearrangement:
+    """A pattern with its sizes, as a function of the whole tensor."""
 
+    held: Groups
+    stored: Groups
+    sizes: tuple[tuple[str, int], ...]
 
-def _own_axes(shard: ShardedTensor) -> StoredForm:
-    """Return a box with its prepended axes as axes of its tensor."""
-    local = (1,) * shard.prepend_axis_num + shard.local_shape
-    data = None if shard.data is None else reshaped(shard.data, local)
-    own = replace(shard, data=data, local_shape=local, prepend_axis_num=0)
-
-    def merge(parts: Sequence[Any]) -> Any:
-        return reshaped(parts[0], shard.local_shape)
-
-    return StoredForm((own,), merge)
+    def __call__(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        sizes = dict(self.sizes)
+        before, after = ([name for group in side for name in group] for side in (self.held, self.stored))
+        apart = tensor.reshape([sizes[name] for name in before]).permute([before.index(name) for name in after])
+        return {"": apart.reshape([prod(sizes[name] for name in group) for group in self.stored])}

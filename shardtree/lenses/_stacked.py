@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from ..geometry import integer, refuse
 from ..mapping import ShardedTensor
 from ..trees import join_data
 from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, compose, no_elements, positive, with_values
-from ._rearranged import transposed, unfolded
 from ._renamed import check_names, replaced_part
+from ._traced import stored_by
 
 
 def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
@@ -195,10 +195,21 @@ def expert_keys(part: str, *, experts: int, axis: int = 0) -> Lens:
 def _split_experts(doing: str, shard: ShardedTensor, experts: int, axis: int) -> StoredForm:
     check_exact(doing, shard)
     at = checked_axis(doing, shard, axis)
-    each, left = divmod(shard.global_shape[at + shard.prepend_axis_num], experts)
-    if left:
+    if shard.global_shape[at + shard.prepend_axis_num] % experts:
         found, expected = f"global shape {shard.global_shape}", f"a multiple of {experts} experts along axis {at}"
         raise ShapeError(error_text(f"{doing}: {shard.key!r} can't be divided", found=found, expected=expected))
-    # The experts' axis goes to the front, where keys or a prepended axis can count it.
-    rest = [place for place in range(len(shard.local_shape) + 1) if place != at]
-    return compose(unfolded(at, (experts, each)), transposed(at, *rest))(shard)
+    return stored_by(_Experts(experts, at), doing, shard, shard.prepend_axis_num, keep_views=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """Experts along an axis, as a function of the whole tensor."""
+
+    count: int
+    axis: int
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        each = tensor.shape[self.axis] // self.count
+        # To the front, where keys or a prepended axis can count them.
+        apart: torch.Tensor = tensor.unflatten(self.axis, (self.count, each))  # type: ignore[no-untyped-call]
+        return {"": apart.movedim(self.axis, 0)}

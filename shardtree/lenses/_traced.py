@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import prod
+from operator import lt, mul
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from ..errors import MetadataError, ShapeError, TraceError, error_text
 from ..geometry import refuse, slices
 from ..lazy import LazyTensor, dense
 from ..mapping import ShardedTensor
-from ..traces import Kind, Local, Move, Trace, check_written, localized, trace, whole_shard
+from ..traces import Box, Kind, Local, Trace, View, check_written, localized, trace, whole_shard
 from ..trees import flatten_with_paths, is_plain_tensor, path_key
 from ._factory import as_factory
-from ._lens import Lens, StoredForm, check_box, check_exact, device_of
+from ._lens import Lens, Shape, StoredForm, check_box, check_exact, device_of, reshaped
 from ._renamed import replaced_part
 
 _HELD = "held"
@@ -46,80 +48,121 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     """
     doing = "from_function"
 
-    # By shape and dtype: a model has few of them, and hundreds of layers.
-    @lru_cache(maxsize=64)
-    def back(shape: tuple[int, ...], dtype: torch.dtype) -> Trace:
-        def whole(tensors: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            found = function(tensors[_HELD])
-            if isinstance(found, Mapping) == (part is None):
-                fix = "Return a dict with part=..., whose names replace it, or a tensor without."
-                raise ShapeError(error_text(f"{doing}: the function gave {type(found).__name__}", fix=fix))
-            return found if isinstance(found, Mapping) else {"": found}
-
-        there = trace(whole, {_HELD: Kind(shape, dtype)})
-        made = [name for name, moves in there.moves.items() if any(move.root != _HELD for move in moves)]
-        if made:
-            fix = "Store what the model holds alone."
-            raise TraceError(error_text(f"{doing}: elements that the tensor doesn't have", offenders=made, fix=fix))
-        return there.inverse(drop)
+    def whole(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        found = function(tensor)
+        if isinstance(found, Mapping) == (part is None):
+            fix = "Return a dict with part=..., whose names replace it, or a tensor without."
+            raise ShapeError(error_text(f"{doing}: the function gave {type(found).__name__}", fix=fix))
+        return found if isinstance(found, Mapping) else {"": found}
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
-        front = shard.prepend_axis_num
-        found = back(shard.global_shape[front:], shard.dtype)
-        # Each box holds nothing but what is held: together, ranks store each element once.
-        local = localized(found, _HELD, shard.global_offset[front:], shard.local_shape, most=2**62)
-        names = {name: replaced_part(doing, shard.key, part, name) if part else shard.key for name in found.sources}
-        data = _stored_data(local, shard.data)
-        shards = [
-            replace(
-                shard,
-                key=names[name],
-                data=each,
-                dtype=found.sources[name].dtype,
-                local_shape=box.shape,
-                global_shape=(*shard.global_shape[:front], *found.sources[name].shape),
-                global_offset=(*shard.global_offset[:front], *box.offset),
-                axis_fragmentations=None,
-            )
-            for (name, box), each in zip(local.boxes, data, strict=True)
-        ]
-        return StoredForm(tuple(shards), lambda parts: _merged(local, shard, parts, fill=0))
+        return stored_by(whole, doing, shard, shard.prepend_axis_num, part, drop)
 
     return lens
 
 
-def _stored_data(local: Local, held: Any) -> list[Any]:
-    """Return the elements of each box that is stored, as views of what is held where each is one."""
-    if held is None:
-        return [None] * len(local.boxes)
-    found: list[Any] = []
+def stored_by(
+    function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
+    doing: str,
+    shard: ShardedTensor,
+    front: int,
+    part: str | None = None,
+    drop: bool = False,
+    *,
+    keep_views: bool = False,
+) -> StoredForm:
+    """Return the stored form of a box by a torch function of the whole tensor.
+
+    Args:
+        function: from the whole tensor to tensors by name; equal ones, by `==`, are traced once.
+        doing: for messages.
+        shard: the box.
+        front: how many of its axes the function doesn't get.
+        part: what of the key the names replace, if anything.
+        drop: as of `from_function`.
+        keep_views: whether boxes that are views stay apart where they would be one that isn't.
+    """
+    axes = len(shard.global_shape) - front
+    shape = (*(1,) * (axes - len(shard.local_shape)), *shard.local_shape)
+    held = shard.data if shard.data is None or shape == shard.local_shape else reshaped(shard.data, shape)
+    sources, local, copies = _plan(
+        function, doing, drop, keep_views, shard.global_shape[front:], shard.dtype, shard.global_offset[front:], shape
+    )
+    names = {name: replaced_part(doing, shard.key, part, name) if part else shard.key for name in sources}
+    shards = [
+        replace(
+            shard,
+            key=names[name],
+            data=None if held is None else _box_data(held, box, view, copy),
+            dtype=sources[name].dtype,
+            local_shape=box.shape,
+            global_shape=(*shard.global_shape[:front], *sources[name].shape),
+            global_offset=(*shard.global_offset[:front], *box.offset),
+            axis_fragmentations=None,
+            prepend_axis_num=front,
+        )
+        for (name, box), view, copy in zip(local.boxes, local.views, copies, strict=True)
+    ]
+    return StoredForm(tuple(shards), lambda parts: _merged(local, shard, parts, fill=0))
+
+
+# By shape and dtype, and by box: a model has few of them, and thousands of tensors.
+@lru_cache(maxsize=64)
+def _back(function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], doing: str, drop: bool, held: Kind) -> Trace:
+    there = trace(lambda tensors: function(tensors[_HELD]), {_HELD: held})
+    made = [name for name, moves in there.moves.items() if any(move.root != _HELD for move in moves)]
+    if made:
+        fix = "Store what the model holds alone."
+        raise TraceError(error_text(f"{doing}: elements that the tensor doesn't have", offenders=made, fix=fix))
+    return there.inverse(drop)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
+    doing: str,
+    drop: bool,
+    keep_views: bool,
+    whole: Shape,
+    dtype: torch.dtype,
+    offset: Shape,
+    shape: Shape,
+) -> tuple[Mapping[str, Kind], Local, list[Local]]:
+    """Return what is stored, the boxes that a held box is made of, and what makes each of them of it."""
+    back = _back(function, doing, drop, Kind(whole, dtype))
+    # Each box holds nothing but what is held: together, ranks store each element once.
+    local = localized(back, _HELD, offset, shape, most=2**62, keep_views=keep_views)
+    if not prod(whole):  # an empty tensor must be stored too, or it would be missing
+        boxes = [(name, Box((0,) * len(kind.shape), kind.shape)) for name, kind in back.sources.items()]
+        local = replace(local, boxes=tuple(boxes), views=tuple(View(0, (0,) * len(box.shape)) for _, box in boxes))
+        return back.sources, local, [local] * len(boxes)
     there = local.trace.inverse(drop=True)
-    for number, (_, box) in enumerate(local.boxes):
-        name = str(number)
-        moves = there.moves[name]
-        steps = _view_steps(moves[0], box.shape) if len(moves) == 1 and not moves[0].via else None
-        if steps is not None and isinstance(held, torch.Tensor) and held.is_contiguous():
-            found.append(held.as_strided(box.shape, steps, held.storage_offset() + moves[0].at))
-        else:
-            apart = localized(there, name, (0,) * len(box.shape), box.shape)
-            found.append(apart.made([held[slices(*own)] for _, own in apart.boxes]))
-    return found
+    whole_boxes = [(str(number), (0,) * len(box.shape), box.shape) for number, (_, box) in enumerate(local.boxes)]
+    return back.sources, local, [localized(there, *each) for each in whole_boxes]
 
 
-def _view_steps(move: Move, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides by which a move reads all of a dense tensor along its axes, None if it has none."""
-    loops, steps = {to: (count, at) for count, to, at in move.loops}, list[int]()
-    for size, stride in zip(shape, dense(shape).stride, strict=True):
-        # A loop that runs over several axes, with no step between, has the strides of all of them.
-        over = next(((to, count, at) for to, (count, at) in loops.items() if to <= stride < to * count), None)
-        if size == 1:
-            steps.append(0)
-        elif over is None or over[0] * over[1] < stride * size:
-            return None
-        else:
-            steps.append(over[2] * (stride // over[0]))
-    return tuple(steps)
+def _box_data(held: Any, box: Box, view: View | None, copy: Local) -> Any:
+    """Return the elements of a box that is stored: a view of what is held where it is one."""
+    if view is not None and isinstance(held, torch.Tensor):
+        if held.is_contiguous():
+            return held.as_strided(box.shape, view.steps, held.storage_offset() + view.at)
+        # Steps that lead along axes, over no axis's end, do so by any strides.
+        own = tuple(held.shape)
+        at, *steps = (_along_axes(flat, own) for flat in (view.at, *view.steps))
+        last = [
+            first + sum((size - 1) * step[axis] for size, step in zip(box.shape, steps, strict=True))
+            for axis, first in enumerate(at)
+        ]
+        if all(map(lt, last, own)):
+            place, *strides = (sum(map(mul, step, held.stride())) for step in (at, *steps))
+            return held.as_strided(box.shape, strides, held.storage_offset() + place)
+    return copy.made([held[slices(*own)] for _, own in copy.boxes])
+
+
+def _along_axes(flat: int, shape: Shape) -> list[int]:
+    """Return a distance in a dense tensor as one along each axis."""
+    return [flat // step % size for step, size in zip(dense(shape).stride, shape, strict=True)]
 
 
 def _merged(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float | None = None) -> Any:

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 from ..lazy import Box, Strided, covering, dense
 from ._evaluate import leaves
-from ._moves import Move
+from ._moves import Move, normal, turned
 from ._steps import Kind
 
 MOST = 4096
@@ -38,26 +39,78 @@ def tight(move: Move, shape: tuple[int, ...], most: int = MOST) -> Iterator[tupl
 
 
 def _divided(move: Move, shape: tuple[int, ...], most: int) -> Iterator[tuple[Move, int]]:
-    """Yield a move's parts, by rows' ends or by its longest step, each with how many parts it may have again."""
-    which = max(range(len(move.loops)), key=lambda number: move.loops[number][2])
+    """Yield a move's parts, by rows' ends or by a loop, each with how many parts it may have again."""
+    for which, (count, to, at) in enumerate(move.loops):
+        rest = move.loops[:which], move.loops[which + 1 :]
+        row = min([step for step in dense(shape).stride if step > at > 0], default=0)
+        if row and row % at == 0 and move.at % row + (count - 1) * at >= row:
+            # A run over the ends of rows: up to where one ends, then whole ones, then the beginning of another.
+            each, first = row // at, -(-(row - move.at % row) // at)
+            if first == each and count % each == 0:
+                yield move._replace(loops=(*rest[0], (count // each, to * each, row), (each, to, at), *rest[1])), most
+                return
+            first = first if first < each else count // each * each
+            for start, length in ((0, first), (first, count - first)):
+                loops = (*rest[0], (length, to, at), *rest[1])
+                yield move._replace(to=move.to + start * to, at=move.at + start * at, loops=loops), most // 2
+            return
+
+    def without(which: int) -> Move:
+        return move._replace(loops=(*move.loops[:which], *move.loops[which + 1 :]))
+
+    def filled(which: int) -> tuple[float, int]:
+        part = without(which)
+        return part.numel / prod(covering_box(part, shape)[0].shape), -move.loops[which][0]
+
+    which = max([number for number, loop in enumerate(move.loops) if loop[2]], key=filled)
     count, to, at = move.loops[which]
-    rest = (*move.loops[:which], *move.loops[which + 1 :])
-    if at == 1:
-        # A run over the ends of rows: up to where one ends, then whole ones, then the beginning of another.
-        row = max([step for step in dense(shape).stride if step < count], default=1)
-        first = min(count - 1, -move.at % row or count // row * row)
-        cuts = [(0, first), (first, count - first)]
-        first = count // row * row
-        cuts = [(0, first), (first, count - first)] if move.at % row == 0 and first < count else cuts
-        for start, length in cuts:
-            loops = ((length, to, at), *rest)
-            yield move._replace(to=move.to + start * to, at=move.at + start, loops=loops), most // 2
-        return
     if count > most:
         yield move, 1
         return
+    part = without(which)
     for number in range(count):
-        yield move._replace(to=move.to + number * to, at=move.at + number * at, loops=rest), most // count
+        yield part._replace(to=move.to + number * to, at=move.at + number * at), most // count
+
+
+class View(NamedTuple):
+    """How a dense tensor has the elements of a box: the first one's place, and the steps along the box's axes."""
+
+    at: int
+    steps: tuple[int, ...]
+
+
+def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
+    """Return how a move's destination has a box of its root that holds nothing else, None if no strides reach all."""
+    there = normal(turned(into_box(move, shape, box, None)))
+    loops, steps = {to: (count, at) for count, to, at in there.loops}, list[int]()
+    for size, stride in zip(box.shape, dense(box.shape).stride, strict=True):
+        # A loop that runs over several axes, with no step between, has the strides of all of them.
+        over = next(((to, count, at) for to, (count, at) in loops.items() if to <= stride < to * count), None)
+        if size == 1:
+            steps.append(0)
+        elif over is None or over[0] * over[1] < stride * size or move.via:
+            return None
+        else:
+            steps.append(over[2] * (stride // over[0]))
+    return View(there.at, tuple(steps))
+
+
+def into_box(move: Move, shape: tuple[int, ...], outer: Box, root: Any) -> Move:
+    """Return a move from a source as one from a box of it, which has all of its elements."""
+    box, inner = covering_box(move, shape)
+    own, strides = dense(box.shape).stride, dense(outer.shape).stride
+
+    def there(flat: int) -> int:
+        # A step leads along the same axes in both boxes, by other strides.
+        total = 0
+        for weight, stride in zip(own, strides, strict=True):
+            digit, flat = divmod(flat, weight)
+            total += digit * stride
+        return total
+
+    first = sum((low - base) * stride for low, base, stride in zip(box.offset, outer.offset, strides, strict=True))
+    loops = tuple((n, to, there(step)) for (n, to, _), step in zip(move.loops, inner.stride, strict=True))
+    return Move(root, move.to, first + there(inner.offset), loops, move.via)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,59 +120,91 @@ class Reads:
     Attributes:
         boxes: of each source, without what is next to each other being apart.
         numbers: of each source, from a part's own box to the number of the one that it is in.
+        views: of each source, how the destination has its boxes; None of one that is copied.
     """
 
     boxes: Mapping[str, tuple[Box, ...]]
     numbers: Mapping[str, Mapping[Box, int]]
+    views: Mapping[str, tuple[View | None, ...]]
 
 
-def reads_of(sources: Mapping[str, Kind], moves: Iterable[Move], most: int = MOST) -> Reads:
-    """Return the boxes of sources that moves read, each cut in at most some parts."""
-    asked: dict[str, dict[Box, None]] = defaultdict(dict)
+def reads_of(
+    sources: Mapping[str, Kind], moves: Iterable[Move], most: int = MOST, *, keep_views: bool | None = None
+) -> Reads:
+    """Return the boxes of sources that moves read, each cut in at most some parts.
+
+    Args:
+        sources: by name.
+        moves: from them.
+        most: into how many parts about each is cut.
+        keep_views: whether boxes that the destination has as views stay apart where they would be one that isn't; None
+            if it doesn't matter which are.
+    """
+    asked: dict[str, dict[Box, View | None]] = defaultdict(dict)
     for move in leaves(moves):
-        for box, _ in tight(move, sources[move.root].shape, most):
-            asked[move.root][box] = None
-    boxes, numbers = {}, {}
+        shape = sources[move.root].shape
+        for box, part in tight(move, shape, most):
+            asked[move.root][box] = None if keep_views is None else view_of(part, box, shape)
+    boxes, numbers, views = {}, {}, {}
     for name, found in asked.items():
-        listed = list(found)
-        boxes[name], places = merged(listed)
-        numbers[name] = dict(zip(listed, places, strict=True))
-    return Reads(boxes, numbers)
+        boxes[name], places, views[name] = merged(list(found.items()), keep_views=bool(keep_views))
+        numbers[name] = dict(zip(found, places, strict=True))
+    return Reads(boxes, numbers, views)
 
 
-def merged(boxes: Sequence[Box]) -> tuple[tuple[Box, ...], list[int]]:
+Item = tuple[Box, View | None]
+
+
+def merged(
+    items: Sequence[Item], *, keep_views: bool = False
+) -> tuple[tuple[Box, ...], list[int], tuple[View | None, ...]]:
     """Return boxes with those that touch or overlap along one axis as one, and for each given one its number.
 
+    What is copied anyway is merged; with `keep_views`, two views are only where they are one.
+
     Examples:
-        >>> merged([Box((2, 0), (2, 4)), Box((0, 0), (2, 4)), Box((6, 0), (1, 4))])
+        >>> merged([(Box((2, 0), (2, 4)), None), (Box((0, 0), (2, 4)), None), (Box((6, 0), (1, 4)), None)])[:2]
         ((Box(offset=(0, 0), shape=(4, 4)), Box(offset=(6, 0), shape=(1, 4))), [0, 0, 1])
     """
-    now, place, before = list(boxes), list(range(len(boxes))), -1
+    now, place, before = list(items), list(range(len(items))), -1
     while len(now) != before:
         before = len(now)
-        for axis in range(len(now[0].shape) - 1, -1, -1) if len(now) > 1 else ():
-            now, moved = _merged_along(now, axis)
+        for axis in range(len(now[0][0].shape) - 1, -1, -1) if len(now) > 1 else ():
+            now, moved = _merged_along(now, axis, keep_views)
             place = [moved[number] for number in place]
-    order = sorted(range(len(now)), key=now.__getitem__)
+    order = sorted(range(len(now)), key=lambda number: now[number][0])
     rank = {number: position for position, number in enumerate(order)}
-    return tuple([now[number] for number in order]), [rank[number] for number in place]
+    boxes, views = zip(*[now[number] for number in order], strict=True)
+    return boxes, [rank[number] for number in place], views
 
 
-def _merged_along(boxes: list[Box], axis: int) -> tuple[list[Box], dict[int, int]]:
+def _merged_along(items: list[Item], axis: int, keep_views: bool) -> tuple[list[Item], dict[int, int]]:
     def others(number: int) -> tuple[tuple[int, ...], ...]:
-        offset, shape = boxes[number]
+        offset, shape = items[number][0]
         return offset[:axis] + offset[axis + 1 :], shape[:axis] + shape[axis + 1 :]
 
-    rows = sorted((others(number), boxes[number].offset[axis], number) for number in range(len(boxes)))
-    new, moved, last = list[Box](), dict[int, int](), None
-    for row, low, number in rows:
-        offset, shape = boxes[number]
-        high = low + shape[axis]
-        begin = new[-1].offset[axis] if new else 0
-        if row == last and low <= begin + new[-1].shape[axis]:
-            length = max(new[-1].shape[axis], high - begin)
-            new[-1] = Box(new[-1].offset, (*shape[:axis], length, *shape[axis + 1 :]))
+    rows = sorted((others(number), items[number][0].offset[axis], number) for number in range(len(items)))
+    new, moved, last = list[Item](), dict[int, int](), None
+    for row, _, number in rows:
+        if row == last and (both := _both(new[-1], items[number], axis, keep_views)) is not None:
+            new[-1] = both
         else:
-            new.append(Box(offset, shape))
+            new.append(items[number])
         moved[number], last = len(new) - 1, row
     return new, moved
+
+
+def _both(one: Item, other: Item, axis: int, keep_views: bool) -> Item | None:
+    """Return two boxes as one, the second of which begins later along an axis; None if they stay apart."""
+    (box, view), ((offset, shape), more) = one, other
+    long, gap = box.shape[axis], offset[axis] - box.offset[axis]
+    if gap > long:
+        return None
+    both = Box(box.offset, (*shape[:axis], max(long, gap + shape[axis]), *shape[axis + 1 :]))
+    if view is None or more is None:
+        return both, None
+    step = view.steps[axis] if long > 1 else more.at - view.at
+    steps = (*view.steps[:axis], step, *view.steps[axis + 1 :])
+    own = steps if shape[axis] > 1 else (*steps[:axis], 0, *steps[axis + 1 :])
+    is_one = step > 0 and more == (view.at + gap * step, own)
+    return (both, View(view.at, steps)) if is_one else None if keep_views else (both, None)

@@ -13,7 +13,7 @@ import torch
 from ..errors import TraceError, error_text
 from ..lazy import Box, Fetch, LazyTensor, dense, of_source
 from ..mapping import ShardedTensor
-from ._boxes import MOST, Reads, covering_box, reads_of, tight
+from ._boxes import MOST, Reads, View, into_box, reads_of, tight
 from ._evaluate import leaves, operand_moves
 from ._moves import Move, Moves
 from ._steps import Computed, Constant, Function, Kind, Operand, bits, short
@@ -27,10 +27,12 @@ class Local:
     Attributes:
         boxes: of which source each is, and where it lies there.
         trace: from the boxes, by their numbers as text.
+        views: how the output has each box; None of one that is copied.
     """
 
     boxes: tuple[tuple[str, Box], ...]
     trace: Trace
+    views: tuple[View | None, ...]
 
     def made(self, parts: Sequence[Any], fill: float | None = None) -> Any:
         """Return the output, given the boxes' elements: lazy if they are.
@@ -46,7 +48,15 @@ class Local:
         return evaluated(self.trace, named, fill)[name]
 
 
-def localized(trace: Trace, name: str, offset: Sequence[int], shape: Sequence[int], most: int = MOST) -> Local:
+def localized(
+    trace: Trace,
+    name: str,
+    offset: Sequence[int],
+    shape: Sequence[int],
+    most: int = MOST,
+    *,
+    keep_views: bool | None = None,
+) -> Local:
     """Return what makes a box of one output, from the boxes of sources that it reads.
 
     Args:
@@ -55,14 +65,16 @@ def localized(trace: Trace, name: str, offset: Sequence[int], shape: Sequence[in
         offset: of the box.
         shape: of the box.
         most: into how many boxes about a move is cut, so that they hold nothing else.
+        keep_views: as of `reads_of`; for traces that are one to one.
     """
     part = trace.narrow({name: (offset, shape)})
-    reads = reads_of(part.sources, part.moves[name], most)
+    reads = reads_of(part.sources, part.moves[name], most, keep_views=keep_views)
     boxes = tuple((root, box) for root, some in reads.boxes.items() for box in some)
     numbers = {place: number for number, place in enumerate(boxes)}
     sources = {str(number): Kind(box.shape, trace.sources[root].dtype) for number, (root, box) in enumerate(boxes)}
     moves = Moves(_moved(part.moves[name], part, reads, numbers, most))
-    return Local(boxes, Trace(sources, part.outputs, {name: moves}))
+    views = tuple(view for some in reads.views.values() for view in some)
+    return Local(boxes, Trace(sources, part.outputs, {name: moves}), views)
 
 
 def _moved(
@@ -73,7 +85,7 @@ def _moved(
         if isinstance(move.root, str):
             for box, piece in tight(move, part.sources[move.root].shape, most):
                 outer = reads.boxes[move.root][reads.numbers[move.root][box]]
-                yield _into_box(piece, part.sources[move.root].shape, outer, str(numbers[move.root, outer]))
+                yield into_box(piece, part.sources[move.root].shape, outer, str(numbers[move.root, outer]))
         elif isinstance(move.root, Computed):
             operands = tuple(
                 replace(each, moves=Moves(_moved(operand_moves(each, move), part, reads, numbers, most)))
@@ -86,24 +98,6 @@ def _moved(
             yield Move(replace(move.root, operands=operands), move.to, 0, loops, move.via)
         else:
             yield move
-
-
-def _into_box(move: Move, shape: tuple[int, ...], outer: Box, root: str) -> Move:
-    """Return a move from a source as one from a box of it, which has all of its elements."""
-    box, inner = covering_box(move, shape)
-    own, strides = dense(box.shape).stride, dense(outer.shape).stride
-
-    def there(flat: int) -> int:
-        # A step leads along the same axes in both boxes, by other strides.
-        total = 0
-        for weight, stride in zip(own, strides, strict=True):
-            digit, flat = divmod(flat, weight)
-            total += digit * stride
-        return total
-
-    first = sum((low - base) * stride for low, base, stride in zip(box.offset, outer.offset, strides, strict=True))
-    loops = tuple((n, to, there(step)) for (n, to, _), step in zip(move.loops, inner.stride, strict=True))
-    return Move(root, move.to, first + there(inner.offset), loops, move.via)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -197,6 +197,33 @@ def test_rows_of_one_box_are_views() -> None:
             assert part.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
 
 
+CUT: dict[str, tuple[Lens, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = {
+    "rows of experts": (expert_stack(experts=4), (16, 3), (3, 0), (8, 3), 3),
+    "columns of experts": (expert_stack(experts=3, axis=1), (2, 6), (0, 1), (2, 5), 2),
+    "merged the other way": (rearranged("(a b) c -> (b a) c", a=3), (12, 4), (0, 0), (6, 4), 6),
+    "two axes merged": (rearranged("(a b) (c d) -> (d a) (b c)", a=3, c=2), (12, 10), (3, 0), (3, 10), 10),
+    "a part of each": (rearranged("(a b) (c d) -> (d a) (b c)", a=3, c=2), (12, 10), (1, 4), (5, 4), 20),
+}
+"""A lens, a shape, a box that cuts through what it takes apart, and how many boxes are enough."""
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("name", CUT)
+def test_a_box_that_cuts_through_parentheses_is_a_few_views(name: str, strided: bool) -> None:
+    lens, shape, offset, local, most = CUT[name]
+    places = tuple(slice(low, low + size) for low, size in zip(offset, local, strict=True))
+    whole = held(shape).data
+    data = whole[places] if strided else whole[places].clone()
+    shard = st.ShardedTensor("w", data, data.dtype, local, shape, offset, None)
+    built = lens(shard)
+    assert len(built.shards) <= most
+    assert {part.data.untyped_storage().data_ptr() for part in built.shards} == {data.untyped_storage().data_ptr()}
+    assert first_difference(built.merge([part.data.clone() for part in built.shards]), data.contiguous()) is None
+    [stored] = lens(held(shape)).shards
+    for part in built.shards:
+        assert first_difference(part.data.contiguous(), stored.data[part.global_slice()].contiguous()) is None
+
+
 def test_replicas_and_prepended_axes_stay() -> None:
     shard = replace(held((8, 3), prepended=2), replica_id=(0, 4))
     for part in compose(GATED, transposed(), rearranged("d (a f) -> a d f", a=2))(shard).shards:
