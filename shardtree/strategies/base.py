@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ..errors import StrategyError, error_text
-from . import deepspeed, dtensor_files, huggingface, safetensors, torch_dist, zarr
+from . import deepspeed, dtensor_files, huggingface, safetensors, torch_checkpointing, torch_dist, zarr
 from ._actions import Row, StoredRows, Strategies, Strategy, StrategyAction
 from ._traits import METADATA_FILE, FormatTraits
 
@@ -106,6 +106,7 @@ _rows: dict[Row, Strategy | str] = {
     **zarr.ROWS,
     **dtensor_files.ROWS,
     **deepspeed.ROWS,
+    **torch_checkpointing.ROWS,
 }
 
 default_strategies = StrategyTable(_rows)

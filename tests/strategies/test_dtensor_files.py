@@ -23,7 +23,7 @@ from shardtree.codec.pickles import Global, New, Persistent, Reduced, write_pick
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, TreeError, UnsafeFile, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
-from shardtree.strategies.dtensor_files import _placement
+from shardtree.strategies.archives import _placement
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
 from tests.strategies.optimizer_formats import (
     FIXTURES,

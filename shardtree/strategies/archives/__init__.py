@@ -2,5 +2,6 @@
 
 from ._contents import Contents, Piece, Tensors, contents_of, state_key
 from ._files import ArchiveFile, filled, read_archives
+from ._parts import Held, check_rank, local_part, place_parts
 from ._rows import rows_from_contents
 from ._values_at import ValueAt

@@ -6,25 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...codec.archives import StoredDTensor, StoredTensor
-from ...errors import CorruptCheckpoint, TreeError, error_text
+from ...errors import TreeError, error_text
 from ...mapping import ShardedObject
 from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
     Contents,
-    Piece,
+    Held,
     Tensors,
     ValueAt,
+    check_rank,
     contents_of,
+    place_parts,
     read_archives,
     rows_from_contents,
     state_key,
 )
 from ._listing import rank_files
-from ._placement import Box, placed_box
-
-Held = tuple[int, StoredTensor | StoredDTensor]
-"""The number of the file, and what a rank has of a tensor."""
 
 Entries = Callable[[ArchiveFile], Iterable[tuple[str, Any]]]
 """Returns keys and values of a file."""
@@ -53,11 +51,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     tensors = Tensors()
     states, other_states = _held(optimizers, lambda file: _states(file, names, tensors))
     for key, ranks in {**model, **states}.items():
-        tensor = ranks[0][1]
-        tensors.add(key, _local(tensor).dtype, tensor.shape)
-        reason = _place(checkpoint, key, ranks, tensors, files)
-        if reason:
-            tensors.refused[key] = reason
+        place_parts(checkpoint, key, ranks, tensors, files)
     extra = [file.value for _, file in of_kind.get("extra_state", [])]
     common, objects = _common(optimizers, extra, other_states), _objects(extra)
     common |= {"model": others} if others else {}
@@ -80,62 +74,9 @@ def _held(files: Sequence[tuple[int, ArchiveFile]], entries: Entries) -> tuple[d
             if not isinstance(value, (StoredTensor, StoredDTensor)):
                 others.setdefault(key, value)
                 continue
-            if isinstance(value, StoredDTensor) and value.parts.rank not in (None, rank):
-                what = f"open: {file.where!r} is another rank's file"
-                fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
-                found_rank = f"the part of rank {value.parts.rank} of {key[:200]!r}"
-                raise CorruptCheckpoint(error_text(what, found=found_rank, expected=f"that of rank {rank}", fix=fix))
+            check_rank(file, rank, key, value)
             found.setdefault(key, []).append((number, value))
     return found, others
-
-
-def _local(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
-    return tensor.local if isinstance(tensor, StoredDTensor) else tensor
-
-
-def _place(
-    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], tensors: Tensors, files: Sequence[ArchiveFile]
-) -> str:
-    """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
-    boxes: dict[Box, Held] = {}
-    first = checkpoint.storage.where(files[ranks[0][0]].name)
-    for number, tensor in ranks:
-        where = checkpoint.storage.where(files[number].name)
-        if _kind(tensor) != _kind(ranks[0][1]):
-            return f"{where!r} has {_shown(tensor)}, {first!r} {_shown(ranks[0][1])}"
-        try:
-            box = _box(tensor)
-        except ValueError as error:
-            return f"{where!r} has {error}"
-        held = boxes.setdefault(box, (number, tensor))
-        if held[0] == number or 0 in box[1]:
-            continue
-        differ = f"{where!r} and {checkpoint.storage.where(files[held[0]].name)!r} have different copies of it"
-        tensors.add_copy(key, _local(held[1]), _local(tensor), differ)
-    stored = [(box, held) for box, held in boxes.items() if 0 not in box[1]]
-    tensors.pieces.extend(Piece(key, number, _local(tensor).begin, *box) for box, (number, tensor) in stored)
-    return ""
-
-
-def _box(tensor: StoredTensor | StoredDTensor) -> Box:
-    """Return the box that a rank holds; raises ValueError where that can't be told, or isn't row-major bytes."""
-    local = _local(tensor)
-    whole = (0,) * len(tensor.shape), tensor.shape
-    box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole
-    if local.shape != box[1]:
-        raise ValueError(f"a part of shape {local.shape}, where its place on the mesh has {box[1]}")
-    if not local.is_row_major:
-        raise ValueError("elements that aren't in row-major order: save tensor.contiguous()")
-    return box
-
-
-def _kind(tensor: StoredTensor | StoredDTensor) -> tuple[object, ...]:
-    return type(tensor), tensor.shape, _local(tensor).dtype
-
-
-def _shown(tensor: StoredTensor | StoredDTensor) -> str:
-    kind = "a part of" if isinstance(tensor, StoredDTensor) else "a plain tensor"
-    return f"{kind} {tensor.shape} {str(_local(tensor).dtype).removeprefix('torch.')}"
 
 
 # The optimizer: states by index, whose names no file has, or by name

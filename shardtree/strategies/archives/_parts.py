@@ -1,0 +1,88 @@
+"""Parts of tensors in the ranks' files: which box of a tensor each is, and which are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...codec.archives import StoredDTensor, StoredTensor
+from ...errors import CorruptCheckpoint, error_text
+from .._values import Checkpoint
+from ._contents import Piece, Tensors
+from ._files import ArchiveFile
+from ._placement import Box, placed_box
+
+Held = tuple[int, StoredTensor | StoredDTensor]
+"""The number of the file, and what a rank has of a tensor."""
+
+
+def local_part(tensor: StoredTensor | StoredDTensor) -> StoredTensor:
+    """Return what a rank has of a tensor as a tensor of its own."""
+    return tensor.local if isinstance(tensor, StoredDTensor) else tensor
+
+
+def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | StoredDTensor) -> None:
+    """Raise unless what a file has of a tensor is its rank's own.
+
+    Raises:
+        CorruptCheckpoint: it says that it is another's.
+    """
+    if isinstance(tensor, StoredDTensor) and tensor.parts.rank not in (None, rank):
+        what = f"open: {file.where!r} is another rank's file"
+        fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
+        found = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
+        raise CorruptCheckpoint(error_text(what, found=found, expected=f"that of rank {rank}", fix=fix))
+
+
+def place_parts(
+    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], tensors: Tensors, files: Sequence[ArchiveFile]
+) -> None:
+    """Add a tensor, with what each rank has of it, to `tensors`; or with the reason why it can't be read."""
+    tensors.add(key, local_part(ranks[0][1]).dtype, ranks[0][1].shape)
+    reason = _place(checkpoint, key, ranks, tensors, files)
+    if reason:
+        tensors.refused[key] = reason
+
+
+def _place(
+    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], tensors: Tensors, files: Sequence[ArchiveFile]
+) -> str:
+    """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
+    boxes: dict[Box, Held] = {}
+    first = checkpoint.storage.where(files[ranks[0][0]].name)
+    for number, tensor in ranks:
+        where = checkpoint.storage.where(files[number].name)
+        if _kind(tensor) != _kind(ranks[0][1]):
+            return f"{where!r} has {_shown(tensor)}, {first!r} {_shown(ranks[0][1])}"
+        try:
+            box = _box(tensor)
+        except ValueError as error:
+            return f"{where!r} has {error}"
+        held = boxes.setdefault(box, (number, tensor))
+        if held[0] == number or 0 in box[1]:
+            continue
+        differ = f"{where!r} and {checkpoint.storage.where(files[held[0]].name)!r} have different copies of it"
+        tensors.add_copy(key, local_part(held[1]), local_part(tensor), differ)
+    stored = [(box, held) for box, held in boxes.items() if 0 not in box[1]]
+    tensors.pieces.extend(Piece(key, number, local_part(tensor).begin, *box) for box, (number, tensor) in stored)
+    return ""
+
+
+def _box(tensor: StoredTensor | StoredDTensor) -> Box:
+    """Return the box that a rank holds; raises ValueError where that can't be told, or isn't row-major bytes."""
+    local = local_part(tensor)
+    whole = (0,) * len(tensor.shape), tensor.shape
+    box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole
+    if local.shape != box[1]:
+        raise ValueError(f"a part of shape {local.shape}, where its place on the mesh has {box[1]}")
+    if not local.is_row_major:
+        raise ValueError("elements that aren't in row-major order: save tensor.contiguous()")
+    return box
+
+
+def _kind(tensor: StoredTensor | StoredDTensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, local_part(tensor).dtype
+
+
+def _shown(tensor: StoredTensor | StoredDTensor) -> str:
+    kind = "a part of" if isinstance(tensor, StoredDTensor) else "a plain tensor"
+    return f"{kind} {tensor.shape} {str(local_part(tensor).dtype).removeprefix('torch.')}"

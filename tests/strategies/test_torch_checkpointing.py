@@ -1,0 +1,240 @@
+"""torch_checkpointing's folders open without the package, as it saves them from several processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import shardtree as st
+from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from shardtree.storage import MemoryStorage
+from shardtree.strategies.torch_checkpointing._listing import recognize
+from shardtree.testing import first_difference
+from shardtree.trees import HOLE
+from tests.faults.test_wrong_values import foreign
+from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
+from tests.quick_python.command import torchrun
+
+pytest.importorskip("torch_checkpointing")
+SCRIPT = Path(__file__).parents[1] / "peers" / "scripts" / "torch_checkpointing_saves.py"
+FORMS = ["plain", "described"]
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """Return how many processes saved, and where: FSDP2, AdamW, a cut along two axes, plain values, a rank's own."""
+    folder = tmp_path_factory.mktemp("saved")
+    done = torchrun(request.param, SCRIPT, str(folder))
+    assert done.returncode == 0, done.stderr
+    return request.param, folder
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (dict, list, tuple)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(member, (*path, key))
+    else:
+        yield ".".join(map(str, path)), value
+
+
+def truth(folder: Path) -> dict[str, torch.Tensor]:
+    whole = torch.load(folder / "truth.pt", weights_only=False)
+    return {key: value for key, value in leaves(whole) if isinstance(value, torch.Tensor)}
+
+
+def differences(place: Any, folder: Path) -> list[str]:
+    found, expected = st.load_plain_tensors(place), truth(folder)
+    return [key for key in {**found, **expected} if first_difference(found[key], expected[key]) is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_processes_saved_opens_in_any_layout(saved: tuple[int, Path], form: str, tmp_path: Path) -> None:
+    ranks, folder = saved
+    place = folder / form
+    assert differences(place, folder) == []
+    assert st.verify(place) == ()
+    common = st.load_common_state_dict(place)
+    assert common["step"] == 7 and common["tensors"] == {"copies": [HOLE, {"lr": 0.5}]}
+    assert common["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    if ranks == 1:
+        assert common["loader"] == {"rank": 0}
+    else:
+        loader = st.open_checkpoint(place)[f"loader/shard_{ranks - 1}_{ranks}"]
+        assert loader.data == {"rank": ranks - 1}
+    stored = st.load_tensors_metadata(place)
+
+    def columns(world: Any) -> Any:
+        spec = {key: st.PartitionSpec(*[None] * (len(one.global_shape) - 1), "tp") for key, one in stored.items()}
+        cut = st.abstract_at(
+            stored, st.Mesh(tp=3), lambda key, leaf: spec[key] if stored[key].global_shape else st.P(), world.rank
+        )
+        return st.load(cut, place, world=world)["tensors.both"]
+
+    assert torch.equal(torch.cat(st.simulate(3, columns), dim=1), truth(folder)["tensors.both"])
+    for backend, left_out in (("safetensors", []), ("dcp", []), ("huggingface", ["common", "loader**"])):
+        st.convert(place, tmp_path / backend, backend=backend, leave_out=left_out if ranks > 1 else left_out[:1])
+        assert differences(tmp_path / backend, folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.timeout(300)
+def test_what_was_not_finished_or_is_not_whole_is_refused(saved: tuple[int, Path], tmp_path: Path) -> None:
+    ranks, folder = saved
+    pending = shutil.copytree(folder / "described", tmp_path / "tmp_step-7")
+    with pytest.raises(CorruptCheckpoint, match="wasn't finished\n.*\n.*Take an earlier step"):
+        st.load_plain_tensors(pending)
+    if ranks == 1:
+        return
+    lacking = shutil.copytree(folder / "described", tmp_path / "lacking")
+    (lacking / f"model_{ranks - 1}.pt").unlink()
+    with pytest.raises(CorruptCheckpoint, match=rf"model_{ranks - 1}\.pt.* belongs to the checkpoint"):
+        st.open_checkpoint(lacking)
+    fewer = shutil.copytree(folder / "plain", tmp_path / "fewer")
+    for item in ("model", "optimizer", "tensors", "step", "loader"):
+        (fewer / f"{item}_{ranks - 1}.pt").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"'model\.0\.weight': \d+ of 42 elements"):
+        st.open_checkpoint(fewer)
+    exchanged = shutil.copytree(folder / "plain", tmp_path / "exchanged")
+    (exchanged / "model_0.pt").rename(exchanged / "third")
+    (exchanged / "model_1.pt").rename(exchanged / "model_0.pt")
+    (exchanged / "third").rename(exchanged / "model_1.pt")
+    with pytest.raises(CorruptCheckpoint, match="is another rank's file"):
+        st.open_checkpoint(exchanged)
+
+
+# Folders made by hand
+
+
+def archive(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def folder_of(files: dict[str, bytes]) -> MemoryStorage:
+    storage = MemoryStorage()
+    for name, data in files.items():
+        storage.write(name, [memoryview(data)], durable=False)
+    return storage
+
+
+def described(groups: dict[str, Any], ranks: int, layouts: Callable[[int], Any] = lambda rank: None) -> dict[str, Any]:
+    item = {"nested_path_to_metadata": groups, "rank_to_layout_info": {rank: layouts(rank) for rank in range(ranks)}}
+    return {"metadata": {"model": item}, "world_size": ranks, "version": "2.0"}
+
+
+def boxes(*rows: tuple[Any, Any, Any], shape: tuple[int, ...] = (4, 2)) -> dict[str, Any]:
+    offsets, inner, sizes = (list(each) for each in zip(*rows, strict=True))
+    data = {"global_shape": shape, "global_offsets": offsets, "local_offsets": inner, "local_sizes": sizes}
+    return {"type": "default_tensor_v1", "data": data | {"dtype": "torch.float32"}}
+
+
+def of_boxes(*per_rank: dict[str, Any]) -> dict[str, Any]:
+    groups = [{"sharding_metadata": each, "ranks": [rank]} for rank, each in enumerate(per_rank)]
+    return {json.dumps(["w"], separators=(",", ":")): groups}
+
+
+WHOLE = torch.arange(8.0).reshape(4, 2)
+FIRST = boxes(([0, 0], [0, 0], [1, 2]), ([3, 0], [1, 0], [1, 2]))
+MIDDLE = boxes(([1, 0], [0, 0], [2, 2]))
+
+
+def by_hand(metadata: dict[str, Any]) -> dict[str, bytes]:
+    parts = {"model_0.pt": {"w": WHOLE[[0, 3]]}, "model_1.pt": {"w": WHOLE[1:3]}}
+    return {name: archive(value) for name, value in parts.items()} | {"metadata.pkl": pickle.dumps(metadata)}
+
+
+def test_boxes_of_tensors_that_are_no_dtensors_lie_where_the_metadata_says() -> None:
+    found = st.load_plain_tensors(folder_of(by_hand(described(of_boxes(FIRST, MIDDLE), 2))))
+    assert torch.equal(found["model.w"], WHOLE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        boxes(([1, 0], [0, 0], [2, 1])),  # columns
+        boxes(([1, 0], [1, 0], [2, 2])),  # beyond the rank's tensor
+        boxes(([3, 0], [0, 0], [2, 2])),  # beyond the whole
+        {"type": "DTensorShardingMetadata", "data": {}},
+    ],
+)
+def test_boxes_that_are_not_rows_of_the_ranks_tensor_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(st.errors.CheckpointingException, match=r"'model\.w': '.*model_1\.pt' has"):
+        st.load_plain_tensors(folder_of(by_hand(described(of_boxes(FIRST, wrong), 2))))
+
+
+def test_boxes_that_leave_a_gap_are_found() -> None:
+    short = boxes(([1, 0], [0, 0], [1, 2]))
+    with pytest.raises(CorruptCheckpoint, match=r"'model\.w': 6 of 8 elements"):
+        st.open_checkpoint(folder_of(by_hand(described(of_boxes(FIRST, short), 2))))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda saved: saved | {"version": "1.0"}, UnsupportedValue, "version 1.0"),
+        (lambda saved: saved | {"world_size": "two"}, CorruptCheckpoint, r"saved\['world_size'\]"),
+        (
+            lambda saved: described(
+                {}, 2, lambda rank: {"file_path": "m.json", "serialization_format": {"type": "JsonSerialization"}}
+            ),
+            UnsupportedValue,
+            "JsonSerialization",
+        ),
+        (lambda saved: saved | {"world_size": 3}, CorruptCheckpoint, r"model_2\.pt"),
+        (lambda saved: Shard(0), UnsafeFile, "Shard"),
+    ],
+)
+def test_metadata_that_is_not_as_the_package_writes_it_is_refused(
+    change: Callable[[Any], Any], error: type[Exception], words: str
+) -> None:
+    saved = described(of_boxes(FIRST, MIDDLE), 2)
+    with pytest.raises(error, match=words):
+        st.open_checkpoint(folder_of(by_hand(change(saved))))
+
+
+def test_a_layouts_own_files_are_read() -> None:
+    layout = {"serialization_format": {"type": "TorchSerialization"}}
+    saved = described({}, 1, lambda rank: layout | {"file_path": f"rank_{rank}/model.pt"})
+    place = folder_of({"rank_0/model.pt": archive({"w": WHOLE}), "metadata.pkl": pickle.dumps(saved)})
+    assert torch.equal(st.load_plain_tensors(place)["model.w"], WHOLE)
+
+
+@pytest.mark.parametrize("path", ["../model.pt", "/etc/passwd", "a\\..\\b"])
+def test_names_that_climb_out_are_refused(path: str, tmp_path: Path) -> None:
+    saved = described({}, 1, lambda rank: {"file_path": path, "serialization_format": {"type": "TorchSerialization"}})
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(saved))
+    with pytest.raises(st.errors.CheckpointingException):
+        st.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names", [["step_100.pt", "step_200.pt"], ["model_1.pt"], ["model.pt"], ["model_00.pt"], ["notes.txt"], []]
+)
+def test_other_folders_are_not_recognised(names: list[str]) -> None:
+    assert recognize(folder_of(dict.fromkeys(names, b""))) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_value_of_another_type_is_an_error_of_ours() -> None:
+    files = by_hand(described(of_boxes(FIRST, MIDDLE), 2))
+    data, wrong = files["metadata.pkl"], []
+    places = [(end, value) for end, _ in value_ends(data) for value in OTHER_TYPES]
+    for end, value in Random(20261127).sample(places, min(len(places), 400)):
+        wrong += foreign(files | {"metadata.pkl": with_value(data, end, OTHER_TYPES[value])})
+    assert wrong == []
