@@ -95,7 +95,7 @@ def test_what_processes_saved_opens_in_any_layout(saved: tuple[int, Path], form:
 def test_what_was_not_finished_or_is_not_whole_is_refused(saved: tuple[int, Path], tmp_path: Path) -> None:
     ranks, folder = saved
     pending = shutil.copytree(folder / "described", tmp_path / "tmp_step-7")
-    with pytest.raises(CorruptCheckpoint, match="wasn't finished\n.*\n.*Take an earlier step"):
+    with pytest.raises(CorruptCheckpoint, match=r"wasn't finished\n.*\n.*Take an earlier step"):
         st.load_plain_tensors(pending)
     if ranks == 1:
         return

@@ -21,6 +21,16 @@ def write_dtensor_files(trees: Any, place: Directory) -> None:
     put(storage, "extra_state_world_size_1_rank_0.pt", plain(trees[0]))
 
 
+def write_torch_checkpointing(trees: Any, place: Directory) -> None:
+    """Write what all ranks hold as one rank's items: each tensor, and each member of the common state."""
+    storage, items = storage_at(place), {**plain(trees[0]), **whole(trees)}
+    if any("/" in key or "\\" in key for key in items):
+        raise UnsupportedValue("an item's name is a file's")
+    for key, value in items.items():
+        put(storage, f"{key}_0.pt", value)
+    put(storage, "empty_0.pt", {})
+
+
 def write_deepspeed(trees: Any, place: Directory) -> None:
     """Write what all ranks hold as a model that DeepSpeed saved without an optimizer."""
     put(storage_at(place), "mp_rank_00_model_states.pt", {"module": whole(trees), **plain(trees[0])})

@@ -27,7 +27,12 @@ from shardtree.testing import StrategyReport, check_strategy
 from shardtree.testing._bits import carried
 from shardtree.trees import map_shards
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
-from tests.testing.archive_writers import write_deepspeed, write_dtensor_files, write_universal
+from tests.testing.archive_writers import (
+    write_deepspeed,
+    write_dtensor_files,
+    write_torch_checkpointing,
+    write_universal,
+)
 from tests.testing.legacy_zarr import write_legacy
 
 FORMATS = sorted({(backend, version) for _, backend, version in default_strategies})
@@ -35,6 +40,7 @@ SOME_FORMATS = [pytest.param(each, marks=() if each in sample(FORMATS, 3) else E
 WRITERS = {
     ("zarr", 1): write_legacy,
     ("dtensor_files", 1): write_dtensor_files,
+    ("torch_checkpointing", 1): write_torch_checkpointing,
     ("deepspeed", 1): write_deepspeed,
     ("universal", 1): write_universal,
 }

@@ -14,7 +14,7 @@ from ..archives import ValueAt
 
 BACKEND, VERSION = "torch_checkpointing", 1
 METADATA, PATTERN = "metadata.pkl", "*_0.pt"
-_NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt")
+_NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt", re.DOTALL)
 _TORCH = "TorchSerialization"
 
 
