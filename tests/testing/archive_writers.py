@@ -6,10 +6,11 @@ import io
 from typing import Any
 
 import torch
+from optree import tree_leaves
 
 from shardtree.errors import UnsupportedValue
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.storage import Directory, Storage, storage_at
+from shardtree.storage import Directory, MemoryStorage, Storage, storage_at
 from shardtree.testing import assemble
 from shardtree.trees import leaves_with_paths
 
@@ -26,6 +27,9 @@ def write_torch_checkpointing(trees: Any, place: Directory) -> None:
     storage, items = storage_at(place), {**plain(trees[0]), **whole(trees)}
     if any("/" in key or "\\" in key for key in items):
         raise UnsupportedValue("an item's name is a file's")
+    if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(plain(trees[0]))):
+        raise UnsupportedValue("tensors of an item are tensors, not part of the common state")
+    put(MemoryStorage(), "all", items)  # before any file is there
     for key, value in items.items():
         put(storage, f"{key}_0.pt", value)
     put(storage, "empty_0.pt", {})
