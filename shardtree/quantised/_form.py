@@ -299,9 +299,8 @@ class Form:
     def _identity(self, doing: str) -> str | None:
         """Return what tells this form from others, the same in each process; None where functions are a caller's."""
         functions = [self.join, self.encode, *(part.read for part in self.parts)]
-        if not all(
-            each is None or f"{getattr(each, '__module__', None)}.".startswith("shardtree.") for each in functions
-        ):
+        rooms = [str(getattr(each, "__module__", None)) for each in functions if each is not None]
+        if not all(room.startswith("shardtree.") for room in rooms):
             return None
         parts = [(part.name, part.dtypes, part.per, part.pack, part.tail) for part in self.parts]
         names = [each and each.__qualname__ for each in functions]

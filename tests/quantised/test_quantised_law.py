@@ -158,7 +158,7 @@ def test_a_save_of_a_part_of_a_block_is_refused() -> None:
 
 def test_a_killed_conversion_is_known_again_by_the_forms_of_the_field_alone() -> None:
     tensors = stored("mxfp8")
-    tree = {key: leaf for key, leaf in st.open_checkpoint(saved(tensors)).items()}
+    tree = dict(st.open_checkpoint(saved(tensors)).items())
     values, scales = FORMS["mxfp8"].parts
     others = (
         replace(FORMS["mxfp8"], join=lambda values, scales: values),
