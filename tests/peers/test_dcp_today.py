@@ -55,7 +55,7 @@ def test_a_model_of_its_hugging_face_writer_opens(options: dict[str, Any], tmp_p
 
 
 def test_parts_that_it_left_unconsolidated_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match="HuggingFaceStorageWriter saves them\n.*enable_consolidation=True"):
+    with pytest.raises(NotACheckpoint, match=r"HuggingFaceStorageWriter saves them\n.*enable_consolidation=True"):
         st.open_checkpoint(saved(tmp_path / "parts", save_distributed=True))
 
 
