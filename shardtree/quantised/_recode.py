@@ -24,7 +24,7 @@ def recode(
     to: Form | torch.dtype,
     *,
     also: Iterable[str] = (),
-    forms: Iterable[Form] = tuple(FORMS.values()),
+    forms: Iterable[Form] | None = None,
     lossless: bool = False,
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return a function of a tree of whole lazy shards that recodes its quantised weights: a `transform=` of `convert`.
@@ -34,7 +34,7 @@ def recode(
     Args:
         to: the dtype of plain weights, or the form that they get.
         also: patterns of keys of plain weights that get the form too, for an export.
-        forms: those that are looked for, by the names, dtypes and shapes of their tensors.
+        forms: those that are looked for, by the names, dtypes and shapes of their tensors; None for `FORMS`.
         lossless: whether an element that is rounded is an error; else it is rounded to the nearest.
 
     Raises:
@@ -54,7 +54,7 @@ def recode(
         >>> st.load_plain_tensors("again")["up.weight"][0]
         tensor([1., 1., 1., 1.], dtype=torch.bfloat16)
     """
-    known, fits = tuple(forms), key_matcher(list(also))
+    known, fits = tuple(FORMS.values() if forms is None else forms), key_matcher(list(also))
     if isinstance(to, Form):
         to.check_made("recode")
 

@@ -81,6 +81,7 @@ GATED = lenses.gate_and_up(tensor_parallel=2)
 QKV = st.ShardedTensor.from_rank_offsets("w", torch.arange(6.0).view(3, 2), (0, 1, 2))
 TWO_PARTS = lenses.grouped_runs(8, 2, (1, 3))
 ONE_PART = lenses.joined_parts(TWO_PARTS)
+ADDED = traces.trace(lambda given: {"w": given["w"] + given["w"].T}, {"w": torch.zeros(2, 2)})
 TRACED = traces.trace(lambda given: {"w": given["w"].T.reshape(4, 2)}, {"w": WEIGHT.data})
 LAZY = lazy.stored(lambda offset, shape: torch.full(shape, 7.0), (4, 2), torch.float32, name="w")
 
@@ -380,6 +381,9 @@ CALLS: dict[str, Call] = {
         {"w": st.ShardedTensor("w", LAZY, LAZY.dtype, (4, 2), (4, 2), (0, 0), (1, 1))},
     ),
     "traces.Moves.near": (TRACED.moves["w"].near, 0, 3),
+    "traces.axis_of": (traces.axis_of, 2, (4, 2)),
+    "traces.factored": (traces.factored, TRACED.moves["w"][0], (4, 2), (2, 4)),
+    "traces.coverage": (traces.coverage, [traces.Move(None, 0, 3, ((2, 1, 1),))], 8),
     "lenses.from_function": (lambda shard: lenses.from_function(lambda w: w.T)(shard).shards, WEIGHT),
     "lenses.through_trace": (lambda tree, trace: lenses.through_trace(tree, trace)["w"].key, {"w": WEIGHT}, TRACED),
     "lenses.as_factory": (lambda shard: lenses.as_factory(shard, GATED).build()["0"], FLAT),
@@ -577,6 +581,13 @@ NUMBERS: dict[str, Call] = {
     "pictures.figure_html": (pictures.figure_html, DRAWN),
     "pictures.picture_lines": (pictures.picture_lines, DRAWN),
     "pictures.cell_lines": (lambda plane: pictures.cell_lines(plane, 8, 4, filled=True), DRAWN.rows[0][0]),
+    "lenses.through_traces": (
+        lambda trees, trace: lenses.through_traces(trees, trace)[0]["w"].key,
+        [{"w": WEIGHT}],
+        TRACED,
+    ),
+    "pictures.trace_picture": (pictures.trace_picture, TRACED),
+    "fingerprints.bytes_total": (fingerprints.bytes_total, torch.arange(20, dtype=torch.uint8)),
     "pictures.html_page": (pictures.html_page, "title", ["<p></p>"]),
     "pictures.table_html": (pictures.table_html, ["key"], [["w"]]),
     "pictures.element_html": (pictures.element_html, "p", "text"),
@@ -584,6 +595,7 @@ NUMBERS: dict[str, Call] = {
 }
 VALUES: dict[str, Any] = {
     "traces.Kind": TRACED.outputs["w"],
+    "traces.Computed": ADDED.moves["w"][0].root,
     "traces.Move": TRACED.moves["w"][0],
     "traces.Moves": TRACED.moves["w"],
     "lazy.Fetch": LAZY.fetches[0],
