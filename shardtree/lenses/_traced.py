@@ -15,7 +15,7 @@ from ..errors import MetadataError, ShapeError, TraceError, error_text
 from ..geometry import refuse, slices
 from ..lazy import LazyTensor, dense
 from ..mapping import ShardedTensor
-from ..traces import Box, Kind, Local, Trace, View, check_written, localized, trace, whole_shard
+from ..traces import Box, Kind, Local, Trace, View, check_written, localized, trace, view_of, whole_shard
 from ..trees import flatten_with_paths, is_plain_tensor, path_key
 from ._factory import as_factory
 from ._lens import Lens, Shape, StoredForm, check_box, check_exact, device_of, reshaped
@@ -86,7 +86,7 @@ def stored_by(
     axes = len(shard.global_shape) - front
     shape = (*(1,) * (axes - len(shard.local_shape)), *shard.local_shape)
     held = shard.data if shard.data is None or shape == shard.local_shape else reshaped(shard.data, shape)
-    sources, local, copies = _plan(
+    sources, local, copies, back = _plan(
         function, doing, drop, keep_views, shard.global_shape[front:], shard.dtype, shard.global_offset[front:], shape
     )
     names = {name: replaced_part(doing, shard.key, part, name) if part else shard.key for name in sources}
@@ -104,7 +104,12 @@ def stored_by(
         )
         for (name, box), view, copy in zip(local.boxes, local.views, copies, strict=True)
     ]
-    return StoredForm(tuple(shards), lambda parts: _merged(local, shard, parts, fill=0))
+
+    def merge(parts: Sequence[Any]) -> Any:
+        viewed = _viewed(parts[0], shape, back) if len(parts) == 1 else None
+        return _merged(local, shard, parts, fill=0) if viewed is None else reshaped(viewed, shard.local_shape)
+
+    return StoredForm(tuple(shards), merge)
 
 
 # By shape and dtype, and by box: a model has few of them, and thousands of tensors.
@@ -128,36 +133,47 @@ def _plan(
     dtype: torch.dtype,
     offset: Shape,
     shape: Shape,
-) -> tuple[Mapping[str, Kind], Local, list[Local]]:
-    """Return what is stored, the boxes that a held box is made of, and what makes each of them of it."""
+) -> tuple[Mapping[str, Kind], Local, list[Local], View | None]:
+    """Return what is stored, the boxes that make a held box, what makes each of them, and what one alone is to it."""
     back = _back(function, doing, drop, Kind(whole, dtype))
     # Each box holds nothing but what is held: together, ranks store each element once.
     local = localized(back, _HELD, offset, shape, most=2**62, keep_views=keep_views)
     if not prod(whole):  # an empty tensor must be stored too, or it would be missing
         boxes = [(name, Box((0,) * len(kind.shape), kind.shape)) for name, kind in back.sources.items()]
         local = replace(local, boxes=tuple(boxes), views=tuple(View(0, (0,) * len(box.shape)) for _, box in boxes))
-        return back.sources, local, [local] * len(boxes)
+        return back.sources, local, [local] * len(boxes), None
     there = local.trace.inverse(drop=True)
     whole_boxes = [(str(number), (0,) * len(box.shape), box.shape) for number, (_, box) in enumerate(local.boxes)]
-    return back.sources, local, [localized(there, *each) for each in whole_boxes]
+    held = Box((0,) * len(shape), shape)
+    alone = [move for moves in there.moves.values() for move in moves] if len(local.boxes) == 1 else []
+    is_all = len(alone) == 1 and alone[0].numel == prod(shape)
+    view = view_of(alone[0], held, shape) if is_all else None
+    return back.sources, local, [localized(there, *each) for each in whole_boxes], view
 
 
 def _box_data(held: Any, box: Box, view: View | None, copy: Local) -> Any:
     """Return the elements of a box that is stored: a view of what is held where it is one."""
-    if view is not None and isinstance(held, torch.Tensor):
-        if held.is_contiguous():
-            return held.as_strided(box.shape, view.steps, held.storage_offset() + view.at)
-        # Steps that lead along axes, over no axis's end, do so by any strides.
-        own = tuple(held.shape)
-        at, *steps = (_along_axes(flat, own) for flat in (view.at, *view.steps))
-        last = [
-            first + sum((size - 1) * step[axis] for size, step in zip(box.shape, steps, strict=True))
-            for axis, first in enumerate(at)
-        ]
-        if all(map(lt, last, own)):
-            place, *strides = (sum(map(mul, step, held.stride())) for step in (at, *steps))
-            return held.as_strided(box.shape, strides, held.storage_offset() + place)
-    return copy.made([held[slices(*own)] for _, own in copy.boxes])
+    viewed = _viewed(held, box.shape, view)
+    return copy.made([held[slices(*own)] for _, own in copy.boxes]) if viewed is None else viewed
+
+
+def _viewed(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
+    """Return a view of a tensor in memory, None if there is none."""
+    if view is None or not isinstance(tensor, torch.Tensor):
+        return None
+    if tensor.is_contiguous():
+        return tensor.as_strided(shape, view.steps, tensor.storage_offset() + view.at)
+    # Steps that lead along axes, over no axis's end, do so by any strides.
+    own = tuple(tensor.shape)
+    at, *steps = (_along_axes(flat, own) for flat in (view.at, *view.steps))
+    last = [
+        first + sum((size - 1) * step[axis] for size, step in zip(shape, steps, strict=True))
+        for axis, first in enumerate(at)
+    ]
+    if not all(map(lt, last, own)):
+        return None
+    place, *strides = (sum(map(mul, step, tensor.stride())) for step in (at, *steps))
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + place)
 
 
 def _along_axes(flat: int, shape: Shape) -> list[int]:

@@ -1,7 +1,7 @@
 """Traces: what code does to the elements of tensors, taken from running it once on tensors without data."""
 
 from ..lazy import Box
-from ._boxes import View
+from ._boxes import View, view_of
 from ._coverage import coverage
 from ._local import Local, check_written, localized, transformed, whole_shard
 from ._moves import Loop, Move, Moves

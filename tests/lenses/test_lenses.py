@@ -224,6 +224,16 @@ def test_a_box_that_cuts_through_parentheses_is_a_few_views(name: str, strided: 
         assert first_difference(part.data.contiguous(), stored.data[part.global_slice()].contiguous()) is None
 
 
+@pytest.mark.parametrize("lens", [expert_stack(experts=4), rearranged("(a b) c -> c a b", a=4), transposed()])
+def test_what_was_loaded_as_one_box_is_merged_without_a_copy(lens: Lens) -> None:
+    shard = held((8, 3))
+    built = lens(shard)
+    loaded = built.shards[0].data.clone(memory_format=torch.contiguous_format)
+    merged = built.merge([loaded])
+    assert first_difference(merged.contiguous(), shard.data) is None
+    assert merged.untyped_storage().data_ptr() == loaded.untyped_storage().data_ptr()
+
+
 def test_replicas_and_prepended_axes_stay() -> None:
     shard = replace(held((8, 3), prepended=2), replica_id=(0, 4))
     for part in compose(GATED, transposed(), rearranged("d (a f) -> a d f", a=2))(shard).shards:
