@@ -10,6 +10,7 @@ ROOM_OF = {
     "CheckpointSeries": "checkpoint",
     "StrictHandling": "checkpoint",
     "async_calls": "checkpoint",
+    "check_replicas": "checkpoint",
     "compare": "checkpoint",
     "convert": "checkpoint",
     "explain": "checkpoint",
@@ -113,6 +114,7 @@ if typing.TYPE_CHECKING:
     from .checkpoint import CheckpointSeries as CheckpointSeries
     from .checkpoint import StrictHandling as StrictHandling
     from .checkpoint import async_calls as async_calls
+    from .checkpoint import check_replicas as check_replicas
     from .checkpoint import compare as compare
     from .checkpoint import convert as convert
     from .checkpoint import explain as explain

@@ -11,10 +11,12 @@ __all__ = [
     "KindDifference",
     "OpenCheckpoint",
     "Removal",
+    "ReplicaDifference",
     "StepFiles",
     "StrictHandling",
     "ValueDifference",
     "async_calls",
+    "check_replicas",
     "compare",
     "convert",
     "explain",
@@ -46,6 +48,7 @@ if typing.TYPE_CHECKING:
         load_tensors_metadata,
         remove_sharded_tensors,
     )
+    from ._replicas import ReplicaDifference, check_replicas
     from ._verify import verify
     from .async_saves import AsyncCallsQueue, async_calls
     from .comparison import CheckpointDifference, KindDifference, ValueDifference, compare
@@ -68,10 +71,12 @@ else:
             "KindDifference": ".comparison",
             "OpenCheckpoint": "._lazy_tree",
             "Removal": ".series",
+            "ReplicaDifference": "._replicas",
             "StepFiles": ".series",
             "StrictHandling": ".loading",
             "ValueDifference": ".comparison",
             "async_calls": ".async_saves",
+            "check_replicas": "._replicas",
             "compare": ".comparison",
             "convert": ".conversion",
             "explain": ".loading._explain",

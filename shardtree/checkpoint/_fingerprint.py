@@ -17,10 +17,10 @@ from ..fingerprints import (
     add_fingerprints,
     column_parts,
     piece_total,
-    replica_problems,
     shard_totals,
+    unlike_replicas,
 )
-from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns, tensor_shards
+from ..layouts import ShardColumns, check_access, join_columns, select_rows, shard_columns
 from ..mapping import ShardedTensor
 from ..storage import Directory, Hashes, Storage, in_threads
 from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, stored_parts, unreplaced
@@ -28,6 +28,7 @@ from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
 from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
 from ._open import open_together, sharded_metadata
+from ._replicas import tree_shards, unlike_text
 
 Parts = Mapping[str, PartialFingerprint]
 
@@ -73,7 +74,7 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     ranks = current_world(world)
     if isinstance(tree, (str, PathLike, Storage)):
         return _of_checkpoint(tree, ranks, strategies)
-    shards = agree(ranks, "fingerprint: find the shards", partial(_shards, tree))
+    shards = agree(ranks, "fingerprint: find the shards", partial(tree_shards, "fingerprint", tree))
     described = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
     columns = agree(ranks, "fingerprint: check integrity", partial(_joined, described, tree))
     # A number for each shard travels, never elements: totals of disjoint shards add up to the tensor's fingerprint.
@@ -110,14 +111,6 @@ def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
     return in_threads(piece_total, pieces)
 
 
-def _shards(tree: Any) -> list[ShardedTensor]:
-    if not isinstance(tree, (dict, list, tuple)):
-        expected = "a dict, list or tuple of shards, or where a checkpoint is"
-        what = "fingerprint: neither a tree nor a place"
-        raise TreeError(error_text(what, found=type(tree).__name__, expected=expected))
-    return tensor_shards(tree)
-
-
 def _joined(described: Sequence[ShardColumns], tree: Any) -> ShardColumns:
     columns = join_columns(described)
     if not len(columns):
@@ -136,9 +129,11 @@ def _check_no_tensors(tree: Any) -> None:
 
 def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:
     # Checked before main replicas alone are counted: which of two unequal ones is the main one is arbitrary.
-    problems = replica_problems(columns, totals)
-    if problems:
-        fix = "Copy the main replicas' elements to the others: a save could store either."
+    unlike = unlike_replicas(columns, totals)
+    if unlike:
+        pairs = [(groups[0], group) for groups in unlike for group in groups[1:]]
+        problems = [unlike_text(columns, group, main) for main, group in pairs]
+        fix = "Copy the main replicas' elements to the others: a save could store either. See check_replicas."
         raise IntegrityError(error_text("fingerprint: replicas differ", offenders=problems, fix=fix))
     main = np.flatnonzero(columns.main)
     return add_fingerprints([column_parts(select_rows(columns, main), totals[main])])

@@ -146,11 +146,17 @@ def verify(
     threads: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Threads that read and check.", show_default="cores, up to 4")
     ] = None,
+    replicas: Annotated[
+        bool,
+        typer.Option("--replicas", help="Show how copies differ that files have of one tensor, and nothing else."),
+    ] = False,
     as_json: _Json = False,
 ) -> int:
     """Read every byte of a checkpoint, and show each damaged region of a file."""
-    from ._verify import run_verify
+    from ._verify import run_replicas, run_verify
 
+    if replicas:
+        return run_replicas(checkpoint, as_json=as_json)
     return run_verify(checkpoint, threads=threads, as_json=as_json)
 
 

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from ..checkpoint import verify
+from ..checkpoint import check_replicas, verify
 from ..errors import plural, shorten
 from ..storage import storage_at
 from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
+from ..world import one_process
 from ._contents import files_in
 from ._output import Output, bar, json_text, pace, printable, show_verdict, size
 
@@ -45,6 +46,24 @@ def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
         _show(Output(), checkpoint, report, damage, amount)
     # Bytes without a checksum aren't damage: most formats of other programs have some.
     return 1 if damage else 0
+
+
+def run_replicas(checkpoint: str, *, as_json: bool) -> int:
+    """Print how the copies differ that a checkpoint's files have of one tensor; return 0 where none do, else 1.
+
+    Raises:
+        CheckpointingException: there is no checkpoint.
+    """
+    found = check_replicas(checkpoint, world=one_process())
+    if as_json:
+        print(json_text({"checkpoint": checkpoint, "equal": not found, "differences": [asdict(one) for one in found]}))
+        return 1 if found else 0
+    console = Output()
+    for one in found:
+        console.print(Text(printable(str(one))))
+    differ = f"copies of {plural(len({one.key for one in found}), 'tensor')} differ in {checkpoint}"
+    show_verdict(console, not found, differ if found else f"all copies in {checkpoint} are equal")
+    return 1 if found else 0
 
 
 def find_damage(checkpoint: str, threads: int | None = None) -> tuple[tuple[Damage, ...], VerifyReport]:

@@ -23,10 +23,10 @@ from ._tensors import (
     column_parts,
     main_shards,
     partial_fingerprints,
-    replica_problems,
     shard_parts,
     shard_totals,
     tensor_fingerprint,
+    unlike_replicas,
 )
 
 __all__ = [

@@ -158,36 +158,35 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFinge
     return {key: PartialFingerprint(kind, count, total) for key, kind, count, total in rows}
 
 
-def replica_problems(columns: ShardColumns, totals: Words) -> tuple[str, ...]:
-    """Return the shards that should hold the same elements, by key and ranks, and don't.
+def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]]]:
+    """Return the shards that should hold the same elements and don't: for each such box, groups of rows that are alike.
 
     Args:
         columns: all ranks' shards, replicas too; shards of the same box are compared.
         totals: what each of them adds to its tensor's sum, uint64 (shards,).
+
+    Returns:
+        Of each box the main replica's group first.
 
     Examples:
         >>> import torch, shardtree as st
         >>> copies = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=number) for number in (0, 1)]
         >>> own = [st.layouts.shard_columns([copy], rank) for rank, copy in enumerate(copies)]
         >>> columns = st.layouts.join_columns(own)
-        >>> replica_problems(columns, np.array([5, 6], dtype=np.uint64))
-        ("'w': rank 1 holds other elements than rank 0",)
+        >>> unlike_replicas(columns, np.array([5, 6], dtype=np.uint64))
+        [[[0], [1]]]
     """
     places = (columns.key, *columns.offset.T, *columns.shape.T, columns.start, columns.stop)
     # Main replicas first within each place: the others are compared with the one that is saved.
     order = np.lexsort((columns.rank, ~columns.main, *places))
-    first = np.ones(len(order), dtype=np.bool_)
-    first[1:] = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
-    main = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
-    pairs = zip(order.tolist(), main.tolist(), strict=True)
-    rank, rows = columns.rank.tolist(), [(row, of) for row, of in pairs if totals[row] != totals[of]]
-    return tuple(f"{columns.keys[columns.key[row]]!r}: {_differing(rank[row], rank[of])}" for row, of in rows)
-
-
-def _differing(rank: int, main_rank: int) -> str:
-    if rank == main_rank:
-        return f"rank {rank} holds it twice, with different elements"
-    return f"rank {rank} holds other elements than rank {main_rank}"
+    new = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
+    first = np.maximum.accumulate(np.where(np.append(True, new), np.arange(len(order)), 0)) if len(order) else order
+    unlike = totals[order] != totals[order[first]]
+    found: dict[int, dict[int, list[int]]] = {place: {} for place in np.unique(first[unlike]).tolist()}
+    for place, row in zip(first.tolist(), order.tolist(), strict=True):
+        if place in found:
+            found[place].setdefault(int(totals[row]), []).append(row)
+    return [list(groups.values()) for groups in found.values()]
 
 
 def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[str, int]:

@@ -99,10 +99,13 @@ class Resolution:
         find: returns plain data, the result of a share of the work; called with the share's number, and how many shares
             there are: one for each rank that needs it.
         keep: notes all shares' results, in order, in what the format knows of the checkpoint on this rank; or raises.
+        copies: what of this compares copies that files have of one part of a tensor: its key, and the name of each file
+            with a function that reads its copy. One rank alone compares them as it reads.
     """
 
     find: Callable[[int, int], Any]
     keep: Callable[[Sequence[Any]], None]
+    copies: Sequence[tuple[str, Sequence[tuple[str, Callable[[], Any]]]]] = ()
 
 
 class Resolve(Protocol):

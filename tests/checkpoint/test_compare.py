@@ -16,9 +16,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import LoadOptions
-from shardtree.checkpoint.comparison import _values
+from shardtree.checkpoint import _differences
+from shardtree.checkpoint._differences import ValueDifference, boxes_within
 from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare
-from shardtree.checkpoint.comparison._values import ValueDifference, boxes_within
 from shardtree.errors import UnsafeFile
 from shardtree.layouts import TensorKind
 from shardtree.storage import MemoryStorage
@@ -87,7 +87,7 @@ def test_the_law_catches_a_comparison_that_reads_half(monkeypatch: pytest.Monkey
     def half(shape: tuple[int, ...], most: int, doing: str) -> Any:
         return list(boxes_within(shape, most, doing))[:4]
 
-    monkeypatch.setattr(_values, "boxes_within", half)
+    monkeypatch.setattr(_differences, "boxes_within", half)
     with pytest.raises(AssertionError):
         check_finds(state, left, right, "w", 64)
 

@@ -118,6 +118,10 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "save and compare replicas": lambda world: shardtree.save(
             tree(world, 2.0), storage, world=world, overwrite=True, options=shardtree.SaveOptions(check_replicas=True)
         ),
+        "check replicas": lambda world: shardtree.check_replicas(
+            {"w": tree(world)["w"], "norm": tree(world, float(world.rank))["norm"]}, world=world
+        ),
+        "check replicas of files": lambda world: shardtree.check_replicas(storage, world=world),
         "save and finalize": lambda world: (
             shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True, async_sharded_save=True)
             .add_finalize_fn(lambda: None)
@@ -159,6 +163,8 @@ SCENARIOS = [
     "save under a long name",
     "save unchecked",
     "save and compare replicas",
+    "check replicas",
+    "check replicas of files",
     "save and finalize",
     "load unchecked",
     "save in another format",

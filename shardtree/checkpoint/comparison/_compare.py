@@ -17,9 +17,10 @@ from ...plans import grouped, size_text
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
+from .._differences import ValueDifference, value_difference
 from .._dispatch import given_options
 from .._lazy_tree import OpenCheckpoint, open_checkpoint
-from ._values import BoxReader, ValueDifference, group_bytes, value_difference
+from ._values import BoxReader, group_bytes
 
 MOST_BYTES = 64 * 1024 * 1024
 

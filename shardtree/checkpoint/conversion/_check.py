@@ -20,10 +20,11 @@ from ...plans import grouped
 from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, values_only
 from ...world import World, agree, gather, on_rank_zero
+from .._differences import ValueDifference, boxes_within, combined, value_difference
 from .._fingerprint import in_usual_threads
 from .._lazy_tree import OpenCheckpoint
 from ..comparison._compare import plain_difference
-from ..comparison._values import BoxReader, ValueDifference, boxes_within, combined, group_bytes, value_difference
+from ..comparison._values import BoxReader, group_bytes
 from ._passage import Passage, passed_fingerprints
 from ._plan import Plan
 from ._source import StoredObject, expect_tensors

@@ -15,8 +15,9 @@ from ...geometry import slices
 from ...layouts import TensorKind
 from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor
+from .._differences import Box, box_shape
 from .._fingerprint import in_usual_threads
-from ..comparison._values import Box, BoxReader, box_shape, group_bytes
+from ..comparison._values import BoxReader, group_bytes
 
 
 @dataclass(slots=True, eq=False)

@@ -222,7 +222,8 @@ def resolve(
         return
 
     def unresolved() -> Resolution | None:
-        return None if callable(sharded) else row(checkpoint, *wanted())
+        found = None if callable(sharded) else row(checkpoint, *wanted())
+        return None if found is not None and found.copies and world.size == 1 else found
 
     resolution, needed = share(world, "load: needs resolving", unresolved, lambda found: found is not None)
     ranks = [rank for rank, needs in enumerate(needed) if needs]

@@ -9,17 +9,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..._shielded import shielded
 from ...errors import IntegrityError, error_text
-from ...fingerprints import replica_problems, shard_totals
 from ...layouts import ShardColumns, shard_columns
-from ...mapping import is_main_replica
-from ...plans import held_places, level_writes
+from ...mapping import ShardedTensor, is_main_replica
+from ...plans import level_writes
 from ...storage import Directory, Storage, background_threads
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
-from ...world import World, agree, current_world, gather, share, step, tried
+from ...world import World, agree, current_world, share, step, tried
 from .._consistency import (
     Description,
     KnownLayout,
@@ -31,7 +29,8 @@ from .._consistency import (
     known_layout,
 )
 from .._dispatch import Backends, Choice, backends_of, check_options
-from .._fingerprint import check_can_hold, in_usual_threads
+from .._fingerprint import check_can_hold
+from .._replicas import differing_replicas
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
 from ._common import common_to_store
@@ -66,7 +65,7 @@ def save(
     2. Meet: ranks describe their shards to each other, and rank 0 makes the save's own folder, in `checkpoint_dir` or
        beside it. One collective, two for many ranks.
     3. Compare: common states where their hashes differ, which `options` may unite; with `check_replicas`, sums of what
-       replicas hold, which step 4 compares. Usually no collective.
+       replicas hold. Usually no collective.
     4. Plan: check that shards tile their tensors, share out replicas, lay out this rank's files; an asynchronous save
        copies its tensors, unless `options` say that they stay. Nothing is written. One collective.
     5. Write this rank's files. No collective; an asynchronous save returns the request that does this and step 6.
@@ -134,11 +133,11 @@ def save(
     with ExitStack() as undo_folder:
         local, messages = meet(call, parts_or_error, checkpoint_dir, undo_folder)  # 2: all ranks wait
         local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if common states differ
-        sums = sum_replicas(call, local, messages)  # 3: all wait with check_replicas
+        check_replicas(call, local, messages)  # 3: all wait with the option of that name
         # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
         # Not before step 2, in which ranks that aren't asynchronous would be waited for in vain.
         writing = current_world(world, purpose="async save") if is_async else ranks
-        request = plan(call, local, messages, sums, writing)  # 4: nothing is written; all wait
+        request = plan(call, local, messages, writing)  # 4: nothing is written; all wait
         undo_folder.pop_all()  # from here on the request, if it is abandoned, removes the save's own folder
     if is_async:
         return warns_unused(request)
@@ -154,9 +153,6 @@ def _parts(call: SaveCall, options: Any, tree: Any, content_metadata: Mapping[st
     check_union(call)
     return (take_apart_for_later if call.is_async else take_apart)(tree, content_metadata)
 
-
-Sums = NDArray[np.uint64]
-"""What shards add to their tensors' fingerprints, uint64 (shards,)."""
 
 _STEPS = (
     "save: prepare",
@@ -261,60 +257,49 @@ def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequen
     return replace(local, parts=replace(local.parts, common=common, united=united))
 
 
-def sum_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> list[Sums]:
-    """Return what each rank's shards add to their tensors' fingerprints; one all-gather with `check_replicas`.
+def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> None:
+    """Raise, with the option of that name, if replicas differ; one all-gather if they don't.
 
     Args:
         call: the call of `save`.
         local: what this rank knows by itself.
         messages: each rank's, by rank.
 
-    Returns:
-        By rank, in the order of all ranks' columns, 0 for a shard that no other rank has; nothing where replicas
-        aren't compared.
-
     Raises:
-        IntegrityError: shards don't fit together.
+        IntegrityError: shards don't fit together, or replicas differ.
     """
     if not call.options.check_replicas:
-        return []
+        return
 
-    def own_sums() -> Sums:
-        columns = _checked_columns(call, local, messages)
-        own = np.flatnonzero(columns.rank == call.world.rank)
-        place, places = held_places(columns)
-        # A shard that no other rank holds has nothing to be compared with: no pass over its memory.
-        shared = np.flatnonzero(np.bincount(place, minlength=places)[place[own]] > 1)
-        order = np.arange(own.size) if local.known is None else local.known.order
-        sums = np.zeros(own.size, dtype=np.uint64)
-        sums[shared] = shard_totals([local.parts.tensors[number] for number in order[shared]], in_usual_threads)
-        return sums
+    def join() -> tuple[ShardColumns, Sequence[ShardedTensor]]:
+        order = range(len(local.parts.tensors)) if local.known is None else local.known.order.tolist()
+        return _checked_columns(call, local, messages), [local.parts.tensors[number] for number in order]
 
-    return gather(call.world, "save: compare replicas", own_sums)
+    problems = differing_replicas(call.world, join)
+    if problems:  # the same on every rank
+        fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
+        raise IntegrityError(error_text("save: replicas differ", offenders=map(str, problems), fix=fix))
 
 
 _PLAN_STEPS = ("save: check integrity", "save: see the folder")
 
 
-def plan(
-    call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: Sequence[Sums], writing: World
-) -> AsyncRequest[Any]:
+def plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], writing: World) -> AsyncRequest[Any]:
     """Return the request that writes this rank's part to the folder that rank 0 made, and then commits; a barrier.
 
     Args:
         call: the call of `save`.
         local: what this rank knows by itself.
         messages: each rank's, by rank.
-        sums: as `sum_replicas` returned them.
         writing: the ranks as they write and commit.
     """
     later = replace(call, world=writing)
-    return agree(call.world, "save: plan", partial(_plan, later, local, messages, sums), steps=_PLAN_STEPS)
+    return agree(call.world, "save: plan", partial(_plan, later, local, messages), steps=_PLAN_STEPS)
 
 
-def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: Sequence[Sums]) -> AsyncRequest[Any]:
+def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> AsyncRequest[Any]:
     with step("save: check integrity"):
-        (tensors, objects), columns = share_out(call, local, messages, sums)
+        (tensors, objects), columns = share_out(call, local, messages)
     with step("save: see the folder"):
         pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
     if call.is_async and call.options.snapshot:
@@ -324,19 +309,16 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: S
     return save_request(known, local.running, writes, parts.common, *backends, parts.united)
 
 
-def share_out(
-    call: SaveCall, local: LocalSave, messages: Sequence[Message], sums: Sequence[Sums]
-) -> tuple[Writes, ShardColumns | None]:
+def share_out(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> tuple[Writes, ShardColumns | None]:
     """Return what this rank writes, and all ranks' shards if it has them.
 
     Args:
         call: the call of `save`.
         local: what this rank knows by itself.
         messages: each rank's, by rank.
-        sums: as `sum_replicas` returned them.
 
     Raises:
-        IntegrityError: shards or objects don't fit together, or replicas differ.
+        IntegrityError: shards or objects don't fit together.
     """
     parts = local.parts
     objects = tuple(item for item in parts.objects if is_main_replica(item.replica_id))
@@ -344,10 +326,6 @@ def share_out(
     if not call.describes:
         return (tensors, objects), shard_columns(parts.tensors) if call.world.size == 1 else None
     columns = _checked_columns(call, local, messages)
-    problems = replica_problems(columns, np.concatenate(sums)) if sums else ()
-    if problems:
-        fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
-        raise IntegrityError(error_text("save: replicas differ", offenders=problems, fix=fix))
     if call.validate and call.world.size == 1:  # each main replica is the only one, and no other rank could write it
         return (tensors, objects), columns
     own = np.flatnonzero(columns.rank == call.world.rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...codec.archives import StoredTensor
 from ...storage import Buffer, Reader
@@ -123,12 +123,28 @@ def refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str
 
 
 def resolution(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> Resolution | None:
-    """Return how ranks compare all copies together, each a share by bytes; None if one rank does that as it reads."""
-    if checkpoint.world.size == 1 or checkpoint.options.verify is None or keys.isdisjoint(contents.copies):
+    """Return how ranks compare all copies together, each a share by bytes; None where there are none to compare."""
+    if checkpoint.options.verify is None or keys.isdisjoint(contents.copies):
         return None
     copies = [(key, copy) for key, each in sorted(contents.copies.items()) for copy in each]
     keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in copies])
-    return Resolution(partial(_differing, checkpoint, [copy for _, copy in copies]), keep)
+    return Resolution(
+        partial(_differing, checkpoint, [copy for _, copy in copies]), keep, _readable(checkpoint, copies)
+    )
+
+
+def _readable(
+    checkpoint: Checkpoint, copies: Sequence[tuple[str, Copy]]
+) -> list[tuple[str, list[tuple[str, Callable[[], Any]]]]]:
+    """Return the parts that have copies, with each file's name and how its copy is read."""
+    parts: dict[tuple[str, str, int], list[StoredTensor]] = {}
+    for key, (one, other, _) in copies:
+        part = parts.setdefault((key, one.file, one.begin), [one])
+        part.extend([] if other is None else [other])
+    return [
+        (key, [(checkpoint.storage.where(each.file), partial(filled, checkpoint, each)) for each in part])
+        for (key, *_), part in parts.items()
+    ]
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:

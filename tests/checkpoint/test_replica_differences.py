@@ -1,0 +1,154 @@
+"""check_replicas: who differs from whom, where first, how much; of live ranks, before a save, and of ranks' files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import shardtree as st
+from shardtree.checkpoint._replicas import ReplicaDifference
+from shardtree.storage import MemoryStorage
+from shardtree.testing import random_bits
+from tests.cli.checkpoints import document, run
+from tests.trees.samples import assert_caught
+
+SPECS = [(), ("dp",), (None, "tp"), ("tp", "dp"), (("dp", "tp"),)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64, torch.bool]
+Check = Callable[[list[Any]], list[tuple[ReplicaDifference, ...]]]
+
+
+def checked(trees: list[Any]) -> list[tuple[ReplicaDifference, ...]]:
+    return st.simulate(len(trees), lambda world: st.check_replicas(trees[world.rank], world=world))
+
+
+@some.composite
+def changes(draw: some.DrawFn) -> tuple[st.Mesh, st.PartitionSpec, torch.dtype, dict[int, int]]:
+    """Draw a mesh, a spec, a dtype, and on some ranks how many of the first elements change."""
+    mesh = st.Mesh(dp=draw(some.integers(1, 3)), tp=draw(some.integers(1, 3)))
+    ranks = draw(some.dictionaries(some.integers(0, mesh.size - 1), some.integers(1, 4), max_size=3))
+    return mesh, st.PartitionSpec(*draw(some.sampled_from(SPECS))), draw(some.sampled_from(DTYPES)), ranks
+
+
+def says_who_differs(check: Check, drawn: Any) -> None:
+    """Raise unless groups, counts and places are those that comparing whole tensors gives."""
+    mesh, spec, dtype, changed = drawn
+    whole = torch.zeros(8, 6, dtype=torch.uint8).bool() if dtype is torch.bool else random_bits((8, 6), dtype, 1)
+    trees = [st.map_data(torch.clone, tree) for tree in st.shard({"w": whole}, mesh, spec)]
+    for rank, count in changed.items():
+        data = trees[rank]["w"].data
+        flat = data.view(-1).view(torch.uint8)
+        flat[: count * data.itemsize : data.itemsize] ^= 1
+    held: dict[tuple[int, ...], dict[bytes, list[int]]] = {}
+    first: dict[tuple[int, ...], bytes] = {}
+    for rank, tree in enumerate(trees):
+        shard = tree["w"]
+        if shard.data.numel():
+            place = (*shard.global_offset, *shard.local_shape)
+            bits = shard.data.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            held.setdefault(place, {}).setdefault(bits, []).append(rank)
+            if st.is_main_replica(shard.replica_id):
+                first[place] = bits
+    expected = set()
+    for place, groups in held.items():
+        for bits, ranks in groups.items():
+            if bits != first[place]:
+                main, size = first[place], dtype.itemsize
+                unlike = [at for at in range(len(bits) // size) if bits[at * size :][:size] != main[at * size :][:size]]
+                index = (place[0] + unlike[0] // place[3], place[1] + unlike[0] % place[3])
+                expected.add((tuple(ranks), tuple(groups[main]), len(unlike), index))
+    for found in check(trees):
+        told = {(each.holders, each.than, each.values.count, each.values.first) for each in found if each.values}
+        assert told == expected and len(found) == len(expected)
+
+
+@pytest.mark.slow
+@given(changes())
+def test_what_differs_is_told_with_all_ranks_and_nothing_else(drawn: Any) -> None:
+    says_who_differs(checked, drawn)
+
+
+def test_the_law_catches_a_check_that_sees_every_second_rank_alone() -> None:
+    def careless(trees: list[Any]) -> Any:
+        return [tuple(each for each in found if 1 not in each.holders) for found in checked(trees)]
+
+    assert_caught(says_who_differs, careless, changes())
+
+
+def test_layer_norms_that_drifted_and_an_adapter_of_rank_0_alone() -> None:
+    def on_rank(world: st.World) -> Any:
+        norm, adapter = torch.ones(1000), torch.zeros(4, 8)
+        norm[[7, 900]] += torch.tensor([3 * 2**-23, 2**-23]) * (world.rank % 2)  # of every second rank
+        adapter += world.rank == 0
+        shard = st.ShardedTensor.from_rank_offsets
+        tree = {
+            "norm": shard("norm", norm, replica_id=world.rank),
+            "lora": shard("lora.A", adapter, replica_id=world.rank),
+            "own": shard("own", torch.full((2,), float(world.rank)), (0, world.rank, world.size)),
+        }
+        return list(map(str, st.check_replicas(tree, world=world)))
+
+    for lines in st.simulate(4, on_rank):
+        assert lines == [
+            "'lora.A': ranks 1-3 hold other elements than rank 0: 32 of 32 in [0:4, 0:8], by at most "
+            "1.0 (1065353216 ulp); the first at (0, 0): 0.0 and 1.0",
+            "'norm': ranks 1, 3 hold other elements than ranks 0, 2: 2 of 1000 in [0:1000], by at most "
+            "3.5762786865234375e-07 (3 ulp); the first at (7,): 1.0000003576278687 and 1.0",
+        ]
+
+
+def test_flat_shards_signed_zeros_and_nans() -> None:
+    def on_rank(world: st.World) -> Any:
+        data = torch.tensor([1.0, float("nan"), 0.0]) if world.rank == 0 else torch.tensor([1.0, 2.0, -0.0])
+        shard = st.ShardedTensor(
+            "w", data, torch.float32, (2, 3), (4, 3), (2, 0), (2, 1), world.rank, flattened_range=slice(2, 5)
+        )
+        return st.check_replicas([shard], world=world)
+
+    (found,) = st.simulate(2, on_rank)[1]
+    assert found.values is not None
+    assert (found.box, found.values.first, found.values.count) == ("elements [2:5] of [2:4, 0:3]", (3, 0), 2)
+    assert (found.values.ulps, found.values.largest) == (0, 0.0)
+
+
+def test_the_save_tells_the_same() -> None:
+    shards = [st.ShardedTensor.from_rank_offsets("w", torch.full((3,), 1.0 + at), replica_id=at) for at in range(2)]
+    folder, options = MemoryStorage(), st.SaveOptions(check_replicas=True)
+    with pytest.raises(st.errors.IntegrityError) as caught:
+        st.simulate(2, lambda world: st.save([shards[world.rank]], folder, world=world, options=options))
+    (found,) = checked([[shard] for shard in shards])[0]
+    assert str(found) in str(caught.value) and folder.names() == ()
+
+
+def rank_files(values: list[list[float]], folder: Any) -> None:
+    for rank, value in enumerate(values):
+        out = io.BytesIO()
+        torch.save({"norm": torch.tensor(value), "same": torch.ones(2)}, out)
+        name = f"model_world_size_{len(values)}_rank_{rank}.pt"
+        folder.write(name, [out.getbuffer()], durable=False)
+
+
+def test_copies_of_ranks_files_are_compared() -> None:
+    folder = MemoryStorage()
+    rank_files([[1.0, 2.0], [1.0, 2.5], [1.0, 2.0], [1.0, 2.5]], folder)
+    for found in st.simulate(2, lambda world: st.check_replicas(folder, world=world)):
+        (line,) = map(str, found)
+        assert "rank_1.pt', " in line and "rank_3.pt' hold other elements than " in line
+        assert "1 of 2 in [0:2], by at most 0.5 (2097152 ulp); the first at (1,): 2.5 and 2.0" in line
+    other = MemoryStorage()
+    rank_files([[1.0, 2.0]] * 2, other)
+    assert st.check_replicas(other) == ()
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_command_shows_them(differs: bool, tmp_path: Any) -> None:
+    rank_files([[1.0], [2.0 if differs else 1.0]], st.storage.LocalStorage(tmp_path))
+    shown = run("verify", "--replicas", tmp_path)
+    assert shown.exit_code == differs and ("'norm'" in shown.output) == differs
+    told = document("verify", "--replicas", tmp_path, "--json", status=int(differs))
+    assert told["equal"] == (not differs) and [each["key"] for each in told["differences"]] == ["norm"] * differs
