@@ -72,7 +72,6 @@ __all__ = [
     "check_quantised",
     "check_relayed",
     "check_reshard",
-    "check_reshard_plan",
     "check_roundtrip",
     "check_rows",
     "check_schedule",
