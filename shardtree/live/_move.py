@@ -85,6 +85,9 @@ shorter ones, a step for each would take longer than packing them."""
 def long_pieces_apart(schedule: Schedule, long: int = LONG) -> Schedule:
     """Return a schedule in which no step has two long pieces between two ranks, or one beside short ones.
 
+    A load's exchange, whose pieces lie in large files, takes a tenth less of the processor's time by it. `redistribute`
+    doesn't use it: the same or less time a byte, but up to three times as many steps, which is slower on busy machines.
+
     Examples:
         >>> import shardtree as st
         >>> whole = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(size)) for key, size in (("a", 9), ("b", 1))]

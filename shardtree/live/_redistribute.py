@@ -32,7 +32,7 @@ from ._memory import (
     take_ends,
     target_memories,
 )
-from ._move import Route, Transport, long_pieces_apart, move
+from ._move import Route, Transport, move
 from ._proof import Summed, proved
 
 # A rank's rows in a plan, matched by the shards' places in their tensors.
@@ -214,8 +214,6 @@ def redistribute(
             # A rank without tensors takes part on the device that torch has as its current one.
             device = place if place is not None and place.type == kind else kind
         transport = ranks.device_exchange(kind) or ranks.exchange
-        # By the kind that all ranks have agreed on. On devices packing is much faster than sending, and steps are dear.
-        schedule = long_pieces_apart(schedule) if kind == "cpu" else schedule
     allocate = partial(
         _allocate,
         ends,

@@ -383,6 +383,7 @@ CALLS: dict[str, Call] = {
     "traces.Moves.near": (TRACED.moves["w"].near, 0, 3),
     "traces.axis_of": (traces.axis_of, 2, (4, 2)),
     "traces.factored": (traces.factored, TRACED.moves["w"][0], (4, 2), (2, 4)),
+    "traces.view_of": (traces.view_of, traces.Move("w", 0, 0, ((8, 1, 1),)), traces.Box((0, 0), (4, 2)), (4, 2)),
     "traces.coverage": (traces.coverage, [traces.Move(None, 0, 3, ((2, 1, 1),))], 8),
     "lenses.from_function": (lambda shard: lenses.from_function(lambda w: w.T)(shard).shards, WEIGHT),
     "lenses.through_trace": (lambda tree, trace: lenses.through_trace(tree, trace)["w"].key, {"w": WEIGHT}, TRACED),
