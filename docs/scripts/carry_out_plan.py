@@ -100,7 +100,7 @@ def _box(moved, row, side, shards):
     data = shards[moved[side][row]].detach()
     # Places are counted in the row-major elements of what a rank holds, of a flat range too.
     bits = data.view(BITS[data.itemsize])
-    flat = bits.view(-1) if side == "target" else bits.reshape(-1)
+    flat = bits.view(-1) if side == "target" else bits.contiguous().view(-1)
     first = flat.storage_offset() + moved[f"{side}_element"][row]
     return data.dtype, flat.as_strided(moved["shape"][row], moved[f"{side}_stride"][row], first)
 

@@ -32,6 +32,7 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
     cut, largest = _blocks(matrix, block)
     # As transformers computes it, bit for bit: what values are multiplied by, and the reciprocal of that.
     by = torch.where(largest > 0, MOST[FP8] / torch.where(largest > 0, largest, 1.0), 1.0)
+    by = by.clamp(max=torch.finfo(torch.float32).max)  # of the smallest numbers it would be infinite
     return nearest_fp8(_whole(cut * by[..., :, None, :, None])), 1.0 / by
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import ShapeError, UnsupportedValue, error_text
+from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ..lazy import Box, of_source
 from ..mapping import ShardedTensor
 from ..trees import key_matcher
@@ -40,7 +41,9 @@ def recode(
     Raises:
         ShapeError: the form is only read. When it is applied: tensors with the names of a form fit none, or FP8 values
             have no scales; names each.
-        UnsupportedValue: when it is written: an element isn't finite, or is rounded although that is an error.
+        KeyMismatch: a part would have the key of another tensor; names each.
+        UnsupportedValue: a float64 weight would be rounded although that is an error. When it is written: an element
+            isn't finite, or is rounded.
 
     Examples:
         >>> import shardtree as st
@@ -59,22 +62,37 @@ def recode(
         to.check_made("recode")
 
     def recoded(tree: Mapping[str, Any]) -> dict[str, Any]:
-        found = _found(tree, known)
+        tensors = {key: leaf for key, leaf in tree.items() if isinstance(leaf, ShardedTensor)}
+        found = _found(tensors, known)
         used = {name for key, form in found.items() for name in form.keys(key)}
         made = {key: leaf for key, leaf in tree.items() if key not in used}
-        plain = [key for key, leaf in made.items() if isinstance(leaf, ShardedTensor) and fits(key)]
+        plain = [key for key, leaf in tensors.items() if key in made and leaf.dtype.is_floating_point and fits(key)]
+        wide = [key for key in plain if lossless and isinstance(to, Form) and tensors[key].dtype == torch.float64]
+        if wide:
+            fix = "Forms are computed in float32: cast these first, or recode with lossless=False."
+            raise UnsupportedValue(error_text("recode: float64 would be rounded", offenders=map(repr, wide), fix=fix))
         weights = [made.pop(key) for key in plain] if isinstance(to, Form) else []
         for key, form in found.items():
             exact = torch.float32 if lossless or isinstance(to, Form) else to
             held = ShardedTensor.from_rank_offsets(
-                key, torch.empty(form.shape_of(key, tree), dtype=exact, device="meta")
+                key, torch.empty(form.shape_of(key, tensors), dtype=exact, device="meta")
             )
             held = held.without_data()
-            data = form.lens(held).merge([tree[name].data for name in form.keys(key)])
+            data = form.lens(held).merge([tensors[name].data for name in form.keys(key)])
             weights.append(replace(held, data=data))
-        return made | {part.key: part for weight in weights for part in _recoded(weight, to, lossless)}
+        parts = [part for weight in weights for part in _recoded(weight, to, lossless)]
+        return _united(made, parts)
 
     return recoded
+
+
+def _united(made: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str, Any]:
+    counts = Counter([*made, *(part.key for part in parts)])
+    taken = [repr(key) for key, count in counts.items() if count > 1]
+    if taken:
+        fix = "Rename what has these keys, or leave those weights as they are: none of both may be lost."
+        raise KeyMismatch(error_text("recode: keys that other tensors have", offenders=taken, fix=fix))
+    return {**made, **{part.key: part for part in parts}}
 
 
 def _found(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:

@@ -207,12 +207,13 @@ def takes_a_world() -> set[str]:
     return {name for name, each in found.items() if "world" in getattr(inspect.unwrap(each), "__annotations__", ())}
 
 
-# A request is made by a save; `fingerprint` has no option that changes what ranks do; `redistribute` compares its own.
+# A request is made by a save; `fingerprint` and `check_replicas` have no option that changes what ranks do;
+# `redistribute` compares its own.
 HERE = {"save", "load", "load_plain_tensors", "load_module", "remove_sharded_tensors", "convert", "CheckpointSeries"}
 
 
 def test_the_tables_here_have_every_call_that_takes_a_world() -> None:
-    assert takes_a_world() - {"AsyncRequest", "fingerprint", "redistribute"} == HERE
+    assert takes_a_world() - {"AsyncRequest", "check_replicas", "fingerprint", "redistribute"} == HERE
 
 
 def asynchronous_alone(folder: str, world: World) -> tuple[str, float]:

@@ -177,3 +177,36 @@ def test_cuts_through_packed_values_are_refused() -> None:
 def test_names_of_another_ending_are_told() -> None:
     with pytest.raises(CheckpointingException, match="a weight of another name"):
         FORMS["awq"].keys("w")
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.encode is not None])
+@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 5e-37, 1e-30, 3e38])
+def test_numbers_at_the_ends_of_float32_never_become_nan(name: str, tiny: float) -> None:
+    weight = torch.zeros(128, 128)
+    weight[0, 0] = tiny
+    form = FORMS[name]
+    (found,) = form.dequantise(form.quantise({"w": weight}), torch.float32).values()
+    assert not found.isnan().any() and not found[1:].any()
+
+
+def test_recode_leaves_objects_and_numbers_that_are_no_floats_alone() -> None:
+    whole = st.ShardedTensor.from_rank_offsets
+    rng = st.ShardedObject("rng", {"seed": 1}, (1,), (0,))
+    place, done = st.storage.MemoryStorage(), st.storage.MemoryStorage()
+    st.save([whole("a.weight", torch.ones(2, 4)), whole("b.weight", torch.arange(8).reshape(2, 4)), rng], place)
+    st.convert(place, done, backend="safetensors", transform=recode(FORMS["fp8_rows"], also=["**.weight"]))
+    tree = st.open_checkpoint(done)
+    assert {"a.weight", "a.weight_scale", "b.weight"} <= set(tree) and tree["b.weight"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("tensors", "lossless", "words"),
+    [
+        ({"w": torch.ones(2, 4), "w_scale": torch.ones(3)}, False, "keys that other tensors have\n  'w_scale'"),
+        ({"w": torch.full((2, 4), 1 / 3, dtype=torch.float64)}, True, "float64 would be rounded\n  'w'"),
+    ],
+)
+def test_recode_refuses_what_would_be_lost(tensors: dict[str, torch.Tensor], lossless: bool, words: str) -> None:
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+    with pytest.raises(st.errors.CheckpointingException, match=words):
+        recode(FORMS["fp8_rows"], also=["w"], lossless=lossless)(tree)

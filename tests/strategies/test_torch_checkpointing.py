@@ -177,6 +177,26 @@ def test_boxes_that_are_not_rows_of_the_ranks_tensor_are_refused_by_name(wrong: 
         st.load_plain_tensors(folder_of(by_hand(described(of_boxes(FIRST, wrong), 2))))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        boxes(([1, 0], [0, 0], [2, 2]), shape=(9, 2)),  # another whole
+        {"type": "default_tensor_v1", "data": MIDDLE["data"] | {"local_sizes": [[2, 2], [1, 2]]}},
+    ],
+)
+def test_boxes_that_contradict_each_other_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(st.errors.CheckpointingException, match=r"'model\.w': .*contradicts itself"):
+        st.load_plain_tensors(folder_of(by_hand(described(of_boxes(FIRST, wrong), 2))))
+
+
+@pytest.mark.parametrize(
+    "hide", [lambda tensor: {tensor}, lambda tensor: {tensor: 1}, lambda tensor: [frozenset([tensor])]]
+)
+def test_tensors_that_no_path_leads_to_are_refused(hide: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(UnsupportedValue, match="outside of dicts, lists and tuples"):
+        st.open_checkpoint(folder_of({"model_0.pt": archive({"held": hide(WHOLE)})}))
+
+
 def test_boxes_that_leave_a_gap_are_found() -> None:
     short = boxes(([1, 0], [0, 0], [1, 2]))
     with pytest.raises(CorruptCheckpoint, match=r"'model\.w': 6 of 8 elements"):

@@ -43,6 +43,7 @@ CALLS: dict[str, Call] = {
     "extract_nonpersistent": st.trees.extract_nonpersistent,
     "extract_sharded": st.trees.extract_sharded,
     "factories_by_pattern": lambda deep: st.lenses.factories_by_pattern(deep, {"w": st.lenses.transposed()}),
+    "check_replicas": st.check_replicas,
     "fingerprint": st.fingerprint,
     "partial_fingerprints": st.fingerprints.partial_fingerprints,
     "from_local": lambda deep: st.from_local(deep, MESH, SPEC, 0),

@@ -8,7 +8,8 @@ from math import prod
 from typing import Any
 
 from ...codec.archives import StoredDTensor, StoredTensor
-from ...errors import TreePath
+from ...codec.pickles import contents
+from ...errors import TreePath, UnsupportedValue, error_text
 from ...mapping import ShardedObject
 from ...trees import HOLE, diff
 from .._values import Checkpoint
@@ -52,6 +53,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
                     check_rank(files[number], rank, ".".join([item, *map(str, path)]), tensor)
                     found.setdefault(path, []).append((rank, number, tensor))
                 rest[rank] = _without_tensors(files[number].value)
+                _refuse_hidden(rest[rank], files[number].where)
         for path, held in found.items():
             key = ".".join([item, *map(str, path)])
             boxes = listing.boxes.get((item, json.dumps(list(path), separators=(",", ":"), default=str)))
@@ -62,7 +64,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         first = next(iter(rest.values()))
         if any(diff(first, other) for other in rest.values()):
             cells = {rank: ShardedObject(item, None, (len(rest),), (cell,)) for cell, rank in enumerate(rest)}
-            objects |= {cells[rank].unique_key: value for rank, value in rest.items()}
+            objects |= {cells[rank].unique_key: {} if value is HOLE else value for rank, value in rest.items()}
         elif first is not HOLE:
             common[item] = first
     return contents_of(files, tensors, common=common, objects=objects, where=checkpoint.storage.where)
@@ -89,6 +91,24 @@ def _without_tensors(value: Any) -> Any:
     return value
 
 
+def _refuse_hidden(value: Any, where: str) -> None:
+    """Raise if a value has tensors where no path leads: in a set, as a dict's key, in an object.
+
+    Raises:
+        UnsupportedValue: it has.
+    """
+    left, seen = [value], set[int]()
+    while left:
+        one = left.pop()
+        if isinstance(one, (StoredTensor, StoredDTensor)):
+            what = f"open: {where!r} has tensors outside of dicts, lists and tuples"
+            fix = "Load it with torch_checkpointing, and save these tensors in a dict."
+            raise UnsupportedValue(error_text(what, found="one in a set or an object, or as a key", fix=fix))
+        if id(one) not in seen:
+            seen.add(id(one))
+            left.extend(contents(one))
+
+
 def _place_boxes(
     key: str, held: Sequence[Found], boxes: Mapping[int, ValueAt], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
@@ -102,7 +122,10 @@ def _place_boxes(
             return
         names = ("global_offsets", "local_offsets", "local_sizes")
         rows = [[each.shape() for each in boxes[rank].member(name).items()] for name in names]
-        for offset, inner, size in zip(*rows, strict=False):
+        if boxes[rank].member("global_shape").shape() != whole or len({*map(len, rows)}) > 1:
+            tensors.refused[key] = f"what metadata.pkl says of {files[number].where!r} contradicts itself"
+            return
+        for offset, inner, size in zip(*rows, strict=True):
             if not _is_rows(tensor, inner, size) or not _is_inside(offset, size, whole):
                 tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't rows of the rank's tensor"
                 return
