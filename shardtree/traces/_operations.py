@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ELEMENTWISE = EXACT | INEXACT
 VIEWS = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "view"}
 EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+RANDOM = {"rand_like", "randn_like", "randint_like"}
 _NUMBERED = 1 << 26
 """Of at most so many elements each gets a number, for a gather along several axes at once."""
 
@@ -53,6 +54,12 @@ def fill(record: Record, func: Any, into: torch.Tensor, value: Any = 0) -> torch
         with torch._C._DisableTorchDispatch():
             value = torch.tensor(value, dtype=into.dtype, device="cpu")
     record.write(into, value)
+    return into
+
+
+def _random(record: Record, func: Any, into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Record that what was there is gone: random elements are nobody's, so they count as never written."""
+    record.put(into, ())
     return into
 
 
@@ -304,6 +311,7 @@ RULES: dict[str, Callable[..., torch.Tensor]] = {
     "new_full": _filled(None, 2),
     **dict.fromkeys(("gather", "take", "rot90", "repeat_interleave", "tril", "triu", "take_along_dim"), by_number),
     **dict.fromkeys(("masked_select", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "im2col"), by_number),
-    **dict.fromkeys(EMPTY, lambda record, func, *args, **kwargs: _made_like(record, func, args, kwargs)),
+    **dict.fromkeys(EMPTY | RANDOM, lambda record, func, *args, **kwargs: _made_like(record, func, args, kwargs)),
+    **dict.fromkeys(("uniform_", "normal_", "random_", "bernoulli_", "exponential_"), _random),
 }
 """From an operator's name to how it is recorded, called with the record, the operator and its arguments."""

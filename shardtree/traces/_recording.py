@@ -152,7 +152,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._recorded(func, args, kwargs, tensors)
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        first, name = tensors[0], operator_name(func)
+        first, name, given = tensors[0], operator_name(func), (args, kwargs, tensors)
         # In here the mode is off: what an ordinary tensor held would be taken for what it holds now.
         if not all(isinstance(each, Tracer) for each in tensors):
             args = tuple([mapped(self.traced, each) for each in args])
@@ -176,7 +176,16 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             packet = getattr(torch.ops.aten, name[:-1])
             self.write(tensors[0], self.run(getattr(packet, func._overloadname), args, kwargs), keeps=True)
             return first
+        if not func._schema.is_mutable and self._are_blank(given[2]):
+            return func(*given[0], **given[1])
         return self.refuse(_NAMES.get(name, name), tensors)
+
+    def _are_blank(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether tensors are on meta and no source is in them: what is made of them counts as never written."""
+        if any(isinstance(each, Tracer) or each.device.type != "meta" for each in tensors):
+            return False
+        cells = [cell for each in tensors if (cell := self.known(each)) is not None]
+        return all(isinstance(move.root, Constant) for cell in cells for move in cell.writes)
 
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: torch.Tensor) -> Any:
         name = operator_name(func)

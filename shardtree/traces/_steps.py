@@ -200,7 +200,7 @@ EXACT = {
     *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
 }
 """Functions whose results are rounded the same wherever in a tensor an element lies."""
-INEXACT = {"exp", "exp2", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
+INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
 """Those that torch computes by other instructions at the end of a row."""
 _CHUNK, _VECTOR = 32_768, 64
 

@@ -520,3 +520,30 @@ st.trace(lambda given: {"w": given["w"].view(2, 2).T}, {"w": torch.empty(4)})
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_random_functions_fill_is_never_written_until_it_is_loaded() -> None:
+    def load(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        new = torch.empty_like(tensors["w"]).uniform_(1, 16).log_()
+        also = torch.expm1(torch.rand_like(tensors["w"]))
+        new[:2] = tensors["w"][:2]
+        return {"new": new, "also": also}
+
+    found = st.trace(load, {"w": torch.ones(3, 2)})
+    assert [(each.kind, each.name, each.elements) for each in found.check()] == [
+        ("unused", "w", 2),
+        ("unwritten", "new", 2),
+        ("unwritten", "also", 6),
+    ]
+    lost = st.trace(lambda tensors: {"w": tensors["w"].clone().normal_()}, {"w": torch.ones(3, 2)})
+    assert {each.kind for each in lost.check()} == {"unused", "overwritten", "unwritten"}
+
+
+def test_what_a_model_on_meta_computes_for_itself_isn_t_refused() -> None:
+    def load(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        index = torch.zeros(4, 4, 2, device="meta")
+        index[:, :, 0] += 3
+        return {"w": tensors["w"].clone(), "index": index.sum(-1)}
+
+    found = st.trace(load, {"w": torch.ones(3)})
+    assert [(each.kind, each.name, each.elements) for each in found.check()] == [("unwritten", "index", 16)]
