@@ -12,6 +12,7 @@ BENCHMARKS = (
     "maps",
     "opening",
     "planning",
+    "trace",
     "thousands",
     "small",
     "memory",
