@@ -1,4 +1,7 @@
-"""Loaders in the manner of inference engines, in our own words: each says which file and version it stands for."""
+"""Loaders in the manner of inference engines, in our own words: each says which file and commit it stands for.
+
+Those without a commit were compared with copies of the code whose commit isn't known; row parallel is from memory.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,8 @@ def fused_on_disk(rank: int, ranks: int):  # type: ignore[no-untyped-def]
 
     def load(weights: Weights) -> None:
         for _, weight in weights:
-            for number, part in enumerate(weight.split(FFN)):
-                both.data.narrow(0, number * each, each).copy_(part.chunk(ranks)[rank])
+            for number in range(2):
+                both.data.narrow(0, number * each, each).copy_(rows_of(rows_of(weight, number, FFN), rank, each))
 
     return {"gate_up": both}, load
 
@@ -131,13 +134,15 @@ def experts_in_one(rank: int, ranks: int):  # type: ignore[no-untyped-def]
 
 
 def interleaved_experts(rank: int, ranks: int):  # type: ignore[no-untyped-def]
+    """Rows of gate and up alternate: cut so, and taken apart once they are loaded."""
     each = FFN // ranks
     w13 = empty(EXPERTS, 2 * each, HIDDEN)
 
     def load(weights: Weights) -> None:
         [(_, weight)] = weights
-        gate, up = weight[:, ::2], weight[:, 1::2]
-        w13.data.copy_(torch.cat([rows_of(gate, rank, each, dim=1), rows_of(up, rank, each, dim=1)], dim=1))
+        mine = weight[:, 2 * rank * each : 2 * (rank + 1) * each, ...]
+        w13.data[:, : mine.shape[1], : mine.shape[2]].copy_(mine)
+        w13.data = torch.cat([w13.data[:, ::2], w13.data[:, 1::2]], dim=1)
 
     return {"w13": w13}, load
 
@@ -166,16 +171,14 @@ def transposed(rank: int, ranks: int):  # type: ignore[no-untyped-def]
 def grouped_qkv(rank: int, ranks: int):  # type: ignore[no-untyped-def]
     """Stored group by group: several queries, a key, a value."""
     group = HEADS // KV
-    q, kv = HEADS * SIZE, KV * SIZE
-    qkv = empty(q + 2 * kv, HIDDEN)
+    parameters, by_shard_id = qkv_by_shard_id(rank, ranks)
 
     def load(weights: Weights) -> None:
         [(_, weight)] = weights
-        groups = weight.view(KV, group + 2, SIZE, HIDDEN)
-        parts = [groups[:, :group], groups[:, group : group + 1], groups[:, group + 1 :]]
-        qkv.data.copy_(torch.cat([part.reshape(-1, HIDDEN) for part in parts]))
+        parts = weight.view(-1, group + 2, SIZE, HIDDEN).split([group, 1, 1], dim=1)
+        by_shard_id((f"{name}_proj", part.reshape(-1, HIDDEN)) for name, part in zip("qkv", parts, strict=True))
 
-    return {"qkv": qkv}, load
+    return parameters, load
 
 
 def rotary(rank: int, ranks: int):  # type: ignore[no-untyped-def]
@@ -208,25 +211,26 @@ def latent_attention(rank: int, ranks: int):  # type: ignore[no-untyped-def]
 
 def replaced_data(rank: int, ranks: int):  # type: ignore[no-untyped-def]
     each = FFN // ranks
-    weight_of = nn.Parameter(torch.empty(0), requires_grad=False)
+    w2 = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def load(weights: Weights) -> None:
         [(_, weight)] = weights
-        weight_of.data = rows_of(weight[:], rank, each)
-        weight_of.data = weight_of.data.t().contiguous()
+        w2.data = rows_of(weight[:], rank, each, dim=2)
+        w2.data = w2.data.transpose(1, 2)
 
-    return {"w": weight_of}, load
+    return {"w2": w2}, load
 
 
 def block_scales(rank: int, ranks: int):  # type: ignore[no-untyped-def]
-    """Values of 8 bits by scales of blocks of 4 by 4, as bfloat16."""
+    """Values of 8 bits by scales of blocks of 8 by 8, the last ones cut short, as bfloat16."""
     each = FFN // ranks
     weight_of = nn.Parameter(torch.empty(each, HIDDEN, dtype=torch.bfloat16), requires_grad=False)
 
     def load(weights: Weights) -> None:
         given = dict(weights)
-        scales = given["scale"].repeat_interleave(4, 0).repeat_interleave(4, 1)
-        whole = (given["w"].to(torch.float32) * scales).to(torch.bfloat16)
+        values = given["w"]
+        scales = given["scale"].repeat_interleave(8, dim=-2).repeat_interleave(8, dim=-1)
+        whole = (values.to(torch.float32) * scales[..., : values.shape[-2], : values.shape[-1]]).to(torch.bfloat16)
         weight_of.data.copy_(rows_of(whole, rank, each))
 
     return {"w": weight_of}, load
@@ -238,62 +242,76 @@ BY_EXPERT = {
     for number in range(EXPERTS)
     for name, shape in (("w1", (FFN, HIDDEN)), ("w2", (HIDDEN, FFN)), ("w3", (FFN, HIDDEN)))
 }
-LINEAR, MOE = "layers/linear.py", "layers/fused_moe/layer.py"
-VLLM, SGLANG = "vLLM 0.10, vllm/model_executor", "SGLang 0.5, python/sglang/srt"
+VLLM, SGLANG = "vLLM: vllm/model_executor", "SGLang: python/sglang/srt"
 
 LOADERS = {
     "qkv by shard id, kv heads on several ranks": Loader(
-        f"{VLLM}/{LINEAR}: QKVParallelLinear.weight_loader", ATTENTION, qkv_by_shard_id
+        f"{VLLM}/layers/linear.py @ 0036d38: QKVParallelLinear.weight_loader", ATTENTION, qkv_by_shard_id
     ),
     "gate and up": Loader(
-        f"{VLLM}/{LINEAR}: MergedColumnParallelLinear.weight_loader",
+        f"{VLLM}/layers/linear.py @ 0036d38: MergedColumnParallelLinear.weight_loader",
         {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN)},
         fused_gate_and_up,
     ),
     "gate and up, fused on disk": Loader(
-        f"{SGLANG}/{LINEAR}: MergedColumnParallelLinear.weight_loader", {"gate_up": (2 * FFN, HIDDEN)}, fused_on_disk
+        f"{SGLANG}/layers/linear.py @ 0079fcc: MergedColumnParallelLinear.weight_loader without a shard id",
+        {"gate_up": (2 * FFN, HIDDEN)},
+        fused_on_disk,
     ),
-    "row parallel": Loader(f"{VLLM}/{LINEAR}: RowParallelLinear.weight_loader", {"w": (HIDDEN, FFN)}, row_parallel),
+    "row parallel": Loader(
+        f"{VLLM}/layers/linear.py: RowParallelLinear.weight_loader", {"w": (HIDDEN, FFN)}, row_parallel
+    ),
     "padded vocabulary": Loader(
-        f"{VLLM}/layers/vocab_parallel_embedding.py: VocabParallelEmbedding.weight_loader",
+        f"{VLLM}/layers/vocab_parallel_embedding.py @ 00db011: VocabParallelEmbedding.weight_loader",
         {"w": (VOCAB, HIDDEN)},
         padded_vocabulary,
         (1, 2),
     ),
-    "experts by tp": Loader(f"{VLLM}/{MOE}: FusedMoE.weight_loader", BY_EXPERT, experts(parallel="tp")),
+    "experts by tp": Loader(
+        f"{VLLM}/layers/fused_moe/layer.py @ 0014ec6: FusedMoE.weight_loader", BY_EXPERT, experts(parallel="tp")
+    ),
     "experts by ep": Loader(
-        f"{SGLANG}/layers/moe/fused_moe_triton/layer.py: FusedMoE.weight_loader", BY_EXPERT, experts(parallel="ep")
+        f"{SGLANG}/layers/moe/fused_moe_triton/layer.py @ 008d7d0: FusedMoE.weight_loader",
+        BY_EXPERT,
+        experts(parallel="ep"),
     ),
     "experts in one tensor, transposed": Loader(
-        f"{VLLM}/models/llama4.py: Llama4Model.load_moe_expert_weights",
+        f"{VLLM}/models/llama4.py @ 0121c95: Llama4Model.load_moe_expert_weights",
         {"gate_up": (EXPERTS, HIDDEN, 2 * FFN), "down": (EXPERTS, FFN, HIDDEN)},
         experts_in_one,
     ),
     "gate and up of experts, interleaved": Loader(
-        f"{VLLM}/models/gpt_oss.py: GptOssModel.load_weights", {"w": (EXPERTS, 2 * FFN, HIDDEN)}, interleaved_experts
+        f"{VLLM}/models/gpt_oss.py @ 0025d69: GptOssModel.load_weights; then process_moe_weights, for TPUs",
+        {"w": (EXPERTS, 2 * FFN, HIDDEN)},
+        interleaved_experts,
     ),
-    "tied": Loader(f"{VLLM}/models/llama.py: LlamaForCausalLM", {"w": (VOCAB // 2, HIDDEN)}, tied_head, (1,)),
-    "transposed": Loader(f"{VLLM}/models/gpt2.py: GPT2Model.load_weights", {"w": (HIDDEN, FFN)}, transposed),
+    "tied": Loader(
+        f"{VLLM}/models/llama.py: LlamaForCausalLM, tie_weights", {"w": (VOCAB // 2, HIDDEN)}, tied_head, (1,)
+    ),
+    "transposed": Loader(
+        f"{VLLM}/models/gpt2.py @ 0176894: GPT2LMHeadModel.load_weights", {"w": (HIDDEN, FFN)}, transposed
+    ),
     "qkv by groups": Loader(
-        f"{VLLM}/models/internlm2.py: InternLM2ForCausalLM.load_weights",
+        f"{VLLM}/models/internlm2.py: InternLM2ForCausalLM.load_weights; not as of 0531c22, which splits activations",
         {"w": ((HEADS + 2 * KV) * SIZE, HIDDEN)},
         grouped_qkv,
-        (1,),
     ),
     "rotary rows": Loader(
-        f"{VLLM}/models/llama.py: LlamaForCausalLM.maybe_remap_mistral", {"w": (HEADS * SIZE, HIDDEN)}, rotary
+        f"{VLLM}/models/llama.py, later mistral.py: maybe_remap_mistral", {"w": (HEADS * SIZE, HIDDEN)}, rotary
     ),
     "latent attention": Loader(
-        f"{SGLANG}/models/deepseek_v2.py: DeepseekV2ForCausalLM.post_load_weights",
+        f"{SGLANG}/models/deepseek_v2.py @ v0.3.0, in load_weights, as of 00114ae in post_load_weights",
         {"w": (HEADS * 2 * SIZE, HIDDEN)},
         latent_attention,
     ),
     "data replaced": Loader(
-        f"{SGLANG}/layers/quantization/unquant.py: process_weights_after_loading", {"w": (FFN, HIDDEN)}, replaced_data
+        f"{SGLANG}/layers/quantization/unquant.py @ 0038b2b: UnquantizedFusedMoEMethod, after loading, on NPUs",
+        {"w": (EXPERTS, HIDDEN, FFN)},
+        replaced_data,
     ),
     "scales of blocks": Loader(
         f"{SGLANG}/layers/quantization/fp8_utils.py: block_quant_dequant",
-        {"w": (FFN, HIDDEN), "scale": (FFN // 4, HIDDEN // 4)},
+        {"w": (FFN, HIDDEN), "scale": (FFN // 8, -(-HIDDEN // 8))},
         block_scales,
         (1, 2, 4),
     ),
