@@ -18,6 +18,18 @@ from ._traits import FormatTraits, Stamp
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
 
+
+def fields_of_backend(backend: str, version: int) -> Fields:
+    """Return the fields of metadata.json of a folder that has none, in a format for all that is in it.
+
+    Examples:
+        >>> fields_of_backend("zarr", 3)["common_backend"]
+        'zarr'
+    """
+    backends = {"sharded_backend": backend, "sharded_backend_version": version}
+    return backends | {"common_backend": backend, "common_backend_version": version}
+
+
 COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
 
 T = TypeVar("T")

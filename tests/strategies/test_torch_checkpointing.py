@@ -104,7 +104,7 @@ def test_what_was_not_finished_or_is_not_whole_is_refused(saved: tuple[int, Path
     with pytest.raises(CorruptCheckpoint, match=rf"model_{ranks - 1}\.pt.* belongs to the checkpoint"):
         st.open_checkpoint(lacking)
     fewer = shutil.copytree(folder / "plain", tmp_path / "fewer")
-    for item in ("model", "optimizer", "tensors", "step", "loader"):
+    for item in ("model", "optimizer", "tensors", "step", "loader", "layer"):
         (fewer / f"{item}_{ranks - 1}.pt").unlink()
     with pytest.raises(CorruptCheckpoint, match=r"'model\.0\.weight': \d+ of 42 elements"):
         st.open_checkpoint(fewer)
@@ -114,6 +114,19 @@ def test_what_was_not_finished_or_is_not_whole_is_refused(saved: tuple[int, Path
     (exchanged / "third").rename(exchanged / "model_1.pt")
     with pytest.raises(CorruptCheckpoint, match="is another rank's file"):
         st.open_checkpoint(exchanged)
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+@pytest.mark.timeout(300)
+def test_a_save_that_is_killed_before_its_barrier_leaves_what_is_refused(tmp_path: Path) -> None:
+    done = torchrun(2, SCRIPT, str(tmp_path), "killed")
+    assert done.returncode != 0 and "SIGKILL" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["tmp_plain"]
+    assert {"model_0.pt", "model_1.pt"} <= {each.name for each in (tmp_path / "tmp_plain").iterdir()}
+    assert not st.is_checkpoint(tmp_path / "plain")
+    with pytest.raises(CorruptCheckpoint, match="wasn't finished"):
+        st.open_checkpoint(tmp_path / "tmp_plain")
 
 
 # Folders made by hand
@@ -175,6 +188,14 @@ def test_boxes_of_tensors_that_are_no_dtensors_lie_where_the_metadata_says() -> 
 def test_boxes_that_are_not_rows_of_the_ranks_tensor_are_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(st.errors.CheckpointingException, match=r"'model\.w': '.*model_1\.pt' has"):
         st.load_plain_tensors(folder_of(by_hand(described(of_boxes(FIRST, wrong), 2))))
+
+
+def test_copies_of_boxes_that_differ_are_refused_by_name() -> None:
+    files = by_hand(described(of_boxes(boxes(([0, 0], [0, 0], [4, 2])), boxes(([0, 0], [0, 0], [4, 2]))), 2))
+    equal = files | {f"model_{rank}.pt": archive({"w": WHOLE}) for rank in range(2)}
+    assert torch.equal(st.load_plain_tensors(folder_of(equal))["model.w"], WHOLE)
+    with pytest.raises(st.errors.CheckpointingException, match="have different copies of it"):
+        st.load_plain_tensors(folder_of(equal | {"model_1.pt": archive({"w": WHOLE + 1})}))
 
 
 @pytest.mark.parametrize(

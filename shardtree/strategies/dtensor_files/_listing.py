@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage
-from .._values import Fields
+from .._values import Fields, fields_of_backend
 
 BACKEND, VERSION = "dtensor_files", 1
 
@@ -40,12 +40,7 @@ def recognize(storage: Storage) -> Fields | None:
     """
     if storage.length("") is not None or not any(_is_parameters(name) for name in storage.names()):
         return None
-    return {
-        "sharded_backend": BACKEND,
-        "sharded_backend_version": VERSION,
-        "common_backend": BACKEND,
-        "common_backend_version": VERSION,
-    }
+    return fields_of_backend(BACKEND, VERSION)
 
 
 def _is_parameters(name: str) -> bool:

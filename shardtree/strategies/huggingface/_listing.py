@@ -11,7 +11,7 @@ from typing import Any
 from ...codec import parse_json
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage, listed
-from .._values import Checkpoint, Fields
+from .._values import Checkpoint, Fields, fields_of_backend
 
 # The names of a Hugging Face model's files, and the choice of the one by which a folder is read
 
@@ -36,12 +36,7 @@ def recognize(storage: Storage) -> Fields | None:
     """
     if find_weights(storage) is None:
         return None
-    return {
-        "sharded_backend": BACKEND,
-        "sharded_backend_version": VERSION,
-        "common_backend": BACKEND,
-        "common_backend_version": VERSION,
-    }
+    return fields_of_backend(BACKEND, VERSION)
 
 
 def find_weights(storage: Storage) -> str | None:

@@ -41,19 +41,19 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         UnsupportedValue: an item was written by another serialization than torch.save.
     """
     listing = listed(checkpoint.storage)
-    places = [(item, rank, name) for item, ranks in listing.files.items() for rank, name in ranks.items()]
-    files = read_archives(checkpoint, [name for _, _, name in places], {})
+    files = read_archives(checkpoint, [name for ranks in listing.files.values() for name in ranks.values()], {})
+    numbered = iter(enumerate(files))
     tensors, common, objects = Tensors(), dict[str, Any](), dict[str, Any]()
-    for item in listing.files:
+    for item, ranks in listing.files.items():
         found: dict[TreePath, list[Found]] = {}
         rest: dict[int, Any] = {}
-        for number, (of, rank, _) in enumerate(places):
-            if of == item:
-                for path, tensor in _tensors(files[number].value, ()):
-                    check_rank(files[number], rank, ".".join([item, *map(str, path)]), tensor)
-                    found.setdefault(path, []).append((rank, number, tensor))
-                rest[rank] = _without_tensors(files[number].value)
-                _refuse_hidden(rest[rank], files[number].where)
+        for rank in ranks:
+            number, file = next(numbered)
+            for path, tensor in _tensors(file.value, ()):
+                check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
+                found.setdefault(path, []).append((rank, number, tensor))
+            rest[rank] = _without_tensors(file.value)
+            _refuse_hidden(rest[rank], file.where)
         for path, held in found.items():
             key = ".".join([item, *map(str, path)])
             boxes = listing.boxes.get((item, json.dumps(list(path), separators=(",", ":"), default=str)))
@@ -115,7 +115,7 @@ def _place_boxes(
     """Add a tensor of which ranks have boxes that metadata.pkl describes; or the reason why it can't be read."""
     whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(held[0][2]).dtype
     tensors.add(key, dtype, whole)
-    placed = set[tuple[tuple[int, ...], ...]]()
+    placed = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()
     for rank, number, tensor in held:
         if rank not in boxes or not isinstance(tensor, StoredTensor) or tensor.dtype != dtype:
             tensors.refused[key] = f"{files[number].where!r} has another kind of it than metadata.pkl says"
@@ -129,10 +129,16 @@ def _place_boxes(
             if not _is_rows(tensor, inner, size) or not _is_inside(offset, size, whole):
                 tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't rows of the rank's tensor"
                 return
-            if (offset, size) not in placed:  # copies aren't compared, since their checksums are of whole tensors
-                placed.add((offset, size))
+            first, other = placed.setdefault((offset, size), (number, tensor))
+            if first == number:
                 begin = tensor.begin + (inner[0] * prod(size[1:]) if inner else 0) * dtype.itemsize
                 tensors.pieces.append(Piece(key, number, begin, offset, size))
+            elif tensor.shape != size or other.shape != size:  # checksums are of whole tensors
+                tensors.refused[key] = f"{files[number].where!r} has a copy of a part of {files[first].where!r}"
+                return
+            else:
+                differ = f"{files[number].where!r} and {files[first].where!r} have different copies of it"
+                tensors.add_copy(key, other, tensor, differ)
 
 
 def _is_rows(tensor: StoredTensor, inner: Sequence[int], size: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...codec.pickles import read_pickle
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...storage import Storage
-from .._values import Fields
+from .._values import Fields, fields_of_backend
 from ..archives import ValueAt
 
 BACKEND, VERSION = "torch_checkpointing", 1
@@ -49,12 +49,7 @@ def recognize(storage: Storage) -> Fields | None:
     named = bool(ranks) and ranks == set(range(len(ranks))) and all(0 in item for item in items.values())
     if METADATA not in names and not named:
         return None
-    return {
-        "sharded_backend": BACKEND,
-        "sharded_backend_version": VERSION,
-        "common_backend": BACKEND,
-        "common_backend_version": VERSION,
-    }
+    return fields_of_backend(BACKEND, VERSION)
 
 
 def by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -10,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch_checkpointing import CheckpointManager, ItemSpec
+from torch_checkpointing.barriers import DefaultStoreBarrier as StoreBarrier
 from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -26,13 +31,25 @@ def gathered(manager: DefaultMetadataManager, data: Any, process_group: Any = No
 DefaultMetadataManager._all_gather_pickled_data = gathered
 
 
-class Boxes(torch.Tensor):
-    """A rank's rows of a tensor that is no DTensor, as the package's protocol has them."""
+def killed_at_the_barrier() -> None:
+    """Have the last rank die where it has written its files, and the others wait for it."""
+    wait = StoreBarrier.execute_barrier
 
-    global_shape: tuple[int, ...]
-    global_offsets: tuple[tuple[int, ...], ...]
-    local_offsets: tuple[tuple[int, ...], ...]
-    local_sizes: tuple[tuple[int, ...], ...]
+    def execute(barrier: Any, *arguments: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(2)  # until the others have written theirs
+            os.kill(os.getpid(), signal.SIGKILL)
+        return wait(barrier, *arguments)
+
+    StoreBarrier.execute_barrier = execute
+
+
+def in_two_ways(grid: Any) -> dict[str, Any]:
+    """Return the state of a layer that FSDP2 cuts after tensor parallelism has."""
+    torch.manual_seed(1)
+    layer = parallelize_module(torch.nn.Linear(4, 8), grid["tp"], ColwiseParallel())
+    fully_shard(layer, mesh=grid["dp"])
+    return layer.state_dict()
 
 
 def trained(mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -69,6 +86,7 @@ def main(folder: str) -> None:
             "plain": torch.arange(3),
         },
         "step": 7,
+        "layer": in_two_ways(grid),
         "loader": {"rank": rank},
     }
     for name, resharder in (("plain", None), ("described", DefaultResharder())):
@@ -85,4 +103,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["killed"]:
+        killed_at_the_barrier()
     main(sys.argv[1])
