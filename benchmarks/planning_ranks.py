@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from shardtree._collector import collector_paused
+from shardtree._ambient import collector_paused
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,

@@ -7,7 +7,7 @@ import sys
 import types
 import typing
 
-from ._collector import collector_paused
+from ._ambient import collector_paused
 
 
 def import_quickly(module: str, package: str) -> types.ModuleType:

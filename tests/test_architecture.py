@@ -149,7 +149,7 @@ def test_a_library_is_imported_by_its_package_alone(library: str) -> None:
 def from_the_root(module: str) -> list[str]:
     """Return what a module imports of ours that is no room's: the root, or a name that would load all that waits."""
     ours = [name for name in imports(TEXTS[module], module) if name.startswith(".")]
-    known = PURE | EFFECT | {"testing", "_collector", "_deferred", "_shielded"}
+    known = PURE | EFFECT | {"testing", "_ambient", "_deferred"}
     return [name for name in ours if name.removeprefix(".").split(".")[0] not in known]
 
 

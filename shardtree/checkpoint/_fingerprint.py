@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import IntegrityError, StrategyError, TreeError, error_text, render_path
 from ..fingerprints import (
     PartialFingerprint,

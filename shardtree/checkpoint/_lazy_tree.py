@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any
 
 from .._deferred import notebook_html
-from .._shielded import shielded
 from ..errors import KeyMismatch, error_text
 from ..layouts import StoredLayout
 from ..lazy import frozen_values, stored_each

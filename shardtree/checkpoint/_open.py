@@ -8,7 +8,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
 from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor

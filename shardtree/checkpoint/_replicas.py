@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..codec import row_major_bits
 from ..errors import TreeError, error_text, rank_text, shorten
 from ..fingerprints import bytes_total, piece_total, shard_totals, unlike_replicas

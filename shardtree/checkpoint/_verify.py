@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import CorruptCheckpoint, StorageError, error_text, plural
 from ..storage import Directory, in_turn
 from ..strategies import (

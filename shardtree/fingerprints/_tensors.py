@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import IntegrityError, error_text
 from ..layouts import ShardColumns, TensorKind, shard_columns, tensor_shards
 from ..mapping import ShardedTensor, is_main_replica

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
 from . import _operations as operations
 from ._computed import Elementwise, OfWhole, Product, check_kind, check_one_shape

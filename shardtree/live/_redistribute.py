@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import IntegrityError, MetadataError, TreePath, error_text
 from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._collector import collector_paused
+from .._ambient import collector_paused
 from ..codec import byte_buffer
 from ..errors import StorageError
 from ..plans import LoadPlan, Runs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from .._shielded import shielded
+from .._ambient import shielded
 from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_text
 from ..layouts import ShardColumns
 from ..objects import ObjectRule

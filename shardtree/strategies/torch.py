@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from .._collector import collector_paused
+from .._ambient import collector_paused
 from ..codec.archives import add_record, archive_records, decode_archive, encode_archive, find_record
 from ..codec.pickles import read_pickle, write_pickle
 from ..errors import (

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree import _collector
-from shardtree._collector import collector_paused
+from shardtree import _ambient
+from shardtree._ambient import collector_paused
 from tests.trees.samples import assert_caught
 
 Pause = Callable[[], AbstractContextManager[None]]
@@ -143,7 +143,7 @@ def mixes_well(pause: Pause, on: bool, schedule: list[int]) -> None:
         collector.waits[number].release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collector, "gc", collector)
+        patch.setattr(_ambient, "gc", collector)
         started = [Thread(target=work, args=(number,), name=str(number), daemon=True) for number in range(threads)]
         for number, thread in enumerate(started):
             thread.start()
@@ -166,7 +166,7 @@ def test_however_threads_mix_the_collector_is_as_it_was(on: bool, schedule: list
 def test_the_law_of_threads_catches_one_that_turns_off_what_another_has_just_turned_on() -> None:
     @contextmanager
     def off_whatever_it_was() -> Iterator[None]:
-        collector = _collector.gc
+        collector = _ambient.gc
         was_on = collector.isenabled()
         collector.disable()
         try:
@@ -233,7 +233,7 @@ def test_after_an_interrupt_the_collector_is_on(monkeypatch: pytest.MonkeyPatch)
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_collector, "_mark_as_old", interrupted)
+    monkeypatch.setattr(_ambient, "_mark_as_old", interrupted)
     with real_collector(True):
         with pytest.raises(KeyboardInterrupt), collector_paused():
             pass
@@ -262,10 +262,10 @@ def most_alive(pause: Pause, rounds: int) -> int:
 
 @pytest.mark.slow
 def test_cycles_are_found_however_often_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_collector, "_MOST_UNSEEN", 5 * MADE)
+    monkeypatch.setattr(_ambient, "_MOST_UNSEEN", 5 * MADE)
     assert most_alive(collector_paused, 40) < 10
 
 
 def test_it_shows_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_collector, "_MOST_UNSEEN", 10**12)
+    monkeypatch.setattr(_ambient, "_MOST_UNSEEN", 10**12)
     assert most_alive(collector_paused, 40) == 40

@@ -14,7 +14,7 @@ from threading import TIMEOUT_MAX, Thread, current_thread
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..._shielded import shielded
+from ..._ambient import shielded
 from ...errors import CheckpointingException, WorldError, error_text, plural
 from ...layouts import tensor_shards
 from ...storage import host_memory

@@ -9,7 +9,6 @@ from io import BytesIO
 from typing import Any
 
 from ..._deferred import notebook_html
-from ..._shielded import shielded
 from ...errors import shorten
 from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor

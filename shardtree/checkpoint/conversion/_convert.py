@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from ..._deferred import notebook_html
-from ..._shielded import shielded
 from ...errors import (
     AlreadyACheckpoint,
     CorruptCheckpoint,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ... import plans
-from ..._shielded import shielded
+from ..._ambient import shielded
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
 from ...lenses import through_traces

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..._shielded import shielded
+from ..._ambient import shielded
 from ...errors import TreeError
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport

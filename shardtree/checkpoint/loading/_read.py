@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns
 from ...live import move

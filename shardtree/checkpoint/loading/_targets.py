@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ... import trees
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...errors import CheckpointingException, ShapeError, TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._shielded import shielded
+from ..._ambient import shielded
 from ...errors import IntegrityError, error_text
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor, is_main_replica

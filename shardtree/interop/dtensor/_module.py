@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..._shielded import shielded
+from ..._ambient import shielded
 from ...checkpoint import load, load_common_state_dict, load_sharded_metadata
 from ...errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, UnsafeFile, UnsupportedValue, error_text
 from ...mapping import ShardedTensor

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._shielded import shielded
+from ..._ambient import shielded
 from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
 from ...layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_length
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ... import plans
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...errors import CorruptCheckpoint, IntegrityError, StorageError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, shard_columns

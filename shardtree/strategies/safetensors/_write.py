@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...codec import decode_tree, encode_tree
 from ...errors import CheckpointingException, error_text
 from ...fingerprints import piece_total, run_pieces

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from ..._collector import collector_paused
+from ..._ambient import collector_paused
 from ...codec import check_storable
 from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, error_text
 from ...geometry import Column
