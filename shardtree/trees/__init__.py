@@ -13,6 +13,7 @@ from ._checks import (
     refuse_too_deep,
     refuse_without_elements,
 )
+from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
 from ._compose import bind, compose
 from ._difference import Difference, diff, value_at
 from ._edit import (
@@ -37,17 +38,7 @@ from ._factories import (
     merge_into_held,
 )
 from ._fields import Field
-from ._join import (
-    common_with_holes,
-    comparable,
-    is_hollow,
-    join,
-    left_out,
-    misfits,
-    unfilled,
-    values_only,
-    without_holes,
-)
+from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
 from ._key_patterns import (
     check_stars,
     checked_keys,
@@ -73,9 +64,7 @@ from ._nodes import (
     with_data,
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
-from ._record import Record, deepest
 from ._unbox import rebox, unbox
-from ._union import United, restrict, unite, united
 
 register_nodes()
 

@@ -18,8 +18,8 @@ from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_p
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from ..mapping.memory import lacks_memory
+from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
-from ._record import Record
 
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))

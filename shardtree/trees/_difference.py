@@ -16,8 +16,8 @@ from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ..mapping.memory import has_elements
 from ._edit import as_integers
+from ._join import Record, deepest, stored_entries
 from ._nodes import Tree, depth_error, same_kind
-from ._record import Record, deepest, stored_entries
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
 

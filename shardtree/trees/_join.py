@@ -1,20 +1,22 @@
-"""The common tree that is stored, with holes where shards were, and its join with what was loaded for a target.
+"""The join of a stored common tree with what was loaded for a target, and records, which stand in stored trees.
 
-Holes keep the positions of shards from save to load. Where holes and empty containers are depends on the rank whose
-tree is stored, so a join doesn't depend on them: every container of the target is in the result.
+Where holes and empty containers are in a stored tree depends on the rank whose tree it is, so a join doesn't depend on
+them: every container of the target is in the result. Records replace instances of classes, since no file may name a
+class to import.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 
 from ..errors import TreeError, TreePath, error_text, render_path
-from ..mapping import LocalNonpersistentObject, ShardedBase
+from ..mapping import LocalNonpersistentObject
 from ._nodes import (
     HOLE,
     Tree,
@@ -27,98 +29,77 @@ from ._nodes import (
     is_sequence,
     is_subclass,
     like,
-    stored_like,
 )
-from ._record import Record, deepest, stored_entries
+
+_SIMPLE = (str, int, bool, float, type(None))
 
 
-def common_with_holes(tree: Tree) -> Tree:
-    """Return the part of a tree that is stored as common state: sharded leaves and nonpersistent objects become holes.
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """An enum member, dataclass or named tuple as it was stored.
 
-    A container of holes only becomes a hole itself, except the outermost. An empty container stays as it is. A
-    node of a class that users registered with optree becomes a dict of its entries.
+    Two records are equal if their types and fields are; tensors and arrays in them are equal if they are the same
+    object.
 
-    Examples:
-        >>> from shardtree.mapping import LocalNonpersistentObject
-        >>> local = LocalNonpersistentObject(0)
-        >>> common_with_holes({"step": 3, "mixed": [local, 1], "all": [local, local], "empty": []})
-        {'step': 3, 'mixed': [HOLE, 1], 'all': HOLE, 'empty': []}
-    """
-    children = entries(tree)
-    if children is None:
-        return _hole_or_leaf(tree)
-    try:
-        return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
-
-
-def _hole_or_leaf(leaf: Any) -> Any:
-    return HOLE if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else leaf
-
-
-def _stored(tree: Tree) -> Tree:
-    children = entries(tree)
-    if children is None:
-        return _hole_or_leaf(tree)
-    new = {entry: _stored(child) for entry, child in children.items()}
-    # Large subtrees of shards, as a model, then cost the common state nothing.
-    return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
-
-
-def without_holes(tree: Tree) -> Tree:
-    """Return the tree with holes left out of its dicts; in a list or tuple they stay, since they keep positions.
-
-    So two ranks' common trees can be compared although they hold different shards.
+    Attributes:
+        type_name: module and qualified name of its class.
+        fields: name -> value; of an enum member its `name` and `value`.
 
     Examples:
-        >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
-        {'b': [HOLE, 1]}
+        >>> Record("train.Config", {"lr": 0.1}) == Record("train.Config", {"lr": 0.1})
+        True
     """
-    try:
-        return _without_holes(tree)
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+
+    type_name: str
+    fields: Mapping[str, Any]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Record):
+            return NotImplemented
+        return self.type_name == other.type_name and _equal(dict(self.fields), dict(other.fields))
+
+    def __hash__(self) -> int:
+        simple = tuple((name, value) for name, value in self.fields.items() if type(value) in _SIMPLE)
+        return hash((self.type_name, frozenset(simple)))
 
 
-def _without_holes(tree: Tree) -> Tree:
-    children = entries(tree)
-    if children is None:
-        return tree
-    new = {entry: _without_holes(child) for entry, child in children.items()}
-    return stored_like(tree, _drop_holes(new) if is_dict(tree) else new)
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or isinstance(one, torch.Tensor | np.ndarray) or type(one) is not type(other):
+        return one is other
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
-def comparable(common: Any) -> Any:
-    """Return what of a common tree must be the same on all ranks: without traces of shards. Containers are new.
+def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
+    """Return a container's entries, those of a record by field."""
+    return node.fields if isinstance(node, Record) else entries(node)
+
+
+def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
+    """Return the last node on a path that a tree has, and how many of the path's entries lead to it.
+
+    Args:
+        tree: a stored common tree, or what `join` made of one.
+        path: of a target's leaf. Stored records have fields where the target's namedtuples have positions.
 
     Examples:
-        >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
-        ({'step': 1}, [])
+        >>> deepest({"model": HOLE}, ("model", "w")), deepest({"step": [3]}, ("step", 0))
+        ((HOLE, 1), (3, 2))
     """
-    rest = values_only(common)
-    if rest is HOLE:
-        return like(common, {}) if isinstance(common, (dict, list)) else []
-    return rest
+    for depth, entry in enumerate(path):
+        children = stored_entries(tree)
+        if isinstance(tree, Record) and isinstance(entry, int) and entry < len(tree.fields):
+            entry = [*tree.fields][entry]
+        if children is None or entry not in children:
+            return tree, depth
+        tree = children[entry]
+    return tree, len(path)
 
 
-def values_only(tree: Tree) -> Tree:
-    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left.
-
-    Examples:
-        >>> values_only([HOLE, {"w": HOLE, "step": 1}]), values_only([HOLE, {}])
-        ([HOLE, {'step': 1}], HOLE)
-    """
-    children = entries(tree)
-    if children is None:
-        return tree
-    new = {entry: values_only(child) for entry, child in children.items() if child is not HOLE}
-    left = _drop_holes(new)
-    # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
-    # where a flat shard lies outside of the range.
-    if not left:
-        return HOLE
-    return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
+# The join
 
 
 def join(common: Tree, target: Tree) -> Tree:
@@ -296,16 +277,12 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
     if not holes and isinstance(node, Record):
         return replace(node, fields=new)
     if not holes or is_dict(node):
-        return like(node, _drop_holes(new))
+        return like(node, {entry: child for entry, child in new.items() if child is not HOLE})
     if not named:
         return HOLE
     what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
     fix = "Put shards for these places in the target, or take the whole container out of it."
     raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
-
-
-def _drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
-    return {entry: child for entry, child in children.items() if child is not HOLE}
 
 
 def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:

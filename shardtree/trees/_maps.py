@@ -172,7 +172,7 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
     note = kinds.add  # returns None: not a leaf
     leaves, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or note(kind))
     # optree makes all paths at once, with positions for fields: a tree without named tuples costs no more than that.
-    named = {kind for kind in kinds if fields_of(kind)}
+    named = {kind for kind in kinds if issubclass(kind, tuple) and fields_of(kind)}
     paths = _with_fields(tree, named) if named else spec.paths()
 
     def rebuild(new: Sequence[Any]) -> Tree:

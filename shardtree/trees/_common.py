@@ -1,4 +1,7 @@
-"""The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of it."""
+"""The common state: what is stored of a tree, what ranks compare of it, and the union of what they hold.
+
+Holes keep the positions of shards from save to load.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,106 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from ..errors import TreePath
+from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._difference import diff
-from ._join import comparable, is_hollow
-from ._nodes import HOLE, Tree, depth_error, is_subclass, like
+from ._join import is_hollow
+from ._nodes import HOLE, Tree, depth_error, entries, is_dict, is_subclass, like, stored_like
+
+
+def common_with_holes(tree: Tree) -> Tree:
+    """Return the part of a tree that is stored as common state: sharded leaves and nonpersistent objects become holes.
+
+    A container of holes only becomes a hole itself, except the outermost. An empty container stays as it is. A
+    node of a class that users registered with optree becomes a dict of its entries.
+
+    Examples:
+        >>> from shardtree.mapping import LocalNonpersistentObject
+        >>> local = LocalNonpersistentObject(0)
+        >>> common_with_holes({"step": 3, "mixed": [local, 1], "all": [local, local], "empty": []})
+        {'step': 3, 'mixed': [HOLE, 1], 'all': HOLE, 'empty': []}
+    """
+    children = entries(tree)
+    if children is None:
+        return _hole_or_leaf(tree)
+    try:
+        return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+
+
+def _hole_or_leaf(leaf: Any) -> Any:
+    return HOLE if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else leaf
+
+
+def _stored(tree: Tree) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return _hole_or_leaf(tree)
+    new = {entry: _stored(child) for entry, child in children.items()}
+    # Large subtrees of shards, as a model, then cost the common state nothing.
+    return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
+
+
+def without_holes(tree: Tree) -> Tree:
+    """Return the tree with holes left out of its dicts; in a list or tuple they stay, since they keep positions.
+
+    So two ranks' common trees can be compared although they hold different shards.
+
+    Examples:
+        >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
+        {'b': [HOLE, 1]}
+    """
+    try:
+        return _without_holes(tree)
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+
+
+def _without_holes(tree: Tree) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: _without_holes(child) for entry, child in children.items()}
+    return stored_like(tree, _drop_holes(new) if is_dict(tree) else new)
+
+
+def comparable(common: Any) -> Any:
+    """Return what of a common tree must be the same on all ranks: without traces of shards. Containers are new.
+
+    Examples:
+        >>> comparable({"w": HOLE, "step": 1, "none here": []}), comparable([HOLE, HOLE])
+        ({'step': 1}, [])
+    """
+    rest = values_only(common)
+    if rest is HOLE:
+        return like(common, {}) if isinstance(common, (dict, list)) else []
+    return rest
+
+
+def values_only(tree: Tree) -> Tree:
+    """Return a tree without holes, and without containers that hold nothing else; a hole if nothing is left.
+
+    Examples:
+        >>> values_only([HOLE, {"w": HOLE, "step": 1}]), values_only([HOLE, {}])
+        ([HOLE, {'step': 1}], HOLE)
+    """
+    children = entries(tree)
+    if children is None:
+        return tree
+    new = {entry: values_only(child) for entry, child in children.items() if child is not HOLE}
+    left = _drop_holes(new)
+    # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
+    # where a flat shard lies outside of the range.
+    if not left:
+        return HOLE
+    return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
+
+
+def _drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
+    return {entry: child for entry, child in children.items() if child is not HOLE}
+
+
+# The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of it
 
 Conflicts = dict[TreePath, dict[int, Tree]]
 """What ranks hold differently, by path and rank."""
