@@ -29,15 +29,20 @@ from ._findings import Damage, Finding, Region, Unchecked, VerifyReport, by_reas
 from ._manifest import MANIFEST_FILE, manifest_findings
 from ._metadata import (
     check_unchanged,
+    check_unreplaced,
     decode_metadata,
     encode_metadata,
     fetch_checked,
+    is_deciding,
     is_of_others,
     metadata_bytes,
     read_metadata,
+    refuse_replaced,
     replace_metadata,
+    stamp,
+    unless_replaced,
+    unreplaced,
 )
-from ._replaced import check_unreplaced, refuse_replaced, unless_replaced, unreplaced
 from ._save_folders import (
     OWNER_FILE,
     disown,
@@ -53,7 +58,7 @@ from ._save_folders import (
     remove_unless_committed,
     save_is_alive,
 )
-from ._traits import METADATA_FILE, FormatTraits, Stamp, is_deciding, stamp
+from ._traits import METADATA_FILE, FormatTraits, Stamp
 from ._values import (
     AsyncRequest,
     Checkpoint,

@@ -1,14 +1,17 @@
-"""metadata.json: the file that makes a folder a checkpoint, written last."""
+"""Which checkpoint is in a folder: metadata.json, written last, and whether another save took its place meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from ..codec import canonical_json, parse_json
+from ..codec import canonical_json, decode_header, header_length, parse_json
+from ..codec.archives import archive_records
 from ..errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -17,10 +20,11 @@ from ..errors import (
     OutcomeUnknown,
     error_text,
 )
-from ..storage import Buffer, Storage, can, digest, in_threads
-from ._replaced import missing_file
-from ._traits import METADATA_FILE
+from ..storage import Buffer, Storage, StoredFile, can, digest, in_threads, is_folder, read_if_there
+from ._traits import METADATA_FILE, Stamp
 from ._values import Checkpoint, Fields
+
+T = TypeVar("T")
 
 _MOST_BYTES = 2**24  # guards against a metadata.json of 1 TB with holes
 
@@ -160,6 +164,170 @@ def check_unchanged(storage: Storage, before: bytes | None) -> None:
         raise CheckpointReplaced(
             error_text(f"save: {storage.where()!r} was changed by another save meanwhile", fix=fix)
         )
+
+
+# Files that decide, which aren't as when a checkpoint was opened: replaced by a later save, or damaged
+
+
+def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
+    """Return the stamp of the checkpoint in a folder; () behind URLs, where none is replaced whole and looks take long.
+
+    Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
+    only length and time differ from another save's.
+
+    Args:
+        storage: the folder.
+        decided_by: patterns of the names of the files that decide.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("zarr.json", b"{}", durable=False)
+        >>> [name for name, *_ in stamp(storage, ["zarr.json"])]
+        ['zarr.json']
+    """
+    if can(storage).late_requests:
+        return ()
+    names = [name for name in storage.names() if is_deciding(name, decided_by)]
+    found = ((name, storage.length(name), storage.changed(name)) for name in names)
+    return tuple((name, length, changed or 0.0) for name, length, changed in found if length is not None)
+
+
+def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
+    """Return whether a file's name is one by which checkpoints are recognised.
+
+    Examples:
+        >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])
+        (True, False)
+    """
+    return any(fnmatchcase(name, pattern) for pattern in decided_by)
+
+
+def check_lengths(checkpoint: Checkpoint, files: Iterable[StoredFile]) -> None:
+    """Raise unless files are as long as the checkpoint says.
+
+    Raises:
+        CorruptCheckpoint: a file isn't there, or is longer or shorter.
+        CheckpointReplaced: it isn't there because a later save replaced the checkpoint.
+    """
+    for file in files:
+        if checkpoint.storage.length(file.name) != file.length:
+            raise missing_file(checkpoint, file.name, file.length)
+
+
+def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
+    """Return the error for a file that is missing or has another length than described.
+
+    Args:
+        checkpoint: what describes it.
+        name: the file's name.
+        length: in bytes, as described.
+
+    Raises:
+        CheckpointReplaced: a later save replaced the checkpoint.
+    """
+    storage = checkpoint.storage
+    refuse_replaced(checkpoint)
+    found = storage.length(name)
+    return CorruptCheckpoint(
+        error_text(
+            f"open: {storage.where(name)!r} isn't what was saved",
+            found="no such file" if found is None else f"{found} bytes",
+            expected=f"{length} bytes",
+            fix="The checkpoint was damaged; load another one.",
+        )
+    )
+
+
+def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) -> T:
+    """Return what a strategy reads of a checkpoint.
+
+    Raises:
+        CheckpointReplaced: another save took its place meanwhile; also in place of any error of the strategy.
+    """
+    with unless_replaced(checkpoint):
+        found = read(checkpoint, *arguments)
+    check_unreplaced(checkpoint)
+    return found
+
+
+@contextmanager
+def unless_replaced(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raise CheckpointReplaced in place of any error inside where another save took the checkpoint's place meanwhile.
+
+    Files that another save has replaced look damaged, and aren't.
+    """
+    try:
+        yield
+    except CheckpointReplaced:
+        raise
+    except CheckpointingException:
+        refuse_replaced(checkpoint)
+        raise
+
+
+def check_unreplaced(checkpoint: Checkpoint) -> None:
+    """Raise unless everything read so far is of the checkpoint that was opened.
+
+    Raises:
+        CheckpointReplaced: another save took its place meanwhile.
+        CorruptCheckpoint: a file that decides which checkpoint it is was cut meanwhile, or is being written.
+    """
+    # Files with fixed names would be read from a later save as if they were the opened one's. Files in a folder that
+    # is named after their save need no check.
+    # Rank 0 alone, which opened it: what others see of a network's folder may be older.
+    asks = checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0
+    if asks and (changed := refuse_replaced(checkpoint)):
+        where = sorted(map(repr, map(checkpoint.storage.where, changed)))
+        what = "open: these files were cut while they were read, or a save is writing them"
+        fix = "Load another checkpoint, or this one later."
+        raise CorruptCheckpoint(error_text(what, offenders=where, fix=fix))
+
+
+def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
+    """Return the deciding files that were cut since the checkpoint was opened.
+
+    Raises:
+        CheckpointReplaced: the folder now holds another checkpoint.
+    """
+    # A file that was merely cut is no save's: what is wrong with it is said by who reads it.
+    changed = _changed(checkpoint)
+    if any(_is_whole(checkpoint.storage, name) for name in changed):
+        what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
+        raise CheckpointReplaced(error_text(what, fix="Open the checkpoint again."))
+    return changed
+
+
+def _changed(checkpoint: Checkpoint) -> list[str]:
+    """Return those of the files that decide which checkpoint is in the folder that aren't as when it was opened."""
+    storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
+    # By the digest where there is one: lengths and times can agree by chance.
+    # As bytes: the file may be another format's by now, and needn't parse.
+    if digest is not None and (found := read_if_there(storage, METADATA_FILE)) is not None:
+        return [] if f'"digest":"{digest}"'.encode() in found else [METADATA_FILE]
+    now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
+    return [entry[0] for entry in now if entry not in checkpoint.stamp]
+
+
+def _is_whole(storage: Storage, name: str) -> bool:
+    """Return whether a file that decides ends as one of its kind does, which a part of one doesn't."""
+    try:
+        with storage.open(name) as reader:
+            match name.rpartition(".")[2]:
+                case "latest" | "latest_universal":
+                    tag = bytes(reader.read()).decode("utf-8", "replace").strip()
+                    return bool(tag) and is_folder(storage, tag)
+                case "pt":
+                    archive_records(reader.read, reader.length, what=name)
+                case "safetensors":
+                    decode_header(reader.read(0, 8 + header_length(reader.read(0, 8), reader.length)), reader.length)
+                case "json" | "zgroup":
+                    parse_json(reader.read(), name)
+                case "metadata":
+                    return bytes(reader.read(max(0, reader.length - 1), reader.length)) == pickle.STOP
+            return reader.length > 0
+    except CheckpointingException:
+        return False
 
 
 # Small files that are always checked whole: the index and the common state

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
-
-from ..storage import Storage, can
 
 METADATA_FILE = "metadata.json"
 
@@ -48,37 +44,3 @@ class FormatTraits:
 
 Stamp = tuple[tuple[str, int, float], ...]
 """Name, length in bytes and time of the last change of each file that decides which checkpoint is in a folder."""
-
-
-def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
-    """Return the stamp of the checkpoint in a folder; () behind URLs, where none is replaced whole and looks take long.
-
-    Formats without a metadata.json of ours have no hash that would name one save; their files have fixed names, and
-    only length and time differ from another save's.
-
-    Args:
-        storage: the folder.
-        decided_by: patterns of the names of the files that decide.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> storage = MemoryStorage()
-        >>> storage.replace("zarr.json", b"{}", durable=False)
-        >>> [name for name, *_ in stamp(storage, ["zarr.json"])]
-        ['zarr.json']
-    """
-    if can(storage).late_requests:
-        return ()
-    names = [name for name in storage.names() if is_deciding(name, decided_by)]
-    found = ((name, storage.length(name), storage.changed(name)) for name in names)
-    return tuple((name, length, changed or 0.0) for name, length, changed in found if length is not None)
-
-
-def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
-    """Return whether a file's name is one by which checkpoints are recognised.
-
-    Examples:
-        >>> is_deciding(".metadata", [".metadata"]), is_deciding("config.json", ["*.safetensors"])
-        (True, False)
-    """
-    return any(fnmatchcase(name, pattern) for pattern in decided_by)

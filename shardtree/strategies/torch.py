@@ -22,7 +22,7 @@ from ..storage import Buffer, opened
 from ..trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
 from ._findings import Damage, Finding, Unchecked, uncovered
 from ._manifest import check_listed
-from ._replaced import refuse_replaced
+from ._metadata import refuse_replaced
 from ._values import Checkpoint, Fields, LoadOptions, PendingSave
 
 # Holes in lists and tuples: empty dicts are stored in their place, and a record lists where they were

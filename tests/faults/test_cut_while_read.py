@@ -13,7 +13,7 @@ import pytest
 import shardtree as st
 from shardtree.errors import CheckpointingException, CheckpointReplaced, CorruptCheckpoint, StorageError
 from shardtree.storage._local_files import LocalReader
-from shardtree.strategies import _replaced
+from shardtree.strategies import _metadata
 from tests.faults.sampling import sample
 from tests.fuzz import seeds
 from tests.fuzz.seeds import Files
@@ -158,6 +158,6 @@ def test_a_file_that_another_save_has_written_is_called_replaced(name: str, file
 
 
 def test_the_law_catches_whoever_calls_a_cut_file_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_replaced, "_is_whole", lambda storage, name: True)
+    monkeypatch.setattr(_metadata, "_is_whole", lambda storage, name: True)
     with pytest.raises(AssertionError):
         test_a_file_that_is_cut_is_named_and_not_called_replaced("dcp", chosen("dcp").index(".metadata"), tmp_path)

@@ -13,7 +13,7 @@ import shardtree as st
 from shardtree import World
 from shardtree.errors import CheckpointReplaced
 from shardtree.storage._local_files import LocalReader
-from shardtree.strategies import _replaced
+from shardtree.strategies import _metadata
 
 FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 
@@ -109,6 +109,6 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(
 
 def test_the_law_catches_a_read_that_accuses_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert replaced_or_whole(verify, tmp_path / "a", ("dcp", 1)) > 0
-    monkeypatch.setattr(_replaced, "_changed", lambda checkpoint: [])
+    monkeypatch.setattr(_metadata, "_changed", lambda checkpoint: [])
     with pytest.raises((AssertionError, st.errors.CheckpointingException)):
         replaced_or_whole(verify, tmp_path / "b", ("dcp", 1))

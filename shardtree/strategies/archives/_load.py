@@ -16,7 +16,7 @@ from ...plans import Prospect, ReadCost, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, fetch_cost
 from .._checks import check_fit
 from .._masters import Comparison, first_difference, memory_of, pieces_of
-from .._replaced import check_lengths
+from .._metadata import check_lengths
 from .._values import Checkpoint
 from ..index import chunks_of, explain_from_index, file_at, find_texts, kind_at, plan_shards, texts
 from ._contents import Contents

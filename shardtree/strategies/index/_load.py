@@ -20,7 +20,7 @@ from ...mapping import ShardedTensor
 from ...plans import LoadPlan
 from ...storage import ReadReport, StoredFile, can, fetch, fetch_cost, fetch_run
 from .._checks import check_fit
-from .._replaced import check_lengths
+from .._metadata import check_lengths
 from .._values import Checkpoint
 from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, texts
 

@@ -21,8 +21,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided
 from ...storage import MemoryStorage, ReadReport, Storage, fetch
 from .._checks import check_taken
-from .._metadata import read_checked
-from .._replaced import check_lengths
+from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint, Fields
 from ..index import (
     IndexMetadata,
