@@ -141,7 +141,8 @@ def save(
         undo_folder.pop_all()  # from here on the request, if it is abandoned, removes the save's own folder
     if is_async:
         return warns_unused(request)
-    request.execute_sync()  # 5: each rank writes; 6: all wait, and rank 0 commits
+    written_or_error = tried(request.async_fn)  # 5: runs now
+    request.finish(written_or_error)  # 6: all wait, and rank 0 commits
     return None
 
 
