@@ -16,7 +16,7 @@ from .._ambient import collector_paused
 from ..codec import byte_buffer
 from ..errors import StorageError
 from ..plans import LoadPlan, Runs
-from ._blocks import BLOCK_BYTES, Flags, block_hash
+from ._blocks import BLOCK_BYTES, BlockHasher, Flags
 from ._buffers import host_memory, is_staged
 from ._byte_ranges import range_crc32
 from ._capabilities import can
@@ -89,7 +89,7 @@ def fetch(
 def fetch_run(
     storage: Storage, file: StoredFile, byte: int, memory: torch.Tensor, *, verify: Verify
 ) -> ReadReport | None:
-    """Fill memory with consecutive bytes of a file by one read; the blocks that `fetch` would check are.
+    """Fill memory with consecutive bytes of a file by one read, which has all of the blocks that `fetch` would check.
 
     Returns:
         How much was read; None where that takes more, or anything is wrong: `fetch` then does it, or says why not.
@@ -99,18 +99,24 @@ def fetch_run(
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
     checked = run_blocks(file, byte, end, verify)
-    if checked and (byte > checked.start * BLOCK_BYTES or end < min(checked.stop * BLOCK_BYTES, file.length)):
-        return None  # a block is to be read whole, of which the run is a part
+    # Of blocks that are to be checked and that the run begins or ends in, the rest comes along, into memory of its own.
+    before = max(byte - checked.start * BLOCK_BYTES, 0) if checked else 0
+    after = max(min(checked.stop * BLOCK_BYTES, file.length) - end, 0) if checked else 0
+    beside = memoryview(np.empty(before + after, dtype=np.uint8))
+    buffers = [part for part in (beside[:before], buffer, beside[before:]) if part.nbytes]
     try:
         with storage.open(file.name) as reader:
             if reader.length != file.length:
                 return None
-            reader.read_into(byte, [buffer])
+            reader.read_into(byte - before, buffers)
     except StorageError:
         return None
-    for block in checked:
-        low = block * BLOCK_BYTES - byte
-        if file.hashes is None or block_hash(buffer[low : low + BLOCK_BYTES]) != int(file.hashes[block]):
+    if checked:
+        hasher, at = BlockHasher(file.length), byte - before
+        for part in buffers:
+            hasher.update(part, at)
+            at += part.nbytes
+        if file.hashes is None or any(hasher.hashes[block] != int(file.hashes[block]) for block in checked):
             return None
     touched = -(-end // BLOCK_BYTES) - byte // BLOCK_BYTES
     return _report(buffer.nbytes, len(checked), touched - len(checked))

@@ -17,7 +17,8 @@ import shardtree as st
 
 PACKAGE = Path(st.__file__).parent
 PAGE = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
-TREE = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(24.0).view(4, 6)), "step": 1}
+# Longer than what is read without a plan.
+TREE = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2**18 + 1)), "step": 1}
 
 Place = tuple[str, str]
 
