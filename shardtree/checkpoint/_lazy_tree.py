@@ -8,6 +8,7 @@ from itertools import islice, repeat
 from operator import attrgetter
 from typing import Any
 
+from .._ambient import shielded
 from .._deferred import notebook_html
 from ..errors import KeyMismatch, error_text
 from ..layouts import StoredLayout

@@ -230,7 +230,8 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
         # A save that was committed since the listing has no note any more, and would be judged by its age.
         elif is_dead(seen, name, before=now - stale_after) and not is_committed(storage, name):
             remove_interrupted(seen, name)
-    settle(seen)
+    if seen is not storage:
+        settle(seen)
 
 
 def _was_replaced_before(storage: Storage, seen: Storage, folder: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 from ..errors import WorldError, error_text, rank_text
 from ._groups import Gloo, absent_ranks, coordination_group, member_of, wait_for_all
 from ._world import (
+    ALONE,
     DEFAULT_TIMEOUT,
     Exchange,
     T,
@@ -22,7 +23,6 @@ from ._world import (
     check_one_each,
     check_peer,
     check_rank,
-    one_process,
     pack,
     unpack,
 )
@@ -291,4 +291,4 @@ def current_world(world: World | torch.distributed.ProcessGroup | None = None, *
         return world
     if world is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return distributed(world, purpose=purpose)
-    return one_process()
+    return ALONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -237,6 +237,9 @@ class OneProcess(World):
         raise WorldError(error_text(f"recv(source={source}): a world of one has no other rank"))
 
 
+ALONE: Final[World] = OneProcess(0, 1, DEFAULT_TIMEOUT)
+
+
 def one_process() -> World:
     """Return the world of one rank.
 
@@ -245,4 +248,4 @@ def one_process() -> World:
         >>> world.rank, world.size, world.all_gather("here")
         (0, 1, ['here'])
     """
-    return OneProcess(0, 1, DEFAULT_TIMEOUT)
+    return ALONE

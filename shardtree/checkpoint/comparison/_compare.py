@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import BytesIO
 from typing import Any
 
+from ..._ambient import shielded
 from ..._deferred import notebook_html
 from ...errors import shorten
 from ...layouts import TensorKind

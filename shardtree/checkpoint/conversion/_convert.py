@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ..._ambient import shielded
 from ..._deferred import notebook_html
 from ...errors import (
     AlreadyACheckpoint,
