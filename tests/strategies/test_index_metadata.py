@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.index import IndexMetadata, _columns, _sound, index_problem, text_columns
+from shardtree.strategies.index import IndexMetadata, _columns, _file, index_problem, text_columns
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 KEYS = [f"layers.{number:03d}.µ" for number in range(150)]
@@ -118,15 +118,15 @@ def sure(index):
 @given(changes, some.sampled_from([1, 2, 2**14]))
 def test_any_number_is_refused_or_sound(places, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sound, "_ROWS", rows)
+        patch.setattr(_file, "_ROWS", rows)
         check_refused_or_sound(sure, changed(SMALL, places))
 
 
 def test_the_law_catches_shapes_that_nobody_checks(monkeypatch):
     index = changed(SMALL, [("key_shape", SMALL.key_shape.size - 1, -1)])
     check_refused_or_sound(sure, index)
-    monkeypatch.setattr(_sound, "_keys", lambda _: None)
-    monkeypatch.setattr(_sound, "_places", lambda _: None)
+    monkeypatch.setattr(_file, "_keys", lambda _: None)
+    monkeypatch.setattr(_file, "_places", lambda _: None)
     with pytest.raises(CheckpointingException):
         check_refused_or_sound(sure, index)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as hs
 
 from shardtree.strategies.index import _columns as module
-from shardtree.strategies.index import _sound
+from shardtree.strategies.index import _file
 from shardtree.strategies.index._columns import ascend, text_columns
 
 # Of few letters, so that many are equal for more than eight bytes or begin as others do; zeros are what padding is.
@@ -22,14 +22,14 @@ def law_of_order(texts: list[str]) -> None:
     encoded = [text.encode() for text in texts]
     expected = all(left < right for left, right in pairwise(encoded))
     assert ascend(*text_columns(texts)) == expected
-    assert _sound._ascend(*text_columns(texts)) == expected
+    assert _file._ascend(*text_columns(texts)) == expected
 
 
 @given(TEXTS, hs.booleans(), hs.sampled_from([0, 1, 2, 64]), hs.integers(1, 4))
 def test_texts_ascend_as_their_bytes_do(texts: list[str], in_order: bool, most: int, rows: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MOST_WORDS", most)
-        patch.setattr(_sound, "_ROWS", rows)
+        patch.setattr(_file, "_ROWS", rows)
         law_of_order(sorted(set(texts)) if in_order else texts)
 
 
@@ -43,9 +43,9 @@ def test_the_law_of_order_catches_bytes_of_the_next_text(monkeypatch: pytest.Mon
 
 
 def test_the_law_of_order_catches_parts_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sound, "_ROWS", 1)
+    monkeypatch.setattr(_file, "_ROWS", 1)
     law_of_order(["b", "a"])
-    monkeypatch.setattr(_sound, "_with_next", lambda rows: [slice(row, row + 1) for row in range(rows)])
+    monkeypatch.setattr(_file, "_with_next", lambda rows: [slice(row, row + 1) for row in range(rows)])
     with pytest.raises(AssertionError):
         law_of_order(["b", "a"])
 

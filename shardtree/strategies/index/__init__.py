@@ -19,11 +19,15 @@ from ._columns import (
 from ._damage import bounding_box, file_contents, files_damage, regions_between
 from ._file import (
     ObjectRow,
+    blocks_problem,
     build_index,
     decode_index,
     encode_index,
     index_name,
+    index_problem,
     read_index,
+    sound_index,
+    unsound_index,
 )
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
 from ._metadata import DeferredMetadata, IndexMetadata, reasoned, stored_fingerprints, untaken_of
@@ -48,4 +52,3 @@ from ._save import (
     save_with_index,
     write_file,
 )
-from ._sound import blocks_problem, index_problem, sound_index, unsound_index
