@@ -114,17 +114,13 @@ def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
 def _joined(described: Sequence[ShardColumns], tree: Any) -> ShardColumns:
     columns = join_columns(described)
     if not len(columns):
-        _check_no_tensors(tree)
+        # All trees without a shard would have the same fingerprints, none.
+        plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
+        if plain:
+            fix = "Make shards of them, as the tree has that is saved: a tensor of its own has no key."
+            raise TreeError(error_text("fingerprint: tensors, and no rank has a shard", offenders=plain, fix=fix))
     check_access(columns)
     return columns
-
-
-def _check_no_tensors(tree: Any) -> None:
-    """Raise where a tree of no shards holds tensors: all such trees would have the same fingerprints, none."""
-    plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
-    if plain:
-        fix = "Make shards of them, as the tree has that is saved: a tensor of its own has no key."
-        raise TreeError(error_text("fingerprint: tensors, and no rank has a shard", offenders=plain, fix=fix))
 
 
 def _of_columns(columns: ShardColumns, totals: Hashes) -> dict[str, int]:

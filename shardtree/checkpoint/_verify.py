@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from .._ambient import shielded
 from ..errors import CorruptCheckpoint, StorageError, error_text, plural
@@ -67,7 +66,9 @@ def verify(
         ()
     """
     options = given_options("verify", options, LoadOptions)
-    _check_threads(options.threads)
+    if options.threads is not None and (type(options.threads) is not int or options.threads < 1):
+        what, expected = "verify: not a number of threads", "an int, 1 at least"
+        raise StorageError(error_text(what, found=repr(options.threads)[:200], expected=expected))
     read = [0]
 
     def count(size: int) -> None:
@@ -83,12 +84,6 @@ def verify(
     elif unchecked:
         _warn(unchecked)
     return tuple(one for one in found if isinstance(one, Damage))
-
-
-def _check_threads(threads: Any) -> None:
-    if threads is not None and (type(threads) is not int or threads < 1):
-        found, expected = repr(threads)[:200], "an int, 1 at least"
-        raise StorageError(error_text("verify: not a number of threads", found=found, expected=expected))
 
 
 def _findings(directory: Directory, options: LoadOptions, strategies: Strategies | None) -> tuple[Finding, ...]:

@@ -50,16 +50,6 @@ def block_count(length: int) -> int:
     return -(-length // BLOCK_BYTES)
 
 
-def block_hash(block: bytes | Buffer) -> int:
-    """Return the hash of one whole block.
-
-    Examples:
-        >>> hex(block_hash(b""))
-        '0x2d06800538d394c2'
-    """
-    return xxhash.xxh3_64_intdigest(block)
-
-
 def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
     """Return which units of a file contain a byte of some spans.
 
@@ -172,7 +162,7 @@ class BlockHasher:
         """Hash the whole blocks that a buffer begins with, and return how many bytes these are."""
         size = buffer.nbytes // BLOCK_BYTES * BLOCK_BYTES
         for start in range(0, size, BLOCK_BYTES):
-            self._note((self._at + start) // BLOCK_BYTES, block_hash(buffer[start : start + BLOCK_BYTES]))
+            self._note((self._at + start) // BLOCK_BYTES, xxhash.xxh3_64_intdigest(buffer[start : start + BLOCK_BYTES]))
         self._at += size
         self._open = xxhash.xxh3_64()
         return size

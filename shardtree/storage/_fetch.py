@@ -72,7 +72,9 @@ def fetch(
     done = carry_out(requests, progress)
     for _ in range(transport.tries - 1):
         wrong = {number: _wrong(check, sums[number]) for number, check in checks.items()}
-        again = [each for each in requests if _touches(each, wrong[each.file])]
+        again = [
+            each for each in requests if any(begin < each.end and each.begin < end for begin, end in wrong[each.file])
+        ]
         sums |= {number: _without(sums[number], checks[number], spans) for number, spans in wrong.items()}
         carry_out(again, lambda _: None)
     for number, check in checks.items():
@@ -224,10 +226,6 @@ def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
         for number, each in sorted(sums.items())
         if known is not None and each != int(known[number])
     ]
-
-
-def _touches(request: Request, spans: Sequence[tuple[int, int]]) -> bool:
-    return any(begin < request.end and request.begin < end for begin, end in spans)
 
 
 def _without(sums: Sums, check: Checks, spans: Sequence[tuple[int, int]]) -> Sums:

@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import CheckpointReplaced, WorldError, error_text
 from ...storage import Directory, is_same_place, storage_at
 from ...strategies import AsyncRequest
-from ...world import World, gather
+from ...world import gather
 
 # Saves in progress: scheduled, and not committed yet
 
@@ -129,16 +129,13 @@ def _written_count(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> i
     # One collective for ranks that wait and ranks that don't: a rank at the end of its process can so commit together
     # with ranks that still train and only poll.
     progress = gather(world, "async save: look how far ranks are", written)
-    _check_same_call(world, calls[0], [index for index, _ in progress])
-    return min(count for _, count in progress)
-
-
-def _check_same_call(world: World, first: Call, indices: Sequence[int]) -> None:
+    indices = [index for index, _ in progress]
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
         fix = "Schedule and finalize the same saves on every rank, in the same order."
-        what = f"{first}: rank {world.rank} would finalize it, other ranks another one"
+        what = f"{calls[0]}: rank {world.rank} would finalize it, other ranks another one"
         raise WorldError(error_text(what, offenders=offenders, fix=fix))
+    return min(count for _, count in progress)
 
 
 def _finalize_first(calls: Calls, before: Sequence[int]) -> int:

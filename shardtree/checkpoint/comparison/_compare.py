@@ -19,7 +19,7 @@ from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
 from .._differences import ValueDifference, value_difference
 from .._dispatch import given_options
-from .._lazy_tree import OpenCheckpoint, open_checkpoint
+from .._lazy_tree import open_checkpoint
 from ._values import BoxReader, group_bytes
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -132,7 +132,9 @@ def compare(
     tensors = [key for key in both if isinstance(mine.metadata[key], ShardedTensor) and key not in unlike_keys]
     compared = _Counter(options.progress)
     values = list(_value_differences(tensors, BoxReader(mine), BoxReader(theirs), max_bytes_in_flight, compared.add))
-    objects = {key: object_difference(mine, theirs, key) for key in both if _is_object(mine.metadata[key])}
+    objects = {
+        key: plain_difference(mine[key].data, theirs[key].data) for key in both if _is_object(mine.metadata[key])
+    }
     return CheckpointDifference(
         tuple(key for key in mine if key not in known),
         tuple(key for key in theirs if key not in known),
@@ -178,11 +180,6 @@ def _kind_difference(key: str, left: ShardedBase, right: ShardedBase) -> KindDif
         return None
     mine, theirs = (TensorKind(shard.dtype, shard.global_shape, 0) for shard in (left, right))
     return None if mine == theirs else KindDifference(key, mine, theirs)
-
-
-def object_difference(left: OpenCheckpoint, right: OpenCheckpoint, unique_key: str) -> Difference:
-    """Return where an object differs between two checkpoints that both have it."""
-    return plain_difference(left[unique_key].data, right[unique_key].data)
 
 
 def plain_difference(left: Any, right: Any) -> Difference:

@@ -171,12 +171,16 @@ def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) ->
             described = describe(target.tensors, target.objects, world.rank, known=known, ranks=world.size)
         return LocalLoad(checkpoint, mode, device, target, known, described)
 
+    def message(local: LocalLoad) -> Message:
+        place = place_of(local.checkpoint.storage, world.size)
+        return as_opened(local.checkpoint), brief(local.description, world.size), place
+
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
         world,
         "load: describe target" if request.describes else "load: ask",
         alone,
-        partial(_message, ranks=world.size),
+        message,
         steps=_ASKED_STEPS,
         given=_given(request),
     )
@@ -192,10 +196,6 @@ def _given(request: LoadRequest) -> dict[str, object]:
     asked = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
     asked |= {"cast": request.cast} if request.cast else {}
     return alike(request.options) | asked | alike_choices(*request.choices[:2])
-
-
-def _message(local: LocalLoad, ranks: int) -> Message:
-    return as_opened(local.checkpoint), brief(local.description, ranks), place_of(local.checkpoint.storage, ranks)
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:

@@ -149,11 +149,8 @@ class _OtherFailed(Exception):
 
 def _stay(part: Part) -> bool:
     """Return whether a file's buffers are in tensors' own memory, or in new memory each; a device's are staged."""
-    return all(isinstance(source, bytes) or _is_on_cpu(source) for source in part.entries.sources)
-
-
-def _is_on_cpu(shard: ShardedTensor) -> bool:
-    return isinstance(shard.data, torch.Tensor) and shard.data.is_cpu
+    sources = part.entries.sources
+    return all(isinstance(one, bytes) or (isinstance(one.data, torch.Tensor) and one.data.is_cpu) for one in sources)
 
 
 def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
