@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from ._bars import finish, parser, print_bars, settings_of
+from ._measuring import finish, parser, print_bars, settings_of
 
 BENCHMARKS = (
     "imports",
@@ -17,8 +17,7 @@ BENCHMARKS = (
     "small",
     "memory",
     "convert",
-    "zero3",
-    "dp_reshardable",
+    "optimizers",
     "async_save",
     "device",
     "remote",

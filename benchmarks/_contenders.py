@@ -1,15 +1,17 @@
-"""Who saves and loads: raw system calls, shardtree, and its peers with their default and their best settings."""
+"""Who saves and loads what: raw system calls, shardtree, and its peers with their default and their best settings."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -23,7 +25,91 @@ from torch.distributed.tensor import DTensor, Shard
 import shardtree as st
 from shardtree.storage import Verify
 
-from ._work import Tensors, Work, column_shard
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One rank's part of the job.
+
+    Attributes:
+        rank: of this process.
+        ranks: how many processes there are.
+        folder: where contenders put their files; all ranks see it.
+        rows: this rank's row shard of each tensor, (rows / ranks, columns).
+        targets: memory like `rows`.
+        columns: memory for this rank's column shard of each tensor, (rows, columns / ranks).
+    """
+
+    rank: int
+    ranks: int
+    folder: Path
+    rows: Tensors
+    targets: Tensors
+    columns: Tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors of all ranks."""
+        return self.ranks * sum(tensor.nbytes for tensor in self.rows.values())
+
+
+def work(rank: int, ranks: int, folder: Path, *, size: int, tensors: int) -> Work:
+    """Return a rank's work, every page of it touched.
+
+    Args:
+        rank: of this process.
+        ranks: how many processes there are.
+        folder: where contenders put their files.
+        size: of all tensors together, in bytes; about kept.
+        tensors: how many there are, by turns float32 and bfloat16, equally many bytes each.
+    """
+    return _work(rank, ranks, folder, [size // tensors] * tensors)
+
+
+def mixed_work(rank: int, ranks: int, folder: Path, *, size: int, tensors: int) -> Work:
+    """Return a rank's work of tensors of 1 KiB to `size` bytes each, all sizes alike; the rest as in `work`."""
+    sizes = [1024 + number * 2654435761 % max(1, size - 1023) for number in range(tensors)]
+    return _work(rank, ranks, folder, sizes)
+
+
+def _work(rank: int, ranks: int, folder: Path, sizes: list[int]) -> Work:
+    shapes = {f"layers.{number}.weight": _shape(size, _dtype(number), ranks) for number, size in enumerate(sizes)}
+    kinds = {name: (_dtype(number), *shape) for number, (name, shape) in enumerate(shapes.items())}
+    return Work(
+        rank=rank,
+        ranks=ranks,
+        folder=folder,
+        rows={name: _random(dtype, rows // ranks, columns, rank) for name, (dtype, rows, columns) in kinds.items()},
+        targets={
+            name: torch.zeros(rows // ranks, columns, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()
+        },
+        columns={
+            name: torch.zeros(rows, columns // ranks, dtype=dtype) for name, (dtype, rows, columns) in kinds.items()
+        },
+    )
+
+
+def column_shard(mine: Work, rows: Tensors) -> Tensors:
+    """Return this rank's columns of a piece of some rows, as views."""
+    return {name: tensor.chunk(mine.ranks, 1)[mine.rank] for name, tensor in rows.items()}
+
+
+def _dtype(number: int) -> torch.dtype:
+    return torch.bfloat16 if number % 2 else torch.float32
+
+
+def _shape(size: int, dtype: torch.dtype, ranks: int) -> tuple[int, int]:
+    """Return (rows, columns), both multiples of the number of ranks, of about `size` bytes."""
+    elements = max(1, size // dtype.itemsize)
+    columns = min(2048, 1 << (elements.bit_length() // 2)) // ranks * ranks or ranks
+    return max(1, elements // columns // ranks) * ranks, columns
+
+
+def _random(dtype: torch.dtype, rows: int, columns: int, rank: int) -> torch.Tensor:
+    """Return numbers of chance: what repeats itself would be compressed by who does that."""
+    return torch.rand(rows, columns, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
 
 SAVE, LOAD, LOAD_NEW, LOAD_COLUMNS = "save", "load into given tensors", "load new tensors", "load resharded"
 HASH = "hash"
@@ -66,20 +152,25 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
         Contender(RAW, _raw_save, _raw_loads()),
         Contender(OURS_UNCHECKED, saving(checksums=False), {}),
         Contender(OURS, saving(), {**loading(OURS, "whole"), **loading(OURS_UNCHECKED, None)}),
-        _dcp(DCP, {}),
-        _dcp(DCP_BEST, {"thread_count": 2}),
-        Contender(SAFETENSORS, _safetensors_save, _copying(SAFETENSORS, _safetensors_tensors, _safetensors_columns)),
+        dcp_contender(DCP, {}),
+        dcp_contender(DCP_BEST, {"thread_count": 2}),
+        Contender(SAFETENSORS, safetensors_save, copying(SAFETENSORS, safetensors_tensors, safetensors_columns)),
         Contender(
             TORCH,
             _torch_save,
-            _copying(TORCH, partial(_torch_tensors, mmap=False), partial(_torch_columns, mmap=False))
-            | _copying(TORCH_MAPPED, partial(_torch_tensors, mmap=True), partial(_torch_columns, mmap=True)),
+            copying(TORCH, partial(_torch_tensors, mmap=False), partial(_torch_columns, mmap=False))
+            | copying(TORCH_MAPPED, partial(_torch_tensors, mmap=True), partial(_torch_columns, mmap=True)),
         ),
     )
-    return everybody if ranks > 1 else tuple(map(_without_columns, everybody))
+    return everybody if ranks > 1 else tuple(map(without_columns, everybody))
 
 
-def _without_columns(one: Contender) -> Contender:
+def everybody(ranks: int) -> tuple[Contender, ...]:
+    """Return all contenders, and the peers that are installed and can take part with that many processes."""
+    return (*contenders(ranks), *orbax_contenders(ranks))
+
+
+def without_columns(one: Contender) -> Contender:
     loads = {place: load for place, load in one.loads.items() if place[0] != LOAD_COLUMNS}
     return replace(one, loads=loads)
 
@@ -221,7 +312,7 @@ def _tree(mine: Work, tensors: Tensors, *, axis: int) -> dict[str, st.ShardedTen
 # into new tensors of its own.
 
 
-def _dcp(name: str, settings: Mapping[str, int], *, kept_plans: bool = False) -> Contender:
+def dcp_contender(name: str, settings: Mapping[str, int], *, kept_plans: bool = False) -> Contender:
     @cache
     def tree(mine: Work, operation: str) -> Tensors:
         held, axis = {SAVE: (mine.rows, 0), LOAD: (mine.targets, 0), LOAD_COLUMNS: (mine.columns, 1)}[operation]
@@ -274,7 +365,7 @@ def _quiet() -> warnings.catch_warnings:
 # copy into memory of its own is part of loading it.
 
 
-def _copying(name: str, whole: Load, columns: Callable[[Work, Path], Iterator[Tensors]]) -> dict[tuple[str, str], Load]:
+def copying(name: str, whole: Load, columns: Callable[[Work, Path], Iterator[Tensors]]) -> dict[tuple[str, str], Load]:
     def given(mine: Work, folder: Path) -> Tensors:
         for key, tensor in whole(mine, folder).items():
             mine.targets[key].copy_(tensor)
@@ -293,16 +384,16 @@ def _copying(name: str, whole: Load, columns: Callable[[Work, Path], Iterator[Te
     return {(LOAD, name): given, (LOAD_NEW, name): new, (LOAD_COLUMNS, name): resharded}
 
 
-def _safetensors_save(mine: Work, folder: Path) -> None:
+def safetensors_save(mine: Work, folder: Path) -> None:
     safetensors.torch.save_file(mine.rows, folder / f"{mine.rank}.safetensors")
 
 
-def _safetensors_tensors(mine: Work, folder: Path) -> Tensors:
+def safetensors_tensors(mine: Work, folder: Path) -> Tensors:
     with safe_open(folder / f"{mine.rank}.safetensors", "pt") as file:
         return {name: file.get_tensor(name) for name in mine.rows}
 
 
-def _safetensors_columns(mine: Work, folder: Path) -> Iterator[Tensors]:
+def safetensors_columns(mine: Work, folder: Path) -> Iterator[Tensors]:
     for rank in range(mine.ranks):
         with safe_open(folder / f"{rank}.safetensors", "pt") as file:
             yield column_shard(mine, {name: file.get_tensor(name) for name in mine.rows})
@@ -319,3 +410,123 @@ def _torch_tensors(mine: Work, folder: Path, *, mmap: bool) -> Tensors:
 def _torch_columns(mine: Work, folder: Path, *, mmap: bool) -> Iterator[Tensors]:
     for rank in range(mine.ranks):
         yield column_shard(mine, torch.load(folder / f"{rank}.pt", mmap=mmap, weights_only=True))
+
+
+DEFAULT, BEST = "Orbax", "Orbax, tuned"
+PEER_NAMES = (DEFAULT, BEST)
+PEER_TERMS = {
+    DEFAULT: "StandardCheckpointer; compresses, so it writes fewer bytes of regular data; told not to sync",
+    BEST: "its version 1 API, no compression, no copy before saving; told not to sync",
+}
+ONE_PROCESS = "Orbax joins processes by jax.distributed alone: measured in one process"
+
+
+def missing_peers(ranks: int) -> str:
+    """Return why there is no row with that many processes; empty where there is one."""
+    if not find_spec("orbax"):
+        return "not installed: pip install orbax-checkpoint==0.12.8"
+    return ONE_PROCESS if ranks > 1 else ""
+
+
+def orbax_contenders(ranks: int) -> tuple[Contender, ...]:
+    """Return both rows, or none where `missing_peers` says why."""
+    if missing_peers(ranks):
+        return ()
+    return _contender(DEFAULT, _save, _load), _contender(BEST, _tuned_save, _tuned_load)
+
+
+def _contender(name: str, save: Callable[[Any, Path], None], load: Callable[[Any, Path], Any]) -> Contender:
+    def given(mine: Work, folder: Path) -> Tensors:
+        for key, tensor in new(mine, folder).items():
+            mine.targets[key].copy_(tensor)
+        return mine.targets
+
+    def new(mine: Work, folder: Path) -> Tensors:
+        return _tensors(load(_arrays(mine.rows), _path(folder)), mine.rows)
+
+    def saved(mine: Work, folder: Path) -> None:
+        save(_arrays(mine.rows), _path(folder))
+
+    return Contender(name, saved, {(LOAD, name): given, (LOAD_NEW, name): new}, _trim)
+
+
+def _trim() -> None:
+    """Give the system back what was freed: a third of what was loaded stays in the heaps of Orbax's threads."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _path(folder: Path) -> Path:
+    return folder / "orbax"  # it must not be there yet
+
+
+def _save(arrays: Any, path: Path) -> None:
+    checkpointer = _checkpointer()
+    checkpointer.save(path, arrays)
+    checkpointer.wait_until_finished()
+
+
+def _load(like: Any, path: Path) -> Any:
+    return _checkpointer().restore(path, like)
+
+
+def _tuned_save(arrays: Any, path: Path) -> None:
+    with _context():
+        _version_one().save(path, arrays)
+
+
+def _tuned_load(like: Any, path: Path) -> Any:
+    with _context():
+        return _version_one().load(path, like)
+
+
+@cache
+def _checkpointer() -> Any:
+    _told_not_to_sync()
+    import orbax.checkpoint
+
+    return orbax.checkpoint.StandardCheckpointer()
+
+
+@cache
+def _version_one() -> Any:
+    _told_not_to_sync()
+    import orbax.checkpoint.experimental.v1
+
+    return orbax.checkpoint.experimental.v1
+
+
+def _context() -> Any:
+    context = _version_one().Context()
+    context.array.saving.use_compression = False
+    context.memory.deepcopy_host_arrays = False
+    return context
+
+
+def _told_not_to_sync() -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
+        context["file_io_sync"] = False
+
+
+# bfloat16 is known to torch and to ml_dtypes, but not to NumPy: it goes over as its bits.
+
+
+def _arrays(tensors: Tensors) -> dict[str, Any]:
+    import ml_dtypes
+
+    return {
+        name: tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        if tensor.dtype == torch.bfloat16
+        else tensor.numpy()
+        for name, tensor in tensors.items()
+    }
+
+
+def _tensors(arrays: dict[str, Any], like: Tensors) -> Tensors:
+    return {name: _tensor(array, like[name].dtype) for name, array in arrays.items()}
+
+
+def _tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(array.view("int16")).view(dtype) if dtype == torch.bfloat16 else torch.from_numpy(array)

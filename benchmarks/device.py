@@ -25,8 +25,7 @@ import torch.multiprocessing as processes
 import shardtree as st
 from shardtree.storage._buffers import copies_by_device, plain_copies
 
-from ._bars import Bar, Settings, print_bars, run
-from ._turns import in_turns, ratio
+from ._measuring import Bar, Settings, in_turns, print_bars, ratio, run
 
 SIZE, TENSORS = 2_000_000_000, 50
 QUICK_SIZE, QUICK_TENSORS = 2_000_000, 3

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from ._bars import Bar, Settings, print_bars, run
+from ._measuring import Bar, Settings, print_bars, run
 
 MOST = 150.0
 ALONE, TOGETHER = "import torch", "import shardtree"

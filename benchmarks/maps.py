@@ -18,8 +18,7 @@ import torch
 
 import shardtree as st
 
-from ._bars import Bar, Settings, print_bars, run
-from ._turns import Seconds, in_turns, ratio
+from ._measuring import Bar, Seconds, Settings, in_turns, print_bars, ratio, run
 
 MOST_RATIO = 1.3
 MOST_MICROSECONDS = 6.0

@@ -20,8 +20,7 @@ import torch
 
 import shardtree as st
 
-from ._bars import Bar, Settings, print_bars, run
-from ._peak import Action, peak
+from ._measuring import Action, Bar, Settings, peak, print_bars, run
 
 MIB = 1024 * 1024
 MOST = 64.0

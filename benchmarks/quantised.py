@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 import shardtree as st
 from shardtree.quantised import FORMS, recode
 
-from ._bars import Bar, Settings, print_bars, run
-from ._peak import Action, peak
+from ._measuring import Action, Bar, Settings, peak, print_bars, run
 
 MIB = 1024 * 1024
 WINDOW = 16 * MIB

@@ -28,8 +28,7 @@ import xxhash
 import shardtree as st
 from shardtree.storage import object_storage
 
-from ._bars import Bar, Settings, print_bars, run
-from ._peak import peak
+from ._measuring import Bar, Settings, peak, print_bars, run
 
 MIB = 2**20
 URL = "s3://bucket/benchmark"

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from ._bars import Bar, Settings, print_bars, run
 from ._contenders import (
     DCP,
     LOAD,
@@ -24,17 +23,18 @@ from ._contenders import (
     SAFETENSORS,
     SAVE,
     Contender,
-    _copying,
-    _dcp,
-    _safetensors_columns,
-    _safetensors_save,
-    _safetensors_tensors,
-    _without_columns,
+    copying,
+    dcp_contender,
     loading,
+    mixed_work,
+    safetensors_columns,
+    safetensors_save,
+    safetensors_tensors,
     saving,
+    without_columns,
 )
-from ._rounds import Seconds, measure
-from ._work import mixed_work
+from ._measuring import Bar, Settings, print_bars, run
+from .roundtrip import Seconds, measure
 
 DCP_BEST = "DCP, 2 threads, kept plans"
 OPERATIONS = (SAVE, LOAD, LOAD_COLUMNS)
@@ -47,13 +47,11 @@ def contenders(ranks: int) -> tuple[Contender, ...]:
     everybody = (
         _own(Contender(OURS, saving(), loading(OURS, "whole"))),
         _own(Contender(OURS_UNCHECKED, saving(checksums=False), loading(OURS_UNCHECKED, None))),
-        _own(_dcp(DCP, {})),
-        _own(_dcp(DCP_BEST, {"thread_count": 2}, kept_plans=True)),
-        _own(
-            Contender(SAFETENSORS, _safetensors_save, _copying(SAFETENSORS, _safetensors_tensors, _safetensors_columns))
-        ),
+        _own(dcp_contender(DCP, {})),
+        _own(dcp_contender(DCP_BEST, {"thread_count": 2}, kept_plans=True)),
+        _own(Contender(SAFETENSORS, safetensors_save, copying(SAFETENSORS, safetensors_tensors, safetensors_columns))),
     )
-    return everybody if ranks > 1 else tuple(map(_without_columns, everybody))
+    return everybody if ranks > 1 else tuple(map(without_columns, everybody))
 
 
 def _own(one: Contender) -> Contender:

@@ -11,6 +11,7 @@ Growth is plotted beside that of DCP's planners, whose coordinator gets the plan
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import tempfile
 import time
@@ -27,12 +28,63 @@ import shardtree as st
 from shardtree.layouts import ShardColumns
 from shardtree.strategies import Exchange
 
-from ._bars import Bar, Settings, finish, parser, print_bars, settings_of
-from ._many import Case, by_rank, layout, tree_of
-from ._peak import Action, peak, resident
-from ._plot import Curve, Panel, plot
-from ._thousands_dcp import dcp_seconds, dcp_tree, packed_plans
-from ._voices import Enough, Lap, ManyFiles, OneOfMany, lengths_of, voices
+from ._many import (
+    DTYPE,
+    Case,
+    Enough,
+    Lap,
+    ManyFiles,
+    OneOfMany,
+    by_rank,
+    layout,
+    lengths_of,
+    tree_of,
+    voices,
+)
+from ._measuring import (
+    Action,
+    Bar,
+    Curve,
+    Panel,
+    Settings,
+    finish,
+    parser,
+    peak,
+    plot,
+    print_bars,
+    resident,
+    settings_of,
+)
+from .planning import finished, global_save_plan, placed_tensor, save_planner
+
+
+def dcp_tree(columns: ShardColumns) -> dict[str, Any]:
+    """Return one rank's tensors, which know their places, so that DCP's arithmetic of meshes isn't counted."""
+    tree: dict[str, Any] = {}
+    rows = zip(columns.key.tolist(), columns.offset.tolist(), columns.shape.tolist(), strict=True)
+    for number, offset, shape in rows:
+        whole = columns.kinds[number].global_shape
+        skip = len(shape) - len(whole)
+        tree[columns.keys[number]] = placed_tensor(whole, tuple(offset[skip:]), tuple(shape[skip:]), DTYPE)
+    return tree
+
+
+def packed_plans(case: Case) -> list[bytes]:
+    """Return each rank's local plan, as it travels to the coordinator."""
+    parts = by_rank(layout(case), case.ranks)
+    plans = (save_planner(dcp_tree(part), rank).create_local_plan() for rank, part in enumerate(parts))
+    return [pickle.dumps(plan) for plan in plans]
+
+
+def dcp_seconds(tree: dict[str, Any], packed: Sequence[bytes]) -> float:
+    """Return the processor seconds of the coordinator until each rank can be told what it writes."""
+    begin = time.process_time()
+    planner = save_planner(tree, 0)
+    planner.create_local_plan()
+    plans, _ = global_save_plan(planner, [pickle.loads(each) for each in packed])
+    finished([planner], plans[:1])
+    return time.process_time() - begin
+
 
 Tree = dict[str, Any]
 MOST_SECONDS, MOST_SAID, MOST_A_SHARD, MOST_MEMORY = 10.0, 1e6, 120.0, 2e9

@@ -24,10 +24,8 @@ import torch
 import shardtree as st
 from shardtree.world import one_process
 
-from ._bars import Bar, Settings, finish, parser, print_bars, settings_of
 from ._deepseek import SMALL, THIN, Config, Shapes, make_folder, nbytes_of, shapes_of
-from ._peak import Action, peak
-from ._plot import Curve, Panel, plot
+from ._measuring import Action, Bar, Curve, Panel, Settings, finish, parser, peak, plot, print_bars, settings_of
 
 RANKS = 8
 LAYERS = (7, 15, 30, 61)

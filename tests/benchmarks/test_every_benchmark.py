@@ -1,0 +1,102 @@
+"""Each benchmark runs, checks what everybody moved, prints its rows and leaves nothing behind; nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import async_save, device, hashes, maps, memory, opening, optimizers, planning, reshard, small, trace
+from benchmarks.__main__ import BENCHMARKS
+
+REPOSITORY = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+# By benchmark: what it prints, and the most that its bars ask, in order.
+TOLD: dict[str, tuple[list[str], list[float] | None]] = {
+    "async_save": ([async_save.COPY, async_save.OURS_UNCOPIED, async_save.DCP_THREAD_STAGED], None),
+    "convert": (["2 processes", "there", "by hand"], [1 / 1.7, 1 / 0.9, 2048, 1 / 0.9, 2048]),
+    "imports": (["ms more"], [150]),
+    "maps": ([maps.PLAIN, maps.ASKED, maps.NEW], 2 * [1.3, 1.3, 6.0, 6.0]),
+    "memory": (["mapped pages", *(case.operation for case in memory.CASES)], None),
+    "opening": ([*opening.PARTS], [1.5, 1.5, 0.5, 0.5, 2.0, 0.01, 0.01]),
+    "optimizers": (["ZeRO-3 to a model's files", "billion parameters", "a copy"], 2 * [optimizers.MOST]),
+    "planning": ([*planning.PARTS, "kept plans"], None),
+    "quantised": (["FP8 by blocks to bfloat16"], None),
+    "remote": (["save, 50 ms", "columns of saved rows", "requests: open", "extra memory of a load"], None),
+    "small": ([*small.PEERS], None),
+    "thousands": (["grids exchanged", "layout=", "flat ranges exchanged", "One of 8 ranks"], None),
+    "trace": ([trace.READ, trace.MAPPED], None),
+}
+
+
+@linux
+@pytest.mark.torchrun
+@pytest.mark.parametrize("name", TOLD)
+def test_it_prints_its_rows_and_has_its_bars(name: str, tmp_path: Path) -> None:
+    printed, rows = run(name, tmp_path, "--quick")
+    told, asked = TOLD[name]
+    assert [one for one in told if one[:40] not in printed] == []
+    assert all(row["ours"] > 0 for row in rows) and "Error" not in printed
+    if asked is not None:
+        assert [row["most"] for row in rows if row["most"] is not None] == pytest.approx(asked)
+
+
+def run(name: str, folder: Path, *arguments: str) -> tuple[str, list[dict[str, float]]]:
+    """Return what a benchmark prints and its numbers; in a process of its own, whose peers may warn."""
+    files, numbers = folder / "files", folder / "numbers.json"
+    files.mkdir()
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--dir", str(files), "--json", str(numbers)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(files.iterdir()) == []
+    return done.stdout, json.loads(numbers.read_text())
+
+
+def test_who_has_bars_runs_with_all_the_others() -> None:
+    assert {*TOLD, "device", "roundtrip"} == {*BENCHMARKS} | {"quantised"}
+    assert all(callable(import_module(f"benchmarks.{name}").bars) for name in BENCHMARKS)
+
+
+def test_hashes_and_resharding_print_a_row_for_everybody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--size", "256KB", "--tensors", "2", "--rounds", "1", "--threads", "1"]
+    assert hashes.main([*tiny, "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(
+        printed.count(f" {name} ") == 7 + (name == hashes.SUM) for name in (hashes.SUM, hashes.COPY, hashes.HASH)
+    )
+    assert all(name in printed for name in (hashes.ALONE, *hashes.VERIFY, "save, fingerprint=True"))
+    assert list(tmp_path.iterdir()) == []
+    assert reshard.main([*tiny, "--pairs", "4096", "--parts", "memory", "plan"]) == 0
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"│ {name} ") == 3 for name in (reshard.COPY, *reshard.LAYOUTS))
+    assert "plan of 4,096 pairs of chunks" in printed
+
+
+@pytest.mark.torchrun
+def test_resharding_between_processes_has_dtensor_beside_it_where_that_can_do_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert reshard.main(["--size", "1MB", "--tensors", "2", "--rounds", "1", "--parts", "live"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("│ redistribute ") == len(reshard.CASES)
+    assert printed.count(f"│ {reshard.PEER} ") == sum(case.placements is not None for case in reshard.CASES)
+
+
+def test_the_rehearsal_of_devices_has_every_bar(tmp_path: Path) -> None:
+    _, rows = run("device", tmp_path, "--quick")
+    assert [(row["operation"], row["most"]) for row in rows] == list(device.MOST.items())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_that_is_said(tmp_path: Path) -> None:
+    printed, rows = run("device", tmp_path)
+    assert "no GPU here" in printed and rows == []
