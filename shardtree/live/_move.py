@@ -121,7 +121,8 @@ def move(route: Route, transport: Transport) -> Exception | None:
     """
     moved = route.plan.transfers
     own = np.flatnonzero((moved.from_rank == route.rank) & (moved.to_rank == route.rank))
-    failure = first_failure(None, partial(_copy_own, route, own[moved.hop[own] == 0]))
+    copy_own = partial(copy_transfers, route.plan, sources=route.sources, targets=route.targets)
+    failure = first_failure(None, partial(copy_own, own[moved.hop[own] == 0]))
     for step in range(route.schedule.steps):
         sends, gets = step_pieces(route, step)
         outgoing, incoming = route.buffers.cut(sends.sizes, gets.sizes)
@@ -136,7 +137,7 @@ def move(route: Route, transport: Transport) -> Exception | None:
         for boxes in came:
             failure = first_failure(failure, partial(copy_boxes, *boxes))
     # Last, what several shards of the rank want: from the one that received it.
-    return first_failure(failure, partial(_copy_own, route, own[moved.hop[own] > 0]))
+    return first_failure(failure, partial(copy_own, own[moved.hop[own] > 0]))
 
 
 def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception | None:
@@ -147,12 +148,6 @@ def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception
         except Exception as error:
             return error
     return failure
-
-
-def _copy_own(route: Route, rows: Column) -> None:
-    hop = route.plan.transfers.hop[rows]
-    for each in np.unique(hop).tolist():
-        copy_transfers(route.plan, rows[hop == each], route.sources, route.targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -182,17 +182,20 @@ def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: 
 
     Args:
         plan: what moves.
-        rows: of its transfers, all of one hop.
+        rows: of its transfers, those of each hop in the order in which they are written.
         sources: the data of source shards, by row.
         targets: written: the data of target shards, by row.
     """
     moved = plan.transfers
-    columns, memories = (plan.target, targets) if moved.hop[rows].any() else (plan.source, sources)
-    shape = moved.shape[rows]
-    taken = Boxes(moved.source[rows], moved.source_element[rows], moved.source_stride[rows], shape)
-    put = Boxes(moved.target[rows], moved.target_element[rows], moved.target_stride[rows], shape)
-    into = target_regions(plan.target, put, targets)
-    write_boxes(plan, rows, shape, shard_regions(columns, taken, memories), into)
+    # Hop by hop, since later ones read what earlier ones have written.
+    for hop in np.unique(moved.hop[rows]).tolist():
+        columns, memories = (plan.target, targets) if hop else (plan.source, sources)
+        each = rows[moved.hop[rows] == hop]
+        shape = moved.shape[each]
+        taken = Boxes(moved.source[each], moved.source_element[each], moved.source_stride[each], shape)
+        put = Boxes(moved.target[each], moved.target_element[each], moved.target_stride[each], shape)
+        into = target_regions(plan.target, put, targets)
+        write_boxes(plan, each, shape, shard_regions(columns, taken, memories), into)
 
 
 def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions, target: Regions) -> None:
