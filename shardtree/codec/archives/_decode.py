@@ -18,8 +18,8 @@ from .._nodes import exactly
 from .._values import device_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
-from ._records import Archive, open_archive, slices
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
+from ._zip import Archive, open_archive, slices
 
 # Constructors beside those of tensors: containers, numbers, buffers, paths, namespaces, dtypes. Each checks the types
 # of its arguments, since these come from the file and can be anything.

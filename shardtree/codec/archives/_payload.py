@@ -13,9 +13,18 @@ import torch
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from .._dtypes import check_storable, dtype_name
 from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
-from ._records import open_archive
 from ._tensors import DTYPES, STORAGE_KINDS, StorageReference, TensorLayout, storage_reference, tensor_layout
-from ._zip import ALIGNMENT, Read, WrittenRecord, append, descriptor, directory, local_header, read_directory
+from ._zip import (
+    ALIGNMENT,
+    Read,
+    WrittenRecord,
+    append,
+    descriptor,
+    directory,
+    local_header,
+    open_archive,
+    read_directory,
+)
 from ._zip import Record as ZipRecord
 
 # Finding the tensor's bytes.

@@ -1,4 +1,4 @@
-"""The zips of torch.save, without compression: reading the directory, and writing records byte for byte as it does."""
+"""The zips of torch.save, without compression: their records, checked, and writing them byte for byte as it does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 from struct import Struct, pack
 from typing import Any
 
-from ...errors import CorruptCheckpoint, error_text
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
 
 # Reading a zip's directory. Not by zipfile, which trusts it: records that overlap, or of which header and directory say
 # different things, would make a small file large, or look different to different readers.
@@ -17,11 +17,11 @@ from ...errors import CorruptCheckpoint, error_text
 Read = Callable[[int, int], Any]
 """(begin, end) -> these bytes of an archive."""
 
-END = Struct("<4s4H2IH")
-LOCATOR = Struct("<4sIQI")
-END64 = Struct("<4sQ2H2I4Q")
-ENTRY = Struct("<4s6H3I5H2I")
-LOCAL = Struct("<4s5H3I2H")
+_END = Struct("<4s4H2IH")
+_LOCATOR = Struct("<4sIQI")
+_END64 = Struct("<4sQ2H2I4Q")
+_ENTRY = Struct("<4s6H3I5H2I")
+_LOCAL = Struct("<4s5H3I2H")
 _U16_PAIR = Struct("<HH")
 _U64 = Struct("<Q")
 
@@ -81,21 +81,21 @@ def _unpack(struct: Struct, data: Any, at: int, signature: bytes, name: str) -> 
 def _directory_extent(read: Read, length: int) -> tuple[int, int, int]:
     """Return how many entries the directory has, and where it begins and ends."""
     # At its very end, never searched for: torch writes no comment, and a search could find a planted directory.
-    last = length - END.size
+    last = length - _END.size
     if last < 0:
         raise ValueError("it is shorter than the end of a zip")
-    *_, count, size, begin, comment = _unpack(END, read(last, length), 0, b"PK\5\6", "end of a zip's directory")
+    *_, count, size, begin, comment = _unpack(_END, read(last, length), 0, b"PK\5\6", "end of a zip's directory")
     if comment:
         raise ValueError("a comment after the directory")
-    place = last - LOCATOR.size
-    if place >= END64.size and bytes(read(place, place + 4)) == b"PK\6\7":
-        last = place - END64.size
-        *_, count, size, begin = _unpack(END64, read(last, place), 0, b"PK\6\6", "end of a large zip's directory")
+    place = last - _LOCATOR.size
+    if place >= _END64.size and bytes(read(place, place + 4)) == b"PK\6\7":
+        last = place - _END64.size
+        *_, count, size, begin = _unpack(_END64, read(last, place), 0, b"PK\6\6", "end of a large zip's directory")
     elif count == _FULL16 or size == _FULL32 or begin == _FULL32:
         raise ValueError("a large zip's directory without its locator")
     if begin + size != last:
         raise ValueError("the directory isn't where the zip ends; something was put before or behind it")
-    if count * ENTRY.size > size:  # before the loop over the entries, whose number the file chooses
+    if count * _ENTRY.size > size:  # before the loop over the entries, whose number the file chooses
         raise ValueError("a directory that is too short for its entries")
     return count, begin, begin + size
 
@@ -113,10 +113,10 @@ def _entries(data: bytes, count: int) -> list[Entry]:
 
 
 def _entry(data: bytes, at: int) -> tuple[Entry, int]:
-    fields = _unpack(ENTRY, data, at, b"PK\1\2", "entry of the directory")
+    fields = _unpack(_ENTRY, data, at, b"PK\1\2", "entry of the directory")
     _, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length = fields[:13]
     begin = fields[-1]
-    start = at + ENTRY.size
+    start = at + _ENTRY.size
     end = start + name_length + extra_length + comment_length
     if end > len(data):
         raise ValueError("an entry of the directory is cut off")
@@ -159,16 +159,16 @@ def _record_at(read: Read, entry: Entry, directory: int) -> Record:
     # The header is read too: its name and extra field can have other lengths than in the directory, and torch pads the
     # extra field so that the bytes are aligned.
     name, crc32, nbytes, at = entry
-    if at + LOCAL.size > directory:
+    if at + _LOCAL.size > directory:
         raise ValueError(f"{name!r} begins after the archive's records")
-    header = _unpack(LOCAL, read(at, at + LOCAL.size), 0, b"PK\3\4", "header of a record")
+    header = _unpack(_LOCAL, read(at, at + _LOCAL.size), 0, b"PK\3\4", "header of a record")
     _, _, flags, method, *_, name_length, extra_length = header
-    begin = at + LOCAL.size + name_length + extra_length
+    begin = at + _LOCAL.size + name_length + extra_length
     if flags & 0x2041 or method:
         raise ValueError(f"{name!r} is compressed or encrypted")
     if begin + nbytes > directory:
         raise ValueError(f"{name!r} ends after the archive's records")
-    if bytes(read(at + LOCAL.size, at + LOCAL.size + name_length)) != name.encode("utf-8"):
+    if bytes(read(at + _LOCAL.size, at + _LOCAL.size + name_length)) != name.encode("utf-8"):
         raise ValueError(f"{name!r} has two different names")
     return Record(name, crc32, begin, nbytes)
 
@@ -177,8 +177,6 @@ def _record_at(read: Read, entry: Entry, directory: int) -> Record:
 
 ALIGNMENT = 64
 """A record's bytes begin at a multiple of this, so that they are tensors where they lie."""
-
-_FULL = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +218,10 @@ def local_header(record: WrittenRecord) -> bytes:
     # Lengths and CRC32 are 0 here, and flag 3 says that they follow in a descriptor, as in torch's own archives.
     name = record.name.encode()
     extra = _zip64_field(record)
-    begin = record.at + LOCAL.size + len(name) + len(extra) + 4
+    begin = record.at + _LOCAL.size + len(name) + len(extra) + 4
     padding = -begin % ALIGNMENT
     extra += pack("<2sH", b"FB", padding) + b"Z" * padding
-    return LOCAL.pack(b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+    return _LOCAL.pack(b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
 def descriptor(record: WrittenRecord) -> bytes:
@@ -234,9 +232,9 @@ def descriptor(record: WrittenRecord) -> bytes:
 
 def _directory_entry(record: WrittenRecord) -> bytes:
     name, extra = record.name.encode(), _zip64_field(record)
-    length, at = min(record.nbytes, _FULL), min(record.at, _FULL)
+    length, at = min(record.nbytes, _FULL32), min(record.at, _FULL32)
     lengths = (record.crc32, length, length, len(name), len(extra), 0, 0, 0, 0, at)
-    return ENTRY.pack(b"PK\1\2", 0, 0, 0x808, 0, 0, 0, *lengths) + name + extra
+    return _ENTRY.pack(b"PK\1\2", 0, 0, 0x808, 0, 0, 0, *lengths) + name + extra
 
 
 def directory(records: Sequence[WrittenRecord], at: int) -> bytes:
@@ -244,14 +242,137 @@ def directory(records: Sequence[WrittenRecord], at: int) -> bytes:
     # With zip64's locator even where 32 bits are enough, as torch writes it.
     entries = b"".join(_directory_entry(record) for record in records)
     count, size = len(records), len(entries)
-    end64 = END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, at)
-    locator = LOCATOR.pack(b"PK\6\7", 0, at + size, 1)
-    end = END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), min(size, _FULL), min(at, _FULL), 0)
+    end64 = _END64.pack(b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, at)
+    locator = _LOCATOR.pack(b"PK\6\7", 0, at + size, 1)
+    end = _END.pack(b"PK\5\6", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), min(size, _FULL32), min(at, _FULL32), 0)
     return entries + end64 + locator + end
 
 
 def _zip64_field(record: WrittenRecord) -> bytes:
     """Return zip64's extra field with the values that don't fit 32 bits, empty if all do."""
-    wide = [record.nbytes, record.nbytes] if record.nbytes >= _FULL else []
-    wide += [record.at] if record.at >= _FULL else []
+    wide = [record.nbytes, record.nbytes] if record.nbytes >= _FULL32 else []
+    wide += [record.at] if record.at >= _FULL32 else []
     return pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+
+
+_OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")  # how torch.save's files began before it wrote zips
+_TRUST = "Pass options=LoadOptions(allow_pickle=True) if you trust its writer."
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Archive:
+    """An archive's records by name.
+
+    Attributes:
+        read: returns a byte range of the archive.
+        records: name without the archive's folder -> record.
+        what: the archive, for messages.
+    """
+
+    read: Read
+    records: dict[str, Record]
+    what: str
+
+    def data(self, name: str) -> memoryview:
+        """Return a record's bytes."""
+        record = self.records.get(name)
+        if record is None:
+            raise CorruptCheckpoint(error_text(f"{self.what}: the archive has no record {name[:100]!r}"))
+        return memoryview(self.read(record.begin, record.begin + record.nbytes)).cast("B")
+
+    def checked(self, name: str) -> memoryview:
+        """Return a record's bytes after checking their CRC32, if one was recorded."""
+        # 0 means that none was: torch writes that with its option of no checksums.
+        data = self.data(name)
+        found, expected = zlib.crc32(data), self.records[name].crc32
+        if expected and found != expected:
+            fix = "The medium or a later program damaged it; load another checkpoint."
+            what = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
+            raise CorruptCheckpoint(error_text(what, found=f"{found:#010x}", expected=f"{expected:#010x}", fix=fix))
+        return data
+
+
+def open_archive(read: Read, length: int, what: str) -> Archive:
+    """Return the records of an archive that torch.save wrote for tensors of this machine's byte order.
+
+    Raises:
+        CorruptCheckpoint: it isn't an archive.
+        UnsafeFile: it is in a form that only unpickling can read.
+    """
+    if length < 2 or bytes(read(0, 2)) != b"PK":
+        raise _not_a_zip(bytes(read(0, min(length, len(_OLD_MAGIC)))), what)
+    listed = read_directory(read, length, what)
+    # torch names the folder after the file, or "archive": so it is found by the pickle in it.
+    pickles = [record.name for record in listed if record.name.rpartition("/")[2] == "data.pkl"]
+    folder = min(pickles, key=len, default="").removesuffix("data.pkl")
+    records = {record.name.removeprefix(folder): record for record in listed}
+    if len(records) < len(listed):
+        raise CorruptCheckpoint(error_text(f"{what}: two records of the archive have the same name"))
+    if "constants.pkl" in records:
+        raise UnsafeFile(error_text(f"{what}: it is a TorchScript program", fix="Load it with torch.jit.load."))
+    archive = Archive(read, records, what)
+    order = bytes(archive.checked("byteorder")) if "byteorder" in records else b"little"
+    if order != b"little":
+        found = repr(order[:20].decode("ascii", "replace"))
+        fix = "On a machine of that byte order, load it with torch and save its tensors in another format."
+        raise CorruptCheckpoint(error_text(f"{what}: another byte order", found=found, expected="'little'", fix=fix))
+    return archive
+
+
+def _not_a_zip(begin: bytes, what: str) -> Exception:
+    if begin == _OLD_MAGIC:
+        old = "torch before 1.6 wrote it, or torch.save with _use_new_zipfile_serialization=False"
+        return UnsafeFile(error_text(f"{what}: only pickle can read this form: {old}", fix=_TRUST))
+    return CorruptCheckpoint(error_text(f"{what}: not an archive of torch.save", found=f"it begins with {begin[:8]!r}"))
+
+
+def slices(data: Any) -> Read:
+    """Return a `Read` of bytes in memory."""
+    view = memoryview(data).cast("B")
+
+    def read(begin: int, end: int) -> memoryview:
+        return view[begin:end]
+
+    return read
+
+
+# Additional records, which torch and other readers ignore.
+
+
+def add_record(data: bytes, name: str, content: bytes) -> bytes:
+    """Return an archive with one more record.
+
+    Args:
+        data: the archive.
+        name: the record's; torch.save has none of this name.
+        content: the record's bytes.
+
+    Examples:
+        >>> from shardtree.codec.archives import decode_archive, encode_archive, find_record
+        >>> data = add_record(encode_archive({"step": 7}), "note", b"seven")
+        >>> decode_archive(data, what="example"), find_record(data, "note", what="example")
+        ({'step': 7}, b'seven')
+    """
+    archive = _open(data, "add_record")
+    out, written = bytearray(), list[WrittenRecord]()
+    for known in archive.records:
+        append(out, 0, written, known, archive.data(known))
+    append(out, 0, written, name, content)
+    return bytes(out + directory(written, len(out)))
+
+
+def find_record(data: bytes | bytearray | memoryview, name: str, *, what: str) -> bytes | None:
+    """Return the bytes of an archive's record, None if it has none of this name or isn't such an archive.
+
+    Raises:
+        CorruptCheckpoint: the record's bytes don't have its CRC32.
+    """
+    try:
+        archive = _open(data, what)
+    except CheckpointingException:
+        return None
+    return bytes(archive.checked(name)) if name in archive.records else None
+
+
+def _open(data: bytes | bytearray | memoryview, what: str) -> Archive:
+    return open_archive(slices(data), memoryview(data).nbytes, what)

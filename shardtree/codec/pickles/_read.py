@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
-from ._constructors import Constructor
-from ._limits import check_bounded
-from ._machine import FIX, Irregular, Machine, Run, Scan
+from ._machine import FIX, Constructor, Irregular, Machine, Run, Scan, check_bounded
 
 
 def _frame(machine: Machine) -> None:

@@ -12,7 +12,7 @@ from struct import Struct, pack
 from typing import Any
 
 from ...errors import UnsupportedValue, error_text
-from ._limits import DEEPEST
+from ._machine import DEEPEST
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
 
