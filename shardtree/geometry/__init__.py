@@ -29,12 +29,16 @@ from ._grid import (
     check_flat_range,
     check_lengths,
     check_ranks,
+    check_type,
     cut_spans,
+    flat_range,
     grid_cell,
+    integer,
+    integers,
     narrow_axis,
     narrow_place,
+    refuse,
     slabs,
     slices,
 )
-from ._numbers import check_type, flat_range, integer, integers, refuse
 from ._pairs import overlapping_pairs, reach_of, rows_in_reach
