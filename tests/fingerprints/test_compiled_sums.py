@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.fingerprints import _compiled, axis_weights, host_total
-from shardtree.fingerprints._compiled import SlabTotal, slab_total
-from shardtree.fingerprints._sums import _slab_total
+from shardtree.fingerprints import _sums, axis_weights, host_total
+from shardtree.fingerprints._sums import SlabTotal, _slab_total, compiled_total
 from shardtree.testing import shapes, tensors
 from tests.quick_python.command import quick_python
 from tests.trees.samples import assert_caught
@@ -35,12 +34,12 @@ def check_slab(total: SlabTotal, tensor: torch.Tensor, first: int) -> None:
 
 @given(BOXES, OFFSETS)
 def test_it_makes_no_difference_who_sums(tensor: torch.Tensor, first: int) -> None:
-    check_slab(slab_total, tensor, first)
+    check_slab(compiled_total, tensor, first)
 
 
 def test_the_law_catches_a_row_that_is_left_out() -> None:
     def without_a_row(words: Any, weights: Sequence[Any]) -> int:
-        return slab_total(words[1:], [weights[0][1:], *weights[1:]])
+        return compiled_total(words[1:], [weights[0][1:], *weights[1:]])
 
     assert_caught(check_slab, without_a_row, BOXES, OFFSETS)
 
@@ -48,13 +47,13 @@ def test_the_law_catches_a_row_that_is_left_out() -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return what sets how much it takes until compiling pays, in a process that has summed nothing."""
-    monkeypatch.setattr(_compiled, "_seen", [0])
-    return lambda worth: monkeypatch.setattr(_compiled, "_WORTH", worth)
+    monkeypatch.setattr(_sums, "_seen", [0])
+    return lambda worth: monkeypatch.setattr(_sums, "_WORTH", worth)
 
 
 def test_it_is_compiled_once_there_is_enough_to_sum(seen: Callable[[int], None]) -> None:
     seen(100)
-    assert [_compiled.compiled_for(40) for _ in range(3)] == [None, None, slab_total]
+    assert [_sums.compiled_for(40) for _ in range(3)] == [None, None, compiled_total]
 
 
 @pytest.mark.parametrize("shape", [(70_001,), (3, 65_540), (300, 7, 130), (1 << 19, 2)])
@@ -72,9 +71,9 @@ WITHOUT_NUMBA = """
 import sys
 sys.modules["numba"] = None
 import numpy as np
-from shardtree.fingerprints import _compiled, host_total
-_compiled._WORTH = 0
-print(_compiled.compiled_for(1), host_total(np.zeros(3, dtype=np.uint8), (0,), (0,)) > 0)
+from shardtree.fingerprints import _sums, host_total
+_sums._WORTH = 0
+print(_sums.compiled_for(1), host_total(np.zeros(3, dtype=np.uint8), (0,), (0,)) > 0)
 """
 
 
