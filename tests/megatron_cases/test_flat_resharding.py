@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import IntegrityError
 from tests.megatron_cases.worlds import Place, assert_same, data_of, in_every_format, loaded, places, saved, whole
 
 GLOBAL = torch.arange(8 * 5 * 40).reshape(8, 5, 40)
@@ -38,14 +37,6 @@ def test_flat_ranges_and_boxes_load_in_any_other_layout(backend: Any, source: An
         assert_same(result, data_of(tree(place)))
 
 
-@pytest.mark.parametrize(("source", "target"), LAYOUTS, ids=str)
-def test_they_move_from_memory_to_memory_as_through_a_checkpoint(source: Any, target: Any) -> None:
-    trees = [tree(place) for place in places(*source)]
-    targets = [st.without_data(tree(place)) for place in places(*target)]
-    for place, result in zip(places(*target), st.reshard(trees, targets), strict=True):
-        assert_same(data_of(result), data_of(tree(place)))
-
-
 @in_every_format
 @pytest.mark.parametrize("source", [(2, 4), (8, 1), (1, 1), (1, 4)], ids=str)
 def test_metadata_of_a_flat_tensor_are_its_boxs_and_load_as_a_box_where_theirs_is_flat(
@@ -56,22 +47,3 @@ def test_metadata_of_a_flat_tensor_are_its_boxs_and_load_as_a_box_where_theirs_i
     assert found["flat"].global_shape == found["box"].global_shape == found["flat"].local_shape == (8, 5, 40)
     (result,) = loaded([found], folder)
     assert_same(result, {"flat": GLOBAL, "box": GLOBAL})
-
-
-def shared(rank: int) -> dict[str, Any]:
-    """Return a row of a (6, 6) tensor; the first is shared by ranks 0, 1 and 2, with 1, 2 and 3 elements."""
-    start, length = [(0, 1), (1, 2), (3, 3)][rank] if rank < 3 else (0, 6)
-    row = (0, max(0, rank - 2), 6)
-    data, own = torch.full((length,), rank), slice(start, start + length)
-    return {"flat": st.ShardedTensor.from_rank_offsets_flat("flat", data, (1, 6), row, flattened_range=own)}
-
-
-def test_ranges_of_other_lengths_that_tile_their_box_are_sound() -> None:
-    folder = saved([shared(rank) for rank in range(8)])
-    assert st.load_plain_tensors(folder)["flat"][0].tolist() == [0, 1, 1, 2, 2, 2]
-
-
-@pytest.mark.parametrize(("absent", "where"), [(1, "0:1"), (4, "2:3")], ids=["a range", "a whole box"])
-def test_what_no_rank_holds_is_an_error_naming_its_place(absent: int, where: str) -> None:
-    with pytest.raises(IntegrityError, match=rf"'flat'[\s\S]*{where}"):
-        saved([shared(rank) if rank != absent else {} for rank in range(8)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,6 @@ def places(tp_size: int, pp_size: int, ranks: int = RANKS) -> list[Place]:
         Place(rank % tp_size, rank // tp_size % dp_size, rank // (tp_size * dp_size), tp_size, dp_size, pp_size)
         for rank in range(ranks)
     ]
-
-
-def on_ranks(tree_of: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
-    """Return each rank's tree."""
-    return [tree_of(rank) for rank in range(ranks)]
 
 
 def saved(trees: Sequence[Any], backend: tuple[str, int] | None = None, **options: Any) -> st.storage.MemoryStorage:
