@@ -111,3 +111,18 @@ def test_every_tensor_and_object_is_there(folder: Path) -> None:
     opened = st.open_checkpoint(folder)
     assert all(same(opened[key].data.read(), tensor) for key, tensor in tensors.items())
     assert st.verify(folder) == ()
+
+
+def test_the_common_state_has_all_plain_values_and_holes_at_positions(folder: Path) -> None:
+    common = st.load_common_state_dict(folder, options=st.LoadOptions(types=first.RECORDS))
+    assert_holds(common, {**first.plain(), "groups": [{"lr": 0.1}]})
+    if backend_of(folder) != "dcp":
+        assert common["mixed"][0] is st.trees.HOLE and common["mixed"][1:] == [3, (st.trees.HOLE, "x")]
+        assert common["moment"] == first.Moment(st.trees.HOLE, 5)
+
+
+def test_the_comparison_catches_one_element_that_differs(folder: Path) -> None:
+    (result,) = loaded(folder, [{"new": first.replicated("scalar", 0).without_data()}])
+    assert_holds(result["new"], first.whole("scalar"))
+    with pytest.raises(AssertionError):
+        assert_holds(result["new"] + 1, first.whole("scalar"))

@@ -2,7 +2,6 @@
 
 The checkpoints are frozen: every later version loads them bit for bit. They were made once, in a checkout of that
 commit, by ``python tests/golden/first_edition.py FOLDER``. What they hold is described here by values.
-``--corners`` makes tests/golden/first-edition-corners: empty containers at the root, and pieces without elements.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ for _cls in RECORDS:
 SHAPES = {
     **dict.fromkeys(("held.0", "held.1", "held.2", "held.3"), (2, 3)),
     **dict.fromkeys(("mixed.0", "mixed.1", "moment.mu", "listed"), (3,)),
-    **dict.fromkeys(("root.list", "root.dict", "root.tuple", "root.deep"), (2,)),
     "rows": (4, 3),
     "uneven": (3, 2),
     "flat": (5, 4),
@@ -147,36 +145,6 @@ def tree(rank: int, holder: int, backend: str) -> dict[str, Any]:
     return state
 
 
-def rooted(rank: int, holder: int) -> dict[str, Any]:
-    """Return children of the root that hold shards on one rank and are empty on the other."""
-    names = {kind: f"{kind}.{holder}" for kind in ("list", "dict", "tuple", "deep")}
-    if rank != holder:
-        return {names["list"]: [], names["dict"]: {}, names["tuple"]: (), names["deep"]: {"list": [[]]}}
-    make = st.ShardedTensor.from_rank_offsets
-    shards = {kind: make(f"root.{kind}/{holder}", whole(f"root.{kind}")) for kind in names}
-    return {
-        names["list"]: [shards["list"]],
-        names["dict"]: {"w": shards["dict"]},
-        names["tuple"]: (shards["tuple"],),
-        names["deep"]: {"list": [[shards["deep"]]]},
-    }
-
-
-def corners(rank: int, backend: str) -> dict[str, Any]:
-    """Return a rank's state of empty containers at the root, and of pieces of which one has no elements."""
-    state = {"list": [], "dict": {}, "tuple": (), "step": 7}
-    for holder in HOLDERS:
-        state |= rooted(rank, holder)
-    state["rows"] = box("uneven", *((0, 3), (3, 3))[rank])
-    if backend != "huggingface":
-        start, stop = ((0, 0), (0, 20))[rank]
-        piece = whole("flat").flatten()[start:stop]
-        state["flat"] = st.ShardedTensor.from_rank_offsets_flat(
-            "flat", piece, (5, 4), flattened_range=slice(start, stop)
-        )
-    return state
-
-
 def make(folder: str, backend: str, tree_of: Callable[[int], dict[str, Any]]) -> None:
     """Write one checkpoint, of which each rank holds a tree."""
     common = ("safetensors", 1) if backend == "huggingface" else None
@@ -190,9 +158,6 @@ def make(folder: str, backend: str, tree_of: Callable[[int], dict[str, Any]]) ->
 if __name__ == "__main__":
     sys.modules["first_edition"] = sys.modules["__main__"]  # torch.save looks classes up by their names
     for _backend in BACKENDS:
-        if "--corners" in sys.argv:
-            make(os.path.join(sys.argv[1], _backend), _backend, partial(corners, backend=_backend))
-            continue
         for _holder in HOLDERS:
             _tree = partial(tree, holder=_holder, backend=_backend)
             make(os.path.join(sys.argv[1], f"{_backend}-{_holder}"), _backend, _tree)
