@@ -91,11 +91,6 @@ def test_one_machine_and_local_storage_read_alone() -> None:
     assert loaded(saved().inner)[0].exchange == "Each rank reads by itself, since storage is local."
 
 
-def test_what_the_caller_says_needs_no_reason(several_machines: None) -> None:
-    for exchange in ("always", "never"):
-        assert {report.exchange for report in loaded(saved(), exchange=exchange)} == {""}
-
-
 MOUNTS = """\
 21 1 {number} / / rw - ext4 /dev/vda rw
 22 1 {number} / /home rw,noatime shared:1 master:7 - {kind} server:/home rw

@@ -172,9 +172,3 @@ def test_a_rank_that_can_not_read_its_part_fails_all(backend: tuple[str, int], r
         return tuple(error.value.failures)
 
     assert st.simulate(ranks, on_rank) == [(ranks - 1,)] * ranks
-
-
-@pytest.mark.parametrize("backend", [FORMATS[0], FORMATS[4]], ids=lambda backend: backend[0])
-def test_readers_of_large_tensors_are_level(backend: tuple[str, int]) -> None:
-    reads = [report.bytes_read for _, report in load_on(4, saved(backend), None, "always", "whole")]
-    assert max(reads) - min(reads) <= 2**20

@@ -227,20 +227,6 @@ def test_the_law_of_level_reads_catches_ranks_that_each_read_their_own() -> None
     assert_caught(check_level, alone, cases())
 
 
-def test_three_ranks_read_rows_that_overlap_level() -> None:
-    plan = plan_reads(rows((0, 10), (5, 15), (0, 20), width=2**20), 3)
-    assert plan.bytes_read.sum() == 20 * 2**20
-    assert plan.bytes_read.max() <= 1.05 * plan.bytes_read.mean()
-    assert plan.bytes_received.tolist() == (np.array([10, 10, 20]) * 2**20 - plan.bytes_read).tolist()
-
-
-def test_half_the_ranks_want_all_and_half_a_part_each() -> None:
-    spans = [(0, 20)] * 4 + [(5 * rank, 5 * rank + 5) for rank in range(4)]
-    plan = plan_reads(rows(*spans, width=2**22), 8)
-    assert plan.bytes_read.sum() == 20 * 2**22
-    assert plan.bytes_read.max() <= 1.05 * plan.bytes_read.mean()
-
-
 def test_boxes_of_too_many_cells_stay_whole() -> None:
     spans = [(rank, rank + 10) for rank in range(10)]
     few, many = (plan_reads(rows(*spans), 10, most_cells=most) for most in (16, 9))

@@ -15,13 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardtree as st
 from shardtree.errors import (
-    CorruptCheckpoint,
     KeyMismatch,
-    NotACheckpoint,
     ShapeError,
     StrategyError,
 )
-from shardtree.plans import near_names, read_rounds
+from shardtree.plans import read_rounds
 from shardtree.storage import MemoryStorage, Reader, Storage, _checked, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, cut, layouts
@@ -269,30 +267,6 @@ def test_missing_is_what_no_rank_asks_for() -> None:
     assert st.explain(first, FOLDER).ok
 
 
-def test_a_target_without_data_will_do_and_none_is_made() -> None:
-    huge = st.ShardedTensor("w", None, torch.float32, (2**40,), (2**40,), (0,), (1,))
-    found = st.explain({"w": huge, "x": asked()["shard"]}, FOLDER)
-    assert [one.key for one in found.problems] == ["w"]
-    with pytest.raises(KeyMismatch, match="not stored: 'w'"):
-        st.load({"w": huge}, FOLDER)
-
-
-def test_factories_are_applied() -> None:
-    factory = st.ShardedTensorFactory(
-        "f", ROWS[:4], lambda key, data, *_: {"a": whole("layers.0.weight", data)}, lambda loaded: loaded["a"]
-    )
-    assert st.explain({"f": factory}, FOLDER).reads[0].shards == 1
-
-
-def test_a_padded_tensor_is_no_problem() -> None:
-    assert st.explain(asked(local_shape=(5, 2000), global_shape=(5, 2000), allow_shape_mismatch=True), FOLDER).ok
-
-
-def test_cast_makes_dtypes_no_problem_where_they_can_be_converted() -> None:
-    assert st.explain(asked(dtype=torch.bfloat16), FOLDER, cast=True).ok
-    assert not st.explain(asked(dtype=torch.int32), FOLDER, cast=True).ok
-
-
 def test_only_metadata_and_the_common_state_are_read() -> None:
     watched = counted(FOLDER)
     st.explain(asked(), watched)
@@ -356,19 +330,6 @@ def test_a_format_that_lists_nothing_can_not_be_explained() -> None:
         st.load(asked(), FOLDER, strategies=table, cast=True)
 
 
-def test_what_can_not_be_opened_can_not_be_explained(tmp_path: Any) -> None:
-    with pytest.raises(NotACheckpoint):
-        st.explain({}, tmp_path)
-
-
-def test_a_file_that_is_gone_is_missed() -> None:
-    folder = saved({"w": whole("w", ROWS)})
-    (folder_name,) = [name for name in folder.names() if folder.is_folder(name)]
-    folder.remove(f"{folder_name}/00000-of-00001.safetensors")
-    with pytest.raises(CorruptCheckpoint, match="no such file"):
-        st.explain({"w": whole("w", ROWS)}, folder)
-
-
 def test_the_table_says_all() -> None:
     halves = [{"w": whole("layers.0.weight", ROWS[:4, :1000], (1, rank, 2))} for rank in range(2)]
     assert str(st.explain_ranks(halves, FOLDER, options=st.LoadOptions(verify=None))).splitlines() == [
@@ -384,24 +345,6 @@ def test_the_table_says_all() -> None:
         " all       2        0    32.0 kB  56.0 kB       1.75       2      2",
         "More is read than asked for: what lies between pieces, and the rest of blocks whose hashes are checked.",
     ]
-
-
-def test_near_names_of_many_are_found_soon() -> None:
-    names = [f"model.layers.{n}.{part}" for n in range(50_000) for part in ("weight", "bias")]
-    keys = ["model.layers.7.wieght", "layers.49999.bias", "x" * 100_000]
-    near = near_names(keys, names)
-    assert near["model.layers.7.wieght"] == "model.layers.7.weight"
-    assert near["layers.49999.bias"] == "model.layers.49999.bias"
-    assert len(near) == 2
-
-
-def test_a_near_name_has_the_same_numbers_where_there_is_one() -> None:
-    names = [f"layers.{layer}.experts.{expert}.weight" for layer in range(4) for expert in range(130)]
-    keys = ["layers.03.experts.03.weight", "layers.3.expert.11.weight", "layers.2.experts.999.weight"]
-    near = near_names(keys, names)
-    assert near[keys[0]] == "layers.3.experts.3.weight"
-    assert near[keys[1]] == "layers.3.experts.11.weight"
-    assert near[keys[2]].startswith("layers.2.experts.")
 
 
 def test_one_rank_of_several_is_told_of_explain_ranks() -> None:

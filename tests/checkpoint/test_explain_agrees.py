@@ -382,13 +382,3 @@ def test_a_target_that_can_not_be_taken_apart_is_explained() -> None:
 def test_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     explained(case({"x": with_key("z")(whole("a"))}, strict="log_all"))
     assert not caplog.records
-
-
-@pytest.mark.parametrize(("name", "value"), [("strict", "sometimes"), ("exchange", "perhaps"), ("verify", "some")])
-def test_options_that_are_none_are_refused_as_load_refuses_them(name: str, value: Any) -> None:
-    with pytest.raises(st.CheckpointingException, match=value):
-        explained(case({"a": whole("a")}, **{name: value}))
-
-
-def test_of_no_ranks_nothing_is_wrong() -> None:
-    assert explained(case(validate_access_integrity=False)).ok is True

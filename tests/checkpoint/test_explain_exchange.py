@@ -215,25 +215,3 @@ def test_what_converted_shards_disagree_about_is_said_of_their_ranks() -> None:
     found = st.explain_ranks(targets, folder, validate_access_integrity=False, cast=True, options=ALWAYS)
     (problem,) = found.failed
     assert "'w' (ranks 0-2): (4,) float32 on ranks 0, 1, (6,) float32 on rank 2" in problem.text
-
-
-def test_tensors_that_ranks_want_apart_count() -> None:
-    """Rank 0 holds most of a tensor that is cut, so that rank 1 reads more of what both want: as the load does."""
-    folder = MemoryStorage()
-    st.save({key: st.ShardedTensor.from_rank_offsets(key, torch.ones(40, dtype=torch.int8)) for key in "aw"}, folder)
-    targets = [
-        {
-            "a": st.ShardedTensor("a", None, torch.int8, (size,), (40,), (at,), None),
-            "w": st.ShardedTensor("w", None, torch.int8, (40,), (40,), (0,), None, rank),
-        }
-        for rank, (at, size) in enumerate([(0, 30), (30, 10)])
-    ]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_groups, "plan_reads", partial(plan_reads, stripe_bytes=1))
-        patch.setattr(_read, "plan_exchange", partial(plan_exchange, stripe_bytes=1))
-        foretold = st.explain_ranks(targets, folder, options=ALWAYS)
-        found = reports_of(targets, folder)
-    assert foretold.ok
-    assert [(one.cost and one.cost.bytes_read, one.sent) for one in foretold.reads] == [(40, 10), (40, 30)]
-    assert [(one.bytes_read, one.bytes_sent) for one in found] == [(40, 10), (40, 30)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,35 +109,11 @@ def test_the_law_catches(faulty: Load) -> None:
 # Shapes.
 
 
-def test_where_nothing_overlaps_all_is_kept() -> None:
-    part = whole("w", torch.full((2, 4), 7.0), (0, 1, 2), allow_shape_mismatch=True)
-    loaded = st.load({"w": part}, stored(w=torch.ones(1, 4)), validate_access_integrity=False)
-    assert (loaded["w"] == 7).all()
-
-
 def test_of_an_empty_tensor_nothing_is_loaded() -> None:
     shard = whole("w", torch.full((2, 4), 7.0), allow_shape_mismatch=True)
     assert (st.load({"w": shard}, stored(w=torch.ones(0, 4)))["w"] == 7).all()
     shard = whole("w", torch.zeros(0, 4), allow_shape_mismatch=True)
     assert st.load({"w": shard}, stored(w=torch.ones(2, 4)))["w"].shape == (0, 4)
-
-
-def test_another_number_of_axes_is_an_error_all_the_same() -> None:
-    shard = whole("w", torch.zeros(2, 4, 1), allow_shape_mismatch=True)
-    with pytest.raises(
-        ShapeError, match=r"checkpoint has \(2, 4\) float32, target asks for \(2, 4, 1\) float32"
-    ) as error:
-        st.load({"w": shard}, stored(w=torch.ones(2, 4)))
-    assert "as many axes" in str(error.value) and "allow_shape_mismatch" not in str(error.value)
-
-
-def test_prepended_axes_have_overlaps_too() -> None:
-    layers = [
-        whole("w", torch.full((4,), -1.0), (0, n, 3), prepend_axis_num=1, allow_shape_mismatch=True) for n in range(3)
-    ]
-    folder = stored(w=torch.ones(2, 3))
-    loaded = st.load({"layers": layers}, folder)["layers"]
-    assert [layer.tolist() for layer in loaded] == [[1, 1, 1, -1], [1, 1, 1, -1], [-1] * 4]
 
 
 def test_no_strict_mode_hides_a_mismatch() -> None:
@@ -154,11 +129,6 @@ def test_a_left_out_key_does_not_hide_a_padded_one() -> None:
 
 
 # Dtypes.
-
-
-def test_another_dtype_is_an_error_that_shows_both_and_what_to_do() -> None:
-    with pytest.raises(ShapeError, match=r"has \(4,\) float32, target asks for \(4,\) bfloat16[\s\S]*cast=True"):
-        st.load({"w": whole("w", torch.zeros(4, dtype=torch.bfloat16))}, stored(w=torch.ones(4)))
 
 
 def test_what_can_not_be_converted_is_an_error_before_anything_is_read() -> None:
@@ -247,31 +217,3 @@ def test_conversions_take_bounded_rounds(exchange: Any, monkeypatch: pytest.Monk
         assert all(bits(loaded[key]) == bits(tensors[key].to(torch.bfloat16)) for key in keys)
 
     st.simulate(3, on_rank)
-
-
-def test_a_donated_parameter_is_filled_in_place() -> None:
-    target = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16).t())
-    version = target._version
-    source = values((3, 2), torch.float32, 4)
-    loaded = st.load({"w": whole("w", target)}, stored(w=source), cast=True, donate=True)["w"]
-    assert loaded is target and target._version > version
-    assert bits(target.detach()) == bits(source.to(torch.bfloat16))
-
-
-def test_flat_optimizer_shards_are_converted() -> None:
-    source = values((4, 3), torch.float32, 3)
-    flat = st.ShardedTensor.from_rank_offsets_flat(
-        "w", torch.empty(5, dtype=torch.bfloat16), (4, 3), flattened_range=slice(2, 7)
-    )
-    loaded = st.load({"w": flat}, stored(w=source), cast=True, validate_access_integrity=False)["w"]
-    assert bits(loaded) == bits(source.view(-1)[2:7].to(torch.bfloat16))
-
-
-def test_who_passes_cast_is_not_told_to_pass_it(tmp_path: Path) -> None:
-    st.save([st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))], tmp_path)
-    asked = [st.ShardedTensor.from_rank_offsets("w", torch.zeros(4, dtype=torch.float16))]
-    with pytest.raises(ShapeError, match="Pass cast=True"):
-        st.load(asked, tmp_path)
-    with pytest.raises(ShapeError, match="Set allow_shape_mismatch") as caught:
-        st.load(asked, tmp_path, cast=True)
-    assert "cast=True" not in str(caught.value)

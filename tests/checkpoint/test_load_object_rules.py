@@ -115,17 +115,6 @@ def test_without_a_rule_another_shape_is_an_error_on_every_rank(formats: Any, co
         assert "Name a rule in object_rules: replicate_objects, replicate_cell, concatenate_objects, red" in text
 
 
-def test_the_stored_shape_is_loaded_as_before_whatever_the_rule() -> None:
-    for rule in (None, st.objects.drop_objects, st.objects.concatenate_objects, st.objects.fold_objects(operator.add)):
-        assert loaded(saved(), 4, rule) == [[0], [1], [2], [3]]
-
-
-def test_cells_of_one_rank_share_nothing() -> None:
-    first, second = loaded(saved(), 2, st.objects.concatenate_objects)
-    first.append(4)
-    assert (first, second) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
-
-
 def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
     def on_rank(world: st.World) -> Any:
         item = st.ShardedObject("seen", None, (2,), (world.rank % 2,), world.rank // 2)
@@ -135,23 +124,6 @@ def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
 
     folder = saved()
     assert st.simulate(4, on_rank) == [[[0, 1]], [[2, 3]]] * 2
-
-
-def test_targets_still_have_to_fill_their_own_arrays() -> None:
-    with pytest.raises(IntegrityError, match=r"\[1:2\] has no main replica \(1 of 2 objects\)"):
-        st.load(
-            asked(2)["seen"][:1],
-            saved(),
-            options=st.LoadOptions(object_rules={"seen": st.objects.redistribute_objects}),
-        )
-
-
-def test_a_pattern_that_fits_nothing_stored_or_asked_for_is_an_error() -> None:
-    for pattern in ("sene", "w", "seen.*"):
-        with pytest.raises(TreeError, match="load: object_rules: patterns that name nothing"):
-            st.load(asked(4), saved(), options=st.LoadOptions(object_rules={pattern: st.objects.drop_objects}))
-    with pytest.raises(TreeError, match="not rules for objects\n  'seen': list"):
-        st.load(asked(2), saved(), options=st.LoadOptions(object_rules={"seen": [st.objects.drop_objects]}))  # type: ignore[dict-item]
 
 
 def test_a_rule_may_name_what_only_the_checkpoint_or_only_the_target_has() -> None:
@@ -208,22 +180,6 @@ def test_cells_that_are_not_stored_are_named() -> None:
         loaded(folder, 2, st.objects.replicate_objects)
     with pytest.raises(KeyMismatch, match="not stored: 'seen/shard_1_4'"):
         loaded(folder, 4)
-
-
-def test_a_rule_needs_to_know_from_which_shape_to_which() -> None:
-    one, two = MemoryStorage(), MemoryStorage()
-    unchecked: Any = {"validate_access_integrity": False}
-    cell = st.ShardedObject("rng", 1, (1,), (0,))
-    st.save([cell], one)
-    st.save(
-        [cell, *(st.ShardedObject("rng", 1, (2,), (index,)) for index in range(2))], two, **save_keywords(**unchecked)
-    )
-    for store, target, text in (
-        (one, st.ShardedObject("rng", None, (2, -1), (0, 0)), r"of shape \(1,\), asked for in shape \(2, -1\)"),
-        (two, st.ShardedObject("rng", None, (3,), (0,)), r"of shape \(1,\) and \(2,\), asked for in shape \(3,\)"),
-    ):
-        with pytest.raises(IntegrityError, match=text):
-            st.load([target], store, **load_keywords(object_rules={"rng": st.objects.replicate_objects}, **unchecked))
 
 
 def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:

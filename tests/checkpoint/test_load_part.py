@@ -81,12 +81,6 @@ def test_a_place_that_is_named_in_part_is_an_error() -> None:
         st.load(part, stored())
 
 
-def test_a_rank_that_wants_nothing_fails_nobody() -> None:
-    folder = stored()
-    trees = st.simulate(2, lambda world: st.load([] if world.rank else state(), folder, world=world))
-    assert trees[1] == {"step": 7} and trees[0]["optimizer"][0].count == 3
-
-
 def test_trainers_give_engines_a_model_without_the_optimizer() -> None:
     engine = {"model": {"w": shard("w", 0.0)}}
     assert st.unbox(st.reshard([state()], [engine])[0])["model"]["w"].tolist() == [1, 1]

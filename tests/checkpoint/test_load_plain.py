@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, ShapeError
+from shardtree.errors import KeyMismatch
 from shardtree.interop.dtensor import from_dtensors, to_dtensors
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.options import load_keywords
@@ -72,37 +72,12 @@ def test_what_dcp_saved_comes_back_whole_and_through_dtensors(tmp_path: Path) ->
     assert not st.diff(through, state)
 
 
-def test_a_plain_tensor_is_filled_in_place_where_it_is_donated() -> None:
-    folder, parameter = stored({"w": whole("w", W)}), torch.nn.Parameter(torch.zeros(3, 4))
-    loaded = st.load({"w": parameter}, folder, donate=True)
-    assert loaded["w"] is parameter and torch.equal(parameter, W)
-    given = torch.zeros(3, 4)
-    assert st.load({"w": given}, folder)["w"] is not given and not given.any()
-
-
-def test_a_meta_tensor_gets_memory() -> None:
-    assert torch.equal(load({"w": torch.empty(3, 4, device="meta")}, stored({"w": whole("w", W)}))[0]["w"], W)
-
-
 @pytest.mark.parametrize(("asked", "kept"), [((), (1,)), ((1,), ()), ((1, 1), (1,))])
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_element_fills_one_element_of_any_shape(asked: Any, kept: Any, donate: bool) -> None:
     given = torch.zeros(asked)
     loaded = st.load({"step": given}, stored({"step": whole("step", STEP.reshape(kept))}), donate=donate)["step"]
     assert loaded.shape == torch.Size(asked) and loaded.item() == 7 and given.item() == (7 if donate else 0)
-
-
-@pytest.mark.parametrize("asked", [torch.zeros(4, 3), torch.zeros(12), torch.zeros(3, 4, dtype=torch.int32)])
-def test_another_shape_or_dtype_is_an_error(asked: torch.Tensor) -> None:
-    folder = stored({"w": whole("w", W)})
-    with pytest.raises(ShapeError, match=r"'w': checkpoint has \(3, 4\) float32, target asks for"):
-        st.load({"w": asked}, folder)
-    assert st.explain({"w": asked}, folder).ok is False
-
-
-def test_a_dtype_is_cast_on_request() -> None:
-    loaded = st.load({"w": torch.zeros(3, 4, dtype=torch.float64)}, stored({"w": whole("w", W)}), cast=True)["w"]
-    assert loaded.dtype == torch.float64 and torch.equal(loaded, W.double())
 
 
 def test_the_common_state_fills_what_no_tensor_does() -> None:
@@ -163,13 +138,6 @@ def test_a_container_in_place_of_a_tensor_is_named(stands_there: Any) -> None:
     assert loaded["w"] == stands_there and report.unfilled == ("tree['w']",)
     with pytest.raises(KeyMismatch, match=r"tree\['w'\]"):
         st.load({"w": torch.zeros(2)}, folder, strict="raise_all")
-
-
-def test_plain_tensors_ask_for_their_keys_in_strict_modes() -> None:
-    folder = stored({"w": whole("w", W), "v": whole("v", W)})
-    _, missing, unexpected = st.load({"w": torch.zeros(3, 4)}, folder, strict="return_all")
-    assert (missing, unexpected) == ({"v"}, set())
-    assert st.explain({"w": torch.zeros(3, 4)}, folder).missing == ("v",)
 
 
 # Several ranks.

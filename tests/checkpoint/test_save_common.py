@@ -19,7 +19,6 @@ from shardtree.errors import (
     IntegrityError,
     RemoteError,
     StrategyError,
-    TreeError,
     UnsafeFile,
     UnsupportedValue,
 )
@@ -118,16 +117,6 @@ def test_what_does_not_count_is_no_difference(one, other):
     assert st.is_checkpoint(folder)
 
 
-def test_ranks_may_hold_different_shards():
-    trees = [
-        {"layers": {"0": shard(0, 2)}, "step": 1},
-        {"layers": {"1": shard(1, 2)}, "rest": [shard(1, 2)][:0], "step": 1},
-    ]
-    trees[0]["rest"] = []
-    folder = save_on(trees)
-    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
-
-
 def test_without_validation_common_states_are_not_compared_and_rank_zeros_counts():
     folder = save_on([{"step": rank, "w": shard(rank, 2)} for rank in range(2)], validate_access_integrity=False)
     assert st.load_common_state_dict(folder) == {"step": 0}
@@ -154,19 +143,6 @@ def test_preprocessing_that_changes_its_argument_does_not_change_what_is_saved()
     assert trees[1]["nested"] == {"lr": 0.1}
 
 
-def test_preprocessing_that_fails_on_one_rank_fails_on_all():
-    def on_rank(world):
-        def fails(common):
-            return {}[world.rank] if world.rank else common
-
-        with pytest.raises(RemoteError, match="rank 1: KeyError"):
-            st.save({"w": shard(world.rank, 2)}, folder, preprocess_common_before_consistancy_check=fails, world=world)
-        return True
-
-    folder = MemoryStorage()
-    assert st.simulate(2, on_rank) == [True, True]
-
-
 # Content metadata.
 
 
@@ -182,12 +158,6 @@ def test_content_metadata_is_beside_the_state(content):
 def test_without_content_metadata_there_is_none():
     assert st.load_content_metadata(save_on([{"step": 1}])) is None
     assert st.load_content_metadata(save_on([[shard(), 1]])) is None
-
-
-def test_content_metadata_has_no_room_in_a_list_or_beside_itself():
-    for tree in ([shard()], {"content_metadata": 1}):
-        with pytest.raises(TreeError, match="can't add"):
-            save_on([tree], content_metadata={"a": 1})
 
 
 # Records and pickles.
@@ -280,24 +250,6 @@ class Opaque:
 # Integrity of shards and objects.
 
 
-def test_objects_need_exactly_one_main_replica():
-    for replicas, text in (((0, 0), "ranks 0, 1.*more than one main replica"), ((1, 2), "no main replica")):
-
-        def on_rank(world, replicas=replicas, text=text):
-            with pytest.raises(IntegrityError, match=text):
-                st.save({"o": st.ShardedObject("o", 1, (1,), (0,), replicas[world.rank])}, MemoryStorage(), world=world)
-            return True
-
-        assert st.simulate(2, on_rank) == [True, True]
-
-
-@pytest.mark.parametrize("data", [None, torch.empty(2, device="meta")])
-def test_a_shard_without_data_is_named(data):
-    tree = {"deep": [st.ShardedTensor("w", data, torch.float32, (2,), (2,), (0,), None)]}
-    with pytest.raises(CheckpointingException, match=r"'w' at tree\['deep'\]\[0\]"):
-        st.save(tree, MemoryStorage())
-
-
 NOT_DENSE = {
     "sparse": lambda: torch.eye(2).to_sparse(),
     "csr": lambda: torch.eye(2).to_sparse_csr(),
@@ -345,51 +297,7 @@ def test_ranks_that_contradict_each_other_are_noticed_without_validation_too():
 DTYPES = (torch.int8, torch.int16)
 
 
-def test_elements_that_were_written_twice_are_noticed_before_the_commit():
-    with pytest.raises(RemoteError, match="IntegrityError"):
-        save_on([{"w": shard()}] * 2, validate_access_integrity=False)
-
-
 # Async requests.
-
-
-def test_a_request_is_a_value_until_it_is_executed():
-    folder, calls = MemoryStorage(), []
-    request = st.save({"w": shard()}, folder, async_sharded_save=True)
-    longer = request.add_finalize_fn(lambda: calls.append("last"))
-    assert longer is not request and len(longer.finalize_fns) == len(request.finalize_fns) + 1
-    assert not st.is_checkpoint(folder)
-    fields = longer.execute_sync()
-    assert calls == ["last"] and st.is_checkpoint(folder)
-    assert fields["sharded_backend"] == "safetensors" and fields["save_id"] in folder.names()
-
-
-def test_finalizers_run_after_the_commit_in_order_on_every_rank():
-    folder = MemoryStorage()
-
-    def on_rank(world):
-        seen = []
-        request = st.save({"w": shard(world.rank, 3)}, folder, async_sharded_save=True, world=world)
-        request = request.add_finalize_fn(lambda: seen.append(st.is_checkpoint(folder))).add_finalize_fn(
-            lambda: seen.append(2)
-        )
-        request.execute_sync()
-        return seen
-
-    assert st.simulate(3, on_rank) == [[True, 2]] * 3
-
-
-def test_a_finalizer_that_fails_is_told_and_the_checkpoint_stays():
-    folder = MemoryStorage()
-
-    def on_rank(world):
-        request = st.save({"w": shard(world.rank, 2)}, folder, async_sharded_save=True, world=world)
-        with pytest.raises(RemoteError, match=r"finalize[\s\S]*rank 1: ZeroDivisionError"):
-            request.add_finalize_fn(lambda: 1 // (1 - world.rank)).execute_sync()
-        return True
-
-    assert st.simulate(2, on_rank) == [True, True]
-    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
 
 
 def test_a_request_that_was_given_up_before_it_wrote_anything_can_still_be_executed():
@@ -449,14 +357,6 @@ def test_a_rank_that_fails_to_clean_up_leaves_the_others_be_unless_they_wait_for
         assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0, 1, 1]
 
 
-def test_progress_adds_up_to_what_is_written_and_read():
-    folder, written, read = MemoryStorage(), [], []
-    st.save({"w": shard()}, folder, options=st.SaveOptions(progress=written.append))
-    assert sum(written) >= 16
-    st.load({"w": shard()}, folder, options=st.LoadOptions(progress=read.append))
-    assert sum(read) == 16
-
-
 def gap(world):
     place = (0, world.rank, 4)  # of which two are missing
     return {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2), place)}
@@ -474,22 +374,6 @@ def test_what_does_not_fit_together_leaves_nothing(remote, tmp_path):
     st.simulate(2, on_rank)
     assert list(tmp_path.iterdir()) == []
     assert fsspec.filesystem("memory").find(f"/{tmp_path.name}") == []
-
-
-def test_a_request_that_is_given_up_leaves_its_callers_folder(tmp_path):
-    queue = st.AsyncCallsQueue()
-    queue.schedule_async_request(st.save({"w": shard()}, tmp_path / "step", async_sharded_save=True))
-    (tmp_path / "step").mkdir(exist_ok=True)  # nothing to make, and counted on from now on
-    queue.close(abort=True)
-    assert list((tmp_path / "step").iterdir()) == []
-
-
-def test_a_strategy_that_returns_no_request_is_refused():
-    for returned in (None, [], lambda: None):
-        folder = MemoryStorage()
-        with pytest.raises(StrategyError, match="expected an AsyncRequest"):
-            st.save({"w": shard()}, folder, lambda pending, shards, what=returned: what)
-        assert not st.is_checkpoint(folder)
 
 
 def test_a_commit_that_returns_no_fields_is_refused():

@@ -33,14 +33,6 @@ def test_flat_shards_that_are_narrowed_to_any_number_of_pieces(bounds: list[int]
     assert st.load_common_state_dict(storage)["step"] == 3
 
 
-def test_what_only_one_rank_has_is_a_difference_still() -> None:
-    def save(world: st.World) -> None:
-        st.save({"values": [1] if world.rank else []}, st.storage.MemoryStorage(), world=world)
-
-    with pytest.raises(st.errors.IntegrityError, match=r"tree\['values'\]"):
-        st.simulate(2, save)
-
-
 def test_values_of_classes_that_nobody_else_can_import_are_compared() -> None:
     class Local(enum.Enum):
         ONE = 1
@@ -52,11 +44,3 @@ def test_values_of_classes_that_nobody_else_can_import_are_compared() -> None:
     with pytest.raises(st.errors.IntegrityError, match=r"tree\['rank'\]: rank 0 has 0, rank 1 has 1") as caught:
         st.simulate(2, save)
     assert "mode" not in str(caught.value)
-
-
-def test_a_save_that_cannot_be_planned_leaves_nothing_behind() -> None:
-    storage = st.storage.MemoryStorage()
-    with pytest.raises(st.errors.UnsupportedValue) as caught:
-        st.save([st.ShardedObject("fn", print, (1,), (0,))], storage)
-    assert "tree is the data of ShardedObject 'fn/shard_0_1'" in caught.value.__notes__
-    assert storage.names() == ()

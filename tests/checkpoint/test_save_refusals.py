@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import shardtree as st
-from shardtree.strategies import is_save_folder
 from tests.options import save_keywords
 
 shard = st.ShardedTensor.from_rank_offsets
@@ -81,12 +79,6 @@ def test_a_tensor_whose_storage_is_freed_before_a_request_runs_is_refused(backen
     assert not st.is_checkpoint(folder)
 
 
-def test_a_tensor_without_elements_needs_no_memory() -> None:
-    folder = st.storage.MemoryStorage()
-    st.save({"w": shard("w", torch.ones(0, 3))}, folder)
-    assert st.load_plain_tensors(folder)["w"].shape == (0, 3)
-
-
 def test_a_lazy_tensor_is_held_to_its_shard_too() -> None:
     folder = st.storage.MemoryStorage()
     st.save({"w": shard("w", torch.ones(4, dtype=torch.float16))}, folder)
@@ -98,43 +90,6 @@ def test_a_lazy_tensor_is_held_to_its_shard_too() -> None:
     cast = st.cast(lazy, torch.bfloat16)
     st.save(cast, copy := st.storage.MemoryStorage())
     assert st.load_plain_tensors(copy)["w"].tolist() == [1.0] * 4
-
-
-@dataclass
-class Options:
-    inner: Any
-
-
-@pytest.mark.parametrize(
-    "hide",
-    [
-        lambda leaf: argparse.Namespace(x=leaf),
-        lambda leaf: Options({"deep": [leaf]}),
-        lambda leaf: frozenset([leaf]),
-        lambda leaf: st.ShardedObject("o", [leaf], (1,), (0,)),
-    ],
-)
-@pytest.mark.parametrize("leaf", [shard("w", torch.ones(2)), st.LocalNonpersistentObject(3)])
-def test_a_shard_hidden_in_a_value_is_refused(hide: Any, leaf: Any) -> None:
-    with pytest.raises(st.errors.UnsupportedValue, match=r"save: shards or tensors hidden in values\n.*tree\['a'\]"):
-        st.save({"a": hide(leaf)}, st.storage.MemoryStorage())
-
-
-def test_values_without_shards_are_not_refused() -> None:
-    folder = st.storage.MemoryStorage()
-    st.save({"a": argparse.Namespace(x=[1, {"b": {2}}]), "o": st.ShardedObject("o", {1: (2,)}, (1,), (0,))}, folder)
-    assert st.load_common_state_dict(folder) == {"a": argparse.Namespace(x=[1, {"b": {2}}])}
-
-
-def test_a_committed_request_is_not_run_again() -> None:
-    weight, folder = torch.zeros(4), st.storage.MemoryStorage()
-    request = st.save({"w": shard("w", weight)}, folder, async_sharded_save=True)
-    request.execute_sync()
-    weight += 1
-    with pytest.raises(st.errors.CheckpointReplaced):
-        request.execute_sync()
-    assert st.load_plain_tensors(folder)["w"].tolist() == [0.0] * 4
-    assert st.verify(folder) == ()
 
 
 def beyond(part: int) -> st.ShardedTensor:
@@ -152,61 +107,3 @@ def test_what_could_not_be_opened_is_not_committed(shards: list[st.ShardedTensor
     with pytest.raises(st.errors.IntegrityError, match=message):
         st.save(shards, folder, validate_access_integrity=False, overwrite=True)
     assert list(st.load_plain_tensors(folder)) == ["old"]
-
-
-class FullDisk(OSError):
-    pass
-
-
-def test_a_failed_save_leaves_nothing_and_can_be_tried_again() -> None:
-    full = [True]
-
-    def progress(size: int) -> None:
-        if full[0]:
-            raise FullDisk("no space left")
-
-    folder = st.storage.MemoryStorage()
-    tree = {"w": shard("w", torch.arange(1000))}
-    request = st.save(tree, folder, async_sharded_save=True, options=st.SaveOptions(progress=progress))
-    with pytest.raises(FullDisk):
-        request.execute_sync()
-    assert not any(is_save_folder(name) for name in folder.names())
-    full[0] = False
-    request.execute_sync()
-    assert st.verify(folder) == () and st.load_plain_tensors(folder)["w"].sum() == 499500
-
-
-def test_a_failed_overwrite_removes_its_own_files_alone() -> None:
-    folder = st.storage.MemoryStorage()
-    st.save({"w": shard("w", torch.arange(3))}, folder)
-    before = folder.names()
-
-    def fail(size: int) -> None:
-        raise FullDisk("no space left")
-
-    with pytest.raises(FullDisk):
-        st.save({"w": shard("w", torch.arange(9))}, folder, overwrite=True, options=st.SaveOptions(progress=fail))
-    assert folder.names() == before and st.verify(folder) == ()
-
-
-def test_an_async_save_takes_the_common_state_as_it_is_when_called() -> None:
-    folder = st.storage.MemoryStorage()
-    common = {"tensor": torch.zeros(2), "space": argparse.Namespace(x=1), "list": [1]}
-    request = st.save(common, folder, async_sharded_save=True)
-    common["tensor"] += 1
-    common["space"].x = 2
-    common["list"].append(2)
-    request.execute_sync()
-    stored = st.load_common_state_dict(folder)
-    assert stored["tensor"].tolist() == [0, 0] and stored["space"].x == 1 and stored["list"] == [1]
-
-
-def test_a_tree_that_is_too_deep_or_holds_itself_is_refused() -> None:
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    loop: list[Any] = []
-    loop.append(loop)
-    for tree in (deep, loop):
-        with pytest.raises(st.errors.TreeError):
-            st.save({"a": tree}, st.storage.MemoryStorage())
