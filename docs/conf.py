@@ -47,6 +47,11 @@ html_show_sphinx = False
 
 # Pages that have gone, and where what they said is now.
 MOVED = {
+    "training": "fsdp2",
+    "pipelines": "surgery",
+    "optimizer-formats": "optimizer-states",
+    "zero": "optimizer-states",
+    "pictures": "layouts",
     "async-save": "series",
     "glossary": "faq",
     "coming-from": "faq",

@@ -1,4 +1,4 @@
-"""The pictures of docs/, made by the blocks of docs/pictures.md: `python -m tests.docs.pictures` writes them anew."""
+"""The pictures of docs/, made by the blocks of docs/layouts.md: `python -m tests.docs.pictures` writes them anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from tests.docs.test_blocks import run_page
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "pictures.md"
+PAGE = ROOT / "docs" / "layouts.md"
 FOLDER = ROOT / "docs" / "pictures"
 
 

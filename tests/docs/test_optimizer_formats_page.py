@@ -28,7 +28,7 @@ from tests.strategies.optimizer_formats import FIXTURES, Tensors, wrong_in_layou
 from tests.strategies.test_torch_dist_fixtures import FLAT, value
 from tests.strategies.zero_folders import Save, folder_of, put, saved
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizer-formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "optimizer-states.md"
 
 Try = Callable[[Path], list[str]]
 """Returns the keys that are wrong after a load in another layout; raises where the folder is refused."""

@@ -1,4 +1,4 @@
-"""docs/pictures/ has what docs/pictures.md makes: README shows it on GitHub, where nothing is built."""
+"""docs/pictures/ has what docs/layouts.md makes: README shows it on GitHub, where nothing is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/pipelines.md: its pipelines, as they stand there, give what numpy makes of the logical weights.
+"""docs/surgery.md: its pipelines, as they stand there, give what numpy makes of the logical weights.
 
 The page's text is run on checkpoints that eight ranks have written, simulated ones here, and Megatron-Core's own
 processes further down.
@@ -23,7 +23,7 @@ from tests.docs import small_llama as small
 from tests.docs.test_blocks import ROOT, fences
 from tests.options import convert_keywords
 
-PAGE = (ROOT / "docs" / "pipelines.md").read_text()
+PAGE = (ROOT / "docs" / "surgery.md").read_text()
 SCRIPTS = Path(__file__).parent / "scripts"
 WEIGHTS = small.logical_weights()
 PHI3, LLAMA = (small.hugging_face(WEIGHTS, fused=fused) for fused in (True, False))
