@@ -3,7 +3,6 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
-from ._bounded import grouped, read_rounds
 from ._convertible import convertible
 from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
@@ -24,7 +23,7 @@ from ._fit import (
     stored_elements,
     wants_names,
 )
-from ._load import LoadPlan, Runs, StoredChunks, Strided, plan_load, runs_plan
+from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
 from ._save import held_places, level_writes, main_writes
 from ._text import differing_prefix, near_names, near_patterns, size_text
 from .moving import SourceTree, TargetTree, agreed_common, complete, reshard, take_source, take_target

@@ -10,8 +10,7 @@ import numpy as np
 from ..geometry import Column, distinct, rows_of
 from ..layouts import ShardColumns, select_rows
 from ._cells import MOST_CELLS, wanted_cells
-from ._level import Line, Parts, dealt_out
-from ._save import Holders, Rows, find_holders, holder_sets
+from ._save import Holders, Line, Parts, Rows, dealt_out, find_holders, holder_sets
 from ._text import size_text, table_lines
 from .resharding import ReshardPlan, plan_reshard
 

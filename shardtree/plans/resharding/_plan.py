@@ -15,7 +15,6 @@ from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_
 from ...trees import apply_factories
 from .._text import size_text
 from ._check import check_held, check_kinds, check_mains, check_sizes, transfer_problems
-from ._document import plan_parts, plan_text
 from ._pieces import (
     cut_pieces,
     find_places,
@@ -23,11 +22,20 @@ from ._pieces import (
     located_pieces,
     own_routes,
     repeat_routes,
+    sent_routes,
     with_equal_axes,
 )
 from ._schedule import BYTES_IN_FLIGHT, Schedule, schedule_transfers
-from ._senders import sent_routes
-from ._summary import Provenance, cast_lines, link_lines, names_of_tensors, tensor_origins, totals_table
+from ._summary import (
+    Provenance,
+    cast_lines,
+    link_lines,
+    names_of_tensors,
+    plan_parts,
+    plan_text,
+    tensor_origins,
+    totals_table,
+)
 from ._transfers import Transfers as Transfers
 from ._transfers import as_transfers
 

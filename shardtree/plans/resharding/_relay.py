@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...geometry import Column, check_type, integer, joined_rows, row_numbers, rows_of, volumes
-from .._aligned import aligned_boxes, first_rows
-from .._level import snapped
+from .._cells import aligned_boxes, first_rows
+from .._save import snapped
 from ._plan import SHORTEST_CUT, ReshardPlan
 from ._transfers import Routes, Transfers, as_transfers
 
