@@ -14,7 +14,6 @@ from ._checks import (
     refuse_without_elements,
 )
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
-from ._compose import bind, compose
 from ._difference import Difference, diff, value_at
 from ._edit import (
     as_integers,
@@ -37,7 +36,6 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
-from ._fields import Field
 from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
 from ._key_patterns import (
     check_stars,
@@ -50,21 +48,21 @@ from ._key_patterns import (
     shell_differences,
     stars,
 )
-from ._maps import flatten_with_paths, leaves_with_paths, map_data, map_shards, path_key, shard_leaves
-from ._nested import flat, nested
-from ._nodes import (
-    HOLE,
-    NAMESPACE,
-    Hole,
+from ._maps import (
+    bind,
     call_at,
-    is_subclass,
+    compose,
+    flatten_with_paths,
+    leaves_with_paths,
+    map_data,
+    map_shards,
     map_sharing,
-    namedtuple_types,
-    register_nodes,
-    with_data,
+    path_key,
+    shard_leaves,
 )
+from ._nodes import HOLE, NAMESPACE, Field, Hole, is_subclass, namedtuple_types, register_nodes, with_data
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
-from ._unbox import rebox, unbox
+from ._plain import flat, nested, rebox, unbox
 
 register_nodes()
 

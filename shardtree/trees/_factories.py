@@ -13,8 +13,8 @@ from ..errors import IntegrityError, TreeError, TreePath, error_text, render_pat
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..mapping.memory import check_no_aliases, check_writable, given_tensor, has_elements, is_all_of, overwrite
 from ._edit import without_data
-from ._maps import leaves_with_paths
-from ._nodes import Tree, call_at, depth_error, describe, entries, is_dict, is_sequence, like, map_sharing
+from ._maps import call_at, leaves_with_paths, map_sharing
+from ._nodes import Tree, depth_error, describe, entries, is_dict, is_sequence, like
 
 # From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
 #

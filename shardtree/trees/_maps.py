@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, TypeVar, cast, overload
+from functools import reduce
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
 
 import optree
 
-from ..errors import TreeError, TreePath, error_text, plural
+from ..errors import MetadataError, TreeError, TreePath, error_text, plural, render_path
+from ..geometry import refuse
 from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from ._fields import fields_of
-from ._nodes import LEAVES, SameTree, Tree, call_on_leaves, check_function, entries, flatten, with_data
+from ._nodes import LEAVES, SameTree, Tree, depth_error, entries, fields_of, flatten, like, with_data
 
 # Maps.
 
@@ -107,6 +109,65 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     return cast("SameTree", mapped)
 
 
+def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
+    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
+
+    Examples:
+        >>> tree = {"a": [1], "b": 2}
+        >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
+        True
+    """
+    try:
+        mapped: SameTree = _map_sharing(f, tree, ())
+    except RecursionError as error:
+        raise depth_error(error, tree) from None
+    return mapped
+
+
+def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:
+    children = entries(tree)
+    if children is None:
+        return call_at(path, f, tree)
+    new = {entry: _map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
+    return tree if all(new[entry] is child for entry, child in children.items()) else like(tree, new)
+
+
+def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
+    """Raise MetadataError for what can't be called, such as a tree passed instead of a function.
+
+    Examples:
+        >>> check_function("map_shards", "f", len)
+    """
+    if not callable(value):
+        fix = f"See help(shardtree.{doing}) for the order of its arguments."
+        refuse(doing, field, type(value).__name__, expected, fix, error=MetadataError)
+
+
+def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
+    """Return f's value; what f raises gets a note of the path.
+
+    Examples:
+        >>> call_at(("layers", 0), max, [1, 2])
+        2
+    """
+    try:
+        return f(*arguments)
+    except Exception as error:
+        error.add_note(f"at {render_path(path)}")
+        raise
+
+
+def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
+    """Return f's value for each leaf of a structure; what f raises gets a note of the leaf's path."""
+    done: list[Any] = []
+    try:
+        done.extend(map(f, *columns))  # `extend` keeps what came before an exception: its length says which leaf
+    except Exception as error:
+        error.add_note(f"at {render_path(spec.paths()[len(done)])}")
+        raise
+    return done
+
+
 # Leaves with paths.
 
 
@@ -192,3 +253,66 @@ def _with_fields(tree: Tree, named: Set[type]) -> Iterator[TreePath]:
             continue
         for entry, child in (entries(part) or {}).items():
             yield from ((*path, entry, *rest) for rest in _with_fields(child, named))
+
+
+# Pipelines of tree functions: `compose` chains them, `bind` sets a function's options. Functions take the tree first,
+# only maps their function, as `jax.tree.map` does: so one `bind` serves them all, users' own too.
+
+_Options = ParamSpec("_Options")
+_Result = TypeVar("_Result")
+
+_TREE_NAMES = ("tree", "pytree", "sharded_state_dict", "state_dict")
+"""What parameters for a tree are called: here, in Megatron-Core, in JAX and optree."""
+
+
+def compose(*functions: Callable[[Any], Any]) -> Callable[[Tree], Any]:
+    """Return the function that calls all of these from left to right, each with the value of the one before.
+
+    Examples:
+        >>> compose(bind(sorted, reverse=True), tuple)([1, 3, 2])
+        (3, 2, 1)
+    """
+    return lambda tree: reduce(lambda value, function: function(value), functions, tree)
+
+
+def bind(
+    function: Callable[Concatenate[Tree, _Options], _Result], *args: _Options.args, **options: _Options.kwargs
+) -> Callable[[Tree], _Result]:
+    """Return a function of a tree alone, from one that takes the tree first and then these arguments.
+
+    Args:
+        function: takes the tree first, under any name.
+        args: its further positional arguments.
+        options: its arguments by name.
+
+    Raises:
+        TreeError: a later parameter of the function is called `tree` (or `pytree`, `state_dict`,
+            `sharded_state_dict`) and isn't among `options`, as in `map_shards(f, tree)` and `map_data(f, tree)`:
+            the tree would be passed as f. `functools.partial` binds f.
+
+    Examples:
+        >>> import torch
+        >>> from shardtree.mapping import ShardedTensor
+        >>> from shardtree.trees import cast, prefix
+        >>> for_serving = compose(bind(prefix, "model."), bind(cast, torch.bfloat16))
+        >>> for_serving({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1))})["w"]
+        ShardedTensor(key='model.w', data=<bfloat16 (1,) cpu>, dtype=torch.bfloat16, ...)
+    """
+    # Checked when it is bound: the call, perhaps much later in a pipeline, would pass the tree as the function.
+    _refuse_tree_second(function, options)
+    return lambda tree: function(tree, *args, **options)
+
+
+def _refuse_tree_second(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    try:
+        first, *later = inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature, or a function without parameters, whose call will fail anyway
+        return
+    # By parameters' names, which works for users' functions too.
+    late = [name for name in later if name in _TREE_NAMES and name not in options]
+    if first in _TREE_NAMES or not late:
+        return
+    name = getattr(function, "__name__", repr(function))
+    what = f"bind: {name} takes {first!r} first, and the tree as {late[0]!r} after it"
+    fix = f"Write `functools.partial({name}, {first})`, or a lambda that passes each in its place."
+    raise TreeError(error_text(what, expected="a function that takes the tree first", fix=fix))

@@ -17,12 +17,53 @@ from typing import Any, Final, TypeAlias, TypeVar
 import optree
 import torch
 
-from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text, plural, render_path
-from ..geometry import refuse
+from ..errors import ShapeError, TreeError, TreePath, error_text, plural, render_path
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory
 from ..mapping.memory import check_has_shape
-from ._fields import NAMESPACE, fields_of
+
+# Fields: the entries of named tuples, which are positions and go by their names in keys.
+
+NAMESPACE: Final = "shardtree"
+"""Of optree's registry: the one in which our leaves and users' classes are nodes."""
+
+
+class Field(int):
+    """A named tuple's entry: equal to the field's position, and written in keys by the field's name.
+
+    Examples:
+        >>> Field(1, "mu") == 1, f"opt.{Field(1, 'mu')}", [Field(1, "mu")]
+        (True, 'opt.mu', [1])
+    """
+
+    name: str
+
+    def __new__(cls, position: int, name: str) -> Field:
+        made = super().__new__(cls, position)
+        made.name = name
+        return made
+
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]  # paths go between ranks in pickles
+        return int(self), self.name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def fields_of(kind: type) -> tuple[Field, ...]:
+    """Return the entries of a named tuple's class; none for another class, and for one that is registered with optree.
+
+    Examples:
+        >>> from collections import namedtuple
+        >>> [*map(str, fields_of(namedtuple("Moment", "mu nu")))], fields_of(tuple)
+        (['mu', 'nu'], ())
+    """
+    if not optree.is_namedtuple_class(kind):
+        return ()
+    find: Any = optree.register_pytree_node
+    registered = find.get(kind, namespace=NAMESPACE).type is kind
+    return () if registered else tuple(Field(*pair) for pair in enumerate(kind._fields))  # type: ignore[attr-defined]
+
 
 # The hole takes the place of a leaf that was removed. None won't do: it is a value.
 
@@ -219,29 +260,6 @@ def _plain(leaf: Any) -> Tree:
     return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
 
 
-def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
-    """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
-
-    Examples:
-        >>> tree = {"a": [1], "b": 2}
-        >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
-        True
-    """
-    try:
-        mapped: SameTree = _map_sharing(f, tree, ())
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
-    return mapped
-
-
-def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:
-    children = entries(tree)
-    if children is None:
-        return call_at(path, f, tree)
-    new = {entry: _map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
-    return tree if all(new[entry] is child for entry, child in children.items()) else like(tree, new)
-
-
 def depth_error(error: RecursionError, *trees: Tree) -> Exception:
     """Return what to raise after a RecursionError: a TreeError if one of the trees is deep.
 
@@ -267,42 +285,6 @@ def _deep_path(tree: Tree) -> TreePath | None:
             return path
         left += [((*path, entry), child) for entry, child in (entries(node) or {}).items()]
     return None
-
-
-def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
-    """Raise MetadataError for what can't be called, such as a tree passed instead of a function.
-
-    Examples:
-        >>> check_function("map_shards", "f", len)
-    """
-    if not callable(value):
-        fix = f"See help(shardtree.{doing}) for the order of its arguments."
-        refuse(doing, field, type(value).__name__, expected, fix, error=MetadataError)
-
-
-def call_at(path: TreePath, f: Callable[..., Any], *arguments: Any) -> Any:
-    """Return f's value; what f raises gets a note of the path.
-
-    Examples:
-        >>> call_at(("layers", 0), max, [1, 2])
-        2
-    """
-    try:
-        return f(*arguments)
-    except Exception as error:
-        error.add_note(f"at {render_path(path)}")
-        raise
-
-
-def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: list[Any]) -> list[Any]:
-    """Return f's value for each leaf of a structure; what f raises gets a note of the leaf's path."""
-    done: list[Any] = []
-    try:
-        done.extend(map(f, *columns))  # `extend` keeps what came before an exception: its length says which leaf
-    except Exception as error:
-        error.add_note(f"at {render_path(spec.paths()[len(done)])}")
-        raise
-    return done
 
 
 # Shards and factories as nodes of optree, whose only child is their data

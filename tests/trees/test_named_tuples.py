@@ -18,8 +18,7 @@ from shardtree.errors import KeyMismatch, TreeError
 from shardtree.layouts import meshes
 from shardtree.storage import MemoryStorage
 from shardtree.trees import HOLE, flatten_with_paths, leaves_with_paths, path_key
-from shardtree.trees._fields import Field
-from shardtree.trees._nodes import entries
+from shardtree.trees._nodes import Field, entries
 from tests.trees.samples import Pair, assert_caught, at
 
 
