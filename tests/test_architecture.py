@@ -60,7 +60,6 @@ MAY_IMPORT = {
 LONGEST = 400
 LONGER_BECAUSE: dict[str, str] = {  # "package/_module": why it's one piece
     "cli/_app": "all commands on one page: what each is asked, and what it imports",
-    "lazy/_tensor": "the lazy tensor and all that it answers; the functions that make one need its class",
 }
 
 # Loading these takes longer than loading shardtree, and most programs don't need them.

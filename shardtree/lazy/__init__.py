@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ._many import frozen_values, stored_each
+from ._make import computed, frozen_values, lazy_map, stored, stored_each
 from ._sources import Box, Fetch, Source, Strided, covering, dense
-from ._tensor import LazyTensor, computed, lazy_map, of_source, stored
+from ._tensor import LazyTensor, of_source

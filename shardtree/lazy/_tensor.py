@@ -14,17 +14,15 @@ import numpy as np
 import torch
 
 from .._ambient import shielded
-from ..errors import MetadataError, ShapeError, UnsupportedValue, error_text, shorten
+from ..errors import ShapeError, error_text, shorten
 from . import _operations as operations
-from ._computed import Elementwise, OfWhole, Product, check_kind, check_one_shape
+from ._computed import Elementwise, Product, check_one_shape
 from ._sources import (
     Box,
     Concatenated,
     Fetch,
-    ReadBox,
     Shape,
     Source,
-    Stored,
     Strided,
     covering,
     dense,
@@ -32,34 +30,6 @@ from ._sources import (
 )
 
 Args = tuple[Any, ...]
-
-
-def stored(read_box: ReadBox, shape: Sequence[int], dtype: torch.dtype, *, name: str) -> LazyTensor:
-    """Return the lazy tensor that a function reads boxes of.
-
-    Args:
-        read_box: from a box's offset and shape, both (dims,), to its elements: a new tensor that the caller owns.
-            It is only called for boxes that have elements and lie inside.
-        shape: the whole tensor's.
-        dtype: the whole tensor's.
-        name: for errors and ``repr``, as its key.
-
-    Raises:
-        MetadataError: a negative length.
-
-    Examples:
-        >>> whole = torch.arange(24).reshape(4, 6)
-        >>> def read_box(offset, shape):
-        ...     return whole[tuple(slice(low, low + length) for low, length in zip(offset, shape))].clone()
-        >>> weight = stored(read_box, (4, 6), torch.int64, name="decoder.weight")
-        >>> left, right = torch.chunk(weight, 2, dim=1)
-        >>> torch.cat([right, left], dim=1)[0, :4].read()
-        tensor([3, 4, 5, 0])
-    """
-    sizes = tuple(int(length) for length in shape)
-    if any(length < 0 for length in sizes):
-        raise MetadataError(error_text(f"stored: the shape of {name!r} has a negative length", found=sizes))
-    return of_source(Stored(read_box, sizes, dtype, name))
 
 
 @operations.refusing_operators
@@ -381,72 +351,6 @@ def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Laz
         expected = "as many columns as the other has rows, and one dtype"
         raise ShapeError(error_text(f"LazyTensor {lazy.name!r}: {func.__name__}", found=kinds, expected=expected))
     return of_source(Product(left, right, (left.shape[0], right.shape[1]), left.dtype))
-
-
-@shielded
-def lazy_map(function: Callable[..., torch.Tensor], *lazies: LazyTensor) -> LazyTensor:
-    """Return the lazy tensor of a function of each element, computed window by window when it is read.
-
-    Args:
-        function: from tensors of one axis, in order, to a tensor of their shape; pure, and elementwise: an element of
-            the result depends on the elements at its index alone. It is called at once with tensors of one element,
-            for the result's dtype. The first window that is read is also computed cut in other ways, and transposed
-            where it has two axes: the bits must be the same. Later windows that are larger, or whose elements vary
-            more, are tested too.
-        lazies: of one shape, at least one.
-
-    Raises:
-        ShapeError: the tensors are of different shapes.
-        UnsupportedValue: one of them isn't lazy, or the function's result isn't a tensor of its operands' shape. Later,
-            on the first read: the function isn't elementwise.
-
-    Examples:
-        >>> whole = torch.tensor([1.0, 4.0, 9.0])
-        >>> def read_box(offset, shape):
-        ...     return whole[offset[0] : offset[0] + shape[0]].clone()
-        >>> weight = stored(read_box, (3,), torch.float32, name="weight")
-        >>> lazy_map(torch.sqrt, weight)[1:].read()
-        tensor([2., 3.])
-    """
-    others = [type(value).__name__ for value in lazies if not isinstance(value, LazyTensor)]
-    if others or not lazies:
-        what, fix = "lazy_map: operands that aren't lazy tensors", "Give it what open_checkpoint has as shards' data."
-        raise UnsupportedValue(error_text(what, found=", ".join(others) or "none", fix=fix))
-    check_one_shape(lazies[0].name, "lazy_map", [one.shape for one in lazies])
-    sample = function(*(torch.ones(1, dtype=torch.float32, device="cpu").to(one.dtype) for one in lazies))
-    check_kind(sample, (1,), None)
-    name = f"lazy_map({', '.join(shorten((one.name for one in lazies), shown=2))})"
-    shape = tuple(lazies[0].shape)
-    return of_source(Elementwise(function, lazies, {}, shape, sample.dtype, name, is_checked=True))
-
-
-def computed(
-    function: Callable[[torch.Tensor], torch.Tensor], data: Any, shape: Sequence[int], dtype: torch.dtype
-) -> Any:
-    """Return what a function makes of a shard's data, whatever that is: for lenses of one's own that compute.
-
-    Of a lazy tensor the result is lazy: the function is called once, at the first read, with all elements. So it may do
-    what isn't recorded (a maximum, quantising), and one tensor at a time is whole in memory.
-
-    Args:
-        function: from a tensor to a tensor of that shape and dtype; pure.
-        data: a tensor, a lazy tensor, or None, which stays None.
-        shape: of the result.
-        dtype: of the result.
-
-    Returns:
-        A tensor, a lazy tensor or None, as the data.
-
-    Examples:
-        >>> weight = stored(lambda offset, shape: torch.ones(shape), (4, 2), torch.float32, name="weight")
-        >>> computed(lambda table: table.sum(0), weight, (2,), torch.float32).read()
-        tensor([4., 4.])
-        >>> computed(torch.abs, torch.tensor([-1.0]), (1,), torch.float32)
-        tensor([1.])
-    """
-    if isinstance(data, LazyTensor):
-        return of_source(OfWhole(function, data, tuple(shape), dtype))
-    return None if data is None else function(data)
 
 
 def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.lazy import LazyTensor, _many, stored, stored_each
+from shardtree.lazy import LazyTensor, _make, stored, stored_each
 from shardtree.lazy._sources import Stored, dense
 
 Row = tuple[tuple[int, ...], torch.dtype, str]
@@ -45,7 +45,7 @@ def test_each_is_what_it_is_alone(cases: list[Row]) -> None:
 
 
 def test_the_law_catches_a_place_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_many, "dense", lambda shape: dense(tuple(reversed(shape))))
+    monkeypatch.setattr(_make, "dense", lambda shape: dense(tuple(reversed(shape))))
     with pytest.raises(AssertionError):
         check_each_is_what_it_is_alone(stored_each, [((2, 3), torch.int8, "w")])
 
