@@ -1,4 +1,4 @@
-"""Ranks as new processes on this machine, connected by gloo."""
+"""Ranks as processes, connected by gloo: new ones on this machine, and those that a launcher has started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import WorldError, error_text
 from ._distributed import distributed
-from ._world import DEFAULT_TIMEOUT, T, World
+from ._world import DEFAULT_TIMEOUT, T, World, one_process
 
 _GRACE = 5.0  # seconds that the other ranks have, once one failed, to end by themselves
 
@@ -176,3 +176,50 @@ def _packed_error(error: BaseException) -> bytes:
         lost = WorldError(f"{type(error).__name__}: {error}")
         packed = pickle.dumps(_Outcome(error=lost, trace=trace))
     return packed
+
+
+# The ranks of a program that a launcher such as torchrun has started.
+
+
+def launched_rank() -> int:
+    """Return this process's rank, as its launcher has put it into the environment; 0 where the process is alone."""
+    return int(os.environ["RANK"]) if _is_one_of_several() else 0
+
+
+@contextmanager
+def launched_world(timeout: float) -> Iterator[World]:
+    """Yield the world of the processes that a launcher has started, or of one process where there is no launcher.
+
+    Their gloo group is the default one until the work is done.
+
+    Args:
+        timeout: seconds after which a silent peer counts as dead.
+
+    Raises:
+        WorldError: the processes can't meet.
+
+    Examples:
+        >>> with launched_world(600.0) as world:
+        ...     world.size
+        1
+    """
+    if not _is_one_of_several():
+        yield one_process()
+        return
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        what = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and the processes can't meet"
+        fix = "Start them with torchrun, or unset WORLD_SIZE and RANK for a process by itself."
+        raise WorldError(error_text(what, found=f"{type(error).__name__}: {error}", fix=fix)) from error
+    try:
+        yield distributed(timeout=timeout)
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_one_of_several() -> bool:
+    # Both, since some platforms set the size alone.
+    return int(os.environ.get("WORLD_SIZE") or 1) > 1 and bool(os.environ.get("RANK"))
