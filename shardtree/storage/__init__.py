@@ -25,7 +25,6 @@ from ._buffers import (
     is_in_place,
     tensor_buffers,
 )
-from ._byte_ranges import ByteRanges, joined_crc32, read_crc32
 from ._capabilities import (
     Capabilities,
     Entry,
@@ -44,32 +43,20 @@ from ._capabilities import (
     threads_of,
     write_parts,
 )
-from ._checked import ReadReport, StoredFile, Verify
+from ._checked import ByteRanges, ReadReport, StoredFile, Verify, joined_crc32, read_crc32
 from ._fetch import fetch, fetch_run
-from ._folders import Directory, NewFolder, folder_in, is_same_place, new_folder, storage_at
+from ._folders import Directory, NewFolder, crosses_network, folder_in, is_same_place, new_folder, storage_at
 from ._fsspec import FsspecStorage, fsspec_storage
-from ._listed import Listed, listed, prefetch, settle
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
-from ._mounts import crosses_network
 from ._object_store import ObjectStorage
 from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_note, process_token, release
 from ._requests import fetch_cost
-from ._storage import (
-    AnyBuffer,
-    Buffer,
-    Reader,
-    Sibling,
-    SizedBuffers,
-    Storage,
-    byte_view,
-    is_left_over,
-    is_temporary,
-)
+from ._storage import AnyBuffer, Buffer, Reader, Sibling, SizedBuffers, Storage, byte_view, is_left_over, is_temporary
 from ._threads import Begun, background_threads, in_threads, in_turn, read_ahead, usual_threads
-from ._wrapped import around, wrapped
+from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
 __all__ = [
     "ByteRanges",

@@ -18,9 +18,8 @@ from ..errors import StorageError
 from ..plans import LoadPlan, Runs
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags
 from ._buffers import host_memory, is_staged
-from ._byte_ranges import range_crc32
 from ._capabilities import can
-from ._checked import ReadReport, StoredFile, Verify, damaged, run_blocks
+from ._checked import ReadReport, StoredFile, Verify, damaged, range_crc32, run_blocks
 from ._requests import STEP_BYTES, WINDOW_BYTES, Checks, Request, cut_of, requests_of
 from ._staging import cut_for_devices, read_to_devices
 from ._storage import Buffer, Storage

@@ -12,14 +12,7 @@ from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text, plural
 from ._capabilities import Capabilities
-from ._storage import (
-    AnyBuffer,
-    Buffer,
-    Sibling,
-    byte_view,
-    checked,
-    inside,
-)
+from ._storage import AnyBuffer, Buffer, Sibling, byte_view, checked, inside
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
 from ._capabilities import Capabilities, Entry
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
-from ._object_streams import ObjectReader, noting, parts_of
-from ._object_uploads import abort_uploads
+from ._object_streams import ObjectReader, abort_uploads, noting, parts_of
 from ._storage import AnyBuffer, Buffer, byte_view, inside
 
 T = TypeVar("T")

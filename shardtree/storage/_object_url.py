@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
+from ._object_errors import plain_url, without_secrets
 from ._object_store import ObjectStorage
-from ._secrets import plain_url, without_secrets
 from ._storage import Storage
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "abfs", "abfss", "azure", "http", "https"})

@@ -11,10 +11,10 @@ import numpy as np
 from ..geometry import Column, joined_rows, rows_of
 from ..plans import LoadPlan, ReadCost, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags, missing, touched
-from ._byte_ranges import RangeHasher
 from ._capabilities import can
 from ._checked import (
     NEARLY_WHOLE_BYTES,
+    RangeHasher,
     StoredFile,
     Verify,
     block_spans,

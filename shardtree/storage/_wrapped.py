@@ -1,14 +1,17 @@
-"""A storage around another one: the few calls that it does in another way, and nothing about the others."""
+"""Storages around another one: calls that are done in another way, and answers from one listing of its files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from ..errors import StorageError, error_text
-from ._capabilities import Capabilities, Function, can
-from ._storage import CALLS, Storage
+from ._capabilities import Capabilities, Entry, Function, can, read_if_there, remove_files
+from ._storage import CALLS, Buffer, Reader, Storage, inside
+from ._threads import in_threads
 
 _OTHERS: dict[str, Any] = {"folder": None, "sibling": None, "siblings": None}
 """Other storages that the inner one makes: they wouldn't be wrapped, and a save would go past the wrapper in one."""
@@ -88,3 +91,146 @@ def around(storage: Storage, wrap: Callable[[str, Function], Function | None], i
     functions = {name: getattr(storage, name) for name in CALLS} | can(storage).functions()
     functions.pop("folder", None)
     return Wrapped(storage, {name: wrap(name, function) for name, function in functions.items()}, inside)
+
+
+_READERS = 16
+
+
+@contextmanager
+def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
+    """Yield a storage that answers from one listing, and removes files at the end; itself where it can't list them.
+
+    What other programs change meanwhile isn't seen until something is written here, or a file turns out to be gone.
+
+    Args:
+        storage: to be looked at.
+        deep: whether what is in its folders is listed too; a large checkpoint may have many files there.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> with listed(storage) as seen:
+        ...     seen is storage
+        True
+    """
+    # Folders that are there without files aren't in a listing.
+    if can(storage).entries is None or can(storage).make_folder is not None:
+        yield storage
+        return
+    seen = Listed(storage, deep)
+    try:
+        yield seen
+    finally:
+        seen.remove_all_now()
+
+
+def settle(storage: Storage) -> None:
+    """Carry out the removals that a listed storage has put off, so that those which follow come after them."""
+    if isinstance(storage, Listed):
+        storage.remove_all_now()
+
+
+def prefetch(storage: Storage, names: Iterable[str]) -> None:
+    """Let a listed storage read small files side by side, since they will be asked for; others do nothing."""
+    if isinstance(storage, Listed):
+        storage.prefetch(names)
+
+
+class Listed:
+    """A `Storage` that knows another one's listing; all that it can do beyond is what that one does late."""
+
+    def __init__(self, inner: Storage, deep: bool = True) -> None:
+        self.inner, self._deep = inner, deep
+        self._known: dict[str, Entry] | None = None
+        self._removed: list[str] = []
+        self._contents: dict[str, tuple[Entry, bytes]] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        there = can(self.inner)
+        return Capabilities(abort_uploads=there.abort_uploads, late_requests=there.late_requests)
+
+    def remove_all_now(self) -> None:
+        """Remove what was to be removed."""
+        removed, self._removed = self._removed, []
+        remove_files(self.inner, removed)
+
+    def _entries(self) -> dict[str, Entry]:
+        if self._known is None:
+            self.remove_all_now()
+            entries = can(self.inner).entries
+            self._known = {} if entries is None else entries(deep=self._deep)
+        return self._known
+
+    def _beyond(self, plain: str) -> bool:
+        """Return whether a name isn't in the listing because it lies in a folder, or is the place itself."""
+        if not plain:  # a file, maybe, such as a model's; of those that can be opened all have a dot in their names
+            return not self._entries() and "." in self.where().rpartition("/")[2]
+        return "/" in plain and not self._deep
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Read small files side by side, for `read`; those that aren't there are passed over."""
+        there = [name for name in names if self.length(name) is not None and name not in self._contents]
+        found = in_threads(partial(read_if_there, self.inner), there, threads=_READERS)
+        for name, data in zip(there, found, strict=True):
+            if data is not None:
+                self._contents[name] = (self._entries()[name], data)
+
+    def names(self, folder: str = "") -> tuple[str, ...]:
+        plain = self._plain(folder)
+        if plain and not self._deep:
+            return self.inner.names(plain)
+        start = f"{plain}/" if plain else ""
+        found = (name[len(start) :].partition("/")[0] for name in self._entries() if name.startswith(start))
+        return tuple(sorted({*found} - {""}))
+
+    def length(self, name: str) -> int | None:
+        plain = self._plain(name)
+        if self._beyond(plain):
+            return self.inner.length(plain)
+        entry = self._entries().get(plain)
+        return None if entry is None else entry.length
+
+    def changed(self, name: str) -> float | None:
+        plain = self._plain(name)
+        if not self._deep:
+            return self.inner.changed(plain)
+        if plain in self._entries():
+            return self._entries()[plain].changed
+        start = f"{plain}/" if plain else ""
+        return max((one.changed for each, one in self._entries().items() if each.startswith(start)), default=None)
+
+    def remove(self, name: str) -> None:
+        plain = self._plain(name)
+        self._contents.pop(plain, None)
+        if self._entries().pop(plain, None) is not None or self._beyond(plain):
+            self._removed.append(plain)
+
+    def read(self, name: str) -> bytes:
+        entry, data = self._contents.get(name, (None, b""))
+        if entry is not None and entry == self._entries().get(name):
+            return data
+        try:
+            return self.inner.read(name)
+        except StorageError:
+            self._known = None  # it may have been removed since
+            raise
+
+    def open(self, name: str) -> AbstractContextManager[Reader]:
+        return self.inner.open(name)
+
+    def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
+        self._known = None
+        return self.inner.write(name, buffers, durable=durable)
+
+    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
+        # At once: the order of changes is what makes a removal all or nothing.
+        self.remove_all_now()
+        self._known = None
+        self.inner.replace(name, data, durable=durable)
+
+    def where(self, name: str = "") -> str:
+        return self.inner.where(name)
+
+    def _plain(self, name: str) -> str:
+        return inside(name, self.where())

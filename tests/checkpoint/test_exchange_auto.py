@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.checkpoint.loading import _auto
 from shardtree.checkpoint.loading._auto import Place, exchange_choice
-from shardtree.storage import LocalStorage, MemoryStorage, ReadReport, _mounts, crosses_network
+from shardtree.storage import LocalStorage, MemoryStorage, ReadReport, _folders, crosses_network
 from shardtree.testing import watched
 
 ROWS = torch.arange(1 << 19).view(1 << 9, -1)
@@ -105,14 +105,14 @@ def test_a_mount_tells_whether_a_folder_is_on_a_network(
     kind: str, expected: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = (tmp_path / "..").stat().st_dev
-    number = f"{_mounts.os.major(device)}:{_mounts.os.minor(device)}"
+    number = f"{_folders.os.major(device)}:{_folders.os.minor(device)}"
     table = tmp_path / "mountinfo"
     table.write_text(MOUNTS.replace("{number}", "0:1", 1).format(number=number, kind=kind))
-    monkeypatch.setattr(_mounts, "_MOUNTS", str(table))
+    monkeypatch.setattr(_folders, "_MOUNTS", str(table))
     assert crosses_network(LocalStorage(str(tmp_path))) is expected
 
 
 def test_where_nothing_is_known_of_mounts_a_folder_is_local(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mounts, "_MOUNTS", str(tmp_path / "none"))
+    monkeypatch.setattr(_folders, "_MOUNTS", str(tmp_path / "none"))
     assert not crosses_network(LocalStorage(str(tmp_path)))
     assert not crosses_network(LocalStorage(str(tmp_path / "absent")))

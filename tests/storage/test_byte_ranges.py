@@ -16,7 +16,7 @@ from shardtree.errors import CorruptCheckpoint
 from shardtree.plans import Runs
 from shardtree.plans._load import runs_plan
 from shardtree.storage import ByteRanges, MemoryStorage, StoredFile, fetch
-from shardtree.storage._byte_ranges import RangeHasher, joined_crc32, range_crc32, unread
+from shardtree.storage._checked import RangeHasher, joined_crc32, range_crc32, unread
 
 
 @given(some.binary(max_size=200), some.binary(max_size=200))

@@ -24,7 +24,7 @@ from shardtree.storage import (
     SizedBuffers,
     _fetch,
     _object_store,
-    _object_uploads,
+    _object_streams,
     _requests,
     _transports,
     is_folder,
@@ -464,9 +464,9 @@ def test_the_log_says_once_that_open_uploads_cannot_be_looked_for(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)  # as where it isn't installed
-    monkeypatch.setattr(_object_uploads, "_said", set())
+    monkeypatch.setattr(_object_streams, "_said", set())
     for _ in range(2):
-        assert _object_uploads.abort_uploads(ROOT, "runs", {}, lambda name, age: True) == 0
+        assert _object_streams.abort_uploads(ROOT, "runs", {}, lambda name, age: True) == 0
     assert [each.partition(": ")[2].partition(":")[0] for each in caplog.messages] == [
         "uploads of interrupted saves to s3"
     ]
