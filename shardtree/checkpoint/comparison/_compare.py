@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import BytesIO
 from typing import Any
@@ -13,14 +13,14 @@ from ..._deferred import notebook_html
 from ...errors import shorten
 from ...layouts import TensorKind
 from ...mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
-from ...plans import grouped, size_text
+from ...plans import size_text
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
-from .._differences import ValueDifference, value_difference
+from .._differences import ValueDifference
 from .._dispatch import given_options
 from .._lazy_tree import open_checkpoint
-from ._values import BoxReader, group_bytes
+from ._values import BoxReader, value_differences
 
 MOST_BYTES = 64 * 1024 * 1024
 
@@ -125,13 +125,16 @@ def compare(
     mine, theirs = (open_checkpoint(each, strategies=strategies, options=quiet) for each in (left, right))
     both = [key for key in mine if key in theirs and type(mine.metadata[key]) is type(theirs.metadata[key])]
     known = set(both)
-    pairs = [(key, mine.metadata[key], theirs.metadata[key]) for key in both]
-    kinds = [unlike for key, *pair in pairs if (unlike := _kind_difference(key, *pair))]
+    found = ((key, mine.metadata[key], theirs.metadata[key]) for key in both)
+    kinds = [unlike for key, *pair in found if (unlike := _kind_difference(key, *pair))]
     # Elements of another dtype or shape aren't compared: the kinds already say that the tensors differ.
     unlike_keys = {each.key for each in kinds}
     tensors = [key for key in both if isinstance(mine.metadata[key], ShardedTensor) and key not in unlike_keys]
     compared = _Counter(options.progress)
-    values = list(_value_differences(tensors, BoxReader(mine), BoxReader(theirs), max_bytes_in_flight, compared.add))
+    left_reader, right_reader = BoxReader(mine), BoxReader(theirs)
+    pairs = ((key, left_reader.whole(key), right_reader.whole(key)) for key in tensors)
+    values = value_differences(pairs, left_reader, right_reader, max_bytes_in_flight, compared.add)
+    differences = tuple(difference for difference in values if difference is not None)
     objects = {
         key: plain_difference(mine[key].data, theirs[key].data) for key in both if _is_object(mine.metadata[key])
     }
@@ -139,24 +142,11 @@ def compare(
         tuple(key for key in mine if key not in known),
         tuple(key for key in theirs if key not in known),
         tuple(kinds),
-        tuple(values),
+        differences,
         {key: found for key, found in objects.items() if found},
         plain_difference(mine.common(), theirs.common()),
         compared.total,
     )
-
-
-def _value_differences(
-    keys: Sequence[str], left: BoxReader, right: BoxReader, most_bytes: int, progress: Callable[[int], None]
-) -> Iterator[ValueDifference]:
-    pairs = ((key, left.whole(key), right.whole(key)) for key in keys)
-    most_together = min(most_bytes, max(group_bytes(left), group_bytes(right)))
-    for group in grouped(pairs, lambda pair: pair[1].nbytes, most_together):
-        # Small tensors are read together: planning each read by itself would take longer than the reads.
-        left.expect(fetch for _, lazy, _ in group for fetch in lazy.fetches)
-        right.expect(fetch for _, _, lazy in group for fetch in lazy.fetches)
-        found = (value_difference(*pair, most_bytes, progress) for pair in group)
-        yield from (difference for difference in found if difference is not None)
 
 
 class _Counter:

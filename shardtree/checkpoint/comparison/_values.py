@@ -1,8 +1,8 @@
-"""Reading boxes of a checkpoint's tensors, small ones many at a time."""
+"""Reading boxes of a checkpoint's tensors, small ones many at a time; and comparing them with another's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ...lazy import Fetch, LazyTensor, stored
+from ...lazy import LazyTensor, stored
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
 from ...storage import HostMemory, can
 from ...strategies import StrategyAction, traits_of, unreplaced
+from .._differences import ValueDifference, value_difference
 from .._dispatch import sharded_backend, strategy_of
 from .._lazy_tree import OpenCheckpoint
 from ..loading._targets import new_memory
@@ -57,24 +58,30 @@ class BoxReader:
 
     Attributes:
         opened: the checkpoint.
+        named: the class of its keys where lazy tensors of other checkpoints may come along.
         memory: for large boxes: new memory for each would cost about as much as reading it.
     """
 
     opened: OpenCheckpoint
+    named: type[str] = str
     memory: HostMemory = field(default_factory=HostMemory)
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
     _read_ahead: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
     _newest: Any = None
 
-    def expect(self, fetches: Iterable[Fetch]) -> None:
-        """Announce boxes that will be read, and forget what was announced before; nothing is read yet."""
+    def expect(self, tensors: Iterable[Any]) -> None:
+        """Announce tensors that will be read, and forget what was announced before; nothing is read yet."""
         self._group_of.clear()
         self._read_ahead.clear()
         most = _small_bytes(self)
-        small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most)
+        fetches = (fetch for each in tensors if isinstance(each, LazyTensor) for fetch in each.fetches)
+        small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most and self._has(fetch.name))
         for group in grouped(small, lambda fetch: fetch.nbytes, group_bytes(self)):
             boxes = tuple((str(fetch.name), fetch.offset, fetch.shape) for fetch in group)
             self._group_of.update(dict.fromkeys(boxes, boxes))
+
+    def _has(self, name: str) -> bool:
+        return isinstance(name, self.named) and name in self.opened.metadata
 
     def read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements, in memory that is the caller's."""
@@ -111,3 +118,27 @@ class BoxReader:
         """Return a tensor whose elements are read through this."""
         known: Any = self.opened.metadata[key]
         return stored(partial(self.read, key), known.global_shape, known.dtype, name=key)
+
+
+Pair = tuple[str, Any, Any]
+"""A tensor's key, and the two that are compared, lazy or in memory."""
+
+
+def value_differences(
+    pairs: Iterable[Pair], left: BoxReader, right: BoxReader, most_bytes: int, progress: Callable[[int], None]
+) -> Iterator[ValueDifference | None]:
+    """Yield how each pair of tensors differs, None where they are equal, reading piece by piece.
+
+    Args:
+        pairs: of one dtype and shape each.
+        left: reads the left ones.
+        right: reads the right ones.
+        most_bytes: about how much memory that may take.
+        progress: called with the bytes of each side that were compared since the last call.
+    """
+    most_together = min(most_bytes, max(group_bytes(left), group_bytes(right)))
+    for group in grouped(pairs, lambda pair: int(pair[1].nbytes), most_together):
+        # Small tensors are read together: planning each read by itself would take longer than the reads.
+        left.expect(mine for _, mine, _ in group)
+        right.expect(theirs for *_, theirs in group)
+        yield from (value_difference(*pair, most_bytes, progress) for pair in group)

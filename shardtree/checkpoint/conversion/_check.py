@@ -4,63 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
-
-import torch
 
 from ...errors import IntegrityError, error_text, render_path
-from ...fingerprints import PartialFingerprint, add_fingerprints, box_part
+from ...fingerprints import PartialFingerprint, add_fingerprints
 from ...layouts import TensorKind
-from ...lazy import LazyTensor, stored
+from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
 from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, values_only
 from ...world import World, agree, gather, on_rank_zero
-from .._differences import ValueDifference, boxes_within, combined, value_difference
-from .._fingerprint import in_usual_threads
+from .._differences import ValueDifference, boxes_within, combined
 from .._lazy_tree import OpenCheckpoint
 from ..comparison._compare import plain_difference
-from ..comparison._values import BoxReader, group_bytes
+from ..comparison._values import BoxReader, group_bytes, value_differences
 from ._passage import Passage, passed_fingerprints
 from ._plan import Plan
-from ._source import StoredObject, expect_tensors
+from ._source import StoredObject
 from ._write import deal
-
-
-@dataclass(slots=True, eq=False)
-class FingerprintReader:
-    """Reads boxes of a checkpoint, each element once, and adds up their tensors' fingerprints.
-
-    Attributes:
-        reader: of the checkpoint.
-    """
-
-    reader: BoxReader
-    _parts: dict[str, PartialFingerprint] = field(default_factory=dict)
-
-    def whole(self, key: str) -> LazyTensor:
-        """Return a tensor whose elements are read through this."""
-        known: Any = self.reader.opened.metadata[key]
-        kind = TensorKind(known.dtype, known.global_shape, 0)
-        return stored(partial(self._read, key, kind), known.global_shape, known.dtype, name=key)
-
-    def take(self) -> dict[str, PartialFingerprint]:
-        """Return the fingerprints of what was read since this was called last, by key."""
-        taken = dict(self._parts)
-        self._parts.clear()
-        return taken
-
-    def _read(self, key: str, kind: TensorKind, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        data = self.reader.read(key, offset, shape)
-        part = box_part(kind, data, offset, in_usual_threads)
-        before = self._parts.get(key, replace(part, elements=0, total=0))
-        total = (before.total + part.total) % 2**64
-        self._parts[key] = replace(part, elements=before.elements + part.elements, total=total)
-        return data
 
 
 def whole_fingerprints(
@@ -111,68 +75,56 @@ def check_written(
         IntegrityError: something differs; names every key.
     """
 
-    def begin() -> FingerprintReader:
+    def begin() -> BoxReader:
         written = opened()
         _refuse(_key_problems(written, plan.tensors, plan.objects))
-        return FingerprintReader(BoxReader(written))
+        return BoxReader(written)
 
     # Kinds first, values next: elements of another dtype or shape couldn't be compared.
     reader = agree(world, "convert: look at what was written", begin)
     passed = passed_fingerprints(gather(world, "convert: add up fingerprints", passage.sums))
 
-    def read(tensors: Sequence[ShardedTensor]) -> list[ValueDifference]:
-        _read_all(reader, [shard for shard in tensors if shard.key in passed], progress)
+    def read(tensors: Sequence[ShardedTensor], seen: Passage) -> list[ValueDifference]:
+        _read_all(reader, [shard for shard in tensors if shard.key in passed], seen, progress)
         others = [shard for shard in tensors if shard.key not in passed]
-        return list(_value_differences(reader, plan.reader, others, most_bytes, progress))
+        return _value_differences(plan.reader, reader, others, seen, most_bytes, progress)
 
-    found = _compared(reader, plan, world, read)
+    found = _compared(plan, world, read)
     wrong = {key for key, number in found.items() if number != passed.get(key, number)}
     if wrong:
 
-        def read_again(tensors: Sequence[ShardedTensor]) -> list[ValueDifference]:
+        def read_again(tensors: Sequence[ShardedTensor], seen: Passage) -> list[ValueDifference]:
             chosen = [shard for shard in tensors if shard.key in wrong]
-            return list(_value_differences(reader, plan.reader, chosen, most_bytes, lambda _: None))
+            return _value_differences(plan.reader, reader, chosen, seen, most_bytes, lambda _: None)
 
         # The source decides: it says which elements differ, and by how much.
-        found |= _compared(reader, plan, world, read_again, wrong)
+        found |= _compared(plan, world, read_again, wrong)
     _refuse(_fingerprint_problems(plan, found))
-    _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.reader.opened, plan)))
+    _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.opened, plan)))
     return Checked(sum(shard.data.nbytes for shard in plan.tensors), found)
 
 
 def _compared(
-    reader: FingerprintReader,
     plan: Plan,
     world: World,
-    read: Callable[[Sequence[ShardedTensor]], list[ValueDifference]],
+    read: Callable[[Sequence[ShardedTensor], Passage], list[ValueDifference]],
     only: AbstractSet[str] | None = None,
 ) -> dict[str, int]:
     """Return the destination's fingerprints, once all ranks have read their shares and found no difference.
 
     Args:
-        reader: of the destination.
         plan: what should be there.
         world: the ranks.
-        read: reads tensors through `reader`, and returns where they differ.
+        read: reads tensors, through what adds up their fingerprints, and returns where they differ.
         only: the keys that it reads; None for all.
     """
-    differences: list[ValueDifference] = []
-    parts: list[dict[str, PartialFingerprint]] = []
+    differences, seen = list[ValueDifference](), Passage(0, has_sums=True)
     for tensors in _shares(plan, world):
-        work = partial(_read_and_taken, reader, read, tensors)
-        for found, taken in gather(world, "convert: compare", work):
+        for found in gather(world, "convert: compare", partial(read, tensors, seen)):
             differences += found
-            parts.append(taken)
     _refuse(map(str, _by_key(differences)))
+    parts = gather(world, "convert: add up what was read", seen.sums)
     return whole_fingerprints([shard for shard in plan.tensors if only is None or shard.key in only], parts)
-
-
-def _read_and_taken(
-    reader: FingerprintReader,
-    read: Callable[[Sequence[ShardedTensor]], list[ValueDifference]],
-    tensors: Sequence[ShardedTensor],
-) -> tuple[list[ValueDifference], dict[str, PartialFingerprint]]:
-    return read(tensors), reader.take()
 
 
 def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
@@ -203,32 +155,29 @@ def _other_problems(written: OpenCheckpoint, plan: Plan) -> list[str]:
     return problems
 
 
-def _read_all(reader: FingerprintReader, tensors: Sequence[ShardedTensor], progress: Callable[[int], None]) -> None:
-    most = group_bytes(reader.reader)
+def _read_all(
+    reader: BoxReader, tensors: Sequence[ShardedTensor], seen: Passage, progress: Callable[[int], None]
+) -> None:
+    most = group_bytes(reader)
     for group in grouped(tensors, lambda shard: shard.data.nbytes, most):
-        whole = [_box(reader, shard) for shard in group]
-        reader.reader.expect(fetch for box in whole for fetch in box.fetches)
-        for box in whole:
+        boxes = [_stored(reader, shard, seen) for shard in group]
+        reader.expect(boxes)
+        for box in boxes:
             for offset, shape in boxes_within(tuple(box.shape), max(1, most // box.itemsize), f"convert: {box.name!r}"):
                 progress(box.read_box(offset, shape).nbytes)
 
 
 def _value_differences(
-    reader: FingerprintReader,
     source: BoxReader,
+    reader: BoxReader,
     tensors: Sequence[ShardedTensor],
+    seen: Passage,
     most_bytes: int,
     progress: Callable[[int], None],
-) -> Iterator[ValueDifference]:
-    most_together = min(most_bytes, max(group_bytes(source), group_bytes(reader.reader)))
-    for group in grouped(tensors, lambda shard: shard.data.nbytes, most_together):
-        boxes = [_box(reader, shard) for shard in group]
-        expect_tensors(source, group)
-        reader.reader.expect(fetch for box in boxes for fetch in box.fetches)
-        for shard, box in zip(group, boxes, strict=True):
-            found = value_difference(shard.key, shard.data, box, most_bytes, progress)
-            if found is not None:
-                yield _in_whole(found, shard)
+) -> list[ValueDifference]:
+    pairs = ((shard.key, shard.data, _stored(reader, shard, seen)) for shard in tensors)
+    found = value_differences(pairs, source, reader, most_bytes, progress)
+    return [_in_whole(one, shard) for one, shard in zip(found, tensors, strict=True) if one is not None]
 
 
 def _in_whole(found: ValueDifference, shard: ShardedTensor) -> ValueDifference:
@@ -250,10 +199,12 @@ def _fingerprint_problems(plan: Plan, found: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _box(reader: FingerprintReader, shard: ShardedTensor) -> LazyTensor:
+def _stored(reader: BoxReader, shard: ShardedTensor, seen: Passage) -> LazyTensor:
+    """Return what a shard's box has at the destination, which is fingerprinted as it is read."""
     whole = reader.whole(shard.key)
-    box: LazyTensor = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
-    return box
+    box = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
+    data: LazyTensor = seen.watched(replace(shard, data=box)).data
+    return data
 
 
 def _refuse(problems: Iterable[str]) -> None:

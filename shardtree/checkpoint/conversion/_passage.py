@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from ...fingerprints import PartialFingerprint, add_fingerprints, box_part
 from ...geometry import slices
 from ...layouts import TensorKind
-from ...lazy import LazyTensor, stored
+from ...lazy import Fetch, LazyTensor, of_source
 from ...mapping import ShardedTensor
 from .._differences import Box, box_shape
 from .._fingerprint import in_usual_threads
@@ -38,26 +37,22 @@ class Passage:
         """Return a shard whose lazy data is fingerprinted when it is read; other shards unchanged."""
         if not isinstance(shard.data, LazyTensor):
             return shard
-        read = partial(self._read, shard, _Window(shard.data, self.window_bytes))
-        return replace(shard, data=stored(read, shard.data.shape, shard.data.dtype, name=shard.data.name))
+        return replace(shard, data=of_source(_Watched(self, shard)))
 
     def sums(self) -> dict[str, PartialFingerprint]:
         """Return the fingerprints of what has passed here, by key."""
         return {key: _sum(list(parts.values())) for key, parts in self._parts.items() if parts}
 
-    def _read(
-        self, shard: ShardedTensor, window: _Window, offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        data = window.read(offset, shape)
+    def add(self, shard: ShardedTensor, offset: tuple[int, ...], data: torch.Tensor) -> None:
+        """Note the elements of a box of a shard."""
         if not self.has_sums:
-            return data
+            return
         prepended = shard.prepend_axis_num
         inside = zip(shard.global_offset[prepended:], offset, strict=True)
         begin = (*shard.global_offset[:prepended], *(first + start for first, start in inside))
-        box = (1,) * prepended + shape
+        box = (1,) * prepended + tuple(data.shape)
         kind = TensorKind(data.dtype, shard.global_shape, 0)
         self._parts[shard.key][begin, box] = box_part(kind, data.reshape(box), begin, in_usual_threads)
-        return data
 
 
 def passed_fingerprints(passed: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
@@ -81,30 +76,51 @@ def passage_from(reader: BoxReader, *, fingerprints: bool) -> Passage:
 
 
 @dataclass(slots=True, eq=False)
-class _Window:
-    """A part of a tensor that is in memory, since what is asked for next mostly lies there."""
+class _Watched:
+    """The source of a shard's lazy data, of which a part is in memory: what is asked for next mostly lies there."""
 
-    data: LazyTensor
-    most_bytes: int
+    passage: Passage
+    shard: ShardedTensor
     low: tuple[int, ...] = ()
     held: torch.Tensor | None = None
 
-    def read(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        sizes = tuple(self.data.shape)
-        if self.most_bytes < 2 * prod(shape) * self.data.itemsize or shape == sizes:
-            return self.data.read_box(offset, shape)
-        steps = zip(box_shape(sizes, self.most_bytes // self.data.itemsize), shape, strict=True)
+    @property
+    def name(self) -> str:
+        return str(self.shard.data.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.shard.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.dtype
+
+    def box_fetches(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Fetch]:
+        yield from self.shard.data.box_fetches(offset, shape)
+
+    def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        data = self._read(offset, shape)
+        self.passage.add(self.shard, offset, data)
+        return data
+
+    def _read(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        data: LazyTensor = self.shard.data
+        sizes, most_bytes = self.shape, self.passage.window_bytes
+        if most_bytes < 2 * prod(shape) * data.itemsize or shape == sizes:
+            return data.read_box(offset, shape)
+        steps = zip(box_shape(sizes, most_bytes // data.itemsize), shape, strict=True)
         # A multiple of what is asked for, so that the next box lies in the same window or in the next one.
         cell = [max(step // asked * asked, asked) for step, asked in steps]
         low = tuple(start // step * step for start, step in zip(offset, cell, strict=True))
         room = tuple(min(step, size - start) for step, size, start in zip(cell, sizes, low, strict=True))
         within = tuple(start - first for start, first in zip(offset, low, strict=True))
         if any(start + length > size for start, length, size in zip(within, shape, room, strict=True)):
-            return self.data.read_box(offset, shape)
+            return data.read_box(offset, shape)
         held = self.held
         if held is None or low != self.low or held.shape != room:
             self.held = None  # before more is read: two windows would take twice the memory
-            self.low, self.held = low, (held := self.data.read_box(low, room))
+            self.low, self.held = low, (held := data.read_box(low, room))
         if all(start + length == size for start, length, size in zip(offset, shape, sizes, strict=True)):
             self.held = None  # boxes come in order: nothing else is asked for, and the batch has more tensors
         return held[slices(within, shape)]

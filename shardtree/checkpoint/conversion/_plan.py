@@ -300,7 +300,7 @@ def plan_conversion(
         what = "convert: max_bytes_in_flight"
         raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
     reads: list[Fetch] = []
-    reader = BoxReader(opened)
+    reader = BoxReader(opened, SourceKey)
     source, left_out, others = source_tree(reader, leave_out, reads.append)
     output = take_apart(_transformed(dict(source), transform))
     _refuse_plain_values(output.common)

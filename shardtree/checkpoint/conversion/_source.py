@@ -14,7 +14,7 @@ import torch
 from ...codec import is_dense
 from ...errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, error_text, render_path
 from ...geometry import slices
-from ...lazy import Fetch, LazyTensor, stored
+from ...lazy import Fetch, stored
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import near_patterns
 from ...storage import Directory, in_larger_requests, storage_at
@@ -141,15 +141,6 @@ def _read_box(
 ) -> torch.Tensor:
     note(Fetch(key, dtype, offset, shape))
     return reader.read(key, offset, shape)
-
-
-def expect_tensors(reader: BoxReader, tensors: Iterable[ShardedTensor]) -> None:
-    """Announce that these will be read."""
-    lazies = (shard.data for shard in tensors if isinstance(shard.data, LazyTensor))
-    fetches = (fetch for lazy in lazies for fetch in lazy.fetches if isinstance(fetch.name, SourceKey))
-    reader.expect(
-        fetch for fetch in fetches if fetch.name in reader.opened.metadata
-    )  # the common state's are in memory
 
 
 def left_out_keys(

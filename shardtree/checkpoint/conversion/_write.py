@@ -30,7 +30,7 @@ from ..saving._start import RunningSave
 from ._journal import Journal, announcer, recall, record, recorded, recording, remove_others
 from ._plan import Batch, Plan
 from ._single import SingleFile
-from ._source import StoredObject, expect_tensors
+from ._source import StoredObject
 
 # One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
 
@@ -188,7 +188,7 @@ def _written(
     """Write batches, each when its turn comes, and yield their numbers and results."""
     for number, (request, names) in zip(numbers, prepared, strict=True):
         # Small reads of the batch are planned together, before the request makes them one by one.
-        expect_tensors(plan.reader, plan.batches[number].tensors)
+        plan.reader.expect(shard.data for shard in plan.batches[number].tensors)
         with _own_error():
             result = request.async_fn()
         record(journal, number, result, names, durable=durable)
