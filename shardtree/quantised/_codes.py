@@ -41,18 +41,25 @@ def _fours(tensor: torch.Tensor) -> torch.Tensor:
 
 def scales(tensor: torch.Tensor) -> torch.Tensor:
     """Return scales as float32; bytes are exponents of two (E8M0), of which 255 is NaN."""
-    return (tensor.view(torch.float8_e8m0fnu) if tensor.dtype is torch.uint8 else tensor).to(torch.float32)
+    if tensor.dtype is not torch.uint8:
+        return tensor.to(torch.float32)
+    # As float32 has its exponents, but for the smallest and NaN; torch 2.6 has no dtype of these bytes.
+    bits = torch.where(tensor == 0, 1 << 22, tensor.to(torch.int32) << 23)
+    return torch.where(tensor == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def nibbles(*places: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from int32, each of eight integers of 4 bits along the last axis, to these as float32.
+def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from int32, each of eight integers of 4 bits along an axis, to these as float32.
 
     Args:
         places: in which 4 bits each of the eight lies, in their order; 0 are the lowest.
+        axis: -1, or -2.
+        above: what is stored is less than what is meant by this, modulo 16.
     """
 
     def unpacked(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(tensor >> 4 * place) & 15 for place in places], -1).flatten(-2).to(torch.float32)
+        integers = torch.stack([(tensor >> 4 * place) + above & 15 for place in places], axis)
+        return integers.flatten(axis - 1, axis).to(torch.float32)
 
     return unpacked
 

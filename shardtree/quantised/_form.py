@@ -85,7 +85,7 @@ class Form:
         sizes = zip(shapes[0][front : front + 2], self.parts[0].pack, strict=True)
         whole = (*shapes[0][:front], *(size * pack for size, pack in sizes))
         wrong = []
-        for name, part, shape in zip(names, self.parts, shapes, strict=True):
+        for name, part, shape in zip(names, self._parts(whole), shapes, strict=True):
             dtype, expected = tensors[name].dtype, part.box((0,) * len(whole), whole).shape
             if dtype not in part.dtypes or shape != expected:
                 kinds = " or ".join(str(each).removeprefix("torch.") for each in part.dtypes)
@@ -120,7 +120,8 @@ class Form:
         for key, names in self.found(tensors).items():
             shape = self._turn(self.shape_of(key, tensors))
             box = Box((0,) * len(shape), shape)
-            made[key] = self._turned(decoded(self.parts, self.join, [tensors[name] for name in names], box, dtype))
+            parts = self._parts(shape)
+            made[key] = self._turned(decoded(key, parts, self.join, [tensors[name] for name in names], box, dtype))
         return made
 
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -171,21 +172,22 @@ class Form:
             w_scale_inv torch.float32 (1, 0) (1, 2)
         """
         box, whole = self._box_of(shard)
-        data, pieces = self._quantised(shard, box, whole), [part.pieces(*box) for part in self.parts]
-        rows = zip(self.keys(shard.key), self.parts, pieces, data, strict=True)
+        parts = self._parts(whole)
+        data, pieces = self._quantised(shard, box, whole), [part.pieces(*box) for part in parts]
+        rows = zip(self.keys(shard.key), parts, pieces, data, strict=True)
         shards = [
             owned(shard_of(shard, key, part, inner, whole, each), is_own)
             for key, part, some, each in rows
             for inner, is_own in some
         ]
 
-        def merge(parts: Sequence[Any]) -> Any:
-            left = iter(parts)
+        def merge(loaded: Sequence[Any]) -> Any:
+            left = iter(loaded)
             tensors = [
                 joined(some, list(islice(left, len(some)))).reshape(part.box(*box).shape)
-                for part, some in zip(self.parts, pieces, strict=True)
+                for part, some in zip(parts, pieces, strict=True)
             ]
-            return self._turned(self._decoded(tensors, box, shard.dtype)).reshape(shard.local_shape)
+            return self._turned(self._decoded(shard, parts, tensors, box)).reshape(shard.local_shape)
 
         return StoredForm(tuple(shards), merge)
 
@@ -216,7 +218,7 @@ class Form:
             expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut between these."
             raise ShapeError(error_text(what, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
         made, wrong = dict[str, Any](), []
-        for key, part in zip(self.keys(shard.key), self.parts, strict=True):
+        for key, part in zip(self.keys(shard.key), self._parts(whole), strict=True):
             pieces, data = part.pieces(*box), None if tensors is None else tensors[key]
             outer = shard_of(shard, key, part, part.box(*box), whole, None)
             if data is not None:
@@ -247,20 +249,24 @@ class Form:
             raise ShapeError(error_text(what, found=whole, expected=f"multiples of {pack} along the last axes"))
         return Box(self._turn(shard.global_offset), self._turn(local)), whole
 
-    def _decoded(self, tensors: Sequence[Any], box: Box, dtype: torch.dtype) -> Any:
+    def _parts(self, whole: Sequence[int]) -> list[Part]:
+        return [part.of(whole) for part in self.parts]
+
+    def _decoded(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
         """Return a box of matrices, of what it needs of the parts: lazy if these are."""
+        key, dtype = shard.key, shard.dtype
         if not any(isinstance(each, LazyTensor) for each in tensors):
-            return decoded(self.parts, self.join, tensors, box, dtype)
-        bases = [part.box(*box).offset for part in self.parts]
+            return decoded(key, parts, self.join, tensors, box, dtype)
+        bases = [part.box(*box).offset for part in parts]
 
         def placed(inner: Box) -> Box:
             return Box(tuple(map(sum, zip(box.offset, inner.offset, strict=True))), inner.shape)
 
         def needs(inner: Box) -> list[Box]:
-            return [inside(part.box(*placed(inner)), base) for part, base in zip(self.parts, bases, strict=True)]
+            return [inside(part.box(*placed(inner)), base) for part, base in zip(parts, bases, strict=True)]
 
         def make(read: Sequence[torch.Tensor], inner: Box) -> torch.Tensor:
-            return decoded(self.parts, self.join, read, placed(inner), dtype)
+            return decoded(key, parts, self.join, read, placed(inner), dtype)
 
         name, identity = f"{self.name} of {tensors[0].name}", self._identity(f"dequantise {box}")
         return of_source(Boxwise(name, box.shape, dtype, tuple(tensors), needs, make, identity))
@@ -302,6 +308,6 @@ class Form:
         rooms = [str(getattr(each, "__module__", None)) for each in functions if each is not None]
         if not all(room.startswith("shardtree.") for room in rooms):
             return None
-        parts = [(part.name, part.dtypes, part.per, part.pack, part.tail) for part in self.parts]
+        parts = [(part.name, part.dtypes, part.per, part.pack, part.tail, part.group) for part in self.parts]
         names = [each and each.__qualname__ for each in functions]
         return str((doing, self.name, self.base, self.is_turned, self.block, names, parts))

@@ -1,4 +1,4 @@
-"""The forms of the field: FP8 by blocks and rows, MXFP8, MXFP4, NVFP4, and integers of 4 bits."""
+"""The forms of the field: FP8 by blocks and rows, MXFP8, MXFP4, NVFP4, and integers of 4 bits (AWQ's, GPTQ's)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from ._form import Form
 from ._part import Part
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-_POWERS = getattr(torch, "float8_e8m0fnu", torch.uint8)  # torch 2.6 hasn't
+_POWERS = [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []  # torch 2.6 hasn't
 
 
-def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return matrices as (..., blocks, rows, blocks, columns), and the largest size of each block; 0 is all of them."""
+def _blocks(matrix: torch.Tensor, block: tuple[int, int], bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return matrices as (..., blocks, rows, blocks, columns), and the largest size of each block; 0 is all of them.
+
+    Numbers that could be rounded to infinity become the largest of float32 that has so many significant bits.
+    """
     rows, columns = (each or size for each, size in zip(block, matrix.shape[-2:], strict=True))
+    limit = 2.0**128 - 2.0 ** (128 - bits)
+    matrix = matrix.clamp(-limit, limit)
     cut = torch.unflatten(torch.unflatten(matrix, -1, (-1, columns)), -3, (-1, rows))
     return cut, cut.abs().amax((-3, -1))
 
@@ -29,7 +34,7 @@ def _whole(cut: torch.Tensor) -> torch.Tensor:
 
 def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 values, and scales by which the largest of a block is the largest of FP8."""
-    cut, largest = _blocks(matrix, block)
+    cut, largest = _blocks(matrix, block, 4)
     # As transformers computes it, bit for bit: what values are multiplied by, and the reciprocal of that.
     by = torch.where(largest > 0, MOST[FP8] / torch.where(largest > 0, largest, 1.0), 1.0)
     by = by.clamp(max=torch.finfo(torch.float32).max)  # of the smallest numbers it would be infinite
@@ -38,7 +43,7 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
 
 def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return FP8 values, and scales that are powers of two."""
-    cut, largest = _blocks(matrix, block)
+    cut, largest = _blocks(matrix, block, 4)
     scale = power_above(torch.where(largest > 0, largest, MOST[FP8]) / MOST[FP8])
     return nearest_fp8(_whole(cut / scale[..., :, None, :, None])), scale
 
@@ -49,7 +54,7 @@ def _to_mxfp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
 
 
 def _to_mxfp4(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    cut, largest = _blocks(matrix, block)
+    cut, largest = _blocks(matrix, block, 2)
     scale = power_above(torch.where(largest > 0, largest, MOST["fp4"]) / MOST["fp4"])
     codes = nearest_fp4(_whole(cut / scale[..., :, None, :, None]))
     return torch.unflatten(codes, -1, (-1, 16)), _exponents(scale)
@@ -57,15 +62,40 @@ def _to_mxfp4(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
 
 def _exponents(powers: torch.Tensor) -> torch.Tensor:
     """Return powers of two as bytes."""
-    return powers.to(_POWERS).view(torch.uint8)
+    return (torch.frexp(powers).exponent + 126).to(torch.uint8)
 
 
 def _grouped_fours(tensor: torch.Tensor) -> torch.Tensor:
     return fours(tensor).flatten(-2)
 
 
+def _divided(values: torch.Tensor, scale: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return values * (scale / by)
+
+
 def _above_zeros(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     return (values - zeros) * scale
+
+
+def _of_groups(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Return weights of rows of any groups, whose scales and zeros are all there."""
+    return _above_zeros(values, _picked(scales, groups), _picked(zeros, groups))
+
+
+def _picked(table: torch.Tensor, groups: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return by row the row of a table that begins with a group."""
+    half = table.shape[-2] // 2
+    if type(groups) is torch.Tensor or not half:
+        return table if not half else torch.take_along_dim(table, groups, -2)
+    # Traced: which one it is isn't known, so each element chooses.
+    before, after = table[..., :half, :], table[..., half:, :]
+    middle = first + half
+    return torch.where(groups < middle, _picked(before, groups, first), _picked(after, groups, middle))
+
+
+def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    """Return weights of rows that are of the groups of their places; NaN for others, which a trace can't refuse."""
+    return torch.where(away == 0, _above_zeros(values, scale, zeros), float("nan"))
 
 
 def _fp8(name: str, scale: str, dtypes: tuple[torch.dtype, ...], block: tuple[int, int], encode: Encode) -> Form:
@@ -88,19 +118,46 @@ _AWQ = (
     Part("scales", (torch.float16, torch.bfloat16), scales, per=(128, 1)),
     Part("qzeros", (torch.int32,), _ORDER, per=(128, 1), pack=(1, 8)),
 )
+_PACKED_NVFP4 = (
+    Part("weight_packed", (torch.uint8,), fours, pack=(1, 2)),
+    Part("weight_scale", (FP8,), floats, per=(1, 16)),
+    Part("weight_global_scale", (torch.float32,), scales, per=None, tail=(1,)),
+)
+
+
+def _gptq(name: str, above: int, *, in_order: bool) -> Form:
+    """Return a form of GPTQ; with the order of activations, the scale of a row is any."""
+    per, straight = (128 if in_order else -128, 1), range(8)
+    parts = (
+        Part("qweight", (torch.int32,), nibbles(*straight, axis=-2), pack=(8, 1)),
+        Part("scales", (torch.float16, torch.bfloat16), scales, per=per),
+        Part("qzeros", (torch.int32,), nibbles(*straight, above=above), per=per, pack=(1, 8)),
+        Part("g_idx", (torch.int32,), torch.Tensor.long, per=(1,), group=per[0]),
+    )
+    join = _in_groups if in_order else _of_groups
+    return Form(name, parts, base="weight", is_turned=True, block=(128, 1), join=join)
+
+
 _KNOWN = (
     _fp8("fp8_blocks", "_scale_inv", _NUMBERS, (128, 128), _to_fp8),
-    _fp8("fp8_blocks_ue8m0", "_scale_inv", (_POWERS,), (128, 128), _to_fp8_by_powers),
+    *(_fp8("fp8_blocks_ue8m0", "_scale_inv", (dtype,), (128, 128), _to_fp8_by_powers) for dtype in _POWERS),
     _fp8("fp8_rows", "_scale", _NUMBERS, (1, 0), _to_fp8),
-    _fp8("mxfp8", "_scale_inv", (torch.uint8, _POWERS), (1, 32), _to_mxfp8),
+    _fp8("mxfp8", "_scale_inv", (torch.uint8, *_POWERS), (1, 32), _to_mxfp8),
     Form("mxfp4", _MXFP4, is_turned=True, block=(1, 32), encode=_to_mxfp4),
     Form("nvfp4", _NVFP4, block=(1, 16)),
     Form("awq", _AWQ, base="weight", is_turned=True, block=(128, 1), join=_above_zeros),
+    Form("nvfp4_packed", _PACKED_NVFP4, base="weight", block=(1, 16), join=_divided),
+    _gptq("gptq", 1, in_order=False),
+    _gptq("gptq_v2", 0, in_order=False),
+    _gptq("gptq_in_order", 1, in_order=True),
+    _gptq("gptq_v2_in_order", 0, in_order=True),
 )
 FORMS: Mapping[str, Form] = MappingProxyType({form.name: form for form in _KNOWN})
 """The forms that checkpoints of the field have, by name.
 
 ``fp8_blocks`` and ``fp8_blocks_ue8m0`` (whose scales are powers of two) have blocks of 128 x 128, ``fp8_rows`` a scale
 a row; ``mxfp8``, ``mxfp4`` (gpt-oss's) and ``nvfp4`` (ModelOpt's) have 32, 32 and 16 elements of a row to a scale;
-``awq`` has groups of 128 rows of packed integers.
+``awq`` has groups of 128 rows of packed integers, ``gptq`` too, of rows in any order. ``gptq_v2`` stores zeros, not one
+less; ``gptq_in_order`` and ``gptq_v2_in_order`` are for files without the order of activations, each box of which has
+its own scales. ``nvfp4_packed`` is compressed-tensors'.
 """

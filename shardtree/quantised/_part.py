@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import torch
 
+from ..errors import UnsupportedValue, error_text
 from ..geometry import slices
 from ..lazy import Box
 
@@ -23,32 +24,43 @@ class Part:
         name: what its key has at the end, beside the weight's.
         dtypes: that it may have; the first is written.
         read: from stored elements to float32.
-        per: how many of the weight's elements, along its last two axes, share one of the part's; 0 is all of them.
-            None for a part without any axis of the weight.
+        per: how many of the weight's elements, along its last two axes, share one of the part's; 0 is all of them, -n
+            is one for each n, of which any element may need any. One number for a part without the last of these axes,
+            None for one without any axis of the weight.
         pack: how many of the part's elements, likewise, are in one that is stored.
         tail: further axes of what is stored.
+        group: elements are numbers of groups of so many rows, which lie one after another, and are read as the distance
+            to the group there: 0. -n for groups of n whose rows lie anywhere; 0 for a part of other elements.
+        count: how many are stored, or what numbers are below, where any element may need any; `of` tells.
     """
 
     name: str
     dtypes: tuple[torch.dtype, ...]
     read: Callable[[torch.Tensor], torch.Tensor]
-    per: tuple[int, int] | None = (1, 1)
+    per: tuple[int, ...] | None = (1, 1)
     pack: tuple[int, int] = (1, 1)
     tail: tuple[int, ...] = ()
+    group: int = 0
+    count: int = 1
+
+    def of(self, whole: Sequence[int]) -> Part:
+        """Return the part of a weight whose matrices have a shape."""
+        by = min(self.group, *(self.per or (0,)))
+        return replace(self, count=-(whole[-2] // by)) if by < 0 else self
 
     @property
     def steps(self) -> tuple[int, ...]:
         """How many of the weight's elements, along its last two axes, need one that is stored; 0 is all of them."""
-        return tuple(per * pack for per, pack in zip(self.per or (), self.pack, strict=False))
+        return tuple(max(0, per) * pack for per, pack in zip(self.per or (), self.pack, strict=False))
 
     def box(self, offset: Sequence[int], shape: Sequence[int]) -> Box:
         """Return the smallest box of what is stored that has all that a box of the weight needs."""
         if self.per is None:
             return Box((0,) * len(self.tail), self.tail)
         starts, sizes = [*offset[:-2]], [*shape[:-2]]
-        for step, low, size in zip(self.steps, offset[-2:], shape[-2:], strict=True):
+        for step, low, size in zip(self.steps, offset[-2:], shape[-2:], strict=False):
             starts.append(low // step if step else 0)
-            sizes.append(-(-(low + size) // step) - starts[-1] if step else 1)
+            sizes.append(-(-(low + size) // step) - starts[-1] if step else self.count)
         return Box((*starts, *(0,) * len(self.tail)), (*sizes, *self.tail))
 
     def pieces(self, offset: Sequence[int], shape: Sequence[int]) -> list[tuple[Box, bool]]:
@@ -61,11 +73,14 @@ class Part:
             return [(box, 0 in box.shape)]  # another box, at the same place, has the elements
         if self.per is None:
             return [(box, not any(offset))]
-        axes = [[(low, size, True)] for low, size in zip(*box, strict=True)]
-        for axis, step in enumerate(self.steps, len(offset) - 2):
+        front = len(offset) - 2
+        is_first = not any(offset[front + len(self.steps) :])  # along the axis that it hasn't
+        axes = [[(low, size, is_first)] for low, size in zip(*box, strict=True)]
+        for axis, step in enumerate(self.steps, front):
             low, size, _ = axes[axis][0]
             if offset[axis] % step if step else offset[axis]:
-                axes[axis] = [(low, 1, False), *([(low + 1, size - 1, True)] if size > 1 else [])]
+                shared = 1 if step else size
+                axes[axis] = [(low, shared, False), *([(low + 1, size - 1, is_first)] if size > shared else [])]
         return [
             (Box(tuple(low for low, _, _ in each), tuple(size for _, size, _ in each)), all(own for *_, own in each))
             for each in product(*axes)
@@ -74,8 +89,12 @@ class Part:
     def spread(self, stored: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return elements for a box of the weight, from `box` of what is stored; those that all share have one."""
         found = self.read(stored)
+        if self.group > 0:
+            found = found - torch.arange(offset[-2], offset[-2] + shape[-2]).to(found.device) // self.group
+        if len(self.per or ()) == 1:
+            found = found.unsqueeze(-1)
         for axis, per, step in zip((-2, -1), self.per or (), self.steps, strict=False):
-            if found.shape[axis] > 1:
+            if step and found.shape[axis] > 1:
                 if per > 1:
                     wide = found.unsqueeze(axis)
                     sizes = [*wide.shape]
@@ -103,13 +122,18 @@ def scaled(values: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(
+    key: str,
     parts: Sequence[Part],
     join: Join,
     tensors: Sequence[torch.Tensor],
     box: Box,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a box of a weight, as its matrices are stored, from the boxes of its parts that it needs."""
+    """Return a box of a weight, as its matrices are stored, from the boxes of its parts that it needs.
+
+    Raises:
+        UnsupportedValue: rows belong to other groups than the form says.
+    """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
         return join(*(part.spread(each, *box) for part, each in zip(parts, tensors, strict=True))).to(dtype)
     made = torch.empty(box.shape, dtype=dtype, device=tensors[0].device)
@@ -121,6 +145,10 @@ def decoded(
         spread = []
         for part, tensor, base in zip(parts, tensors, outer, strict=True):
             spread.append(part.spread(tensor[slices(*inside(part.box(place, size), base))], place, size))
+            if part.group and not bool(((spread[-1] >= 0) & (spread[-1] < part.count)).all()):
+                what = f"quantised: rows of {key!r} belong to other groups than the form says"
+                fix = "Take the form for rows in any order, or `per` and `group` of another size, as config.json says."
+                raise UnsupportedValue(error_text(what, found=f"{part.name} of rows from {place[-2]}", fix=fix))
         made[slices(start, size)] = join(*spread)
     return made
 

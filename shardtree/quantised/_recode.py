@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,8 +39,8 @@ def recode(
         lossless: whether an element that is rounded is an error; else it is rounded to the nearest.
 
     Raises:
-        ShapeError: the form is only read. When it is applied: tensors with the names of a form fit none, or FP8 values
-            have no scales; names each.
+        ShapeError: the form is only read. When it is applied: tensors with the names of a form fit none, or several
+            forms, or FP8 values have no scales; names each.
         KeyMismatch: a part would have the key of another tensor; names each.
         UnsupportedValue: a float64 weight would be rounded although that is an error. When it is written: an element
             isn't finite, or is rounded.
@@ -99,18 +99,24 @@ def _found(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:
     """Return the form of each quantised weight.
 
     Raises:
-        ShapeError: the tensors of one fit none of the forms that have their names, or FP8 values have no scales.
+        ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 values have no
+            scales.
     """
-    found, misfits = dict[str, Form](), dict[str, str]()
+    fitting, misfits = defaultdict[str, list[Form]](list), dict[str, str]()
     for form in forms:
         for key, names in form.found(tree).items():
             try:
                 form.shape_of(key, tree)
-                found.setdefault(key, form)
+                fitting[key].append(form)
             except ShapeError as error:
                 # Names alone don't make a form, as a norm's scale shows; bytes or integers beside scales do.
                 if tree[names[0]].dtype.itemsize == 1 or not tree[names[0]].dtype.is_floating_point:
                     misfits[key] = " ".join(str(error).split("\n")[1:3]).strip()
+    several = [f"{key!r}: {', '.join(form.name for form in some)}" for key, some in fitting.items() if len(some) > 1]
+    if several:
+        fix = "Pass forms=[FORMS[...]] with the one that config.json names: names, dtypes and shapes don't tell."
+        raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
+    found = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in found.items() for name in form.keys(key)}
     bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
     offenders = [f"{key!r}: {why}" for key, why in (bare | misfits).items() if key not in found]

@@ -198,6 +198,7 @@ EXACT = {
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__lshift__", "__rshift__", "floor_divide"),
     *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
 }
 """Functions whose results are rounded the same wherever in a tensor an element lies."""
 INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}

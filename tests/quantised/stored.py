@@ -18,6 +18,8 @@ SHAPES = {  # of what is stored as matrices: edges within blocks where a form ca
     "mxfp4": (2, 6, 96),
     "nvfp4": (7, 64),
     "awq": (256, 24),
+    "nvfp4_packed": (7, 64),
+    **dict.fromkeys(("gptq", "gptq_v2", "gptq_in_order", "gptq_v2_in_order"), (384, 24)),
 }
 
 
@@ -26,11 +28,14 @@ def stored(name: str, seed: int = 0, key: str = "mlp.weight") -> dict[str, torch
     form, shape = FORMS[name], SHAPES[name]
     random, made = torch.Generator().manual_seed(seed), {}
     for part_key, part in zip(form.keys(key), form.parts, strict=True):
-        size, dtype = part.box((0,) * len(shape), shape).shape, part.dtypes[0]
+        size, dtype = part.of(shape).box((0,) * len(shape), shape).shape, part.dtypes[0]
         if dtype in (torch.float32, torch.float16):
             made[part_key] = (torch.rand(size, generator=random) + 0.1).to(dtype)
         elif part is not form.parts[0] and dtype.itemsize == 1:
             made[part_key] = torch.randint(60, 120, size, generator=random, dtype=torch.uint8).view(dtype)
+        elif part.name == "g_idx":
+            groups = torch.arange(size[0]) // 128
+            made[part_key] = (groups if part.group > 0 else groups[torch.randperm(size[0], generator=random)]).int()
         elif dtype is torch.int32:
             made[part_key] = torch.randint(-(2**31), 2**31, size, generator=random).to(dtype)
         else:
@@ -56,11 +61,11 @@ def boxes_of(form: Form, shape: tuple[int, ...], axis: int, ranks: int) -> list[
 
 def held(form: Form, shard: st.ShardedTensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what a rank that holds a weight quantised has of its tensors."""
-    offset, shape = list(shard.global_offset), list(shard.local_shape)
+    offset, shape, whole = list(shard.global_offset), list(shard.local_shape), list(shard.global_shape)
     if form.is_turned:
-        offset[-2:], shape[-2:] = offset[:-3:-1], shape[:-3:-1]
+        offset[-2:], shape[-2:], whole[-2:] = offset[:-3:-1], shape[:-3:-1], whole[:-3:-1]
     found = {}
     for name, part in zip(form.keys(shard.key), form.parts, strict=True):
-        low, size = part.box(offset, shape)
+        low, size = part.of(whole).box(offset, shape)
         found[name] = tensors[name][tuple(slice(at, at + count) for at, count in zip(low, size, strict=True))]
     return found

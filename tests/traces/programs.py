@@ -28,7 +28,7 @@ MOVES = (
     "expand",
 )
 ONE_TO_ONE = ("transpose", "reshape", "shuffle", "split", "rejoin", "copy_whole", "widen", "negate")
-VALUES = ("widen", "negate", "scale", "add", "round", "exp", "bits")
+VALUES = ("widen", "negate", "scale", "add", "round", "exp", "bits", "choose")
 
 
 def places(move: Move, side: int) -> np.ndarray[Any, Any]:
@@ -212,6 +212,7 @@ _STEPS: dict[str, Callable[[Random, list[torch.Tensor]], None]] = {
     "round": _value(lambda one: one.to(torch.bfloat16)),
     "exp": _value(lambda one: (one / 64).exp()),
     "bits": _value(lambda one: one.view(torch.int32).view(torch.float32) if one.dtype is torch.float32 else one),
+    "choose": _value(lambda one: torch.where(one > 7, one, -one)),
 }
 
 
