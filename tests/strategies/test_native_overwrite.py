@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, StorageError
+from shardtree.errors import CheckpointReplaced, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage, wrapped
 from shardtree.strategies import remove_save
 from shardtree.strategies._save_folders import remove_orphaned
-from shardtree.testing import watched
 
 DEAD = "save-20200101T000000-0123456789abcdef"
 
@@ -39,52 +38,6 @@ def leave_over(folder, name, age):
     (folder / name / "00000-of-00001.safetensors").write_bytes(b"half")
     for path in (folder / name / "00000-of-00001.safetensors", folder / name):
         os.utime(path, (time.time() - age,) * 2)
-
-
-def test_a_checkpoint_is_replaced_only_when_asked(tmp_path):
-    st.save(tree(1), tmp_path)
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    with pytest.raises(AlreadyACheckpoint, match="overwrite=True"):
-        st.save(tree(2), tmp_path)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
-    assert value_in(tmp_path) == 1
-
-
-def test_every_rank_hears_of_a_checkpoint_that_is_there():
-    folder = MemoryStorage()
-    st.save(tree(1), folder)
-
-    def again(world):
-        with pytest.raises(AlreadyACheckpoint, match="already holds a checkpoint"):
-            st.save(tree(2, world.rank, world.size), folder, world=world)
-        return True
-
-    assert st.simulate(2, again) == [True, True]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_old_save_is_removed_when_the_new_one_counts(tmp_path, ranks):
-    st.save(tree(1), tmp_path)
-    (old,) = save_folders(tmp_path)
-    st.simulate(ranks, lambda world: st.save(tree(2, world.rank, ranks), tmp_path, overwrite=True, world=world))
-    (new,) = save_folders(tmp_path)
-    assert new != old and value_in(tmp_path) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metadata.json", new])
-
-
-def test_at_every_step_of_an_overwrite_the_old_or_the_new_can_be_loaded():
-    inner, seen = MemoryStorage(), []
-    st.save(tree(1), inner)
-    st.save(tree(2), watched(inner, before=lambda _: seen.append(value_in(inner))), overwrite=True)
-    assert seen == sorted(seen) and set(seen) == {1, 2}
-
-
-def test_the_check_of_every_step_sees_a_save_that_removes_first():
-    inner = MemoryStorage()
-    st.save(tree(1), inner)
-    inner.remove("metadata.json")
-    with pytest.raises(st.CheckpointingException):
-        st.save(tree(2), watched(inner, before=lambda _: value_in(inner)), overwrite=True)
 
 
 def test_files_that_no_save_wrote_are_never_removed(tmp_path):
@@ -119,12 +72,6 @@ def test_a_left_over_with_one_fresh_file_is_alive(tmp_path):
     os.utime(tmp_path / DEAD, (time.time() - 7200,) * 2)
     st.save(tree(1), tmp_path)
     assert (tmp_path / DEAD).exists()
-
-
-def test_the_first_save_removes_left_overs_too(tmp_path):
-    leave_over(tmp_path, DEAD, age=7200)
-    st.save(tree(1), tmp_path)
-    assert len(save_folders(tmp_path)) == 1
 
 
 def test_the_save_that_counts_is_kept_however_old_it_is(tmp_path):
@@ -168,15 +115,6 @@ def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():
 
     assert st.simulate(2, race) == [True, True]
     assert value_in(folder) == 3
-
-
-def test_a_request_counts_only_once():
-    folder = MemoryStorage()
-    request = st.save(tree(1), folder, async_sharded_save=True)
-    request.execute_sync()
-    with pytest.raises(CheckpointReplaced):
-        request.execute_sync()
-    assert value_in(folder) == 1
 
 
 def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):

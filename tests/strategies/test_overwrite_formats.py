@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -28,7 +26,6 @@ from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, watched
 from tests.faults.sampling import SEED, first
 from tests.options import save_keywords
-from tests.quick_python.command import quick_python
 
 NATIVE = ("safetensors", 1)
 FORMATS: dict[str, tuple[Any, Any]] = {
@@ -230,14 +227,6 @@ def test_a_file_that_the_new_checkpoint_needs_the_name_of_is_an_error(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
 
 
-def test_rights_of_the_folder_are_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "step"
-    save(folder, OLD, "dcp")
-    folder.chmod(0o2775)
-    save(folder, NEW, "dcp", overwrite=True)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o2775
-
-
 # -- where a folder can be
 
 
@@ -342,7 +331,7 @@ def test_a_request_that_failed_can_be_tried_again(tmp_path: Path) -> None:
         request.execute_sync()
 
 
-@pytest.mark.parametrize(("old", "new"), sampled([pair for pair in PAIRS if pair[0] != "native"]))
+@pytest.mark.parametrize(("old", "new"), sampled(PAIRS))
 def test_an_open_checkpoint_says_that_it_was_replaced(old: str, new: str) -> None:
     storage = MemoryStorage()
     save(storage, OLD, old)
@@ -355,14 +344,6 @@ def test_an_open_checkpoint_says_that_it_was_replaced(old: str, new: str) -> Non
     if old != "huggingface":
         with pytest.raises(CheckpointReplaced, match="replaced by a later save"):
             opened.common()
-
-
-def test_a_native_checkpoint_that_was_exchanged_says_so(tmp_path: Path) -> None:
-    save(tmp_path, OLD, "native")
-    lazy = st.open_checkpoint(tmp_path)["w"].data
-    save(tmp_path, NEW, "dcp", overwrite=True)
-    with pytest.raises(CheckpointReplaced, match="replaced by a later save"):
-        lazy.read()
 
 
 # -- left-overs
@@ -429,32 +410,6 @@ def test_a_folder_beside_whose_content_is_not_known_stays(tmp_path: Path, caplog
     assert storage.siblings() == (DEAD,) and "may hold the old checkpoint" in caplog.text
 
 
-DIES = """
-import os, signal, sys, torch
-import shardtree as st
-from shardtree.storage import LocalStorage
-from shardtree.testing import watched
-
-def strike(call):
-    if call.method == sys.argv[3]:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
-storage = watched(LocalStorage(sys.argv[1]), before=strike)
-st.save({"w": shard}, storage, (sys.argv[2], 1), overwrite=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["sibling.exchange", "sibling.remove"])
-def test_the_next_save_needs_not_wait_for_a_process_that_is_gone(tmp_path: Path, method: str) -> None:
-    save(tmp_path / "step", OLD, "native")
-    done = subprocess.run([*quick_python(), "-c", DIES, tmp_path / "step", "dcp", method], timeout=900, check=False)
-    assert done.returncode == -9 and len(os.listdir(tmp_path)) == 2
-    save(tmp_path / "step", NEW, "native", overwrite=True)
-    assert os.listdir(tmp_path) == ["step"] and value_in(tmp_path / "step") == NEW
-
-
 def test_two_saves_do_not_write_to_the_same_files_at_a_time() -> None:
     storage = MemoryStorage()
     request = st.save(tree(OLD, "dcp"), storage, ("dcp", 1), async_sharded_save=True)
@@ -471,15 +426,3 @@ def test_a_format_that_does_not_tell_its_files_is_not_replaced() -> None:
     with pytest.raises(StrategyError, match="list_files"):
         save(storage, NEW, "native", overwrite=True, strategies=table)
     assert value_in(storage) == OLD and storage.siblings() == ()
-
-
-def test_every_rank_hears_why_a_checkpoint_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "step", OLD, "dcp")
-    monkeypatch.chdir(tmp_path / "step")
-
-    def refused(world: Any) -> bool:
-        with pytest.raises(StrategyError, match="current directory"):
-            st.save(tree(NEW, "dcp", world.rank, 2), ".", ("dcp", 1), overwrite=True, world=world)
-        return True
-
-    assert st.simulate(2, refused) == [True, True]

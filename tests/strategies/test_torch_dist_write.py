@@ -18,20 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import shardtree as st
-from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError, UnsupportedValue
+from shardtree.errors import UnsupportedValue
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import (
-    Call,
     GlobalState,
     check_roundtrip,
     even_layout,
     global_states,
     state_layouts,
-    watched,
 )
 from shardtree.world import World
-from tests.laws.test_kill_law import RANKS, check_kill_law, tree, value_in
+from tests.laws.test_kill_law import RANKS, check_kill_law, tree
 from tests.options import save_keywords
 
 TORCH_DIST, DCP = ("torch_dist", 1), ("dcp", 1)
@@ -268,63 +266,7 @@ def test_an_object_that_an_archive_cannot_hold_is_refused_before_anything_is_wri
     assert storage.names() == ()
 
 
-@BACKENDS
-def test_lazy_tensors_of_another_checkpoint_are_copied_flat_ranges_too(backend: Any) -> None:
-    native = MemoryStorage()
-    whole = torch.arange(24.0).view(4, 6)
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, native)
-    lazy = st.open_checkpoint(native)["w"].data
-    flat = st.ShardedTensor.from_rank_offsets_flat("flat", lazy.reshape(24)[3:24], (4, 6), flattened_range=slice(3, 24))
-    storage = saved(
-        lambda world: {"w": st.ShardedTensor.from_rank_offsets("w", lazy.T), "flat": flat},
-        backend=backend,
-        validate_access_integrity=False,
-    )
-    assert torch.equal(
-        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4))}, storage)["w"], whole.T
-    )
-    target = replace(flat, data=torch.zeros(21))
-    assert torch.equal(
-        st.load({"flat": target}, storage, validate_access_integrity=False)["flat"], torch.arange(3.0, 24)
-    )
-
-
-def test_what_a_rank_wrote_is_told_to_the_others_as_plain_data() -> None:
-    request = st.save(rows(st.world.one_process()), MemoryStorage(), TORCH_DIST, async_sharded_save=True)
-    (written,) = request.async_fn()
-    again = pickle.loads(pickle.dumps(written))
-    assert (again.file, again.objects) == (written.file, written.objects)
-    assert again.byte.tolist() == written.byte.tolist()
-
-
 # -- what can't lie in one checkpoint
-
-
-@BACKENDS
-def test_shards_that_overlap_are_found_on_rank_0(backend: Any) -> None:
-    def twice(world: World) -> dict[str, Any]:
-        return {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}
-
-    storage = MemoryStorage()
-    with pytest.raises(st.errors.RemoteError, match=r"IntegrityError(.|\n)*'w'"):
-        st.simulate(
-            2, lambda world: st.save(twice(world), storage, backend, validate_access_integrity=False, world=world)
-        )
-    assert storage.names() == ()
-
-
-def test_an_object_written_twice_is_found() -> None:
-    def twice(world: World) -> dict[str, Any]:
-        return {"o": st.ShardedObject("o", 1, (1,), (0,))}
-
-    with pytest.raises(st.errors.RemoteError, match=r"IntegrityError(.|\n)*'o/shard_0_1'"):
-        saved(twice, ranks=2, validate_access_integrity=False)
-
-
-def test_a_tensor_named_like_an_object_is_refused() -> None:
-    shard = st.ShardedTensor.from_rank_offsets("o/shard_0_1", torch.ones(2))
-    with pytest.raises(IntegrityError, match="named like objects"):
-        saved(lambda world: {"w": shard, "o": st.ShardedObject("o", 1, (1,), (0,))})
 
 
 # -- failures and retries
@@ -356,100 +298,11 @@ def test_the_law_catches_an_index_that_comes_first() -> None:
         check_kill_law(MemoryStorage(), 1, save, for_good=True)
 
 
-@BACKENDS
-def test_a_failed_save_removes_its_files_and_can_be_tried_again(backend: Any) -> None:
-    full = True
-
-    def refuse(call: Call) -> None:
-        if full and call.method == "write":
-            raise StorageError("no space left")
-
-    storage = watched(MemoryStorage(), before=refuse)
-    request = st.save(tree(st.world.one_process(), 2.0), storage, backend, async_sharded_save=True)
-    with pytest.raises(StorageError, match="no space left"):
-        request.execute_sync()
-    assert storage.names() == ()
-    full = False
-    request.execute_sync()
-    assert value_in(storage, 1) == 2.0
-    with pytest.raises(st.CheckpointingException):
-        request.execute_sync()
-    assert value_in(storage, 1) == 2.0
-
-
-@BACKENDS
-def test_a_failed_save_leaves_what_others_wrote(backend: Any) -> None:
-    names = ("__0_1.distcp", "notes.txt") if backend == DCP else (".metadata", "common.pt", "__0_1.distcp")
-    theirs = dict.fromkeys(names, b"theirs")
-
-    def refuse(call: Call) -> None:
-        if call.method == "write":
-            raise StorageError("no space left")
-
-    storage = MemoryStorage()
-    for name, data in theirs.items():
-        storage.write(name, [memoryview(data)], durable=False)
-    with pytest.raises(StorageError, match="no space left"):
-        st.save(tree(st.world.one_process(), 2.0), watched(storage, before=refuse), backend)
-    assert {name: storage.read(name) for name in storage.names()} == theirs
-
-
-@BACKENDS
-def test_a_checkpoint_that_is_there_is_not_touched(backend: Any) -> None:
-    storage = saved(lambda world: tree(world, 1.0), backend=backend)
-    with pytest.raises(AlreadyACheckpoint):
-        st.save(tree(st.world.one_process(), 2.0), storage, backend)
-    assert value_in(storage, 1) == 1.0
-    st.save(tree(st.world.one_process(), 2.0), storage, backend, overwrite=True)
-    assert value_in(storage, 1) == 2.0
-
-
 def test_a_file_that_rank_0_does_not_see_is_found() -> None:
     inner = MemoryStorage()
     storage = wrapped(inner, length=lambda name: None if name == "__1_0.distcp" else inner.length(name))
     with pytest.raises(st.CheckpointingException, match=r"rank 0 doesn't see .*__1_0\.distcp.* as rank 1 wrote it"):
         st.simulate(2, lambda world: st.save(rows(world), storage, TORCH_DIST, world=world))
-
-
-def test_a_tensor_that_changes_its_shape_while_it_waits_is_found() -> None:
-    weight = torch.ones(2, 3)
-    shard = st.ShardedTensor.from_rank_offsets("w", weight)
-    request = st.save(
-        {"w": shard}, MemoryStorage(), TORCH_DIST, async_sharded_save=True, options=st.SaveOptions(snapshot=False)
-    )
-    weight.t_()
-    with pytest.raises(st.errors.ShapeError, match="'w'"):
-        request.execute_sync()
-
-
-def test_files_and_folder_are_on_the_medium_before_the_commit() -> None:
-    calls: list[str] = []
-
-    inner = MemoryStorage()
-
-    def write(name: str, buffers: Any, *, durable: bool) -> int:
-        calls.append(f"write {name} {durable}")
-        return inner.write(name, buffers, durable=durable)
-
-    def sync_folder(name: str) -> None:
-        calls.append(f"sync {name or 'folder'}")
-
-    def replace(name: str, data: bytes, *, durable: bool) -> None:
-        calls.append(f"replace {name} {durable}")
-        inner.replace(name, data, durable=durable)
-
-    log = wrapped(inner, write=write, sync_folder=sync_folder, replace=replace)
-    st.save(rows(st.world.one_process()), log, TORCH_DIST)
-    last = calls.index("replace .metadata True")
-    assert calls[last:] == ["replace .metadata True", "replace metadata.json True"]
-    assert "sync folder" in calls[:last] and "write __0_0.distcp True" in calls[: calls.index("sync folder")]
-    assert not any(call.endswith("False") for call in calls if "owner.json" not in call)
-
-
-def test_progress_counts_every_byte_of_the_data_files() -> None:
-    counted: list[int] = []
-    storage = saved(rows, progress=counted.append)
-    assert sum(counted) >= (storage.length("__0_0.distcp") or 0)
 
 
 # -- common states of other formats

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.codec import decode_tree, encode_tree
 from shardtree.errors import (
-    AlreadyACheckpoint,
     CheckpointingException,
     CorruptCheckpoint,
     IntegrityError,
@@ -27,17 +24,14 @@ from shardtree.errors import (
     StorageError,
     StrategyError,
 )
-from shardtree.storage import MemoryStorage, digest
-from shardtree.strategies import default_strategies, encode_metadata
+from shardtree.storage import MemoryStorage
 from shardtree.strategies.zarr._cells import crc32c
 from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
-    STORABLE_DTYPES,
     GlobalState,
     Layout,
     Piece,
     check_roundtrip,
-    check_rows,
     even_layout,
     global_states,
     random_bits,
@@ -86,28 +80,6 @@ def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObjec
     check_roundtrip(state, one, other, save=save)
 
 
-@pytest.mark.slow
-@settings(max_examples=EXAMPLES // 4)
-@given(data=some.data())
-def test_files_do_what_memory_does(data: some.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    state = data.draw(global_states(), label="state")
-    one, other = (data.draw(state_layouts(state, count)) for count in (3, 2))
-    check_roundtrip(state, one, other, save=save, directory=tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
-    state = GlobalState({"w": random_bits((4, 6, 2), dtype, 1)}, {}, {"t": random_bits((3,), dtype, 2)})
-    one, other = ({"w": even_layout((4, 6, 2), ranks, axis)} for ranks, axis in ((4, 0), (3, 1)))
-    check_roundtrip(state, one, other, save=save)
-
-
-def test_one_rank_that_checks_nothing() -> None:
-    state = GlobalState({"w": random_bits((4, 6), torch.int16, 1)}, {"rng": [1]}, {})
-    one, other = ({"w": even_layout((4, 6), ranks, axis)} for ranks, axis in ((1, None), (2, 1)))
-    check_roundtrip(state, one, other, save=partial(save, validate_access_integrity=False))
-
-
 def flipped(tree: Any, directory: Any, **options: Any) -> Any:
     """Load with one bit of a chunk file changed, and nothing checked."""
     name = next(name for name in sorted(all_names(directory)) if name.startswith("w/c."))
@@ -122,11 +94,6 @@ def test_the_law_catches_a_flipped_bit() -> None:
     layout = {"w": even_layout((4, 6), 1, 0)}
     with pytest.raises(AssertionError, match=r"'w': 1 of 24 elements differ"):
         check_roundtrip(state, layout, layout, save=save, load=flipped)
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_rows_are_what_their_protocols_say(version: int) -> None:
-    check_rows(default_strategies, "zarr", version)
 
 
 def flat(layout: Layout, cut: int) -> Layout:
@@ -191,42 +158,7 @@ def test_files_lie_as_the_layout_says(name: str) -> None:
     check_roundtrip(state, {"w": layout}, target, save=save)
 
 
-def test_each_rank_writes_its_own_chunks() -> None:
-    layout = even_layout((8, 6), 4, axis=0)
-    state = GlobalState({"w": random_bits((8, 6), torch.float32, 3)}, {"rng": [1, 2]}, {"step": 1})
-    told: dict[int, int] = {}
-
-    def run(world: st.World) -> None:
-        def progress(count: int) -> None:
-            told[world.rank] = told.get(world.rank, 0) + count
-
-        save(
-            st.testing.rank_tree(state, {"w": layout}, world.rank),
-            storage,
-            world=world,
-            options=st.SaveOptions(progress=progress),
-        )
-
-    storage = MemoryStorage()
-    st.simulate(4, run)
-    assert all(count >= 2 * 6 * 4 for count in told.values())
-    assert chunks(storage, "w") == [f"c.{rank}.0" for rank in range(4)]
-
-
-KEYS = ["..", ".", "a/b", "/etc/x", "zarr.json", "metadata.json", "_shardtree", "_shardtree/common", "c", "c.0"]
 KEYS += ["\n\0", "é", "%2E", "x" * 300, "x" * 299 + "y", "__x", ".zarray", "a b", "w"]
-
-
-def test_any_key_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    tree = {str(n): st.ShardedTensor.from_rank_offsets(key, torch.full((2,), n)) for n, key in enumerate(KEYS)}
-    folder = tmp_path / "inside" / "checkpoint"
-    save(tree, folder)
-    assert [name.name for name in (tmp_path / "inside").iterdir()] == ["checkpoint"]
-    assert len({array_name(key) for key in KEYS}) == len(KEYS)
-    assert all(len(array_name(key)) <= 200 and "/" not in array_name(key) for key in KEYS)
-    assert {key: int(data[0]) for key, data in st.load_plain_tensors(folder).items()} == {
-        key: n for n, key in enumerate(KEYS)
-    }
 
 
 STATE = GlobalState(
@@ -258,75 +190,6 @@ def copied(storage: Any, **changes: bytes | None) -> MemoryStorage:
         if data is not None:
             copy.write(name, [memoryview(data)], durable=False)
     return copy
-
-
-def test_every_flipped_bit_is_found() -> None:
-    storage = saved(STATE, LAYOUT)
-    sound = read_all(storage)
-    for name in all_names(storage):
-        data = storage.read(name)
-        for byte in sorted({0, len(data) // 2, len(data) - 1}):
-            broken = bytearray(data)
-            broken[byte] ^= 4
-            copy = copied(storage, **{name: bytes(broken)})
-            found = st.verify(copy)
-            assert name in {damage.file for damage in found}, (name, byte, found)
-            try:
-                assert read_all(copy) == sound, (name, byte)
-                assert name.endswith("zarr.json"), (name, byte)
-            except CorruptCheckpoint as error:
-                assert name in str(error)
-
-
-def test_files_that_are_missing_or_cut() -> None:
-    storage = saved(STATE, LAYOUT)
-    for name in all_names(storage):
-        if name == "metadata.json":
-            continue
-        for data in (None, storage.read(name)[:-1], storage.read(name) + b"\0"):
-            copy = copied(storage, **{name: data})
-            assert name in {damage.file for damage in st.verify(copy)}, name
-            if not name.endswith("zarr.json"):
-                with pytest.raises(CorruptCheckpoint, match=name.replace(".", r"\.")):
-                    read_all(copy)
-
-
-def test_damage_names_the_tensor() -> None:
-    storage = saved(STATE, LAYOUT)
-    (damage,) = st.verify(copied(storage, **{"w/c.1.0": bytes(4 * 6 * 4)}))
-    assert (damage.file, damage.keys, damage.begin, damage.end) == ("w/c.1.0", ("w",), 0, 96)
-
-
-def test_without_metadata_json_it_is_an_unfinished_save() -> None:
-    storage = saved(STATE, LAYOUT)
-    copy = copied(storage, **{"metadata.json": None})
-    assert not st.is_checkpoint(copy)
-    with pytest.raises(NotACheckpoint):
-        st.load({}, copy)
-    st.simulate(
-        4,
-        lambda world: save(
-            st.testing.rank_tree(
-                STATE, {"w": even_layout((8, 6), 4, 0)} | {"layers": even_layout((4, 5, 6), 4, 0)}, world.rank
-            ),
-            copy,
-            world=world,
-        ),
-    )
-    assert st.verify(copy) == ()
-    assert read_all(copy) == read_all(storage)
-
-
-def test_a_finished_one_is_not_replaced() -> None:
-    storage = saved(STATE, LAYOUT)
-    with pytest.raises(AlreadyACheckpoint):
-        saved_again(storage)
-    saved_again(storage, overwrite=True)
-    assert st.load_plain_tensors(storage)["w"].tolist() == [0, 0]
-
-
-def saved_again(storage: Any, **options: Any) -> None:
-    save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, storage, **options)
 
 
 def save_on_two(storage: Any) -> None:
@@ -390,15 +253,6 @@ def test_half_a_tensor_is_half_its_chunks() -> None:
         st.load_plain_tensors(storage)
 
 
-def test_tensors_and_objects_of_one_name() -> None:
-    tree = {
-        "o": st.ShardedObject("o", 1, (1,), (0,)),
-        "w": st.ShardedTensor.from_rank_offsets("o/shard_0_1", torch.zeros(2)),
-    }
-    with pytest.raises(IntegrityError, match="named like objects"):
-        save(tree, MemoryStorage())
-
-
 def test_other_backends_may_hold_the_common_state(tmp_path: Path) -> None:
     tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 3}
     save(tree, tmp_path / "one", common_strategy=("safetensors", 1))
@@ -447,25 +301,6 @@ def test_the_law_of_metadata_catches_another_chunk_shape() -> None:
     assert not torch.equal(found["w"], STATE.tensors["w"])
 
 
-def test_a_plain_group_in_another_layout() -> None:
-    plain = as_plain(saved(STATE, LAYOUT))
-    target = {"layers": even_layout((4, 5, 6), 3, 2), "w": even_layout((8, 6), 3)}
-    state = GlobalState(STATE.tensors, {}, {})
-
-    def load(world: st.World) -> Any:
-        shards = {"model": st.testing.target_tree(state, target, world.rank)["model"]}
-        return shards, st.load(shards, plain, world=world)
-
-    found = st.testing.assemble(st.testing.refilled(*pair) for pair in st.simulate(3, load))
-    assert all(torch.equal(found[key], whole) for key, whole in STATE.tensors.items())
-    assert st.load_common_state_dict(plain) == {}
-    assert st.verify(plain) == ()
-    assert [damage.file for damage in st.verify(as_plain(plain, **{"w/c.0.0": b""}))] == ["w/c.0.0"]
-    assert st.load({"a": 1}, plain) == {}
-    with pytest.raises(CheckpointingException, match="not stored"):
-        st.load([st.ShardedObject("rng", None, (2,), (0,)), 1], plain, validate_access_integrity=False)
-
-
 def shard_index_changed(data: bytes, entry: int, number: int) -> bytes:
     """Return a file with chunks inside, one number of whose index is another one, the CRC as it should be."""
     count = 4
@@ -497,15 +332,6 @@ def test_a_damaged_shard_index_is_refused(name: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=file):
         st.load_plain_tensors(plain)
     assert st.verify(plain)
-
-
-def test_inner_chunks_that_are_not_stored_are_zero() -> None:
-    storage = saved(STATE, LAYOUT)
-    data = shard_index_changed(storage.read("layers/c.0.0.1"), 2, 2**64 - 1)
-    plain = as_plain(storage, **{"layers/c.0.0.1": shard_index_changed(data, 3, 2**64 - 1)})
-    expected = STATE.tensors["layers"].clone()
-    expected[1, :, 3:] = 0
-    assert torch.equal(st.load_plain_tensors(plain)["layers"], expected)
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -567,19 +393,6 @@ def test_hostile_metadata_is_refused_quickly(name: str) -> None:
     assert time.process_time() - started < QUICK
 
 
-@given(some.data())
-def test_mangled_metadata_is_refused_or_loads(data: some.DataObject) -> None:
-    name = data.draw(some.sampled_from(["w/zarr.json", "layers/zarr.json", "_shardtree/zarr.json"]))
-    mangled = bytearray(SAVED.read(name))
-    for _ in range(data.draw(some.integers(1, 3))):
-        at = data.draw(some.integers(0, len(mangled) - 1))
-        mangled[at : at + data.draw(some.integers(0, 3))] = data.draw(some.binary(max_size=2))
-    started = time.process_time()
-    with suppress(CheckpointingException):
-        st.load_plain_tensors(as_plain(SAVED, **{name: bytes(mangled)}))
-    assert time.process_time() - started < QUICK
-
-
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"3", b"\xff", b"[" * 100_000, b'{"node_type": "array"}'])
 def test_a_folder_with_another_zarr_json_is_no_checkpoint(data: bytes) -> None:
     storage = MemoryStorage()
@@ -588,51 +401,12 @@ def test_a_folder_with_another_zarr_json_is_no_checkpoint(data: bytes) -> None:
         st.load_plain_tensors(storage)
 
 
-def test_a_damaged_index_is_refused() -> None:
-    fields = json.loads(SAVED.read("metadata.json"))
-    name = fields["index"]["name"]
-    columns = decode_tree(SAVED.read(name))
-    changes: dict[str, Any] = {
-        "chunk_byte": columns["chunk_byte"] + 1,
-        "chunk_key": columns["chunk_key"] + 9,
-        "file_block": columns["file_block"] * 0,
-        "key_shape": columns["key_shape"] * -1,
-        "dtype_text": columns["dtype_text"] + 100,
-        "object_file": None,
-    }
-    for column, value in changes.items():
-        data = encode_tree(columns | {column: value})
-        entry = {"name": name, "length": len(data), "digest": digest(data)}
-        metadata = encode_metadata(fields | {"index": entry})
-        with pytest.raises(CheckpointingException, match="not sound"):
-            st.load_plain_tensors(copied(SAVED, **{name: data, "metadata.json": metadata}))
-
-
 SAVED = saved(STATE, LAYOUT)
 
 
-def test_what_begins_with_a_prefix_goes_and_the_rest_stays() -> None:
-    tree = {
-        "w": st.ShardedTensor.from_rank_offsets("model.w", torch.ones(2, 3)),
-        "m": st.ShardedTensor.from_rank_offsets("optim.w", torch.ones(2, 3)),
-        "none": st.ShardedTensor.from_rank_offsets("optim.none", torch.ones(0, 3)),
-        "o": st.ShardedObject("optim.o", 1, (1,), (0,)),
-        "step": 3,
-    }
-    storage = MemoryStorage()
-    save(tree, storage)
-    for prefix, left in (("nothing", 4), ("optim.w", 3), ("optim.", 1), ("", 0)):
-        st.remove_sharded_tensors(storage, prefix)
-        assert len(st.load_sharded_metadata(storage)) == left
-        assert st.verify(storage) == ()
-        assert st.load_common_state_dict(storage)["step"] == 3
-        assert sum("index" in name and name.endswith("c.0") for name in all_names(storage)) == 1
-    assert list(storage.names()) == ["_shardtree", "metadata.json", "zarr.json"]
-    assert [name for name in all_names(storage) if "optim" in name or "objects/" in name] == [
-        "_shardtree/objects/zarr.json"
-    ]
+def test_from_what_no_save_of_ours_wrote_nothing_is_removed() -> None:
     with pytest.raises(StrategyError, match="no save of ours"):
-        st.remove_sharded_tensors(as_plain(storage), "")
+        st.remove_sharded_tensors(as_plain(SAVED), "")
 
 
 def test_a_removal_that_dies_leaves_what_loads() -> None:
