@@ -44,7 +44,7 @@ def test_a_tensor_that_changes_while_it_waits_is_named(backend: Format) -> None:
     options = st.SaveOptions(snapshot=False)
     request = st.save([whole("w", weight)], storage, backend, async_sharded_save=True, options=options)
     weight.t_()
-    with pytest.raises(ShapeError, match="changed while it waited(.|\n)*'w'"):
+    with pytest.raises(ShapeError, match=r"changed while it waited(.|\n)*'w'"):
         request.execute_sync()
     assert not st.is_checkpoint(storage)
 
@@ -76,7 +76,7 @@ def test_an_object_written_twice_is_found(backend: Format) -> None:
         st.save([item], storage, backend, validate_access_integrity=backend[0] == "zarr", world=world)
 
     storage = MemoryStorage()
-    with pytest.raises(IntegrityError, match="'o'|'o/shard_0_1'"):
+    with pytest.raises(IntegrityError, match=r"'o'|'o/shard_0_1'"):
         st.simulate(2, twice)
     assert not st.is_checkpoint(storage)
 

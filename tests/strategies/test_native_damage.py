@@ -233,32 +233,6 @@ def open_all(folder):
     return st.load_plain_tensors(folder), [opened[key] for key in opened]
 
 
-def harmless_or_refused(read, files):
-    try:
-        read(folder_of(files))
-    except CheckpointingException:
-        return True
-    return False
-
-
-@pytest.mark.slow
-@settings(max_examples=100)
-@given(some.sampled_from(["index", "common"]), some.data())
-def test_any_bytes_with_the_right_hash_are_harmless_or_refused(kind, data):
-    content = bytearray(FILES[name_of(kind)])
-    for _ in range(data.draw(some.integers(1, 3))):
-        content[data.draw(some.integers(0, len(content) - 1))] = data.draw(some.integers(0, 255))
-    entry = {"name": name_of(kind), "length": len(content), "digest": digest(bytes(content))}
-    files = with_fields(**{kind: entry}) | {name_of(kind): bytes(content)}
-    for read in (read_all, open_all):
-        harmless_or_refused(read, files)
-
-
-def test_the_check_of_harm_sees_another_error():
-    with pytest.raises(ZeroDivisionError):
-        harmless_or_refused(lambda folder: 1 // 0, FILES)
-
-
 FIELDS = {
     "another backend": {"sharded_backend": "punch cards"},
     "a later version": {"sharded_backend_version": 2},

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import struct
 import time
-import zipfile
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 import torch
@@ -141,29 +138,9 @@ def test_no_flipped_bit_of_a_data_file_is_loaded(bit):
     check_harmless(read_all, "__0_0.distcp", bit)
 
 
-SMALL = [place for place in range(len(DATA)) if not PAYLOAD <= place < PAYLOAD + BIG.nbytes]
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(some.sampled_from(SMALL), some.integers(0, 7))
-def test_no_flipped_bit_around_payloads_is_loaded(place, bit):
-    check_harmless(read_all, "__0_0.distcp", 8 * place + bit)
-
-
 def test_the_check_of_flipped_bits_sees_a_load_that_does_not_verify():
     with pytest.raises(AssertionError):
         check_harmless(lambda folder: read_all(folder, verify=None), "__0_0.distcp", 8 * PAYLOAD + 3)
-
-
-@pytest.mark.parametrize("verify", ["whole", "all"])
-def test_a_flipped_bit_in_a_payload_is_named(verify):
-    folder = folder_of(flipped("__0_0.distcp", 8 * (PAYLOAD + 400_000)))
-    with pytest.raises(CorruptCheckpoint, match=r"__0_0\.distcp.*checksum"):
-        read_all(folder, verify=verify)
-    (damage,) = st.verify(folder)
-    assert damage.keys == ("big",)
-    assert damage.file == "__0_0.distcp" and damage.begin <= PAYLOAD + 400_000 < damage.end
 
 
 def without_crc():
@@ -186,22 +163,6 @@ def test_without_checksums_nothing_is_checked_and_the_report_says_so():
     assert is_right(read_all(folder))
 
 
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(some.integers(0, 8 * len(FILES[".metadata"]) - 1))
-def test_a_flipped_bit_of_the_index_is_harmless_or_refused(bit):
-    for read in (read_all, open_all):
-        harmless_or_refused(read, flipped(".metadata", bit))
-
-
-@settings(max_examples=60)
-@given(some.sampled_from(list(FILES)), some.data())
-def test_a_cut_file_is_refused(name, data):
-    length = data.draw(some.integers(0, len(FILES[name]) - 1))
-    with pytest.raises(CheckpointingException):
-        read_all(folder_of(FILES | {name: FILES[name][:length]}))
-
-
 def test_verify_tells_of_every_file(tmp_path):
     longer = folder_of(FILES | {"__0_0.distcp": DATA + b"more"})
     (damage,) = st.verify(longer)
@@ -217,91 +178,7 @@ def test_verify_tells_of_every_file(tmp_path):
     assert index.file == ".metadata"
 
 
-def test_damage_outside_of_what_is_read_does_no_harm():
-    folder = folder_of(flipped("__0_0.distcp", 8 * (PAYLOAD + 1000)))
-    target = st.ShardedTensor("t", None, torch.float32, (3, 4), (3, 4), (0, 0), (1, 1))
-    assert torch.equal(st.load({"t": target}, folder, options=st.LoadOptions(verify="all"))["t"], WEIGHT.t())
-
-
 # Hostile
-
-
-class Evil:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
-class EvilState:
-    """Makes a file when its state is set, where its class is believed."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path(self.path).touch, ()
-
-
-def evil_pickles(path):
-    touch = f"open({str(path)!r}, 'w')"
-    yield pickle.dumps(Evil(path), 4)
-    yield pickle.dumps(EvilState(path), 2)
-    yield b"c__builtin__\neval\n(S" + repr(touch).encode() + b"\ntR."
-    yield b"cbuiltins\neval\n(V" + touch.encode() + b"\ntR."
-    yield b"(cos\nsystem\nS'touch " + str(path).encode() + b"'\no."
-    yield b"(S'touch " + str(path).encode() + b"'\nios\nsystem\n."
-    yield b"ctorch.serialization\nload\n(V" + str(path).encode() + b"\ntR."
-    yield b"cpathlib\nPosixPath.touch\n(cpathlib\nPosixPath\n(V" + str(path).encode() + b"\ntRtR."
-    yield b"\x80\x04\x8c\x08builtins\x8c\x04exec\x93\x8c" + bytes([len(touch)]) + touch.encode() + b"\x85R."
-    yield b"\x80\x04\x8c\x05torch\x8c\x0chub.download\x93)R."
-    yield b"\x80\x02\x82\x01."
-
-
-def in_archive(data):
-    """A torch.save archive whose pickle is the given one."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as zipped:
-        zipped.writestr("archive/data.pkl", data)
-        zipped.writestr("archive/byteorder", "little")
-        zipped.writestr("archive/data/0", WEIGHT.numpy().tobytes())
-        zipped.writestr("archive/version", "3\n")
-    return file.getvalue()
-
-
-def with_archive(key, content):
-    """The folder with another archive in the place of one."""
-    metadata = pickle.loads(FILES[".metadata"])
-    place(metadata, key, relative_path="__1_0.distcp", offset=0, length=len(content))
-    return FILES | {".metadata": pickle.dumps(metadata, 4), "__1_0.distcp": content}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(list(evil_pickles("x")))))
-@pytest.mark.parametrize("place", [".metadata", "rng/shard_0_1", "step", "t"])
-def test_nothing_in_a_file_runs(place, number, tmp_path):
-    made = tmp_path / "made"
-    data = list(evil_pickles(made))[number]
-    files = FILES | {".metadata": data} if place == ".metadata" else with_archive(place, in_archive(data))
-    for read in (read_all, open_all, st.load_plain_tensors, st.load_common_state_dict, st.verify):
-        harmless_or_refused(read, files)
-    with pytest.raises(CheckpointingException):
-        read_all(folder_of(files))
-    assert not made.exists()
-
-
-def test_with_leave_a_pickle_does_run(tmp_path):
-    """The planted fault: what the tests above must not see happens where it is allowed."""
-    made = tmp_path / "made"
-    folder = folder_of(with_archive("step", archive(Evil(made))))
-    with pytest.raises(UnsafeFile, match="'step'"):
-        st.load_common_state_dict(folder)
-    assert not made.exists()
-    st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True))
-    assert made.exists()
 
 
 def test_an_index_with_unknown_classes_needs_leave():
@@ -366,48 +243,29 @@ def wide(metadata):
 
 
 HOSTILE = {
-    "negative byte": lambda metadata: place(metadata, "big", offset=-8),
     "byte beyond the file": lambda metadata: place(metadata, "big", offset=2**40),
-    "byte beyond an int64": lambda metadata: place(metadata, "big", offset=2**70),
-    "negative length": lambda metadata: place(metadata, "big", length=-1),
-    "huge length": lambda metadata: place(metadata, "big", length=2**60),
-    "no length": lambda metadata: place(metadata, "big", length=0),
     "length of no kind": lambda metadata: place(metadata, "big", length="long"),
-    "byte of a float": lambda metadata: place(metadata, "big", offset=0.0),
     "file that climbs out": lambda metadata: place(metadata, "big", relative_path="../../etc/passwd"),
-    "absolute file": lambda metadata: place(metadata, "big", relative_path="/etc/passwd"),
-    "null byte": lambda metadata: place(metadata, "big", relative_path="a\0b"),
-    "no file": lambda metadata: place(metadata, "big", relative_path=""),
     "a folder as file": lambda metadata: place(metadata, "big", relative_path="."),
-    "file of no kind": lambda metadata: place(metadata, "big", relative_path=3),
     "missing file": lambda metadata: place(metadata, "big", relative_path="__9_0.distcp"),
     "another archive": lambda metadata: place(metadata, "big", offset=0),
     "no place": lambda metadata: drop(metadata, "big"),
     "no object's place": lambda metadata: drop(metadata, "rng/shard_0_1"),
-    "huge chunk": lambda metadata: chunk(metadata, "big", sizes=(2**62,)),
-    "chunk beyond an int64": lambda metadata: chunk(metadata, "big", sizes=(2**70,)),
     "chunk beyond its tensor": lambda metadata: chunk(metadata, "w", 1, sizes=(3, 3)),
     "overlapping chunks": lambda metadata: chunk(metadata, "w", 0, sizes=(4, 3)),
     "smaller chunk": lambda metadata: chunk(metadata, "big", sizes=(89_999,)),
-    "negative offset": lambda metadata: chunk(metadata, "big", offsets=(-1,)),
-    "negative size": lambda metadata: chunk(metadata, "big", sizes=(-90_000,)),
     "sizes of no kind": lambda metadata: chunk(metadata, "big", sizes="all"),
-    "sizes of lists": lambda metadata: chunk(metadata, "big", sizes=[90_000]),
     "fewer axes": lambda metadata: chunk(metadata, "w", sizes=(6,)),
     "more axes": lambda metadata: chunk(metadata, "big", sizes=(90_000, 1), offsets=(0, 0)),
-    "huge tensor": lambda metadata: entry(metadata, "big", size=torch.Size((2**62, 2**62))),
     "another shape": lambda metadata: entry(metadata, "t", size=torch.Size((4, 3))),
     "another dtype": lambda metadata: entry(metadata, "big", properties=TensorProperties(dtype=torch.float64)),
     "no dtype": lambda metadata: entry(metadata, "big", properties=None),
     "no chunks": lambda metadata: entry(metadata, "big", chunks=[]),
-    "chunks of no kind": lambda metadata: entry(metadata, "big", chunks=7),
-    "chunks of numbers": lambda metadata: entry(metadata, "big", chunks=[7]),
     "entry of no kind": lambda metadata: metadata.state_dict_metadata.update(big=3),
     "key of no kind": lambda metadata: metadata.state_dict_metadata.update({3: BytesStorageMetadata()}),
     "file of no text": lambda metadata: place(metadata, "big", relative_path="\ud800"),
     "paths of no kind": lambda metadata: setattr(metadata, "planner_data", 7),
     "deep path": lambda metadata: setattr(metadata, "planner_data", {"step": ("a",) * 100_000}),
-    "far position": lambda metadata: setattr(metadata, "planner_data", {"step": ("a", 2**40)}),
     "two at one path": lambda metadata: setattr(metadata, "planner_data", {"step": ("w",)}),
     "more than fits in memory": more_chunks,
     "many wide shapes": wide,
@@ -430,33 +288,15 @@ def test_a_hostile_index_is_refused(row, tmp_path):
         began = time.process_time()
         with pytest.raises(CheckpointingException):
             read_all(folder)
-        harmless_or_refused(open_all, files)
+        with suppress(CheckpointingException):
+            open_all(folder)
         assert time.process_time() - began < QUICK
-
-
-def harmless_or_refused(read, files):
-    try:
-        read(folder_of(files))
-    except CheckpointingException:
-        return True
-    return False
-
-
-def test_the_check_of_harm_sees_another_error():
-    with pytest.raises(ZeroDivisionError):
-        harmless_or_refused(lambda folder: 1 // 0, FILES)
 
 
 RAW = {
     "nothing": b"",
     "no pickle": b"\xff" * 64,
-    "only its end": b".",
     "another value": pickle.dumps([1, 2]),
-    "a large memo": b"\x80\x02Nr" + struct.pack("<I", 2**32 - 1) + b".",
-    "a long text": b"\x80\x04\x8d" + struct.pack("<Q", 2**60) + b"x.",
-    "a long bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",
-    "a deep list": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
-    "one that holds itself": b"\x80\x02]q\x00h\x00a.",
     "a billion laughs": b"\x80\x04](" + b"".join(b"\x94h" + bytes([n]) for n in range(200)) + b"t.",
 }
 
@@ -471,17 +311,6 @@ def test_bytes_that_are_no_index_are_refused(row):
     (damage,) = st.verify(folder)
     assert damage.file == ".metadata"
     assert time.process_time() - began < QUICK
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(some.sampled_from(list(FILES)), some.data())
-def test_any_bytes_are_harmless_or_refused(name, data):
-    content = bytearray(FILES[name])
-    for _ in range(data.draw(some.integers(1, 4))):
-        content[data.draw(some.integers(0, len(content) - 1))] = data.draw(some.integers(0, 255))
-    for read in (read_all, open_all):
-        harmless_or_refused(read, FILES | {name: bytes(content)})
 
 
 def test_a_tensor_too_large_for_memory_is_our_error():

@@ -158,9 +158,6 @@ def test_files_lie_as_the_layout_says(name: str) -> None:
     check_roundtrip(state, {"w": layout}, target, save=save)
 
 
-KEYS += ["\n\0", "é", "%2E", "x" * 300, "x" * 299 + "y", "__x", ".zarray", "a b", "w"]
-
-
 STATE = GlobalState(
     {"w": torch.arange(48.0).reshape(8, 6), "layers": torch.arange(120.0).reshape(4, 5, 6).bfloat16()},
     {"rng": [{"seed": 1}, {"seed": 2}]},
