@@ -187,26 +187,7 @@ def test_common_values_are_kept_whatever_they_are() -> None:
     assert common["file"].getvalue() == b"abc"
 
 
-def test_what_cannot_be_copied_is_named() -> None:
-    with pytest.raises(st.errors.UnsupportedValue, match=r"tree\['a'\]\['lock'\]: lock"):
-        st.save({"a": {"lock": threading.Lock()}}, st.storage.MemoryStorage(), async_sharded_save=True)
-
-
 # The memory of a request.
-
-
-def test_a_save_that_is_written_keeps_its_memory_whoever_drops_it() -> None:
-    gate, folder = threading.Event(), st.storage.MemoryStorage()
-    queue = st.AsyncCallsQueue()
-    queue.schedule_async_request(request(held(folder, gate), 3.0))
-    call = queue._calls.popleft()
-    written, finish = call.written, call.request.finish
-    del call
-    for number in range(4):
-        request(st.storage.MemoryStorage(), 10.0 + number)
-    gate.set()
-    finish(written.result)
-    assert value_in(folder) == 3
 
 
 def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
@@ -537,67 +518,6 @@ def test_ranks_with_other_saves_are_told() -> None:
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize("wrong", [None, lambda: None, "request"])
-def test_what_is_no_request_is_refused(wrong: Any) -> None:
-    with pytest.raises(st.CheckpointingException, match=r"async_sharded_save=True"):
-        st.AsyncCallsQueue().schedule_async_request(wrong)
-
-
-def test_a_request_is_scheduled_once_and_not_changed_after() -> None:
-    seen: list[int] = []
-    made = request(folder := st.storage.MemoryStorage())
-    with st.AsyncCallsQueue() as queue:
-        queue.schedule_async_request(made)
-        later = made.add_finalize_fn(lambda: seen.append(1))
-        for again in (made, later):
-            with pytest.raises(st.CheckpointingException, match="is scheduled already"):
-                queue.schedule_async_request(again)
-    assert seen == [] and value_in(folder) == 1
-    with st.AsyncCallsQueue() as queue:
-        queue.schedule_async_request(later)
-        with pytest.raises(st.errors.CheckpointReplaced):
-            queue.maybe_finalize_async_calls(blocking=True)
-    assert value_in(folder) == 1
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_save_to_a_folder_that_one_is_on_its_way_to_is_refused(is_async: bool) -> None:
-    folder = st.storage.MemoryStorage()
-
-    def on_rank(world: World) -> None:
-        queue = st.AsyncCallsQueue()
-        queue.schedule_async_request(request(folder, 1.0, world))
-        tree = {"w": shard("w", torch.zeros(1), world.rank, world.size)}
-        with pytest.raises(st.errors.CheckpointReplaced, match=r"async save 0 to 'memory:' isn't committed yet"):
-            st.save(tree, folder, async_sharded_save=is_async, overwrite=True, world=world)
-        queue.maybe_finalize_async_calls(blocking=True)
-        queue.schedule_async_request(request(folder, 2.0, world, overwrite=True))
-        queue.close()
-
-    st.simulate(2, on_rank)
-    assert value_in(folder) == 2
-
-
-def test_a_queue_is_one_threads() -> None:
-    gate = threading.Event()
-    queue = st.AsyncCallsQueue()
-    errors: list[BaseException] = []
-
-    def other() -> None:
-        try:
-            queue.maybe_finalize_async_calls()
-        except BaseException as error:
-            errors.append(error)
-
-    queue.schedule_async_request(request(held(st.storage.MemoryStorage(), gate)))
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    gate.set()
-    queue.close()
-    assert len(errors) == 1 and "Make an AsyncCallsQueue for each thread" in str(errors[0])
 
 
 def test_a_dropped_queue_is_loud_and_its_saves_stay_on_their_way(caplog: pytest.LogCaptureFixture) -> None:

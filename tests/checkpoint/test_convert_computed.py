@@ -15,7 +15,6 @@ from shardtree.checkpoint import OpenCheckpoint
 from shardtree.checkpoint.conversion import ConversionReport
 from shardtree.checkpoint.conversion._identity import conversion_digest
 from shardtree.checkpoint.conversion._plan import batches_of
-from shardtree.errors import UnsupportedValue
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
@@ -156,14 +155,6 @@ def test_a_killed_soup_is_gone_on_with_and_another_begins_anew() -> None:
         folder = MemoryStorage()
 
 
-def test_tree_maps_record_arithmetic_over_an_open_checkpoint() -> None:
-    tree = st.map_data(lambda data: data * 0.5, dict(st.open_checkpoint(saved(ONE))))
-    folder = MemoryStorage()
-    st.save(tree, folder)
-    found = st.load_plain_tensors(folder)
-    assert all(torch.equal(found[key], data * 0.5) for key, data in ONE.items())
-
-
 def test_what_a_callers_function_makes_is_never_taken_for_what_another_made() -> None:
     source = saved(ONE)
 
@@ -171,12 +162,3 @@ def test_what_a_callers_function_makes_is_never_taken_for_what_another_made() ->
         return st.lazy_map(torch.square, data)
 
     assert digest_of(mapped, source) != digest_of(mapped, source)
-
-
-def test_a_function_that_is_not_elementwise_stops_a_conversion() -> None:
-    folder = MemoryStorage()
-    with pytest.raises(UnsupportedValue, match="lazy_map: the function isn't elementwise"):
-        st.convert(
-            saved(ONE), folder, backend="safetensors", transform=over(lambda a: st.lazy_map(lambda x: x / x.norm(), a))
-        )
-    assert not st.is_checkpoint(folder)

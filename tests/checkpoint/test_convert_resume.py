@@ -14,16 +14,8 @@ import torch
 import shardtree as st
 from shardtree.checkpoint.comparison._compare import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
-from shardtree.checkpoint.conversion._journal import (
-    Journal,
-    announcer,
-    begin_journal,
-    begun_save,
-    recording,
-    remove_others,
-)
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, move, write_parts
+from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.testing import Call, watched
 from tests.options import convert_keywords
 
@@ -157,16 +149,6 @@ def killed_after(batches: int, **options: Any) -> MemoryStorage:
     return folder
 
 
-def test_a_changed_plan_starts_anew_and_removes_what_was_left() -> None:
-    folder = killed_after(3)
-    left = set(files(folder))
-    assert len([name for name in left if "-of-" in name]) == 3
-    report = run(SOURCE, folder, transform=st.bind(st.prefix, "new."))
-    assert (report.resumed, left & set(files(folder))) == (0, set())
-    assert len(folder.names()) == 2
-    assert list(st.load_plain_tensors(folder)) == [f"new.w{number}" for number in range(3)]
-
-
 @pytest.mark.parametrize(
     "transform",
     [
@@ -234,41 +216,6 @@ def test_a_checkpoint_that_came_meanwhile_is_not_taken_for_ones_own() -> None:
     with pytest.raises(AlreadyACheckpoint):
         run(SOURCE, folder)
     assert list(st.load_plain_tensors(folder)) == ["other"]
-
-
-def test_a_batch_of_many_files_is_announced_in_short_lists() -> None:
-    folder = MemoryStorage()
-    journal = Journal(folder, ".convert-0")
-    begin_journal(journal, "save-1", durable=False)
-    announce = announcer(journal, 3)
-    names = [f"save-1/{number}.bin" for number in range(150)]
-    for name in names:
-        announce(name)
-        folder.write(name, [memoryview(b"x")], durable=False)
-    assert max(folder.length(name) or 0 for name in files(folder, ".convert-0")) < 2000
-    folder.write("save-1/other", [memoryview(b"x")], durable=False)
-    remove_others(Journal(folder, ".convert-1"))
-    assert files(folder) == ["save-1/other"]
-
-
-def test_files_are_recorded_however_their_names_are_passed() -> None:
-    announced: list[str] = []
-    noted, names = recording(MemoryStorage(), announced.append)
-    noted.write(name="a", buffers=[memoryview(b"1")], durable=False)
-    noted.replace(name="b", data=b"2", durable=False)
-    move(noted, old="b", new="c")
-    write_parts(noted, "d", 1, [(0, memoryview(b"3"))], durable=False)
-    noted.replace("a", b"4", durable=False)
-    noted.remove("d")
-    assert announced == ["a", "b", "c", "d"] and names == {*announced}
-    assert {name: noted.length(name) for name in names} == {"a": 1, "b": None, "c": 1, "d": None}
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"save_id":"../up"}', b'{"save_id":7}', b'{"save_id":"a/b"}'])
-def test_a_journal_that_is_not_sound_is_none(content: bytes) -> None:
-    folder = MemoryStorage()
-    folder.write(".convert-0/begun.json", [memoryview(content)], durable=False)
-    assert begun_save(Journal(folder, ".convert-0")) is None
 
 
 @pytest.mark.slow

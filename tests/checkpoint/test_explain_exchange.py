@@ -139,11 +139,13 @@ def check_none_is_kept(explain: Callable[..., Any], exchange: str) -> None:
     assert made.most <= 3
 
 
+@pytest.mark.usefixtures("little_to_collect")
 @pytest.mark.parametrize("exchange", ["always", "never"])
 def test_targets_that_are_made_when_they_are_asked_for_are_not_kept(exchange: str) -> None:
     check_none_is_kept(st.explain_ranks, exchange)
 
 
+@pytest.mark.usefixtures("little_to_collect")
 def test_the_check_sees_targets_that_are_kept() -> None:
     with pytest.raises(AssertionError):
         check_none_is_kept(lambda made, *others, **options: st.explain_ranks(list(made), *others, **options), "never")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,12 +119,3 @@ def test_the_law_of_hidden_shards_catches_a_save_that_looks_at_dataclasses_alone
             refuse_hidden("save", [(("args", 0), value)])
 
     assert_caught(refused, shallow, VALUES)
-
-
-@pytest.mark.parametrize("wrap", WRAPS[:5])
-def test_reshard_and_redistribute_refuse_them_too(wrap: Callable[[Any], Any]) -> None:
-    tree = {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(1)), "args": [wrap([SHARD])]}
-    with pytest.raises(UnsupportedValue, match="hidden"):
-        shardtree.reshard([tree], [{}])
-    with pytest.raises(UnsupportedValue, match="hidden"):
-        shardtree.redistribute(tree, {})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, NotACheckpoint, TreeError
+from shardtree.errors import KeyMismatch
 from shardtree.storage import MemoryStorage
 from shardtree.testing import transposed
 
@@ -165,53 +165,6 @@ def test_nested_takes_keys_apart():
     assert tree["decoder"]["bias"].data.read().tolist() == [0, 1, 2]
     by_slash = opened.nested("/")
     assert by_slash["rng"]["shard_0_4"].data == {"rank": 0} and "decoder.bias" in by_slash
-
-
-@pytest.mark.parametrize("keys", [("a", "a.b"), ("a.b", "a.b.c"), ("a.b.c", "a.b")])
-def test_a_key_that_begins_another_has_no_nested_form(keys):
-    folder = MemoryStorage()
-    st.save({key: st.ShardedTensor.from_rank_offsets(key, torch.zeros(1)) for key in keys}, folder)
-    opened = st.open_checkpoint(folder)
-    with pytest.raises(TreeError, match="both a key and the beginning"):
-        opened.nested()
-    assert set(opened.nested("/")) == set(keys)
-
-
-def test_lazy_data_is_immutable_and_names_the_way_out():
-    lazy = st.open_checkpoint(saved())["decoder.weight"].data
-    with pytest.raises(st.CheckpointingException, match=r"read\(\)"):
-        lazy.sqrt()
-    with pytest.raises((TypeError, st.CheckpointingException)):
-        lazy[0] = 1
-
-
-def test_a_million_elements_of_shape_cost_no_memory():
-    folder = MemoryStorage()
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(1).expand(3, 1))}, folder)
-    lazy = st.open_checkpoint(folder)["w"].data
-    assert lazy.shape == (3, 1) and lazy.read().sum() == 3
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        st.open_checkpoint,
-        lambda folder: st.load({}, folder),
-        st.load_plain_tensors,
-        st.load_common_state_dict,
-        st.load_tensors_metadata,
-        st.load_sharded_metadata,
-        st.load_content_metadata,
-        lambda folder: st.remove_sharded_tensors(folder, "w"),
-    ],
-)
-def test_every_entry_point_says_what_is_no_checkpoint(call, tmp_path):
-    assert not st.is_checkpoint(tmp_path)
-    with pytest.raises(NotACheckpoint, match=r"no metadata\.json"):
-        call(tmp_path)
-    with pytest.raises(NotACheckpoint, match="no such folder"):
-        call(tmp_path / "nothing")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_listed_agrees():

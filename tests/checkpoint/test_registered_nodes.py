@@ -118,14 +118,6 @@ def test_without_the_class_its_entries_are_a_dict() -> None:
     assert loaded["step"] == 3 and torch.equal(loaded["params"]["w"], W)
 
 
-def test_what_was_loaded_is_boxed_again_and_saved() -> None:
-    place, again = MemoryStorage(), MemoryStorage()
-    st.save(train_state(), place)
-    target = st.without_data(train_state(), meta=True)
-    st.save(st.rebox(target, st.load(target, place)), again)
-    check_loaded(st.load(target, again))
-
-
 def test_it_is_resharded_between_ranks_and_in_memory() -> None:
     sources = [train_state(rank, 2) for rank in range(2)]
     whole = st.without_data(train_state(step=0), meta=True)

@@ -294,13 +294,6 @@ def test_with_a_queue_saves_are_scheduled_and_the_policy_is_applied_at_each_comm
     assert numbers(series) == [4, 5] and series.load(target(), 4)["step"] == 4.0
 
 
-def test_a_request_of_a_series_brings_its_policy_along(root: Storage) -> None:
-    series = st.CheckpointSeries(root, keep=st.retention.keep_last(1))
-    for number in range(3):
-        series.save(tree(), number, async_sharded_save=True).execute_sync()
-    assert numbers(series) == [2]
-
-
 def test_every_rank_saves_and_one_removes() -> None:
     def on_rank(world: World) -> list[int]:
         with st.AsyncCallsQueue() as queue:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,18 +15,11 @@ import shardtree
 from shardtree.storage import MemoryStorage
 from tests.options import save_keywords
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")
+
 TREE = {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
 ACTS = st.lists(st.sampled_from(["copy", "drop", "run", "abandon", "schedule"]), max_size=6)
 USES = {"run", "abandon", "schedule"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_to_collect() -> Iterator[None]:
-    """Leave what other tests' imports have made out of each collection: it takes half a second beside the peers."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def requested(folder: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.storage import BLOCK_BYTES, in_threads
+from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.index import bounding_box
 
 ROWS, COLUMNS = 600, 700
@@ -215,24 +215,6 @@ def test_progress_is_told_by_one_thread_at_a_time() -> None:
 
     st.verify(folder_of(files_of(rows, FORMATS[0])), options=st.LoadOptions(threads=4, progress=progress))
     assert most == [1]
-
-
-def test_what_a_thread_raises_ends_the_others() -> None:
-    begun: list[int] = []
-
-    def fail(number: int) -> None:
-        begun.append(number)
-        raise ValueError(number)
-
-    with pytest.raises(ValueError, match=r"\d"):
-        in_threads(fail, range(1000), threads=3)
-    assert len(begun) <= 3
-
-
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
-def test_threads_are_a_number(threads: Any) -> None:
-    with pytest.raises(st.CheckpointingException, match="not a number of threads"):
-        st.verify(st.storage.MemoryStorage(), options=st.LoadOptions(threads=threads))
 
 
 @pytest.mark.parametrize("backend", FORMATS[:2], ids=lambda backend: str(backend[0]))
