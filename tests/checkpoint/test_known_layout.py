@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from shardtree.testing import GlobalState, check_roundtrip, global_states, rank_
 from shardtree.world import World
 from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
+from tests.world.passing_on import PassingOn
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -109,38 +110,21 @@ def test_what_is_loaded_by_known_layouts_is_what_was_saved(data: Any, exchange: 
 # What goes over the wire
 
 
-class CountingWorld(World):
+class CountingWorld(PassingOn):
     """A world that notes how many bytes this rank says in each phase."""
 
     def __init__(self, inner: World) -> None:
-        super().__init__(inner.rank, inner.size, inner.timeout)
-        self.inner = inner
+        super().__init__(inner)
         self.said: Counter[str] = Counter()
         self.calls = 0
 
-    def note(self, value: Any) -> Any:
-        self.said[getattr(value, "phase", "data")] += len(pickle.dumps(value))
-        self.calls += 1
+    def told(self, call: str, value: Any = None) -> Any:
+        if call == "all_to_all":
+            self.said["passed on"] += sum(len(pickle.dumps(part)) for part in value)
+        elif call in ("all_gather", "broadcast"):
+            self.said[getattr(value, "phase", "data")] += len(pickle.dumps(value))
+            self.calls += 1
         return value
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return self.inner.all_gather(self.note(value))
-
-    def broadcast(self, value: Any, root: int = 0) -> Any:
-        return self.inner.broadcast(self.note(value), root)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        self.said["passed on"] += sum(len(pickle.dumps(value)) for value in values)
-        return self.inner.all_to_all(values)
-
-    def send(self, value: Any, to: int) -> None:
-        self.inner.send(value, to)
-
-    def recv(self, source: int) -> Any:
-        return self.inner.recv(source)
 
 
 MESH = Mesh(dp=2, tp=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,47 +15,31 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, WorldError
 from shardtree.strategies import AsyncRequest
 from shardtree.world import World, simulate
-from shardtree.world._world import T
+from tests.world.passing_on import PassingOn
 
 VERSIONS = {"safetensors": 1, "torch_dist": 1, "dcp": 1, "zarr": 3, "huggingface": 1}
 MOMENTS = ["gather", "broadcast"]
 ROWS = torch.arange(12.0).reshape(4, 3)
 
 
-class CutOff(World):
+class CutOff(PassingOn):
     """A rank that is interrupted where all have written, or while rank 0 commits."""
 
-    __slots__ = ("armed", "inner", "moment")
-
     def __init__(self, inner: World, moment: str) -> None:
-        super().__init__(inner.rank, inner.size, inner.timeout)
-        self.inner, self.moment, self.armed = inner, moment, False
+        super().__init__(inner)
+        self.moment, self.armed = moment, False
 
-    def all_gather(self, value: T) -> list[T]:
-        return self.inner.all_gather(value)
+    def told(self, call: str, value: Any = None) -> Any:
+        assert call in ("all_gather", "broadcast"), f"a save calls no {call}"
+        if self.armed and call == self.moment:
+            raise KeyboardInterrupt
+        return value
 
-    def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
+    def gather(self, value: Any, brief: Any, root: int = 0) -> list[Any]:
         found = self.inner.gather(value, brief, root)
         if self.armed and self.moment == "gather":
             raise KeyboardInterrupt
         return found
-
-    def broadcast(self, value: T, root: int = 0) -> T:
-        if self.armed and self.moment == "broadcast":
-            raise KeyboardInterrupt
-        return self.inner.broadcast(value, root)
-
-    def barrier(self) -> None:
-        raise AssertionError("a save has no barrier")
-
-    def all_to_all(self, values: Sequence[T]) -> list[T]:
-        raise AssertionError("a save exchanges nothing")
-
-    def send(self, value: Any, to: int) -> None:
-        raise AssertionError("a save sends nothing to one rank")
-
-    def recv(self, source: int) -> Any:
-        raise AssertionError("a save receives nothing from one rank")
 
 
 def leaving_it(request: AsyncRequest[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ from shardtree.testing import (
     target_tree,
 )
 from tests.plans.recast import recast_states
+from tests.world.passing_on import PassingOn
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -624,29 +625,10 @@ def sizes_told(plan: bool, tensors: int) -> int:
 
     told: list[int] = []
 
-    class Listening(World):
-        def __init__(self, world: World) -> None:
-            super().__init__(world.rank, world.size, world.timeout)
-            self.world = world
-
-        def all_gather(self, value: Any) -> list[Any]:
-            told.append(len(pickle.dumps(value)))
-            return self.world.all_gather(value)
-
-        def broadcast(self, value: Any, root: int = 0) -> Any:
-            return self.world.broadcast(value, root)
-
-        def barrier(self) -> None:
-            self.world.barrier()
-
-        def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-            return self.world.all_to_all(values)
-
-        def send(self, value: Any, to: int) -> None:
-            self.world.send(value, to)
-
-        def recv(self, source: int) -> Any:
-            return self.world.recv(source)
+    class Listening(PassingOn):
+        def told(self, call: str, value: Any = None) -> Any:
+            told.extend([len(pickle.dumps(value))] if call == "all_gather" else [])
+            return value
 
     def keys(shard: ShardedTensor) -> dict[str, Any]:
         return {f"{number}": replace(shard, key=f"w{number}") for number in range(tensors)}
