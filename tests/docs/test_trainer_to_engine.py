@@ -23,9 +23,9 @@ Weights = dict[str, torch.Tensor]
 
 def page(right: str = "", wrong: str = "") -> dict[str, Any]:
     """Return the names that the page makes, with a fault, without what runs on simulated ranks."""
-    code = CODE[0] + CODE[1].partition("\ntrained = ")[0] + CODE[3].partition("\nplan = ")[0]
+    code = CODE[1] + CODE[2].partition("\ntrained = ")[0] + CODE[4].partition("\nplan = ")[0]
     assert right in code
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"torch": torch, "st": st}
     exec(code.replace(right, wrong) if right else code, names)
     return names
 
