@@ -75,7 +75,7 @@ def lead_on(app: Any, error: Exception | None) -> None:
 
 
 def setup(app: Any) -> None:
-    """Make the pictures of the pages anew, by the blocks of docs/pictures.md, so that none is stale."""
+    """Make the pictures of the pages anew, by the blocks of docs/layouts.md, so that none is stale."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.docs import pictures
 
