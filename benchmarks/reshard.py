@@ -28,7 +28,6 @@ from rich.table import Table
 
 import shardtree as st
 from shardtree.errors import plural
-from shardtree.fingerprints import bytes_total
 from shardtree.layouts import Mesh, PartitionSpec, abstract, mesh_columns, shard
 from shardtree.layouts import TensorKind as Kind
 from shardtree.storage import empty_tensor
@@ -186,9 +185,9 @@ def _ratio(taken: list[tuple[float, float]], base: list[tuple[float, float]], ki
 
 # Between processes of this machine, over gloo, beside torch's DTensor if it can.
 
-PEER = "DTensor.redistribute"
+PEER, OWN = "DTensor.redistribute", "redistribute"
 OURS: dict[str, dict[str, Any]] = {
-    "redistribute": {},
+    OWN: {},
     "verified": {"verify": True},
     "with 256 MiB in flight": {"max_bytes_in_flight": 256 * 2**20},
 }
@@ -228,6 +227,7 @@ def _live(options: argparse.Namespace, console: Console) -> None:
         title=f"between processes: {options.size / 1e9:.3g} GB in {options.tensors} tensors, medians of rounds"
     )
     headings = ("case", "by", "seconds", "moved GB/s", "MB at the peak", "times DTensor's time", "times our time")
+    headings = (*headings, "times its processor seconds")
     for heading in headings:
         drawn.add_column(heading, justify="left" if heading in ("case", "by") else "right")
     for case in CASES:
@@ -237,18 +237,18 @@ def _live(options: argparse.Namespace, console: Console) -> None:
         )
         for name in ranks[0]:
             seconds = [max(each) for each in zip(*(rank[name][0] for rank in ranks), strict=True)]
-            peak = max(rank[name][1] for rank in ranks)
+            peak = max(rank[name][2] for rank in ranks)
             speed = f"{plan.bytes_moved / median(seconds) / 1e9:.2f}"
-            beside = (PEER, "redistribute")
-            ratios = [_ratio_of_slowest(ranks, name, one) if one in ranks[0] else "" for one in beside]
+            ratios = [_ratio_of_ranks(ranks, name, one, max, 0) if one in ranks[0] else "" for one in (PEER, OWN)]
+            ratios.append(_ratio_of_ranks(ranks, name, OWN, sum, 1))
             drawn.add_row(case.name, name, f"{median(seconds):.3f}", speed, f"{peak / 1e6:.0f}", *ratios)
     console.print(drawn)
 
 
-def _ratio_of_slowest(ranks: list[Any], name: str, other: str) -> str:
-    """Return the median of rounds' ratios, of the slowest rank each."""
+def _ratio_of_ranks(ranks: list[Any], name: str, other: str, together: Callable[[Any], float], clock: int) -> str:
+    """Return the median of rounds' ratios: of the slowest rank by the clock, of all ranks' sum on processors."""
     ours, theirs = (
-        [max(each) for each in zip(*(rank[one][0] for rank in ranks), strict=True)] for one in (name, other)
+        [together(each) for each in zip(*(rank[one][clock] for rank in ranks), strict=True)] for one in (name, other)
     )
     return f"{median(one / two for one, two in zip(ours, theirs, strict=True)):.2f}"
 
@@ -263,32 +263,33 @@ def _plan_of(case: _Case, size: int, tensors: int) -> st.ReshardPlan:
     return st.plans.with_relays(plan) if case.relay else plan
 
 
-def _rank(world: World, case: _Case, size: int, tensors: int, rounds: int) -> dict[str, tuple[list[float], int]]:
-    """Return the seconds of each round and the peak memory by contender, on one rank."""
+Taken = tuple[list[float], list[float], int]
+
+
+def _rank(world: World, case: _Case, size: int, tensors: int, rounds: int) -> dict[str, Taken]:
+    """Return the seconds of each round, by the clock and on processors, and the peak memory by contender, on a rank."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     shape = _shape(size, tensors)
     whole = {f"layers.{number}": torch.rand(shape, generator=generator) for number in range(tensors)}
     plan = _plan_of(case, size, tensors)
     jobs = {name: _ours(world, case, whole, plan, options) for name, options in OURS.items()}
-    for _ in range(-(-(2**32) // size)):  # until the loop of the sums is compiled, which takes so many bytes
-        for tensor in whole.values():
-            bytes_total(tensor.view(-1).view(torch.uint8))
     if case.placements is not None:
         jobs[PEER] = _peer(case, whole)
     expected = _own_part(whole, case.target, world.rank)
     del whole
     _check_made(world.rank, jobs, expected)
     peaks = {name: _peak(world, job) for name, job in jobs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    found: dict[str, Taken] = {name: ([], [], peaks[name]) for name in jobs}
     for number in range(rounds):
         for name in Random(number).sample(list(jobs), len(jobs)):
             world.barrier()
-            start = time.perf_counter()
+            begin, worked = time.perf_counter(), time.process_time()
             made = jobs[name]()
-            seconds[name].append(time.perf_counter() - start)
+            found[name][0].append(time.perf_counter() - begin)
+            found[name][1].append(time.process_time() - worked)
             del made
-    return {name: (seconds[name], peaks[name]) for name in jobs}
+    return found
 
 
 def _own_part(whole: Any, layout: tuple[Mesh, PartitionSpec], rank: int) -> Any:

@@ -48,7 +48,7 @@ NO_FILE = {
 MAY_IMPORT = {
     "torch.distributed": {"world", "interop"},
     "optree": {"trees"},
-    "xxhash": {"storage", "codec"},
+    "xxhash": {"storage", "live"},
     "fsspec": {"storage"},
     "hypothesis": {"testing"},
     "rich": {"cli"},

@@ -18,7 +18,7 @@ from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..plans import ReshardPlan, Schedule, with_relays
 from ..traces import Trace
 from ..trees import flatten_with_paths, is_plain_tensor, leaves_with_paths, with_data
-from ..world import agree, current_world, gather
+from ..world import agree, current_world, gather, share
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
     DOING,
@@ -33,7 +33,7 @@ from ._memory import (
     target_memories,
 )
 from ._move import Route, Transport, move
-from ._proof import Summed, proved
+from ._proof import Summed, hash_for, proved
 
 # A rank's rows in a plan, matched by the shards' places in their tensors.
 
@@ -158,8 +158,8 @@ def redistribute(
         device: where the transport's buffers are: the CPU's memory by default. The world's own are where the tensors
             of all ranks are, if that is one kind of device for which the process group has a backend (nccl for CUDA).
         empty: makes new tensors and the buffers, called as ``empty(shape, dtype=..., device=...)``: pinned memory, say.
-        verify: whether what arrives is proved to be what was sent, whatever moves it: ranks sum each message as it
-            leaves and as it comes, and exchange the sums.
+        verify: whether what arrives is proved to be what was sent, whatever moves it: ranks hash each message as it
+            leaves and as it comes, and exchange the hashes.
 
     Returns:
         The sources' common state joined with the target, whose shards and objects have their data and whose factories
@@ -226,10 +226,12 @@ def redistribute(
         device=device,
         empty=empty,
     )
-    route, filled = agree(ranks, "redistribute: make memory", allocate)
+    (route, filled), devices = share(
+        ranks, "redistribute: make memory", allocate, lambda made: made[0].buffers.memory.device.type
+    )
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
-    summed = Summed(transport) if verify else None
+    summed = Summed(transport, hash_for(devices)) if verify else None
     failure = move(route, summed or transport)
     own = None if transform is None else target
     join = partial(_join, failure, ends, common, filled, objects, own, donate=donate)

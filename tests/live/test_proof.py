@@ -250,7 +250,7 @@ def test_ranks_that_differ_about_it_are_told_so() -> None:
 
 
 def test_unverified_nothing_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.live._proof.bytes_total", None)
+    monkeypatch.setattr("shardtree.live._proof._hashed", None)
     assert told(False) == [None] * 5
     for error in told(True):
         assert isinstance(error, RemoteError) and error.phase == "redistribute: compare sums"
