@@ -11,8 +11,7 @@ import torch
 
 from ..errors import KeyMismatch, MetadataError, ShapeError, error_text
 from ..geometry import integer, integers, refuse
-from ..mapping import ShardedTensor, ShardedTensorFactory
-from ..mapping.memory import check_has_shape
+from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
 from ._plan import BufferPlace, BufferPlan
 
 # Names and shapes of parameters, from shapes, tensors or shards.

@@ -38,7 +38,6 @@ __all__ = [
 # A save needs no conversion, a load no series: each is imported when it is asked for.
 if typing.TYPE_CHECKING:
     from ._fingerprint import fingerprint
-    from ._lazy_tree import OpenCheckpoint, open_checkpoint
     from ._no_checkpoint import step_prefix as step_prefix
     from ._open import (
         is_checkpoint,
@@ -55,6 +54,7 @@ if typing.TYPE_CHECKING:
     from .conversion import ConversionReport, convert
     from .loading import StrictHandling, load, load_plain_tensors
     from .loading._explain import explain, explain_ranks
+    from .opened import OpenCheckpoint, open_checkpoint
     from .saving import save
     from .series import CheckpointSeries, FileMark, Removal, StepFiles
 else:
@@ -69,7 +69,7 @@ else:
             "ConversionReport": ".conversion",
             "FileMark": ".series",
             "KindDifference": ".comparison",
-            "OpenCheckpoint": "._lazy_tree",
+            "OpenCheckpoint": ".opened",
             "Removal": ".series",
             "ReplicaDifference": "._replicas",
             "StepFiles": ".series",
@@ -89,7 +89,7 @@ else:
             "load_plain_tensors": ".loading",
             "load_sharded_metadata": "._open",
             "load_tensors_metadata": "._open",
-            "open_checkpoint": "._lazy_tree",
+            "open_checkpoint": ".opened",
             "remove_sharded_tensors": "._open",
             "save": ".saving",
             "step_prefix": "._no_checkpoint",

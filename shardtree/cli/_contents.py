@@ -14,7 +14,7 @@ import torch
 import typer
 
 from ..checkpoint import OpenCheckpoint
-from ..checkpoint.stored import index_of
+from ..checkpoint.opened import index_of
 from ..codec import dtype_name
 from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids

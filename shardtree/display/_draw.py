@@ -10,7 +10,7 @@ from functools import singledispatch
 from typing import Any
 
 from ..checkpoint import CheckpointSeries, OpenCheckpoint
-from ..checkpoint.stored import StoredBoxes, index_of, largest_tensors
+from ..checkpoint.opened import StoredBoxes, index_of, largest_tensors
 from ..errors import MetadataError, StrategyError, TreeError, error_text, shorten
 from ..layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
 from ..lazy import LazyTensor

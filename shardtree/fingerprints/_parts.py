@@ -13,8 +13,7 @@ import torch
 from ..errors import CheckpointingException, UnsupportedValue, error_text
 from ..geometry import flat_boxes, slabs, slices
 from ..lazy import LazyTensor
-from ..mapping import ShardedTensor
-from ..mapping.memory import has_elements
+from ..mapping import ShardedTensor, has_elements
 from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 21

@@ -13,8 +13,7 @@ import torch
 from ..errors import IntegrityError, ShapeError, TreeError, TreePath, error_text, render_path
 from ..geometry import Column
 from ..lazy import LazyTensor
-from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..mapping.memory import has_elements
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory, has_elements
 from ..objects import ObjectRule, held_arrays, reshard_objects
 from ..trees import (
     HOLE,

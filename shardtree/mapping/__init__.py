@@ -13,11 +13,14 @@ from ._base import (
     ShardedBase,
     ShardedStateDict,
     StateDict,
+    given_tensor,
+    has_elements,
     is_main_replica,
+    lacks_memory,
 )
 from ._many import box_of, whole_tensors, with_data, with_keys
 from ._object import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
-from ._tensor import ShardedTensor
+from ._tensor import SHAPE_FIX, ShardedTensor, check_has_shape, without_shape
 
 __all__ = [
     "CommonStateDict",

@@ -1,4 +1,4 @@
-"""What leaves share: type aliases, replica ids, and their validation, comparison and repr."""
+"""What leaves share: type aliases, replica ids, validation, comparison and repr, and whether they have memory."""
 
 from __future__ import annotations
 
@@ -138,3 +138,42 @@ def check_key(leaf: ShardedBase) -> None:
     except UnicodeEncodeError:
         fix = "Leave lone surrogates out."
         refuse(leaf_name(leaf), "key", ascii(key), "text that UTF-8 can encode", fix, error=MetadataError)
+
+
+# A leaf's tensor: whether it has elements and memory.
+
+
+def given_tensor(shard: ShardedBase) -> torch.Tensor | None:
+    """Return a shard's tensor; None where it has no memory of its own: no data, a meta, fake or lazy tensor.
+
+    Examples:
+        >>> from shardtree.mapping import ShardedTensor
+        >>> given_tensor(ShardedTensor.from_rank_offsets("w", torch.empty(2, device="meta"))) is None
+        True
+    """
+    data = shard.data
+    return data if isinstance(data, torch.Tensor) and has_elements(data) else None
+
+
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements: it isn't a meta tensor, nor a fake one, as ``torch.export`` makes them.
+
+    Examples:
+        >>> has_elements(torch.zeros(2)), has_elements(torch.zeros(2, device="meta"))
+        (True, False)
+    """
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
+
+
+def lacks_memory(data: Any) -> bool:
+    """Return whether data is a tensor whose storage was freed, as FSDP does between steps: elements without memory.
+
+    Examples:
+        >>> freed = torch.zeros(2)
+        >>> nothing = freed.untyped_storage().resize_(0)
+        >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
+        (False, True)
+    """
+    # Wrapper subclasses have no storage of their own, and would look freed.
+    is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
+    return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0

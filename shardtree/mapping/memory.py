@@ -5,53 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import ShapeError, error_text
-from ._tensor import SHAPE_FIX as SHAPE_FIX
+from ._base import lacks_memory
 from ._tensor import ShardedTensor
-from ._tensor import check_has_shape as check_has_shape
-from ._tensor import without_shape as without_shape
 
-# One tensor: whether a leaf has one, whether it still fits, and whether it may be written.
-
-
-def given_tensor(shard: ShardedTensor) -> torch.Tensor | None:
-    """Return a shard's tensor; None where it has no memory of its own: no data, a meta, fake or lazy tensor.
-
-    Examples:
-        >>> given_tensor(ShardedTensor.from_rank_offsets("w", torch.empty(2, device="meta"))) is None
-        True
-    """
-    data = shard.data
-    return data if isinstance(data, torch.Tensor) and has_elements(data) else None
-
-
-def has_elements(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has elements: it isn't a meta tensor, nor a fake one, as ``torch.export`` makes them.
-
-    Examples:
-        >>> has_elements(torch.zeros(2)), has_elements(torch.zeros(2, device="meta"))
-        (True, False)
-    """
-    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
-
-
-def lacks_memory(data: Any) -> bool:
-    """Return whether data is a tensor whose storage was freed, as FSDP does between steps: elements without memory.
-
-    Examples:
-        >>> freed = torch.zeros(2)
-        >>> nothing = freed.untyped_storage().resize_(0)
-        >>> lacks_memory(torch.zeros(2)), lacks_memory(freed)
-        (False, True)
-    """
-    # Wrapper subclasses have no storage of their own, and would look freed.
-    is_plain = type(data) in (torch.Tensor, torch.nn.Parameter) and data.layout is torch.strided
-    return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0
+# One tensor: whether it still fits its leaf, and may be written.
 
 
 def check_unchanged(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> None:

@@ -10,8 +10,15 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import ShapeError, TreeError, error_text, render_path
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..mapping.memory import check_has_shape, without_shape
+from ..mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    check_has_shape,
+    without_shape,
+)
 from ..trees import call_at, leaves_with_paths, match_key
 from ._per_parameter import per_parameter
 from ._state_dict import ParamId, ShardedParam, check_param

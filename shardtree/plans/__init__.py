@@ -3,7 +3,6 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
-from ._convertible import convertible
 from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
 from ._fit import (
@@ -14,9 +13,11 @@ from ._fit import (
     PrefixDifference,
     Refusal,
     Unexpected,
+    convertible,
     find_gaps,
     find_mismatches,
     find_unexpected,
+    is_integer,
     misfit_lines,
     overlaps,
     prefix_difference,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -15,8 +16,53 @@ from ..geometry import Column, intersect
 from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
 from ..objects import ShapeChange
-from ._convertible import convertible
 from ._text import differing_prefix, near_names
+
+# Dtypes that a load or a reshard converts, when it is asked to.
+
+_SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set()  # torch 2.6 hasn't
+"""They hold powers of two only: a sign would be lost, and zero can't be represented."""
+
+
+def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
+    """Return whether values of one dtype may be converted to another: at most rounded, never with parts left out.
+
+    Between floating-point dtypes, and between complex ones, as `torch.Tensor.to` does, which rounds, and makes
+    infinities of what is too large. From bools to integers to floating-point to complex dtypes, not the other way:
+    a fraction or an imaginary part would be lost silently. Between integers, where each value fits.
+
+    Examples:
+        >>> convertible(torch.float32, torch.bfloat16), convertible(torch.int64, torch.int32)
+        (True, True)
+        >>> convertible(torch.float32, torch.int64), convertible(torch.complex64, torch.float32)
+        (False, False)
+    """
+    # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
+    return stored == asked or (
+        _rank(stored) <= _rank(asked) and asked not in _SCALES and _torch_converts(stored, asked)
+    )
+
+
+def _rank(dtype: torch.dtype) -> int:
+    if dtype == torch.bool:
+        return 0
+    return 1 if is_integer(dtype) else 3 if dtype.is_complex else 2
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether a dtype holds integers; bools are none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+@cache
+def _torch_converts(stored: torch.dtype, asked: torch.dtype) -> bool:
+    try:
+        # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
+        torch.zeros(stored.itemsize, dtype=torch.uint8, device="cpu").view(stored).to(asked)
+    except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
+        return False
+    return True
+
 
 # The overlap of a shard with a tensor that is stored with another global shape.
 
@@ -293,15 +339,12 @@ def find_mismatches(
     for shard in shards:
         kind = stored[shard.key]
         same_dtype = shard.dtype == kind.dtype or (cast and convertible(kind.dtype, shard.dtype))
-        if not (same_dtype and _shape_fits(shard, kind.global_shape)):
+        may_differ = shard.allow_shape_mismatch and len(shard.global_shape) == len(kind.global_shape)
+        if not (same_dtype and (shard.global_shape == kind.global_shape or may_differ)):
             # Without prepended axes: which axes a shard's data lacks makes no difference to what is stored.
             asked = TensorKind(shard.dtype, shard.global_shape, 0)
             found.setdefault(shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), asked, cast))
     return tuple(found.values())
-
-
-def _shape_fits(shard: ShardedTensor, stored: tuple[int, ...]) -> bool:
-    return shard.global_shape == stored or (shard.allow_shape_mismatch and len(shard.global_shape) == len(stored))
 
 
 def find_gaps(shards: Sequence[ShardedTensor], covered: Column, stored: Mapping[str, TensorKind]) -> tuple[Gap, ...]:

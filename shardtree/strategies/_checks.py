@@ -8,8 +8,7 @@ from typing import Any, TypeGuard
 
 from ..errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ..layouts import TensorKind
-from ..mapping import ShardedObject, ShardedTensor
-from ..mapping.memory import lacks_memory
+from ..mapping import ShardedObject, ShardedTensor, lacks_memory
 from ..objects import OBJECT_RULES, ShapeChange
 from ..plans import (
     Gap,

@@ -48,19 +48,19 @@ from ._key_patterns import (
     shell_differences,
     stars,
 )
-from ._maps import (
-    bind,
-    call_at,
-    compose,
+from ._maps import bind, call_at, compose, map_data, map_shards, map_sharing, register_nodes, with_data
+from ._nodes import (
+    HOLE,
+    NAMESPACE,
+    Field,
+    Hole,
     flatten_with_paths,
+    is_subclass,
     leaves_with_paths,
-    map_data,
-    map_shards,
-    map_sharing,
+    namedtuple_types,
     path_key,
     shard_leaves,
 )
-from ._nodes import HOLE, NAMESPACE, Field, Hole, is_subclass, namedtuple_types, register_nodes, with_data
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
 

@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..lazy import LazyTensor
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
-from ..mapping.memory import lacks_memory
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, lacks_memory
 from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
 

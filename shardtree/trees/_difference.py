@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import TreePath
-from ..mapping import LocalNonpersistentObject, ShardedBase
-from ..mapping.memory import has_elements
+from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements
 from ._edit import as_integers
 from ._join import Record, deepest, stored_entries
 from ._nodes import Tree, depth_error, same_kind

@@ -15,8 +15,8 @@ from ..geometry import check_type
 from ..lazy import LazyTensor, stored
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._key_patterns import checked_keys, match_keys
-from ._maps import check_function, map_sharing
-from ._nodes import SameTree, Tree, described_kind, flatten, with_data
+from ._maps import check_function, described_kind, map_sharing, with_data
+from ._nodes import SameTree, Tree, flatten
 
 # Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ..errors import IntegrityError, TreeError, TreePath, error_text, render_path
-from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..mapping.memory import check_no_aliases, check_writable, given_tensor, has_elements, is_all_of, overwrite
+from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor, has_elements
+from ..mapping.memory import check_no_aliases, check_writable, is_all_of, overwrite
 from ._edit import without_data
-from ._maps import call_at, leaves_with_paths, map_sharing
-from ._nodes import Tree, depth_error, describe, entries, is_dict, is_sequence, like
+from ._maps import call_at, map_sharing
+from ._nodes import Tree, depth_error, describe, entries, is_dict, is_sequence, leaves_with_paths, like
 
 # From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
 #

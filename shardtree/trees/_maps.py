@@ -1,23 +1,111 @@
-"""Maps over trees, with shards as leaves or through them to their tensors; and trees as lists of paths and leaves."""
+"""Maps over trees, with shards as leaves or through them to their tensors, and pipelines of functions of trees."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable
+from contextlib import suppress
 from functools import reduce
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast, overload
+from operator import attrgetter
+from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 import optree
+import torch
 
-from ..errors import MetadataError, TreeError, TreePath, error_text, plural, render_path
+from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text, plural, render_path
 from ..geometry import refuse
-from ..mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
-from ._nodes import LEAVES, SameTree, Tree, depth_error, entries, fields_of, flatten, like, with_data
+from ..lazy import LazyTensor
+from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
+from ._nodes import NAMESPACE, SameTree, Tree, depth_error, entries, flatten, like
+
+# Shards and factories as nodes of optree, whose only child is their data.
+#
+# They are registered in the namespace "shardtree" only, for users' own tree maps; functions of shardtree treat them as
+# leaves. So one tree has two views. This registration is the only side effect of importing shardtree.
+
+Boxed: TypeAlias = ShardedTensor | ShardedTensorFactory
+
+Leaf = TypeVar("Leaf", bound=Boxed)
+
+_KINDS: Final = (ShardedTensor, ShardedTensorFactory)
+
+_Access: TypeAlias = tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any, Any], None]]]
+
+
+def _access(kind: type[Boxed]) -> _Access:
+    """Return a reader of all fields but data in one call, and the setters of their slots, followed by data's."""
+    names = [name for name in kind.__dataclass_fields__ if name != "data"]
+    return attrgetter(*names), [getattr(kind, name).__set__ for name in [*names, "data"]]
+
+
+_ACCESS: Final[dict[type, _Access]] = {kind: _access(kind) for kind in _KINDS}
+
+
+def with_data(leaf: Leaf, data: Any) -> Leaf:
+    """Return the leaf with other data, after checking that it fits the metadata.
+
+    The metadata was validated when the leaf was built, so only the data is looked at: the constructor would take
+    three times as long as the rest of a tree map.
+
+    Raises:
+        ShapeError: a tensor's dtype or shape isn't the leaf's.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> with_data(shard, torch.ones(2)).data
+        tensor([1., 1.])
+    """
+    if isinstance(data, (torch.Tensor, LazyTensor)):
+        _check_data(leaf, data)
+    kind = type(leaf)
+    read, writes = _ACCESS[kind]
+    new = object.__new__(kind)
+    for write, value in zip(writes, (*read(leaf), data), strict=False):
+        write(new, value)
+    return new
+
+
+def described_kind(leaf: Boxed) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """Return the dtype and shape that a leaf's data has; None for a factory without a tensor."""
+    if isinstance(leaf, ShardedTensor):
+        return leaf.dtype, leaf.data_shape
+    data = leaf.data
+    return (data.dtype, tuple(data.shape)) if isinstance(data, (torch.Tensor, LazyTensor)) else None
+
+
+def _check_data(leaf: Boxed, data: torch.Tensor | LazyTensor) -> None:
+    kind = described_kind(leaf)
+    if kind is None:
+        return
+    with suppress(RuntimeError):  # nested tensors have no shape; the check below names them
+        if (data.dtype, tuple(data.shape)) == kind:
+            return
+    check_has_shape(f"map_data: the function's value for {leaf.key!r}", data)
+    what = f"map_data: the function changed the dtype or shape of {leaf.key!r}, so that its metadata would be wrong"
+    found, expected = f"{tuple(data.shape)} {data.dtype}", f"{kind[1]} {kind[0]}"
+    fix = "Use `cast` to change the dtype, or `map_shards` to make another shard."
+    raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
+
+
+def _flatten_leaf(leaf: Boxed) -> tuple[tuple[Any, ...], Boxed, tuple[str, ...]]:
+    """Return the data, and the leaf without it, which is comparable and hashable, as optree requires of metadata."""
+    return (leaf.data,), with_data(leaf, None), ("data",)
+
+
+def _unflatten_leaf(empty: Boxed, children: tuple[Any, ...]) -> Boxed:
+    return with_data(empty, children[0])
+
+
+def register_nodes() -> None:
+    """Register the node types with optree; `shardtree.trees` does so once, when it is imported."""
+    register: Any = optree.register_pytree_node  # its annotations ask for collections, and a leaf isn't one
+    for kind in _KINDS:
+        register(kind, _flatten_leaf, _unflatten_leaf, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+
 
 # Maps.
 
 _Key = TypeVar("_Key")
-_BOXED = (ShardedTensor, ShardedTensorFactory)
 
 
 @overload
@@ -99,9 +187,9 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     leaves, spec = flatten(tree)
 
     def on_leaf(leaf: Any, *others: Any) -> Any:
-        if not isinstance(leaf, _BOXED) or leaf.data is None:
+        if not isinstance(leaf, _KINDS) or leaf.data is None:
             return leaf
-        data = f(leaf.data, *(other.data if isinstance(other, _BOXED) else other for other in others))
+        data = f(leaf.data, *(other.data if isinstance(other, _KINDS) else other for other in others))
         return leaf if data is leaf.data else with_data(leaf, data)
 
     columns = (_aligned("map_data", spec, other, number) for number, other in enumerate(rest, 2))
@@ -166,93 +254,6 @@ def call_on_leaves(f: Callable[..., Any], spec: optree.PyTreeSpec, *columns: lis
         error.add_note(f"at {render_path(spec.paths()[len(done)])}")
         raise
     return done
-
-
-# Leaves with paths.
-
-
-def path_key(path: TreePath) -> str:
-    """Return a path's entries joined by dots, fields of named tuples by name: the default key of the leaf there.
-
-    Examples:
-        >>> path_key(("layers", 0, "weight"))
-        'layers.0.weight'
-        >>> from collections import namedtuple
-        >>> [path_key(path) for path, _ in leaves_with_paths({"opt": namedtuple("Moment", "mu nu")(1, 2)})]
-        ['opt.mu', 'opt.nu']
-    """
-    return ".".join(map(str, path))
-
-
-def leaves_with_paths(tree: Tree) -> list[tuple[TreePath, Any]]:
-    """Return a tree's leaves, shards among them, each with the path that reaches it.
-
-    Examples:
-        >>> leaves_with_paths({"model": [1, None]})
-        [(('model', 0), 1), (('model', 1), None)]
-    """
-    return flatten_with_paths(tree)[0]
-
-
-def shard_leaves(tree: Tree) -> list[ShardedBase]:
-    """Return a tree's tensor shards, factories and sharded objects, in the order of sorted dict keys.
-
-    Factories aren't built: `apply_factories(tree)` has their shards as leaves.
-
-    Examples:
-        >>> import torch
-        >>> from shardtree.mapping import ShardedTensor
-        >>> shard_leaves({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 3})[0].key
-        'w'
-    """
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, ShardedBase)]
-
-
-def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable[[Sequence[Any]], Tree]]:
-    """Return a tree's leaves with paths, and the function that makes a tree of this structure from other leaves.
-
-    Args:
-        tree: any tree. Shards, factories, objects and None are leaves.
-
-    Returns:
-        The pairs of path and leaf in the order of sorted dict keys, and `rebuild(leaves)`, which takes as many leaves
-        in the same order and returns new containers that keep each dict's own order.
-
-    Raises:
-        TreeError: `rebuild` got more or fewer leaves than there are places.
-
-    Examples:
-        >>> pairs, rebuild = flatten_with_paths({"b": 1, "a": (2, 3)})
-        >>> rebuild([leaf * 10 for _, leaf in pairs])
-        {'b': 10, 'a': (20, 30)}
-
-    References:
-        jax.tree_util.tree_flatten_with_path.
-    """
-    kinds: set[type] = set()
-    note = kinds.add  # returns None: not a leaf
-    leaves, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or note(kind))
-    # optree makes all paths at once, with positions for fields: a tree without named tuples costs no more than that.
-    named = {kind for kind in kinds if issubclass(kind, tuple) and fields_of(kind)}
-    paths = _with_fields(tree, named) if named else spec.paths()
-
-    def rebuild(new: Sequence[Any]) -> Tree:
-        if len(new) != spec.num_leaves:
-            raise TreeError(error_text("rebuild: wrong number of leaves", found=len(new), expected=spec.num_leaves))
-        return spec.unflatten(new)
-
-    return list(zip(paths, leaves, strict=True)), rebuild
-
-
-def _with_fields(tree: Tree, named: Set[type]) -> Iterator[TreePath]:
-    """Yield the paths of a tree's leaves, in which fields stand for the positions of these classes' instances."""
-    parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in named)
-    for path, part in zip(spec.paths(), parts, strict=True):
-        if type(part) not in named:
-            yield path
-            continue
-        for entry, child in (entries(part) or {}).items():
-            yield from ((*path, entry, *rest) for rest in _with_fields(child, named))
 
 
 # Pipelines of tree functions: `compose` chains them, `bind` sets a function's options. Functions take the tree first,

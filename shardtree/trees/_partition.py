@@ -10,8 +10,21 @@ from typing import Any, TypeAlias
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._key_patterns import key_matcher, shell_differences
-from ._maps import call_at, call_on_leaves, check_function, leaves_with_paths, path_key
-from ._nodes import HOLE, Tree, depth_error, describe, entries, flatten, is_dict, is_sequence, like, same_kind
+from ._maps import call_at, call_on_leaves, check_function
+from ._nodes import (
+    HOLE,
+    Tree,
+    depth_error,
+    describe,
+    entries,
+    flatten,
+    is_dict,
+    is_sequence,
+    leaves_with_paths,
+    like,
+    path_key,
+    same_kind,
+)
 
 # partition: two trees of the same structure, with holes for each other's leaves.
 

@@ -14,8 +14,8 @@ import torch
 from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from ._maps import leaves_with_paths, map_sharing
-from ._nodes import HOLE, Tree, depth_error, describe, described_kind, entries, is_sequence, like, same_kind, with_data
+from ._maps import described_kind, map_sharing, with_data
+from ._nodes import HOLE, Tree, depth_error, describe, entries, is_sequence, leaves_with_paths, like, same_kind
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 _TENSORS: Final = (torch.Tensor, LazyTensor)

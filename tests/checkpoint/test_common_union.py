@@ -368,5 +368,5 @@ def test_what_a_save_of_a_union_stores_every_rank_can_load(shapes: Sequence[Any]
 
 
 def test_the_law_of_loads_catches_a_union_in_which_shards_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.checkpoint.saving._common.misfits", lambda union, held: ())
+    monkeypatch.setattr("shardtree.checkpoint.saving._parts.misfits", lambda union, held: ())
     assert_caught(loads_where_it_saves, save_two, TWO_SHAPES)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _groups, _read
+from shardtree.checkpoint.loading import _exchange, _read
 from shardtree.plans import ExchangePlan, plan_exchange, plan_reads
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.checkpoint.test_exchange_overlaps import Case, cases, shards_of, wanted_elements
@@ -56,7 +56,7 @@ def check_exchange_foretold(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_read, "plan_exchange", striped)
-        patch.setattr(_groups, "plan_reads", partial(plan_reads, stripe_bytes=stripe, most_cells=10**6))
+        patch.setattr(_exchange, "plan_reads", partial(plan_reads, stripe_bytes=stripe, most_cells=10**6))
         foretold = explain(targets, folder, validate_access_integrity=False, cast=True, options=ALWAYS).reads
         found = reports_of(targets, folder)
     assert [(one.cost.bytes_wanted, one.sent, one.received) for one in foretold] == [
@@ -79,7 +79,7 @@ def test_what_ranks_read_send_and_receive_is_foretold(
 def test_the_law_catches_boxes_that_are_taken_for_whole() -> None:
     def uncut(*arguments: Any, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_groups, "plan_reads", lambda *of, alike, **_: plan_reads(*of, alike=alike, is_cut=False))
+            patch.setattr(_exchange, "plan_reads", lambda *of, alike, **_: plan_reads(*of, alike=alike, is_cut=False))
             return st.explain_ranks(*arguments, **options)
 
     assert_caught(check_exchange_foretold, uncut, *CHOSEN)
@@ -199,7 +199,7 @@ def test_the_check_sees_columns_of_every_rank() -> None:
 
     def explain(*arguments: Any, **options: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_groups, "plan_reads", described)
+            patch.setattr(_exchange, "plan_reads", described)
             return st.explain_ranks(*arguments, **options)
 
     with pytest.raises(AssertionError):

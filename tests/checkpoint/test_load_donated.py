@@ -15,7 +15,8 @@ import torch
 import shardtree as st
 from shardtree.checkpoint.loading._targets import with_memories, with_memory
 from shardtree.errors import ShapeError
-from shardtree.mapping.memory import _reach, check_no_aliases, given_tensor
+from shardtree.mapping import given_tensor
+from shardtree.mapping.memory import _reach, check_no_aliases
 from shardtree.storage import MemoryStorage
 
 W = torch.arange(12.0).view(3, 4)

@@ -19,7 +19,7 @@ from ...strategies import LoadOptions, Strategies
 from ...trees import Difference, Record, diff, map_shards
 from .._differences import ValueDifference
 from .._dispatch import given_options
-from .._lazy_tree import open_checkpoint
+from ..opened import open_checkpoint
 from ._values import BoxReader, value_differences
 
 MOST_BYTES = 64 * 1024 * 1024

@@ -17,8 +17,8 @@ from ...storage import HostMemory, can
 from ...strategies import StrategyAction, traits_of, unreplaced
 from .._differences import ValueDifference, value_difference
 from .._dispatch import sharded_backend, strategy_of
-from .._lazy_tree import OpenCheckpoint
 from ..loading._targets import new_memory
+from ..opened import OpenCheckpoint
 
 # Reading boxes of a checkpoint's tensors: small ones many at a time, if they were announced
 

@@ -12,7 +12,7 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Storage, digest
 from ...strategies import Checkpoint
 from .._dispatch import Backends
-from ..stored import StoredBoxes
+from ..opened import StoredBoxes
 from ._plan import Batch
 from ._source import StoredObject
 

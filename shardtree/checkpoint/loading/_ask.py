@@ -37,8 +37,8 @@ from .._open import (
     stored_kinds,
     with_opened,
 )
-from ._auto import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._checks import Keys, ObjectsFit, check_rank, check_target, named_unexpected
+from ._exchange import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._read import Destination, Reading, destination_of
 from ._strict import (
     LEFT_OUT,

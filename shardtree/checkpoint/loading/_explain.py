@@ -25,7 +25,6 @@ from .._dispatch import Choice
 from .._open import Metadata, open_at, stored_keys, stored_kinds
 from .._packed import AlikeColumns
 from ._ask import LoadRequest, listing, matched_target, stored_common
-from ._auto import ExchangeChoice, bytes_wanted_twice, foretold_exchange
 from ._checks import (
     CommonOf,
     Keys,
@@ -38,8 +37,7 @@ from ._checks import (
     objects_metadata,
     prospect,
 )
-from ._exchange import cuts_shards
-from ._groups import Shards, foretold_groups, groups_of
+from ._exchange import ExchangeChoice, Shards, cuts_shards, foretold_exchange, foretold_groups, groups_of
 from ._plain import asking_whole
 from ._strict import RAISING, UNASKED, Omissions, StrictHandling, mismatched_keys, parse_strict, refuse_omitted
 from ._targets import Kinds, Target, check_given, take_apart, usable_device
@@ -189,11 +187,11 @@ def _prepared(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]
             if request.describes:
                 columns.add(shard_columns(target.tensors, rank), rank)
                 said.append(describe((), target.objects, rank, known=known, ranks=len(trees)))
-    twice = None
+    wanted: list[ShardColumns] | None = None
     if said and len(said) == len(trees):
         with found.recorded(range(len(trees)), note=_ONE_OF_SEVERAL if len(trees) == 1 else ""):
             check_held("load", columns, said, layouts[0], tiling=request.validate)
-            twice = None if callable(choices[0]) else bytes_wanted_twice(held for held, alike in columns for _ in alike)
+            wanted = None if callable(choices[0]) else [held for held, alike in columns for _ in alike]
     return _Load(
         checkpoint,
         request,
@@ -205,7 +203,7 @@ def _prepared(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]
         stored_kinds(metadata, sorted(tensors)),
         objects_metadata(checkpoint, metadata, choices[0], choices[2]),
         cache(partial(stored_common, checkpoint, choices)),
-        foretold_exchange(checkpoint, len(trees), twice),
+        foretold_exchange(checkpoint, len(trees), wanted),
     )
 
 

@@ -22,8 +22,8 @@ from ...world import agree, current_world, share, step, tried
 from .._dispatch import Choice
 from .._open import open_alone, open_together, sharded_metadata, tensors_of
 from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, resolve, with_metadata
-from ._auto import exchange_choice, place_of
 from ._checks import joined
+from ._exchange import exchange_choice, place_of
 from ._read import Destination, Reading, deliver, destination_of, read_into
 from ._strict import RETURNING, StrictHandling, log_untaken
 

@@ -30,10 +30,21 @@ from ...world import agree, share, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
 from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
-from ._auto import ALONE, ExchangeChoice
 from ._checks import ObjectsFit, reshaped_values
-from ._exchange import by_sharing, bytes_moved, cuts_shards, route_of, traits_of_load
-from ._groups import by_dtype, common_groups, described, groups_of, shared_columns
+from ._exchange import (
+    ALONE,
+    ExchangeChoice,
+    by_dtype,
+    by_sharing,
+    bytes_moved,
+    common_groups,
+    cuts_shards,
+    described,
+    groups_of,
+    route_of,
+    shared_columns,
+    traits_of_load,
+)
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target

@@ -13,17 +13,8 @@ from ..._ambient import collector_paused
 from ...codec import as_integers
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
-from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import (
-    check_no_aliases,
-    check_unchanged,
-    check_writable,
-    fill_once,
-    given_tensor,
-    lacks_memory,
-    overwrite,
-    tied,
-)
+from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor, lacks_memory
+from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, overwrite, tied
 from ...storage import copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")

@@ -7,10 +7,10 @@ from math import prod
 
 import torch
 
-from ...mapping import ShardedTensor
-from ...mapping.memory import given_tensor, tied
+from ...mapping import ShardedTensor, given_tensor
+from ...mapping.memory import tied
 from ...objects import drop_objects
-from ...plans import Undecided, stored_elements
+from ...plans import Undecided, is_integer, stored_elements
 from ...strategies import Checkpoint, StrategyAction, find_strategy
 from .._dispatch import backend_of, sharded_backend
 from ._ask import LoadRequest
@@ -66,11 +66,7 @@ def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
         >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
         (True, False)
     """
-    if stored == target or not (_is_integer(stored) and _is_integer(target)):
+    if stored == target or not (is_integer(stored) and is_integer(target)):
         return False
     own, other = torch.iinfo(stored), torch.iinfo(target)
     return own.min < other.min or own.max > other.max
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -33,8 +33,7 @@ from .._fingerprint import check_can_hold
 from .._replicas import differing_replicas
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
-from ._common import common_to_store
-from ._parts import TreeParts, take_apart, take_apart_for_later
+from ._parts import TreeParts, common_to_store, take_apart, take_apart_for_later
 from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, compared, folder_at, pending_here, start_of
 
 

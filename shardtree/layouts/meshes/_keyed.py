@@ -10,8 +10,7 @@ import torch
 
 from ...errors import IntegrityError, MetadataError, TreeError, TreePath, error_text, render_path
 from ...lazy import LazyTensor
-from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import SHAPE_FIX, lacks_memory, without_shape
+from ...mapping import SHAPE_FIX, ShardedObject, ShardedTensor, ShardedTensorFactory, lacks_memory, without_shape
 from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
 from .._columns import TensorKind
 from ._columns import Placement

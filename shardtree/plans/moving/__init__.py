@@ -1,11 +1,11 @@
 """Running a plan in memory: whole trees from one layout into another, box by box."""
 
-from .._convertible import convert
 from ._copy import (
     CARRIERS,
     Boxes,
     Memories,
     Regions,
+    convert,
     copy_boxes,
     copy_transfers,
     region_views,

@@ -12,7 +12,7 @@ import torch
 from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ...geometry import Column, row_major_strides, widen
 from ...layouts import ShardColumns, select_rows
-from .._convertible import convert
+from .._fit import is_integer
 from ..resharding import ReshardPlan
 
 # Boxes of elements in memory of any strides, and copies between them.
@@ -117,7 +117,8 @@ def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Re
     begin, stride = first + boxes.element * scale, boxes.stride * scale[:, None]
     if strided.size:
         own = np.stack([_strides(memory, boxes.shape.shape[1]) for memory in words])[number[strided]]
-        index = _indices(columns, boxes.row[strided], boxes.element[strided], own.shape[1])
+        shape = widen(columns.shape, own.shape[1], 1)[boxes.row[strided]]
+        index = boxes.element[strided][:, None] // row_major_strides(shape) % shape
         begin[strided], stride[strided] = first[strided] + (index * own).sum(axis=1), own
     return Regions([words[place] for place in number.tolist()], begin, stride)
 
@@ -130,21 +131,12 @@ def target_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> R
         ShapeError: as `shard_regions`, or a tensor is conjugated or negated lazily, so that it can't be written.
         UnsupportedValue: as `shard_regions`.
     """
-    lazy = [row for row in np.unique(boxes.row).tolist() if row in memories and _is_lazy(memories[row])]
+    rows = (row for row in np.unique(boxes.row).tolist() if row in memories)
+    lazy = [row for row in rows if memories[row].is_conj() or memories[row].is_neg()]
     if lazy:
         what, fix = "reshard: targets that are conjugated or negated lazily", "Give .resolve_conj().resolve_neg()."
         raise ShapeError(error_text(what, offenders=[_name(columns, row) for row in lazy], fix=fix))
     return shard_regions(columns, boxes, memories)
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def _indices(columns: ShardColumns, row: Column, element: Column, axes: int) -> Column:
-    """Return the index along each axis of its shard's box of an element."""
-    shape = widen(columns.shape, axes, 1)[row]
-    return element[:, None] // row_major_strides(shape) % shape
 
 
 def _strides(memory: torch.Tensor, axes: int) -> Column:
@@ -234,3 +226,38 @@ def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torc
     pairs = zip(key.tolist(), had.tolist(), strict=True)
     dtypes = {number: (plan.source.kinds[one].dtype, plan.target.kinds[number].dtype) for number, one in pairs}
     return {number: (before, after) for number, (before, after) in dtypes.items() if before != after}
+
+
+def convert(key: str, stored: torch.Tensor, target: torch.Tensor, *, doing: str = "load") -> None:
+    """Copy elements into others of another dtype, as `torch.Tensor.to` would convert them.
+
+    Args:
+        key: the tensor's, for messages.
+        stored: the elements, strided in any way, on any device.
+        target: as many, written in place.
+        doing: for messages.
+
+    Raises:
+        ShapeError: an integer doesn't fit the target's dtype.
+
+    Examples:
+        >>> target = torch.zeros(2, dtype=torch.bfloat16)
+        >>> convert("w", torch.tensor([1.0, 2.0]), target)
+        >>> target
+        tensor([1., 2.], dtype=torch.bfloat16)
+    """
+    # Checked beforehand, since `copy_` wraps integers that are too large around without an error.
+    if is_integer(stored.dtype) and is_integer(target.dtype) and stored.numel():
+        _check_range(key, stored, target.dtype, doing)
+    with torch.no_grad():
+        target.copy_(stored)
+
+
+def _check_range(key: str, stored: torch.Tensor, dtype: torch.dtype, doing: str) -> None:
+    most = torch.iinfo(dtype)
+    values = stored.cpu().numpy()  # torch has no min and max for uint16, uint32 and uint64
+    low, high = int(np.min(values)), int(np.max(values))
+    if low < most.min or high > most.max:
+        found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"
+        fix = "Ask for it in the dtype that it has."
+        raise ShapeError(error_text(f"{doing}: {key!r} can't be converted", found=found, expected=expected, fix=fix))

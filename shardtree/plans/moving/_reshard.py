@@ -14,8 +14,8 @@ import torch
 from ..._ambient import shielded
 from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
 from ...layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
-from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ...mapping.memory import check_unchanged, given_tensor
+from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor
+from ...mapping.memory import check_unchanged
 from ...objects import ObjectRule, own_copy, reshard_objects
 from ...trees import (
     HOLE,

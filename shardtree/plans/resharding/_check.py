@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
 from ...geometry import Column, box_slices, held_elements, intersect, overlapping_pairs, shared_groups, volumes
 from ...layouts import Problem, ShardColumns, TensorKind, place_text, problem_lines, select_rows, write_problems
-from .._convertible import convertible
+from .._fit import convertible
 from .._save import Rows
 from .._text import near_names
 from ._pieces import NOWHERE, Pieces

@@ -1,4 +1,4 @@
-"""An open checkpoint as a read-only mapping of lazy shards: nothing is read until it is asked for."""
+"""An open checkpoint as a read-only mapping of lazy shards, of which nothing is read until it is asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from itertools import islice, repeat
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import torch
+
 from .._ambient import shielded
 from .._deferred import notebook_html
-from ..errors import KeyMismatch, error_text
-from ..layouts import StoredLayout
+from ..errors import KeyMismatch, StrategyError, error_text
+from ..layouts import ShardColumns, StoredLayout
 from ..lazy import frozen_values, stored_each
-from ..mapping import ShardedObject, ShardedTensor, with_data
+from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
+from ..plans import near_names
 from ..storage import Directory
 from ..strategies import (
     Checkpoint,
@@ -26,13 +30,23 @@ from ..strategies import (
     find_strategy,
     unreplaced,
 )
-from ..strategies.index import reasoned, untaken_of
+from ..strategies.index import (
+    DeferredMetadata,
+    Index,
+    IndexMetadata,
+    chunks_of,
+    find_texts,
+    kind_at,
+    reasoned,
+    texts,
+    untaken_of,
+)
 from ..traces import Trace, transformed
 from ..trees import nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
-from .stored import StoredBoxes, layout_in
+from .loading._targets import new_memory
 
 _SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
 
@@ -213,3 +227,89 @@ def open_checkpoint(
 def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckpoint:
     """Return what is stored in a checkpoint as a mapping of lazy shards."""
     return OpenCheckpoint(checkpoint, sharded_metadata(checkpoint, None, None, strategies), strategies)
+
+
+def index_of(checkpoint: Checkpoint, strategies: Strategies | None, names: Iterable[str] = ()) -> IndexMetadata | None:
+    """Return the metadata of a checkpoint's shards with its index; None where its format keeps none.
+
+    Args:
+        checkpoint: what is meant.
+        strategies: the dispatch table; None for the process's.
+        names: that it must have. Some formats have names that only reading finds out, which is done for these alone;
+            otherwise it has the names in the files.
+    """
+    # From the format: where two formats are joined, what they have together is a plain dict without the index.
+    backend = sharded_backend(checkpoint.fields)
+    metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, None, backend, strategies))
+    if isinstance(metadata, DeferredMetadata):
+        return metadata.of(names)
+    return metadata if isinstance(metadata, IndexMetadata) else None
+
+
+def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Sequence[str]) -> StoredLayout:
+    """Return which files hold which parts of tensors.
+
+    Raises:
+        KeyMismatch: one of them isn't stored.
+        StrategyError: the format doesn't say where its chunks are.
+    """
+    metadata = index_of(checkpoint, strategies, keys)
+    if metadata is None:
+        found = ":".join(map(str, sharded_backend(checkpoint.fields)))
+        raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=found))
+    index, ordered = metadata.shown, sorted(keys)
+    numbers = find_texts(index.key_text, index.key_start, ordered)
+    absent = [key for key, number in zip(ordered, numbers, strict=True) if number < 0]
+    if absent:
+        near = near_names(absent, texts(index.key_text, index.key_start))
+        fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
+        lines = [reasoned(untaken_of(metadata), key) for key in absent]
+        raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
+    chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
+    columns = ShardColumns(
+        keys=tuple(ordered),
+        kinds=tuple(kind_at(index, number) for number in numbers),
+        key=chunks.key,
+        offset=chunks.offset,
+        shape=chunks.shape,
+        start=chunks.start,
+        stop=chunks.stop,
+        rank=chunks.file,
+        main=np.ones(len(chunks.key), dtype=np.bool_),
+    )
+    return StoredLayout(columns, tuple(texts(index.file_text, index.file_start)))
+
+
+def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
+    """Return the keys of the largest tensors, by their stored bytes."""
+    held = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size)
+    chosen = np.argsort(-held, kind="stable")[:count].tolist()
+    keys = texts(index.key_text, index.key_start)
+    return tuple(keys[number] for number in chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBoxes:
+    """Reads boxes of a stored tensor, as the source of its lazy data.
+
+    Attributes:
+        tree: where it is stored.
+        load_sharded: reads it.
+        key: the tensor's.
+        dtype: the tensor's.
+        global_shape: the tensor's.
+    """
+
+    tree: OpenCheckpoint
+    load_sharded: Strategy
+    key: str
+    dtype: torch.dtype
+    global_shape: tuple[int, ...]
+
+    def __call__(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a box's elements."""
+        # New memory for each read: the caller may keep the result, and change it.
+        data = new_memory(self.key, shape, self.dtype)
+        box = box_of(self.key, data, self.dtype, self.global_shape, offset, shape)
+        unreplaced(self.tree.checkpoint, self.load_sharded, [box])
+        return data
