@@ -15,12 +15,8 @@ from hypothesis import strategies as some
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError, UnsafeFile, UnsupportedValue
-from shardtree.storage import LocalStorage
-from shardtree.strategies import Checkpoint
-from shardtree.strategies.torch_dist import recognize
+from shardtree.errors import UnsafeFile, UnsupportedValue
 from shardtree.strategies.torch_dist._common import nested
-from shardtree.strategies.torch_dist._listing import read_listing
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
 
@@ -217,13 +213,6 @@ def test_a_name_like_an_objects_is_an_object(tmp_path):
     assert st.open_checkpoint(folder)["rng/shard_0_2"].data == {"seed": 1}
 
 
-def test_a_state_of_nothing_opens(tmp_path):
-    folder = save_alone({}, tmp_path)
-    assert st.load_plain_tensors(folder) == {}
-    assert st.load_common_state_dict(folder) == {}
-    assert st.verify(folder) == ()
-
-
 LEAVES = some.integers() | some.none() | some.text(max_size=2) | some.tuples(some.integers())
 TREES = some.dictionaries(
     some.text("ab.", max_size=2),
@@ -301,32 +290,6 @@ def test_a_value_of_an_unknown_class_needs_leave(tmp_path):
     assert torch.equal(loaded["w"], rows(4)) and loaded["mine"] == Unknown()
 
 
-def test_a_folder_in_safetensors_says_so(tmp_path):
-    pytest.importorskip("safetensors")
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
-    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    try:
-        save_alone({"w": rows(4)}, tmp_path, storage_writer=writer)
-    except Exception as error:  # what it writes isn't settled yet
-        pytest.skip(f"this torch can't: {type(error).__name__}")
-    with pytest.raises(CheckpointingException, match=r"'w'.*safetensors"):
-        st.load_plain_tensors(tmp_path)
-
-
-def test_a_compressed_checkpoint_says_so(tmp_path):
-    from torch.distributed.checkpoint._extension import ZStandard
-
-    if not ZStandard.is_available():
-        pytest.skip("no zstandard")
-    writer = dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()])
-    save_alone({"w": rows(4), "step": 3}, tmp_path, storage_writer=writer)
-    with pytest.raises(UnsupportedValue, match=r"'w': it is stored through an extension"):
-        st.load_plain_tensors(tmp_path)
-    with pytest.raises(UnsupportedValue, match=r"'step': it is stored through an extension"):
-        st.load_common_state_dict(tmp_path)
-
-
 def test_a_quantised_tensor_is_refused_where_it_is_asked_for(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are to be removed
@@ -335,24 +298,6 @@ def test_a_quantised_tensor_is_refused_where_it_is_asked_for(tmp_path):
     assert st.load_plain_tensors(folder).keys() == {"w"}
     with pytest.raises(UnsupportedValue, match="'q': its dtype: quantised"):
         st.load({"q": whole("q", quantised)}, folder)
-
-
-def test_a_wrong_target_is_refused(tmp_path):
-    folder = save_alone({"model": {"w": rows(4, 3)}}, tmp_path)
-    with pytest.raises(KeyMismatch, match=r"did you mean 'model\.w'"):
-        st.load({"w": whole("model.ww", rows(4, 3))}, folder)
-    with pytest.raises(ShapeError, match=r"checkpoint has \(4, 3\) float32"):
-        st.load({"w": whole("model.w", rows(3, 4))}, folder)
-    with pytest.raises(KeyMismatch, match="missing"):
-        st.load({}, folder, strict="raise_all")
-
-
-def test_only_a_folder_with_an_index_is_recognised(tmp_path):
-    assert recognize(LocalStorage(str(tmp_path))) is None
-    assert recognize(LocalStorage(str(tmp_path / "nowhere"))) is None
-    save_alone({"w": rows(2)}, tmp_path)
-    assert recognize(LocalStorage(str(tmp_path)))["sharded_backend"] == "dcp"
-    assert recognize(LocalStorage(str(tmp_path / ".metadata"))) is None
 
 
 # Several ranks
@@ -403,32 +348,6 @@ def test_dtensors_of_several_ranks_open_directly(from_ranks):
     assert st.load_common_state_dict(from_ranks) == {"nested": {"list": [HOLE, {"step": 5}], "seed": 3}}
 
 
-@pytest.mark.slow
-@pytest.mark.torchrun
-def test_dtensors_load_in_other_layouts(from_ranks):
-    def load(world):
-        target = {
-            key: [st.ShardedTensor.from_rank_offsets(key, torch.empty(8, 2, dtype=like.dtype), (1, world.rank, 3))]
-            for key, like in STORED.items()
-            if like.shape == (8, 6)
-        }
-        target["uneven"] = [
-            st.ShardedTensor(
-                "uneven", None, torch.float32, (7, 5), (7, 5), (0, 0), (1, 1), flattened_range=slice(*edges)
-            )
-            for edges in [((0, 9), (9, 34), (34, 35))[world.rank]]
-        ]
-        first = whole("nested.list.0", rows(4, 2), replica_id=world.rank)
-        return st.load(target | {"nested": {"list": [first, None]}}, from_ranks, world=world)
-
-    loaded = st.simulate(3, load)
-    for key in ("rows", "columns", "blocks"):
-        assert torch.equal(torch.cat([part[key][0] for part in loaded], dim=1), STORED[key])
-    assert torch.equal(torch.cat([part["uneven"][0] for part in loaded]), rows(7, 5).reshape(-1))
-    assert torch.equal(loaded[2]["nested"]["list"][0], rows(4, 2))
-    assert loaded[1]["nested"]["list"][1] == {"step": 5}
-
-
 @pytest.mark.torchrun
 def test_values_that_differ_between_ranks_are_all_there(from_ranks):
     common = st.load_common_state_dict(f"{from_ranks}-apart")
@@ -440,12 +359,3 @@ def test_the_check_of_loads_sees_a_tensor_in_the_order_of_its_payload(tmp_path):
     folder = save_alone({"w": rows(4, 3).t()}, tmp_path)
     with pytest.raises(AssertionError):
         check_loads(folder, {"w": rows(4, 3).reshape(3, 4)})
-
-
-def test_a_checkpoint_says_where_its_index_should_be(tmp_path):
-    save_alone({"w": rows(2)}, tmp_path)
-    opened = st.open_checkpoint(tmp_path)
-    (tmp_path / ".metadata").unlink()
-    fresh = Checkpoint(opened.checkpoint.storage, opened.checkpoint.fields, opened.checkpoint.world)
-    with pytest.raises(CheckpointingException, match=r"\.metadata"):
-        read_listing(fresh)

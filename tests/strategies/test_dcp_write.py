@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from argparse import Namespace
 from collections import OrderedDict
 from tempfile import TemporaryDirectory
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardtree as st
-from shardtree.errors import StrategyError, TreeError, UnsupportedValue
+from shardtree.errors import TreeError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies.torch_dist._common import named_values
 from shardtree.testing import outline
@@ -244,17 +243,3 @@ def test_values_of_other_types_come_back_as_they_were() -> None:
     storage = MemoryStorage()
     st.save(common, storage, DCP)
     assert outline(st.load_common_state_dict(storage)) == outline({**common, "ordered": {"b": 1, "a": 2}})
-
-
-def test_its_common_state_beside_shards_of_another_format_is_refused() -> None:
-    with pytest.raises(StrategyError, match="'dcp'"):
-        st.save({"step": 1}, MemoryStorage(), None, DCP)
-
-
-def test_the_index_is_written_last() -> None:
-    storage = MemoryStorage()
-    request = st.save(tree(), storage, DCP, async_sharded_save=True)
-    assert not st.is_checkpoint(storage)
-    request.execute_sync()
-    assert st.is_checkpoint(storage)
-    assert pickle.loads(storage.read(".metadata")).storage_meta.checkpoint_id is None

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CorruptCheckpoint, UnsafeFile
+from shardtree.errors import CorruptCheckpoint
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
-from tests.strategies.test_deepspeed import SAVE, Payload
+from tests.strategies.test_deepspeed import SAVE
 from tests.strategies.zero_folders import Save, model_file, put, saved, saves, universal_of
 
 REAL = FIXTURES / "deepspeed_universal"
@@ -77,14 +77,6 @@ def test_a_missing_parameter_is_named() -> None:
         folder.remove(f"zero/d/{name}")
     lacks = r"lacks masters of param_shapes in '.*_model_states.pt'\n  'zero/d/fp32.pt'"
     with pytest.raises(CorruptCheckpoint, match=lacks):
-        st.open_checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", ["zero/a/exp_avg.pt", "zero/optimizer_state.pt", "mp_rank_00_model_states.pt"])
-def test_a_payload_in_any_file_is_refused_and_does_not_run(name: str) -> None:
-    folder = universal_of(SAVE)
-    folder.replace(name, saved({"note": Payload()}), durable=False)
-    with pytest.raises(UnsafeFile, match=rf"{name}': it names __builtin__.exec"):
         st.open_checkpoint(folder)
 
 

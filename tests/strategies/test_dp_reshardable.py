@@ -306,10 +306,6 @@ def test_equal_experts_of_several_ranks_are_refused_where_moments_differ_or_one_
             list(st.open_checkpoint(place))
 
 
-def test_frozen_parameters_have_no_states():
-    check_states(Job([*layer_kinds(16), Kind("mlp.adapter.weight", (16, 4), frozen=True)]))
-
-
 def test_ranks_that_differ_are_refused():
     job, other = Job(layer_kinds(16), tp=2), Job(layer_kinds(16), tp=2)
     name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 import shardtree as st
 from shardtree.errors import UnsupportedValue
 from shardtree.interop.megatron_optimizer import model_space
-from shardtree.strategies.index import texts
 from shardtree.strategies.torch_dist import _optimizer
 from tests.cli.checkpoints import run
-from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, parameters, wrong_in_layout, wrong_states
+from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
 
 NAME = "megatron_0161_dp_reshardable_tp2dp2"
 FOLDER = FIXTURES / NAME / "checkpoint"
@@ -39,51 +38,12 @@ def test_a_picture_of_the_whole_shows_the_largest_buckets_and_reads_no_weights(m
     assert opened.stored_layout(MODEL[0]).columns.keys == (MODEL[0],)
 
 
-@pytest.mark.parametrize("key", MODEL)
-def test_a_picture_of_a_state_shows_the_files_with_its_buckets(key):
-    opened = st.open_checkpoint(FOLDER)
-    layout = opened.stored_layout(f"optimizer.state.exp_avg.{key}")
-    masters = opened.stored_layout(f"optimizer.state.param.{key}")
-    assert layout.columns.rank.tolist() == masters.columns.rank.tolist()
-    assert set(layout.columns.rank.tolist()) <= {0, 1, 2, 3}
-    assert str(st.draw(opened, f"optimizer.state.exp_avg.{key}"))
-
-
-def test_a_step_is_shown_in_the_file_with_the_groups():
-    opened = st.open_checkpoint(FOLDER)
-    opened.metadata.whole()
-    (row,) = opened.stored_layout(next(iter(STEPS))).columns.rank.tolist()
-    index = opened.metadata.stored.shown
-    names = texts(index.object_text, index.object_start)
-    groups = names.index("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
-    assert row == index.object_file[groups]
-
-
-def test_a_fresh_adamw_resumes_from_metadata_alone():
-    (group,) = groups = parameters({key: TRUTH[f"optimizer.state.param.{key}"] for key in MODEL}, [MODEL])
-    optimizer = torch.optim.AdamW(group.values())
-    shards = {name: st.ShardedTensor.from_rank_offsets(name, param) for name, param in group.items()}
-    ids = st.optim.get_param_id_to_sharded_param_map(shards, optimizer)
-    metadata = st.load_sharded_metadata(FOLDER)
-    target = st.optim.abstract_optim_state_from_metadata(optimizer.state_dict(), ids, metadata, exclude_keys=["param"])
-    loaded = st.load({"adamw": target}, FOLDER)["adamw"]
-    loaded["param_groups"] = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict(st.optim.sharding_state_to_optim_state(loaded))
-    assert wrong_states(optimizer, groups, TRUTH | STEPS) == []
-
-
 @pytest.fixture
 def readers(monkeypatch):
     """Return a list with an entry for each rank that reads the buckets."""
     found, original = [], _optimizer.buckets_of
     monkeypatch.setattr(_optimizer, "buckets_of", lambda tensors: found.append(1) or original(tensors))
     return found
-
-
-def test_one_rank_reads_the_buckets_for_all_that_load_everything(readers):
-    loaded = st.simulate(3, lambda world: st.load_plain_tensors(FOLDER, world=world))
-    assert all(torch.equal(tensors[key], value) for tensors in loaded for key, value in TRUTH.items())
-    assert readers == [1]
 
 
 def test_one_rank_reads_the_buckets_for_all(readers):
@@ -96,11 +56,6 @@ def test_one_rank_reads_the_buckets_for_all(readers):
     loaded = st.simulate(4, load)
     assert all(torch.equal(loaded[rank]["w"], TRUTH[key][16 * rank :][:16]) for rank in (1, 2, 3))
     assert readers == [1]
-
-
-def test_explain_says_what_a_load_does():
-    target = {key: st.without_data(st.ShardedTensor.from_rank_offsets(key, value)) for key, value in TRUTH.items()}
-    assert st.explain(target, FOLDER).ok
 
 
 def by_function(destination):

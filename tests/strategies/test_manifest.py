@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
@@ -51,14 +49,6 @@ def check_found(files: Files) -> None:
     except CheckpointingException:
         return
     assert damage
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(some.data())
-def test_a_flipped_bit_of_any_file_is_found(data: some.DataObject) -> None:
-    name = data.draw(some.sampled_from(sorted(FILES)))
-    check_found(flipped(name, data.draw(some.integers(0, len(FILES[name]) - 1)), data.draw(some.integers(0, 7))))
 
 
 PADDING = PLAIN["__0_0.distcp"].index(b"FB") + 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 from unittest.mock import patch
 
@@ -140,26 +139,3 @@ def test_the_law_of_bytes_catches(name: str, broken: Any, monkeypatch: pytest.Mo
 
 
 module_numbers, module_references, module_file_names = module._numbers, module._references, module._file_names
-
-
-def test_pickle_reads_what_is_written() -> None:
-    stored, values, paths = regular()
-    found = pickle.loads(encode_index_file(stored, "id", values, paths))
-    assert found.planner_data == paths
-    entry = found.state_dict_metadata["layers.00007.weight"]
-    assert [tuple(chunk.offsets) for chunk in entry.chunks] == [(300 * row, 0) for row in range(9)]
-    assert {(place.relative_path, place.offset) for place in found.storage_data.values()} == {
-        (f"__{row % 5}_0.distcp", 2**33 + 1024 * row) for row in range(9)
-    }
-    assert [index.index for index in found.storage_data][:10] == [*range(9), 0]
-
-
-def test_regular_records_are_not_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Any] = []
-    write = module.PickleWriter.write
-    monkeypatch.setattr(
-        module.PickleWriter, "write", lambda self, value, depth: written.append(value) or write(self, value, depth)
-    )
-    stored, values, paths = regular(50, 100)
-    encode_index_file(stored, "id", values, paths)
-    assert len(written) < 2500

@@ -146,16 +146,6 @@ def test_a_function_replaces_the_row_for_one_call():
     assert seen == [["w"]]
 
 
-def test_metadata_comes_of_the_chosen_backends():
-    folder = saved(None)
-    assert set(st.load_tensors_metadata(folder, ("safetensors", 1))) == {"w"}
-    assert set(st.load_sharded_metadata(folder, toy_nothing)) == set()
-
-
-def toy_nothing(checkpoint):
-    return {}
-
-
 @pytest.mark.parametrize(
     "choice", ["punch cards", ("safetensors", "1"), ("safetensors",), 3, ("punch cards", 1)], ids=str
 )

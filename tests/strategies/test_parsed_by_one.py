@@ -52,15 +52,6 @@ def test_one_rank_of_a_load_parses(backend: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("backend", FORMATS)
-def test_one_rank_parses_where_all_load_everything(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, ranks = saved(tmp_path, backend), counted(monkeypatch, backend)
-    for found in check_one_parses(lambda world, place: st.load_plain_tensors(place, world=world), folder, ranks):
-        assert all(torch.equal(found[key], data) for key, data in WHOLE.items())
-
-
-@pytest.mark.parametrize("backend", FORMATS)
 def test_one_rank_of_a_conversion_parses(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, ranks = saved(tmp_path / "from", backend), counted(monkeypatch, backend)
 

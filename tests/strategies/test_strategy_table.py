@@ -15,7 +15,6 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, StrategyError
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
-    PROTOCOLS,
     AsyncRequest,
     Checkpoint,
     FormatTraits,
@@ -46,12 +45,6 @@ def free_row():
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_every_row_fits_its_protocol(backend):
     check_rows(default_strategies, *backend)
-
-
-def test_the_native_format_has_every_row_but_those_of_formats_whose_metadata_is_not_all():
-    lacking = {StrategyAction.RECOGNIZE, StrategyAction.COMMIT, StrategyAction.RESOLVE, StrategyAction.PARSE}
-    for action in set(StrategyAction) - lacking:
-        get_default_strategy(action, *NATIVE)
 
 
 def with_one(action, fn):
@@ -86,10 +79,6 @@ def test_the_check_of_rows_sees_a_wrong_signature():
             check_rows(with_one(action, fn), "one", 1)
     with pytest.raises(AssertionError, match="no row is for"):
         check_rows(default_strategies, "safetensors", 99)
-
-
-def test_every_action_has_a_protocol():
-    assert set(PROTOCOLS) == set(StrategyAction)
 
 
 def test_a_row_is_registered_by_call_and_by_decorator(free_row):
