@@ -47,14 +47,21 @@ html_show_sphinx = False
 
 # Pages that have gone, and where what they said is now.
 MOVED = {
+    "reference": "api",
+    "object-stores": "reliability",
+    "faq": "installing",
+    "better-ways": "design",
+    "fingerprints": "checks",
+    "verify": "checks",
+    "explain": "checks",
     "training": "fsdp2",
     "pipelines": "surgery",
     "optimizer-formats": "optimizer-states",
     "zero": "optimizer-states",
     "pictures": "layouts",
     "async-save": "series",
-    "glossary": "faq",
-    "coming-from": "faq",
+    "glossary": "installing",
+    "coming-from": "installing",
     "dependencies": "installing",
     "dtensor": "fsdp2",
     "bad-input": "ten-minutes",

@@ -105,7 +105,7 @@ def _box(moved, row, side, shards):
     return data.dtype, flat.as_strided(moved["shape"][row], moved[f"{side}_stride"][row], first)
 
 
-# The sum of bytes, as docs/fingerprints.md defines it. Torch's integers are signed, and wrap around as unsigned ones
+# The sum of bytes, as docs/checks.md defines it. Torch's integers are signed, and wrap around as unsigned ones
 # do; only a shift to the right has to be masked.
 
 

@@ -1,7 +1,7 @@
 """Fingerprints: one number for each tensor, a sum over its elements, independent of which rank holds which.
 
 The number depends on key, dtype, global shape and the elements' bits, so that it is the same in every layout and
-format. docs/fingerprints.md defines it to the bit.
+format. docs/checks.md defines it to the bit.
 """
 
 from ._parts import (

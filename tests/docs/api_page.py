@@ -24,7 +24,37 @@ One line for each, as its docstring begins; `help(st.save)` says the rest. What 
 `import shardtree as st`; the rest is one dot further, in the room that is named. A room's name that is at the root too
 stands there alone.
 
-Signatures, arguments and examples of all of them are in the [reference](reference.md).
+Signatures, arguments and examples of all of them are on a page a room:
+
+```{eval-rst}
+.. autosummary::
+   :toctree: reference
+   :template: room.rst
+
+   shardtree.mapping
+   shardtree.trees
+   shardtree.layouts
+   shardtree.objects
+   shardtree.traces
+   shardtree.lenses
+   shardtree.optim
+   shardtree.buffers
+   shardtree.transforms
+   shardtree.plans
+   shardtree.live
+   shardtree.retention
+   shardtree.checkpoint
+   shardtree.strategies
+   shardtree.fingerprints
+   shardtree.pictures
+   shardtree.display
+   shardtree.storage
+   shardtree.world
+   shardtree.errors
+   shardtree.testing
+   shardtree.interop.dtensor
+   shardtree.interop.megatron
+```
 """
 
 GROUPS = {

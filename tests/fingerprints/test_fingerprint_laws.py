@@ -41,7 +41,7 @@ from shardtree.testing import (
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 EXAMPLES = settings.default.max_examples if settings.default else 100
-PAGE = Path(__file__).parents[2] / "docs" / "fingerprints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 Fingerprint = Callable[..., Mapping[str, int]]
