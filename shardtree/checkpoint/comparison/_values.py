@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from threading import Lock
 from typing import Any
 
 import torch
@@ -65,20 +66,22 @@ class BoxReader:
     opened: OpenCheckpoint
     named: type[str] = str
     memory: HostMemory = field(default_factory=HostMemory)
+    _lock: Lock = field(default_factory=Lock)
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
     _read_ahead: dict[TensorBox, torch.Tensor] = field(default_factory=dict)
     _newest: Any = None
 
     def expect(self, tensors: Iterable[Any]) -> None:
         """Announce tensors that will be read, and forget what was announced before; nothing is read yet."""
-        self._group_of.clear()
-        self._read_ahead.clear()
         most = _small_bytes(self)
         fetches = (fetch for each in tensors if isinstance(each, LazyTensor) for fetch in each.fetches)
         small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most and self._has(fetch.name))
-        for group in grouped(small, lambda fetch: fetch.nbytes, group_bytes(self)):
-            boxes = tuple((str(fetch.name), fetch.offset, fetch.shape) for fetch in group)
-            self._group_of.update(dict.fromkeys(boxes, boxes))
+        with self._lock:
+            self._group_of.clear()
+            self._read_ahead.clear()
+            for group in grouped(small, lambda fetch: fetch.nbytes, group_bytes(self)):
+                boxes = tuple((str(fetch.name), fetch.offset, fetch.shape) for fetch in group)
+                self._group_of.update(dict.fromkeys(boxes, boxes))
 
     def _has(self, name: str) -> bool:
         return isinstance(name, self.named) and name in self.opened.metadata
@@ -87,12 +90,13 @@ class BoxReader:
         """Return a box's elements, in memory that is the caller's."""
         # A box that is asked for twice is read again: nothing is kept once it was handed out.
         box = (str(key), offset, shape)
-        group = self._group_of.get(box)
-        if group is not None:
-            for each, data in zip(group, self._read(group), strict=True):
-                self._read_ahead[each] = data
-                del self._group_of[each]
-        found = self._read_ahead.pop(box, None)
+        with self._lock:  # a format may write several files at a time
+            group = self._group_of.get(box)
+            if group is not None:
+                for each, data in zip(group, self._read(group), strict=True):
+                    self._read_ahead[each] = data
+                    del self._group_of[each]
+            found = self._read_ahead.pop(box, None)
         return self._read([box])[0] if found is None else found
 
     def _read(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:

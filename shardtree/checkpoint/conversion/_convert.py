@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ...errors import (
 )
 from ...mapping import ShardedTensor
 from ...plans import size_text
-from ...storage import Directory, can, in_larger_requests, listed, remove_folder, storage_at
+from ...storage import Directory, can, in_larger_requests, in_turn, listed, remove_folder, storage_at
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,
@@ -48,7 +48,7 @@ from ._passage import Passage, passage_from
 from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._single import in_one_file, single_file
 from ._source import open_alike
-from ._write import Destination, Turn, rehearse_common, rehearse_tensors, write_batches
+from ._write import Batches, Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
 
@@ -187,6 +187,7 @@ def convert(
     def look() -> tuple[LoadOptions, Destination]:
         reading = given_options("convert", load_options, LoadOptions)
         writing = given_options("convert", save_options, SaveOptions)
+        writing = replace(writing, progress=in_turn(writing.progress))  # of batches side by side
         return reading, _destination(destination, backend, common_backend, strategies, writing)
 
     (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=asked)
@@ -308,7 +309,7 @@ def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage
             return len(plan.batches), state == _OF_OTHERS
         agree(world, "convert: look at the folder", partial(_check_seen, journal, save_id, world.rank))
         try:
-            return write_batches(target, journal, save_id, plan, common, passage.watched, world), False
+            return write_batches(Batches(target, journal, save_id, plan, common, passage), world), False
         except Exception as error:
             if has_files(journal):
                 error.add_note("convert: what was written stays there, and the same call resumes from it")

@@ -9,7 +9,7 @@ from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
 from ...errors import CheckpointingException
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Storage, digest
+from ...storage import Storage, digest, listed
 from ...strategies import Checkpoint
 from .._dispatch import Backends
 from ..opened import StoredBoxes
@@ -45,7 +45,10 @@ def conversion_digest(
 def _identity(source: Checkpoint) -> Any:
     """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
     known = source.fields.get("digest")
-    return known if isinstance(known, str) else [source.storage.where(), *_files(source.storage, "")]
+    if isinstance(known, str):
+        return known
+    with listed(source.storage) as seen:
+        return [source.storage.where(), *_files(seen, "")]
 
 
 def _files(storage: Storage, name: str) -> Iterator[Any]:

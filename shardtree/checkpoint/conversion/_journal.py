@@ -24,10 +24,12 @@ from ...storage import (
     Storage,
     abort_open_uploads,
     around,
+    in_threads,
     make_folder,
     read_ahead,
     remove_files,
     remove_folder,
+    threads_of,
 )
 from ...strategies import Strategies, table_of
 from ...trees import HOLE, Record
@@ -115,7 +117,9 @@ def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, d
         names: of the files that it has written; those that are gone by now were of use to it alone.
         durable: whether the record is on the medium before this returns.
     """
-    lengths = {name: length for name in names if (length := journal.storage.length(name)) is not None}
+    found = [*names]
+    seen = in_threads(journal.storage.length, found, threads_of(journal.storage, None) or 1)
+    lengths = {name: length for name, length in zip(found, seen, strict=True) if length is not None}
     try:
         data = encode_tree({"lengths": lengths, "result": result})
     except CheckpointingException:

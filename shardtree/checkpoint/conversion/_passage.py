@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from threading import Lock
 
 import torch
 
@@ -33,11 +34,11 @@ class Passage:
     # By box: what a format reads twice counts once.
     _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
 
-    def watched(self, shard: ShardedTensor) -> ShardedTensor:
-        """Return a shard whose lazy data is fingerprinted when it is read; other shards unchanged."""
+    def watched(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
+        """Return a shard whose lazy data is fingerprinted when it is read, in its turn; other shards unchanged."""
         if not isinstance(shard.data, LazyTensor):
             return shard
-        return replace(shard, data=of_source(_Watched(self, shard)))
+        return replace(shard, data=of_source(_Watched(self, shard, turn)))
 
     def sums(self) -> dict[str, PartialFingerprint]:
         """Return the fingerprints of what has passed here, by key."""
@@ -76,11 +77,48 @@ def passage_from(reader: BoxReader, *, fingerprints: bool) -> Passage:
 
 
 @dataclass(slots=True, eq=False)
+class ReadTurn:
+    """A batch's turn to be read: no two batches are in memory, though those before may still be on their way.
+
+    Attributes:
+        gate: of the conversion; closed while a batch is read.
+        begin: called when the turn comes.
+        left: how many elements are still to be read.
+    """
+
+    gate: Lock
+    begin: Callable[[], None]
+    left: int
+    _lock: Lock = field(default_factory=Lock)
+    _has_begun: bool = False
+
+    def wait(self) -> None:
+        """Wait for the turn, before a read; once it is over, nothing waits for it any more."""
+        with self._lock:
+            if not self._has_begun:
+                self.gate.acquire()
+                self._has_begun = True
+                self.begin()
+
+    def count(self, elements: int) -> None:
+        """Note a read, of which the last one ends the turn."""
+        with self._lock:
+            if self._has_begun and self.left > 0 and self.left <= elements:
+                self.gate.release()
+            self.left -= elements
+
+    def end(self) -> None:
+        """End the turn, whatever was read."""
+        self.count(self.left)
+
+
+@dataclass(slots=True, eq=False)
 class _Watched:
     """The source of a shard's lazy data, of which a part is in memory: what is asked for next mostly lies there."""
 
     passage: Passage
     shard: ShardedTensor
+    turn: ReadTurn | None
     low: tuple[int, ...] = ()
     held: torch.Tensor | None = None
 
@@ -100,7 +138,11 @@ class _Watched:
         yield from self.shard.data.box_fetches(offset, shape)
 
     def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        if self.turn is not None:
+            self.turn.wait()
         data = self._read(offset, shape)
+        if self.turn is not None:
+            self.turn.count(data.numel())
         self.passage.add(self.shard, offset, data)
         return data
 

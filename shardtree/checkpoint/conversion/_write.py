@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any, NoReturn
 
 from ...errors import (
@@ -19,8 +20,9 @@ from ...errors import (
     error_text,
 )
 from ...layouts import ShardColumns, join_columns, shard_columns
+from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import MemoryStorage, Storage, can
+from ...storage import MemoryStorage, Storage, can, in_threads, threads_of
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
 from ...trees import HOLE
 from ...world import World, gather, on_rank_zero
@@ -28,7 +30,8 @@ from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
 from ..saving._start import RunningSave
 from ._journal import Journal, announcer, recall, record, recorded, recording, remove_others
-from ._plan import Batch, Plan
+from ._passage import Passage, ReadTurn
+from ._plan import Plan
 from ._single import SingleFile
 from ._source import StoredObject
 
@@ -71,9 +74,6 @@ class Turn(World):
     def recv(self, source: int) -> NoReturn:
         """Raise: no other rank is there to send."""
         raise WorldError(error_text(f"recv(source={source}): the ranks of a conversion take turns"))
-
-
-Watched = Callable[[ShardedTensor], ShardedTensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,79 +130,119 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
     save_request(save, RunningSave(), writes, {}, *chosen)
 
 
-def write_batches(
-    destination: Destination, journal: Journal, save_id: str, plan: Plan, common: Any, watched: Watched, world: World
-) -> int:
-    """Write and commit a destination, and return how many batches were there already; every rank calls it.
+_Prepared = tuple[AsyncRequest[Any], set[str], ReadTurn]
 
-    Args:
+_AT_ONCE = 4  # batches of a rank, of which one is read, and the others are sent or noted
+
+
+@dataclass(slots=True, eq=False)
+class Batches:
+    """The batches of a destination, which several threads may write.
+
+    Attributes:
         destination: where to, and how.
-        journal: has what earlier calls have written, and records what this one writes.
+        journal: records what is written.
         save_id: the name of the save.
         plan: what is written, batch by batch.
         common: the common tree, with holes where shards were.
-        watched: returns a shard whose elements are seen when they are read.
-        world: the ranks that share out the batches.
+        passage: what elements pass through when they are read.
+        state: what the format computes of all batches' layout, once.
+        first: the request of batch 0 on rank 0, once it is made.
     """
-    count, durable = len(plan.batches), destination.options.durable
-    columns = join_columns([shard_columns(batch.tensors, rank) for rank, batch in enumerate(plan.batches)])
+
+    destination: Destination
+    journal: Journal
+    save_id: str
+    plan: Plan
+    common: Any
+    passage: Passage
     state: Any = None
+    first: _Prepared | None = None
+    columns: ShardColumns = field(init=False)
+    _gate: Lock = field(default_factory=Lock)
+    _lock: Lock = field(default_factory=Lock)
 
-    def request_of(number: int) -> _Prepared:
-        nonlocal state
-        # From batch to batch: what a format computes of all batches' layout, it computes once.
-        made = _request(destination, journal, save_id, plan.batches, common, columns, state, watched, number)
-        state = made[0].state
-        return made
+    def __post_init__(self) -> None:
+        parts = [shard_columns(batch.tensors, rank) for rank, batch in enumerate(self.plan.batches)]
+        self.columns = join_columns(parts)
 
-    first: list[_Prepared] = []
+    def prepared(self, number: int) -> _Prepared:
+        """Return the request that writes a batch, the names of the files that it has written, and its turn."""
+        batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
+        lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]
+        # Small reads of the batch are planned together, before the request makes them one by one.
+        turn = ReadTurn(self._gate, partial(self.plan.reader.expect, lazy), sum(data.numel() for data in lazy))
+        writes = tuple(self.passage.watched(shard, turn) for shard in batch.tensors), tuple(map(_read, batch.objects))
+        noted, names = recording(target.storage, announcer(self.journal, number))
+        pending = PendingSave(
+            noted, self.save_id, Turn(number, count), None, target.options, self.columns, state=self.state
+        )
+        try:
+            chosen = (target.choices, target.backends, target.strategies)
+            request = save_request(pending, RunningSave(), writes, self.common, *chosen)
+        except UnsupportedValue as error:
+            keys = sorted({item.key for item in batch.objects})
+            if keys:
+                named = repr(keys) if len(keys) <= _MOST_NAMED else "[...]"
+                error.add_note(f"convert: leave_out={named} converts without these objects")
+            raise
+        self.state = request.state
+        return request, names, turn
+
+    def written(self, number: int) -> Any:
+        """Return what writing a batch returned, once it is recorded."""
+        with self._lock:
+            request, names, turn = self.first if self.first is not None and not number else self.prepared(number)
+        try:
+            with _own_error():
+                result = request.async_fn()
+        finally:
+            turn.end()
+        record(self.journal, number, result, names, durable=self.destination.options.durable)
+        return result
+
+
+def write_batches(batches: Batches, world: World) -> int:
+    """Write and commit a destination, and return how many batches were there already; every rank calls it.
+
+    Args:
+        batches: what is written where.
+        world: the ranks that share them out.
+    """
+    plan, journal = batches.plan, batches.journal
     results: dict[int, Any] = {}
 
     def look() -> list[int]:
         # Made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that.
-        first.append(request_of(0))
-        known = {number: recall(journal, number) for number in recorded(journal) & {*range(count)}}
+        batches.first = batches.prepared(0)
+        known = {number: recall(journal, number) for number in recorded(journal) & {*range(len(plan.batches))}}
         results.update((number, result) for number, result in known.items() if result is not HOLE)
         return sorted(results)
 
     def write(numbers: Sequence[int]) -> dict[int, Any]:
-        prepared = (first[0] if not number else request_of(number) for number in numbers)
-        return dict(_written(plan, journal, numbers, prepared, durable=durable))
+        return dict(zip(numbers, in_threads(batches.written, numbers, at_once), strict=True))
 
+    # Where each step of a batch is a request, others go on meanwhile: they wait for nothing but their turn to be read.
+    ends = (batches.destination.storage, plan.reader.opened.checkpoint.storage)
+    at_once = max(threads_of(storage, None, _AT_ONCE) or 1 for storage in ends)
     done = on_rank_zero(world, "convert: look at the journal", look)
-    todo = sorted({*range(count)} - {*done})
+    todo = sorted({*range(len(plan.batches))} - {*done})
     for dealt in deal([(number, plan.batches[number].nbytes) for number in todo], world.size):
-        for written in gather(world, "convert: write", partial(write, dealt[world.rank])):
-            results.update(written if world.rank == 0 else {})  # others don't keep what only the commit needs
-    commit = partial(_commit, destination, journal, first, results)
-    on_rank_zero(world, "convert: commit", commit)
+        for found in gather(world, "convert: write", partial(write, dealt[world.rank])):
+            results.update(found if world.rank == 0 else {})  # others don't keep what only the commit needs
+    on_rank_zero(world, "convert: commit", partial(_commit, batches, results))
     return len(done)
 
 
-_Prepared = tuple[AsyncRequest[Any], set[str]]
-
-
-def _written(
-    plan: Plan, journal: Journal, numbers: Sequence[int], prepared: Iterable[_Prepared], *, durable: bool
-) -> Iterator[tuple[int, Any]]:
-    """Write batches, each when its turn comes, and yield their numbers and results."""
-    for number, (request, names) in zip(numbers, prepared, strict=True):
-        # Small reads of the batch are planned together, before the request makes them one by one.
-        plan.reader.expect(shard.data for shard in plan.batches[number].tensors)
-        with _own_error():
-            result = request.async_fn()
-        record(journal, number, result, names, durable=durable)
-        yield number, result
-
-
-def _commit(destination: Destination, journal: Journal, first: Sequence[_Prepared], results: Mapping[int, Any]) -> None:
-    ((request, _),) = first
+def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
+    assert batches.first is not None
+    request, *_ = batches.first
     with _own_error():
         request.commit([results[number] for number in range(len(results))])
         request.clean_up()
-    if can(destination.storage).late_requests:
+    if can(batches.destination.storage).late_requests:
         with suppress(CheckpointingException):  # the checkpoint counts by now
-            remove_others(journal)
+            remove_others(batches.journal)
     for finalize in request.finalize_fns:
         finalize()
 
@@ -247,35 +287,6 @@ def _own_error() -> Iterator[None]:
         if error.__cause__ is None:
             raise
         raise error.__cause__ from None
-
-
-def _request(
-    destination: Destination,
-    journal: Journal,
-    save_id: str,
-    batches: Sequence[Batch],
-    common: Any,
-    columns: ShardColumns,
-    state: Any,
-    watched: Watched,
-    rank: int,
-) -> _Prepared:
-    """Return the request that writes a batch, and the names of the files that it has written."""
-    noted, names = recording(destination.storage, announcer(journal, rank))
-    turn = Turn(rank, len(batches))
-    pending = PendingSave(noted, save_id, turn, None, destination.options, columns, state=state)
-    writes = tuple(map(watched, batches[rank].tensors)), tuple(map(_read, batches[rank].objects))
-    try:
-        request = save_request(
-            pending, RunningSave(), writes, common, destination.choices, destination.backends, destination.strategies
-        )
-    except UnsupportedValue as error:
-        keys = sorted({item.key for item in batches[rank].objects})
-        if keys:
-            named = repr(keys) if len(keys) <= _MOST_NAMED else "[...]"
-            error.add_note(f"convert: leave_out={named} converts without these objects")
-        raise
-    return request, names
 
 
 _MOST_NAMED = 5  # a model has an object of the same name in each layer: a pattern names them better than a list

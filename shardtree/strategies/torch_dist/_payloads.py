@@ -15,7 +15,7 @@ from ...codec import dtype_name
 from ...codec.archives import archive_ends, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
-from ...storage import Buffer, Reader, fetch_ahead, in_threads, opened, threads_of
+from ...storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
 from .._manifest import check_listed
 from .._values import Checkpoint
 from ..torch import decode_with_holes
@@ -127,7 +127,9 @@ def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Se
     archives, storage = listing.archives, checkpoint.storage
     end = max(int(archives.byte[number] + archives.length[number]) for number in numbers)
     name = archives.files[file]
-    length = storage.length(name)
+    # Where a look is a request, one is enough: each answer that is read says how long the file is.
+    known = checkpoint.once(_none_yet).lengths.get(file) if can(storage).read_range is not None else None
+    length = storage.length(name) if known is None else known
     if length is None or length < end:
         found = "no such file" if length is None else f"{length} bytes"
         fix = "The checkpoint was damaged, or not all of it was copied; load another one."
