@@ -7,7 +7,6 @@ from ._actions import (
     PROTOCOLS,
     Commit,
     Describe,
-    Explain,
     ListFiles,
     LoadCommon,
     LoadMetadata,

@@ -8,7 +8,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
-from ..plans import Prospect
 from ..storage import ReadReport, Storage
 from ._findings import Finding
 from ._traits import FormatTraits
@@ -29,7 +28,6 @@ class StrategyAction(Enum):
     LOAD_METADATA = "load_metadata"
     PARSE = "parse"
     RESOLVE = "resolve"
-    EXPLAIN = "explain"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
     REMOVE_SHARDED = "remove_sharded"
@@ -117,15 +115,6 @@ class Resolve(Protocol):
     def __call__(self, checkpoint: Checkpoint, keys: Set[str], listed: bool, /) -> Resolution | None: ...
 
 
-class Explain(Protocol):
-    """EXPLAIN: return why LOAD_SHARDED would refuse shards, and what it would read for the others; reads no tensor.
-
-    The shards' data isn't looked at. With `cast`, a dtype that can be converted is no reason to refuse.
-    """
-
-    def __call__(self, checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool, /) -> Prospect: ...
-
-
 class SaveCommon(Protocol):
     """SAVE_COMMON: write the common tree, on rank 0 alone, and return fields of metadata.json.
 
@@ -203,7 +192,6 @@ PROTOCOLS = {
     StrategyAction.LOAD_METADATA: LoadMetadata,
     StrategyAction.PARSE: Parse,
     StrategyAction.RESOLVE: Resolve,
-    StrategyAction.EXPLAIN: Explain,
     StrategyAction.SAVE_COMMON: SaveCommon,
     StrategyAction.SAVE_SHARDED: SaveSharded,
     StrategyAction.REMOVE_SHARDED: RemoveSharded,

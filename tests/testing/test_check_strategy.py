@@ -13,7 +13,6 @@ import torch
 
 from shardtree.errors import StrategyError, UnsupportedValue
 from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
-from shardtree.plans import Prospect
 from shardtree.storage import MemoryStorage, ReadReport
 from shardtree.strategies import (
     AsyncRequest,
@@ -188,6 +187,10 @@ def forgetful(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[
     return found[:1] * len(found)
 
 
+def grudging(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
+    raise UnsupportedValue("not today")
+
+
 def greedy(checkpoint: Checkpoint, key_prefix: str) -> None:
     native(StrategyAction.REMOVE_SHARDED)(checkpoint, key_prefix[:-8])
 
@@ -344,11 +347,17 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "the checkpoint's files are listed, and no others",
         r"lists \['notes.txt'\]",
     ),
-    "expects nothing to go wrong": (
-        StrategyAction.EXPLAIN,
-        lambda checkpoint, shards, cast: Prospect(),
+    "expects what doesn't go wrong": (
+        Metadata,
+        lambda checkpoint: replace(native(Metadata)(checkpoint), refused=lambda keys: dict.fromkeys(keys, "planted")),
         "explain says what a load would do",
-        "a key that isn't stored: says",
+        "a target that fits: says",
+    ),
+    "expects nothing to go wrong": (
+        Load,
+        grudging,
+        "explain says what a load would do",
+        "a target that fits: a load raises 'not today'",
     ),
     "works in the caller's memory": (Save, mangled, "any strides are saved", "changed the tensor that it was given"),
     "lets a raw error through": (Save, raw, "every dtype comes back bit for bit", "complex128: raised a raw TypeError"),

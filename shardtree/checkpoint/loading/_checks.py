@@ -35,7 +35,7 @@ from ...strategies import (
     get_default_strategy,
     old_unique_key,
 )
-from ...strategies.index import IndexMetadata
+from ...strategies.index import DeferredMetadata, IndexMetadata, explain_from_index
 from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata, stored_kinds
@@ -265,17 +265,15 @@ def prospect(
     *,
     cast: bool,
 ) -> Prospect:
-    """Return what loading some of a target's tensors would cost, and its problems; no costs if the format gives none.
+    """Return what loading some of a target's tensors would cost, and its problems; no cost without an index.
 
     Raises:
         StrategyError: the format can't list what it holds.
     """
     backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
-    explain = None if callable(choice) else find_strategy(StrategyAction.EXPLAIN, *backend, strategies=strategies)
-    if explain is not None:
-        found: Prospect = explain(checkpoint, shards, cast)
-        return found
     metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=strategies)(checkpoint)
+    if isinstance(metadata, IndexMetadata | DeferredMetadata):
+        return explain_from_index(checkpoint, metadata, shards, cast=cast)
     keys = sorted({shard.key for shard in shards})
     kinds = stored_kinds(metadata, keys)
     known = [shard for shard in shards if shard.key in kinds]

@@ -210,7 +210,7 @@ def _prepared(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any]
 def _check(load: _Load, found: _Found, rank: int) -> None:
     """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself."""
     request, kinds, tree = load.request, load.kinds, load.trees[rank]
-    target = take_apart(tree, donate=request.donate)
+    target, fitted = take_apart(tree, donate=request.donate), (plans.Prospect(), ObjectsFit())
     # If any rank's target failed, a missing key may be one that it asks for: none is reported.
     claimed = load.asked if len(load.ranks) == len(load.trees) else load.stored
     differing = mismatched_keys(load.mode, target.asked_of(load.stored), load.stored, claimed)
@@ -218,14 +218,13 @@ def _check(load: _Load, found: _Found, rank: int) -> None:
     run: Run = partial(found.recorded, [rank])
 
     def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
-        prospects, objects = plans.Prospect(), ObjectsFit()
+        prospects, objects = fitted
         with run("load: check the target"):
             prospects = load.prospect(target.tensors)
         with run("load: check the target"):
             objects = fit_objects(target.objects, load.objects, request.options.object_rules, keys.unexpected)
         return prospects, objects
 
-    fitted = (plans.Prospect(), ObjectsFit())
     kept, (whole, objects), _, omitted = check_rank(run, tree, target, keys, fit, load.common_of, fitted)
     with run("load: make memory"):
         check_given(kept.tensors, donate=request.donate)
@@ -233,7 +232,9 @@ def _check(load: _Load, found: _Found, rank: int) -> None:
     found.unexpected |= {one.key: one for one in named_unexpected(keys, target, load.common_of)}
     found.omitted = found.omitted.with_those_of(omitted)
     found.uncompared |= set(whole.uncompared)
-    found.undecided |= dict.fromkeys(undecided(load.checkpoint, request, kept, objects, kinds))
+    # Where the check has failed, that is said already.
+    is_known = whole is fitted[0] or whole.cost is not None
+    found.undecided |= dict.fromkeys(undecided(request, kept, objects, kinds, is_known=is_known))
     # Where ranks read for each other, what a rank reads is known once all are checked.
     groups = [] if load.exchange.together else groups_of(load.fitting(kept.tensors, whole.problems), kinds)
     cost = None if whole.cost is None else load.cost(groups) if len(groups) > 1 else whole.cost()

@@ -11,31 +11,27 @@ from ...mapping import ShardedTensor, given_tensor
 from ...mapping.memory import tied
 from ...objects import drop_objects
 from ...plans import Undecided, is_integer, stored_elements
-from ...strategies import Checkpoint, StrategyAction, find_strategy
-from .._dispatch import backend_of, sharded_backend
 from ._ask import LoadRequest
 from ._checks import ObjectsFit
 from ._targets import Kinds, Target
 
 
 def undecided(
-    checkpoint: Checkpoint, request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds
+    request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds, *, is_known: bool
 ) -> Iterator[Undecided]:
     """Yield what may fail when a rank's values are read, though all is stored as it should be.
 
     Args:
-        checkpoint: what is loaded.
-        request: how.
+        request: how it is loaded.
         target: what the rank loads.
         objects: how its objects fit.
         kinds: what is stored of its tensors.
+        is_known: whether the format says if tensors are stored whole.
     """
-    choice, _, strategies = request.choices
-    row = (StrategyAction.EXPLAIN, *backend_of(choice, sharded_backend(checkpoint.fields), strategies))
     # Everything here can fail only while bytes are read, so neither success nor failure can be promised.
-    if callable(choice):
+    if callable(request.choices[0]):
         yield Undecided("sharded_strategy", "a function of the caller's own loads the shards")
-    elif find_strategy(*row, strategies=strategies) is None:
+    elif not is_known:
         for key in sorted({shard.key for shard in target.tensors}):
             yield Undecided(key, "the format doesn't say whether it is stored whole")
     for shard in target.tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +12,13 @@ import torch
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ...layouts import TensorKind, shard_columns
 from ...mapping import ShardedTensor
-from ...plans import Prospect, ReadCost, find_unexpected, plan_load
+from ...plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, fetch_cost
 from .._checks import check_fit
 from .._masters import Comparison, first_difference, memory_of, pieces_of
 from .._metadata import check_lengths
 from .._values import Checkpoint
-from ..index import chunks_of, explain_from_index, file_at, find_texts, kind_at, plan_shards, texts
+from ..index import IndexMetadata, chunks_of, file_at, find_texts, kind_at, plan_shards, texts
 from ._contents import Contents
 from ._copies import Seen, refused_among
 
@@ -40,10 +40,8 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
     if computed:  # the plan is only made for what it checks: shapes and dtypes
         plan_shards(contents.shown, computed, shard_columns(computed))
     own = [shard for shard in shards if shard.key not in contents.derived and shard.key not in contents.numbers]
-    report = ReadReport()
-    if checkpoint.options.verify is None:
-        report = replace(report, uncompared=_uncompared(contents, own))
-    else:
+    report = ReadReport(uncompared=_uncompared(checkpoint, contents, {shard.key for shard in own}))
+    if checkpoint.options.verify is not None:
         _check_files(checkpoint, contents)
         for shard in own:
             report += _compare(checkpoint, contents, shard)
@@ -61,8 +59,8 @@ def _check_files(checkpoint: Checkpoint, contents: Contents) -> None:
         seen.files = True
 
 
-def _uncompared(contents: Contents, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
-    return tuple(sorted({shard.key for shard in shards} & contents.compared.keys()))
+def _uncompared(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> tuple[str, ...]:
+    return tuple(sorted(keys & contents.compared.keys())) if checkpoint.options.verify is None else ()
 
 
 def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> None:
@@ -157,32 +155,29 @@ def compare_all(checkpoint: Checkpoint, contents: Contents) -> Iterator[CorruptC
             yield error
 
 
-def explain(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return why shards can't be loaded, and what loading the others would read, from the index alone.
+def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
+    """Return every stored tensor by key, and object by unique key, whole and without data."""
+    return IndexMetadata(
+        contents.shown,
+        refused=partial(refused_among, checkpoint, contents, reads=False),
+        uncompared=partial(_uncompared, checkpoint, contents),
+        cost=partial(_cost, checkpoint, contents),
+    )
 
-    What a comparison of masters with weights reads isn't counted.
-    """
-    # The index of what is shown has the masters' places in derived tensors' rows: their cost is planned anew below.
-    refused = refused_among(checkpoint, contents, {shard.key for shard in shards}, reads=False)
-    found = explain_from_index(contents.shown, shards, lambda plan: ReadCost(), cast=cast, refused=refused)
-    wrong = {getattr(problem, "key", None) for problem in found.problems}
 
-    def cost() -> ReadCost:
-        fit = [_as_read(contents, shard) for shard in shards if shard.key not in wrong]
-        asked = [shard for shard in fit if shard.key not in contents.numbers]
-        columns = shard_columns(asked)
-        numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
-        plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
-        files = {number: contents.checked[number] for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
-        check_lengths(checkpoint, files.values())
-        return fetch_cost(files, plan, verify=checkpoint.options.verify)
-
-    uncompared = _uncompared(contents, shards) if checkpoint.options.verify is None else ()
-    return replace(found, cost=cost, uncompared=uncompared)
+def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
+    """Return what loading shards would read; what a comparison of masters with weights reads isn't counted."""
+    # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
+    asked = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
+    columns = shard_columns(asked)
+    numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
+    plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
+    files = {number: contents.checked[number] for number in np.union1d(plan.runs.file, plan.strided.file).tolist()}
+    check_lengths(checkpoint, files.values())
+    return fetch_cost(files, plan, verify=checkpoint.options.verify)
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
     """Return a shard without data, in the key and dtype that its bytes have."""
     key = contents.derived.get(shard.key, shard.key)
-    dtype = shard.dtype if key in contents.numbers else _stored_kind(contents, key).dtype
-    return replace(shard, key=key, dtype=dtype, data=None)
+    return replace(shard, key=key, dtype=_stored_kind(contents, key).dtype, data=None)

@@ -1,4 +1,4 @@
-"""The rows of a format that consists of torch.save's files: loads, metadata, explain, verify."""
+"""The rows of a format that consists of torch.save's files: loads, metadata, verify."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any
 from ...codec.archives import Record
 from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Prospect
 from ...storage import ReadReport, in_threads, opened, read_crc32, threads_of
-from .._actions import Explain, LoadCommon, LoadMetadata, LoadObjects, LoadSharded, Resolution, Resolve, VerifyFiles
+from .._actions import LoadCommon, LoadMetadata, LoadObjects, LoadSharded, Resolution, Resolve, VerifyFiles
 from .._checks import check_objects_known
 from .._findings import Damage, Finding, uncovered
 from .._values import Checkpoint
-from ..index import IndexMetadata, file_contents, regions_between
+from ..index import file_contents, regions_between
 from ..torch import HEADERS
 from ._contents import Contents
 from ._copies import differing_among, resolution
 from ._files import ArchiveFile, filled
-from ._load import compare_all, explain, load_sharded
+from ._load import compare_all, load_metadata, load_sharded
 
 ReadContents = Callable[[Checkpoint], Contents]
 """Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
 
 
-RowFunctions = tuple[LoadCommon, LoadSharded, LoadObjects, LoadMetadata, Explain, VerifyFiles, Resolve]
+RowFunctions = tuple[LoadCommon, LoadSharded, LoadObjects, LoadMetadata, VerifyFiles, Resolve]
 """Functions of a format's rows, in this order."""
 
 
 def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
-    """Return the functions of a format that can say what is in its files: all that load, explain and verify.
+    """Return the functions of a format that can say what is in its files: all that load and verify.
 
     Args:
         read_contents: called once for an open checkpoint.
@@ -53,13 +52,9 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
         check_objects_known(wanted, [key in known for key in wanted])
         return [filled(checkpoint, known[key]) for key in wanted]
 
-    def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
+    def metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
         """Return every stored tensor by key, and object by unique key, whole and without data."""
-        return IndexMetadata(contents(checkpoint).shown)
-
-    def explain_load(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-        """Return what loading shards would cost, from the index alone."""
-        return explain(checkpoint, contents(checkpoint), shards, cast)
+        return load_metadata(checkpoint, contents(checkpoint))
 
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         """Return which records aren't as they were saved, and which parameters' masters aren't their weights."""
@@ -73,7 +68,7 @@ def rows_from_contents(read_contents: ReadContents) -> RowFunctions:
         """Return how ranks compare copies together, if some of the tensors have any that only reading tells apart."""
         return resolution(checkpoint, contents(checkpoint), keys)
 
-    return load_common, load, load_objects, load_metadata, explain_load, verify, resolve
+    return load_common, load, load_objects, metadata, verify, resolve
 
 
 def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:

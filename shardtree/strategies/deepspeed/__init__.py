@@ -4,7 +4,7 @@ from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
 from ._listing import LATEST, LATEST_UNIVERSAL, UNIVERSAL, ZERO, recognize
 
-_ACTIONS = ("load_common", "load_sharded", "load_objects", "load_metadata", "explain", "verify", "resolve")
+_ACTIONS = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify", "resolve")
 _DECIDED_BY = (LATEST, LATEST_UNIVERSAL, "*_model_states.pt", "*_optim_states.pt")
 
 ROWS: StoredRows = {

@@ -219,4 +219,4 @@ def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], st
             tensors.compared.update((state_key(state, parameter.name), pair) for state in states)
 
 
-load_common, load_sharded, load_objects, load_metadata, explain, verify, resolve = rows_from_contents(read_contents)
+load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)

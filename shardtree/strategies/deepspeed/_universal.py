@@ -171,4 +171,4 @@ def _steps(model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]]) ->
         yield from ((parameter, own if step is None else step) for parameter in parameters)
 
 
-load_common, load_sharded, load_objects, load_metadata, explain, verify, resolve = rows_from_contents(read_contents)
+load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)

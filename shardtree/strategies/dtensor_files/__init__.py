@@ -4,7 +4,7 @@ from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
 from ._listing import PATTERNS, recognize
 
-_ACTIONS = ("load_common", "load_sharded", "load_objects", "load_metadata", "explain", "verify", "resolve")
+_ACTIONS = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify", "resolve")
 
 ROWS: StoredRows = {
     (StrategyAction.RECOGNIZE, "dtensor_files", 1): recognize,

@@ -164,4 +164,4 @@ def _objects(extra: Sequence[Any]) -> dict[str, Any]:
     return {ShardedObject("rng", None, (count,), (rank,)).unique_key: state for rank, state in enumerate(states)}
 
 
-load_common, load_sharded, load_objects, load_metadata, explain, verify, resolve = rows_from_contents(read_contents)
+load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)

@@ -12,7 +12,6 @@ ROWS: StoredRows = {
     (StrategyAction.LOAD_SHARDED, "huggingface", 1): "huggingface._load:load_sharded",
     (StrategyAction.LOAD_METADATA, "huggingface", 1): "huggingface._load:load_metadata",
     (StrategyAction.PARSE, "huggingface", 1): "huggingface._contents:parse",
-    (StrategyAction.EXPLAIN, "huggingface", 1): "huggingface._load:explain",
     (StrategyAction.SAVE_COMMON, "huggingface", 1): "huggingface._save:save_common",
     (StrategyAction.SAVE_SHARDED, "huggingface", 1): "huggingface._save:save_sharded",
     (StrategyAction.COMMIT, "huggingface", 1): "huggingface._save:commit",

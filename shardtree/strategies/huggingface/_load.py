@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Prospect
 from ...storage import ReadReport, Storage
 from .._checks import check_taken
 from .._findings import Damage, Finding, Unchecked, untaken_findings
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
-from ..index import IndexMetadata, explain_from_index, load_from_index, planned_cost
+from ..index import IndexMetadata, load_from_index
 from ._contents import WeightFile, absent, contents, read_contents, read_header
 from ._listing import Listing, are_tied, find_weights, read_listing
 
@@ -31,13 +29,6 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     found = read_contents(checkpoint)
     check_taken(found.refused, [shard.key for shard in shards])
     return load_from_index(checkpoint, found.index, shards)
-
-
-def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would cost, from the files' headers alone."""
-    found = read_contents(checkpoint)
-    cost = partial(planned_cost, checkpoint, found.index)
-    return explain_from_index(found.index, shards, cost, cast=cast, refused=found.refused)
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:

@@ -23,6 +23,7 @@ from .._checks import check_fit
 from .._metadata import check_lengths
 from .._values import Checkpoint
 from ._columns import Index, chunks_of, file_at, find_texts, kind_at, kinds_at, stored_alike, texts
+from ._metadata import DeferredMetadata, IndexMetadata
 
 # A box that is one run of one stored chunk, such as a few rows of a large tensor: found and read without a plan, which
 # would take longer than the read
@@ -294,22 +295,20 @@ _CONTRADICTION = "its stored chunks overlap; the checkpoint contradicts itself"
 
 
 def explain_from_index(
-    index: Index,
-    shards: Sequence[ShardedTensor],
-    cost: Callable[[LoadPlan], plans.ReadCost],
-    *,
-    cast: bool,
-    refused: Mapping[str, str],
+    checkpoint: Checkpoint, metadata: IndexMetadata | DeferredMetadata, shards: Sequence[ShardedTensor], *, cast: bool
 ) -> plans.Prospect:
-    """Return the problems and the cost of loading shards: EXPLAIN of any format with an index.
+    """Return the problems and the cost of loading shards of any format with an index; reads no tensor.
 
     Args:
-        index: what is stored.
-        shards: what is asked for.
-        cost: returns the cost of a plan.
+        checkpoint: what would be loaded.
+        metadata: what is stored of it.
+        shards: what is asked for; their data isn't looked at.
         cast: whether dtypes are converted.
-        refused: why a tensor that isn't in the index can't be read, by its key.
     """
+    keys = {shard.key for shard in shards}
+    stored = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
+    refused = stored.untaken if stored.refused is None else stored.refused(keys)
+    index = (metadata if isinstance(metadata, IndexMetadata) else metadata.of(keys - refused.keys())).index
     kinds, misfits = _misfits(index, shards, cast=cast, refused=refused)
     wrong = {misfit.key for misfit in misfits}
     known = (shard for shard in shards if shard.key in kinds and shard.key not in wrong)
@@ -318,7 +317,9 @@ def explain_from_index(
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
     plan = plans.plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
     doubled = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
-    return plans.Prospect((*misfits, *doubled, *plans.find_gaps(fit, plan.covered, kinds)), partial(cost, plan))
+    cost = partial(planned_cost, checkpoint, index, plan) if stored.cost is None else partial(stored.cost, fit, plan)
+    problems = (*misfits, *doubled, *plans.find_gaps(fit, plan.covered, kinds))
+    return plans.Prospect(problems, cost, tuple(stored.uncompared(keys)))
 
 
 def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

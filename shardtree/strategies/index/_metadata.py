@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeVar
@@ -10,6 +10,7 @@ from typing import TypeVar
 from ...errors import plural
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor
+from ...plans import LoadPlan, ReadCost
 from ._columns import Index, find_texts, kinds_at, texts, whole_shard, whole_shards
 
 # Views make many values together, which is faster than each by its key.
@@ -62,11 +63,19 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         on_files: the index with files as they are named in the folder, where `index` has a virtual one; None where it
             hasn't.
         untaken: why something that is stored can't be loaded and isn't listed, by its key or name.
+        refused: returns that of some keys, where it depends on them.
+        uncompared: returns those of some keys, of an optimizer's states, whose masters won't be compared with weights
+            by this load, though they could be.
+        cost: returns what a load reads, of shards in their stored dtypes, and of a plan of their bytes on the index;
+            None where that is what the plan says.
     """
 
     index: Index
     on_files: Callable[[], Index] | None = None
     untaken: Mapping[str, str] = field(default_factory=dict)
+    refused: Callable[[Set[str]], Mapping[str, str]] | None = None
+    uncompared: Callable[[Set[str]], Sequence[str]] = lambda _: ()
+    cost: Callable[[Sequence[ShardedTensor], LoadPlan], ReadCost] | None = None
 
     @property
     def shown(self) -> Index:

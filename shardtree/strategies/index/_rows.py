@@ -1,4 +1,4 @@
-"""The rows that follow from an index of which box lies where: loads, metadata, explain, verify and removal."""
+"""The rows that follow from an index of which box lies where: loads, metadata, verify and removal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ...codec import decode_tree
 from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import Prospect, Runs, runs_plan
+from ...plans import Runs, runs_plan
 from ...storage import ReadReport, Storage, can, remove_files, sync_folder
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
@@ -28,7 +27,7 @@ from .._values import Checkpoint
 from ._columns import Index, find_texts, text_columns, texts
 from ._damage import files_damage
 from ._file import encode_index, index_name, read_index
-from ._load import explain_from_index, load_from_index, planned_cost, read_planned
+from ._load import load_from_index, read_planned
 from ._metadata import IndexMetadata
 
 # The rows
@@ -39,7 +38,7 @@ ReadIndex = Callable[[Checkpoint], Index]
 
 
 def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strategies:
-    """Return the rows of a format that can say where its bytes are: LOAD_SHARDED, _OBJECTS, _METADATA, EXPLAIN, VERIFY.
+    """Return the rows of a format that can say where its bytes are: LOAD_SHARDED, _OBJECTS, _METADATA, VERIFY.
 
     Loads read only the bytes that are needed, straight into the targets' memory; each stored chunk has to be row-major
     bytes at one place in one file. Objects are stored as `item_bytes` encodes them.
@@ -52,7 +51,7 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
     Examples:
         >>> rows = rows_from_index("tar", 1, read_index)
         >>> sorted(action.value for action, *_ in rows)
-        ['explain', 'load_metadata', 'load_objects', 'load_sharded', 'verify']
+        ['load_metadata', 'load_objects', 'load_sharded', 'verify']
     """
 
     def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -67,11 +66,6 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
         """Return every stored tensor by key, and object by unique key, whole and without data."""
         return IndexMetadata(checkpoint.once(read_index))
 
-    def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-        """Return what loading shards would cost, from the index alone."""
-        index = checkpoint.once(read_index)
-        return explain_from_index(index, shards, partial(planned_cost, checkpoint, index), cast=cast, refused={})
-
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         """Return which blocks of the indexed files aren't as they were saved, and which have no hash."""
         return verify_index(checkpoint, read_index)
@@ -80,7 +74,6 @@ def rows_from_index(backend: str, version: int, read_index: ReadIndex) -> Strate
         (StrategyAction.LOAD_SHARDED, backend, version): load_sharded,
         (StrategyAction.LOAD_OBJECTS, backend, version): load_objects,
         (StrategyAction.LOAD_METADATA, backend, version): load_metadata,
-        (StrategyAction.EXPLAIN, backend, version): explain,
         (StrategyAction.VERIFY, backend, version): verify,
     }
 

@@ -7,7 +7,7 @@ from ._verify import verify_files
 from ._write import load_common, save_common, save_sharded
 
 ROWS: Strategies = {
-    **rows_of_saves("safetensors", 1),  # loads, metadata, explain, removal, files: from the index
+    **rows_of_saves("safetensors", 1),  # loads, metadata, removal, files: from the index
     (StrategyAction.LOAD_COMMON, "safetensors", 1): load_common,
     (StrategyAction.SAVE_COMMON, "safetensors", 1): save_common,
     (StrategyAction.SAVE_SHARDED, "safetensors", 1): save_sharded,

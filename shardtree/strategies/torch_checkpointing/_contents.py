@@ -152,4 +152,4 @@ def _is_inside(offset: Sequence[int], size: Sequence[int], whole: Sequence[int])
     return all(low + length <= end for low, length, end in zip(offset, size, whole, strict=True))
 
 
-load_common, load_sharded, load_objects, load_metadata, explain, verify, resolve = rows_from_contents(read_contents)
+load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)

@@ -15,13 +15,13 @@ from ...errors import UnsupportedValue, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided, runs_plan
+from ...plans import LoadPlan, ReadCost, Runs, Strided, runs_plan
 from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
 from .._actions import Resolution
 from .._checks import check_objects_known, check_taken
 from .._findings import Damage
 from .._values import Checkpoint
-from ..index import DeferredMetadata, Index, IndexMetadata, explain_from_index, plan_shards
+from ..index import DeferredMetadata, Index, IndexMetadata, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, index_on_files, is_object, read_listing
 from ._model_states import FIX, Compared, differing, refuse, refused_among, states_among
@@ -70,7 +70,9 @@ def read_archives(
     return report
 
 
-def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> ReadCost:
+def archives_cost(
+    checkpoint: Checkpoint, listing: Listing, shards: Sequence[ShardedTensor], plan: LoadPlan
+) -> ReadCost:
     """Return the cost of a plan on a listing's index, assuming each tensor in row-major order and with a checksum.
 
     Archives stay closed, so that another order isn't known. Looking up where a tensor begins, in each archive's own
@@ -79,6 +81,7 @@ def archives_cost(checkpoint: Checkpoint, listing: Listing, plan: LoadPlan) -> R
     Args:
         checkpoint: how the files are read.
         listing: on which the plan was made.
+        shards: that would be filled.
         plan: what would be read.
 
     Raises:
@@ -161,7 +164,14 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
     listing = read_listing(checkpoint)
 
     def metadata_of(index: Index) -> IndexMetadata:
-        return IndexMetadata(index, partial(index_on_files, listing, index), listing.unknown)
+        return IndexMetadata(
+            index,
+            partial(index_on_files, listing, index),
+            listing.unknown,
+            partial(refused_among, listing),
+            partial(states_among, checkpoint, listing) if checkpoint.options.verify is None else lambda _: (),
+            partial(archives_cost, checkpoint, listing),
+        )
 
     stored = metadata_of(listing.index)
     if not any(map(is_bucket, listing.contents.tensors)):
@@ -269,18 +279,6 @@ def master_damage(checkpoint: Checkpoint) -> list[Damage]:
     listing = read_listing(checkpoint)
     wrong = _differing(checkpoint, listing, 0, 1) if states_among(checkpoint, listing, listing.contents.tensors) else {}
     return [Damage("", f"{reason}. {FIX}", keys=(key,)) for key, reason in sorted(wrong.items())]
-
-
-def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would cost, from `.metadata` alone: archives stay closed."""
-    listing = read_listing(checkpoint)
-    cost = partial(archives_cost, checkpoint, listing)
-    keys = {shard.key for shard in shards}
-    index = _index_for(checkpoint, listing, keys)
-    found = explain_from_index(index, shards, cost, cast=cast, refused=refused_among(listing, keys))
-    if checkpoint.options.verify is not None:
-        return found
-    return replace(found, uncompared=tuple(states_among(checkpoint, listing, keys)))
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

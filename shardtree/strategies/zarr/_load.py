@@ -18,14 +18,13 @@ from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, 
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, Prospect, ReadCost, Runs, Strided
+from ...plans import LoadPlan, ReadCost, Runs, Strided
 from ...storage import MemoryStorage, ReadReport, Storage, fetch
 from .._checks import check_taken
 from .._metadata import check_lengths, read_checked
 from .._values import Checkpoint, Fields
 from ..index import (
     IndexMetadata,
-    explain_from_index,
     file_at,
     objects_from_index,
     plan_shards,
@@ -160,16 +159,8 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     return report
 
 
-def explain(checkpoint: Checkpoint, shards: Sequence[ShardedTensor], cast: bool) -> Prospect:
-    """Return what loading shards would cost, from metadata and the lengths of files alone.
-
-    A chunk that has to be decoded counts with its whole file.
-    """
-    group = read_arrays(checkpoint)
-    return explain_from_index(group.index, shards, partial(_cost, checkpoint, group), cast=cast, refused=group.untaken)
-
-
-def _cost(checkpoint: Checkpoint, group: Group, plan: LoadPlan) -> ReadCost:
+def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
+    """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
     plain, made = _split(group, plan)
     numbers = [
         number for number in np.union1d(made.runs.file, made.strided.file).tolist() if group.made[number][1] is not None
@@ -261,7 +252,7 @@ def _with_fill(array: StoredArray) -> StoredArray:
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     group = read_arrays(checkpoint)
-    return IndexMetadata(group.index, untaken=group.untaken)
+    return IndexMetadata(group.index, untaken=group.untaken, cost=partial(_cost, checkpoint, group))
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

@@ -97,7 +97,6 @@ _NEEDS = {
     StrategyAction.SAVE_SHARDED: (StrategyAction.LOAD_SHARDED,),
     StrategyAction.SAVE_COMMON: (StrategyAction.LOAD_COMMON,),
     StrategyAction.LOAD_SHARDED: (StrategyAction.LOAD_METADATA,),
-    StrategyAction.EXPLAIN: (StrategyAction.LOAD_SHARDED,),
     StrategyAction.RESOLVE: (StrategyAction.LOAD_SHARDED,),
     StrategyAction.COMMIT: (StrategyAction.SAVE_SHARDED,),
 }

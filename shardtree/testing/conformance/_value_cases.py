@@ -11,11 +11,13 @@ import torch
 
 from ...checkpoint import (
     explain,
+    load,
     load_common_state_dict,
     load_content_metadata,
     load_sharded_metadata,
     remove_sharded_tensors,
 )
+from ...errors import CheckpointingException
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Mismatch, Unexpected
 from ...strategies import StrategyAction
@@ -198,6 +200,14 @@ def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | Non
     kinds = [type(problem) for problem in found.problems]
     expected = [] if kind is None else [kind]
     assert kinds == expected, f"says {[str(problem) for problem in found.problems]}, expected {expected}"
+    raised = ""
+    try:
+        load({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
+    except CheckpointingException as error:
+        raised = str(error)
+    assert all(problem.key in raised for problem in found.problems) and bool(raised) == bool(kinds), (
+        f"a load raises {raised!r}, and explain says {[str(problem) for problem in found.problems]}"
+    )
 
 
 def removals(subject: Subject) -> Iterator[Case]:
@@ -237,6 +247,6 @@ PROMISES = (
     Promise("common values keep their places", _COMMON, common_positions, saves=True),
     Promise("metadata says what was saved", _METADATA, metadata),
     Promise("metadata names every object", _METADATA | {StrategyAction.LOAD_OBJECTS}, object_metadata),
-    Promise("explain says what a load would do", LOADS | {StrategyAction.EXPLAIN}, explanations),
+    Promise("explain says what a load would do", LOADS | _METADATA, explanations),
     Promise("removal takes what has the prefix, and no more", LOADS | {StrategyAction.REMOVE_SHARDED}, removals),
 )
