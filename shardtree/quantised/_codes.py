@@ -16,11 +16,17 @@ MOST = {FP8: 448.0, "fp4": 6.0}
 
 def floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return FP8 values as float32."""
-    if _is_plain(tensor) and tensor.ndim and tensor.shape[-1] % 2 == 0 and tensor.stride(-1) == 1:
-        # Two at a time from a table: torch converts one by one, seven times slower.
-        pairs = tensor.view(torch.uint8).numpy().view(np.uint16)
-        return torch.from_numpy(_pairs_of(tensor.dtype).take(pairs)).view(torch.float32)
-    return tensor.to(torch.float32)
+    if tensor.dtype is not FP8 or not _is_plain(tensor):
+        return tensor.to(torch.float32)
+    # Sign, exponent and mantissa are moved to where float16 has them, whose exponents are less by 8: torch converts
+    # FP8 one by one, ten times slower.
+    codes = tensor.view(torch.int8)
+    halves = codes.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+    found = halves.view(torch.float16).to(torch.float32).mul_(256.0)
+    sizes = codes & 127
+    if sizes.numel() and int(sizes.max()) == 127:  # NaN, of which float16 makes a number
+        found[sizes == 127] = tensor[sizes == 127].to(torch.float32)
+    return found
 
 
 def fours(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,12 +73,6 @@ def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Ten
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether NumPy may read a tensor's memory: a tensor that is traced has none."""
     return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
-
-
-@cache
-def _pairs_of(dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    codes = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(dtype)
-    return codes.to(torch.float32).view(torch.float64).numpy()
 
 
 @cache

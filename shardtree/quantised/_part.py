@@ -12,7 +12,7 @@ from ..errors import UnsupportedValue, error_text
 from ..geometry import slices
 from ..lazy import Box
 
-WINDOW = 2**18
+WINDOW = 2**19
 """Elements that are computed at a time, so that they stay in the processor's cache."""
 
 
@@ -90,7 +90,8 @@ class Part:
         """Return elements for a box of the weight, from `box` of what is stored; those that all share have one."""
         found = self.read(stored)
         if self.group > 0:
-            found = found - torch.arange(offset[-2], offset[-2] + shape[-2]).to(found.device) // self.group
+            places = torch.arange(offset[-2], offset[-2] + shape[-2], device=found.device)
+            found = found - places // self.group
         if len(self.per or ()) == 1:
             found = found.unsqueeze(-1)
         for axis, per, step in zip((-2, -1), self.per or (), self.steps, strict=False):
