@@ -21,10 +21,10 @@ from ..layouts import ShardColumns, join_columns, place_text, shard_columns, ten
 from ..mapping import ShardedTensor
 from ..plans import held_places
 from ..storage import Directory, Storage, in_threads
-from ..strategies import LoadOptions, Resolution, Strategies, StrategyAction, find_strategy
+from ..strategies import Copies, LoadOptions, Resolution, Strategies, StrategyAction, find_strategy
 from ..world import World, agree, current_world, gather, on_rank_zero, one_process, share
 from ._differences import ValueDifference, combined, value_difference
-from ._dispatch import sharded_backend
+from ._dispatch import given_options, sharded_backend
 from ._open import open_at, sharded_metadata
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class ReplicaDifference:
         than: those that hold what the main replica does, or the first file.
         box: the part, as text.
         values: how the elements differ, the main replica's on the left; `first` is an index in the tensor. None where
-            they aren't of one dtype and shape.
+            they aren't of one dtype and shape, or others have none.
     """
 
     key: str
@@ -54,7 +54,7 @@ class ReplicaDifference:
     def __str__(self) -> str:
         what, found = _unlike(self.key, self.holders, self.than), self.values
         if found is None:
-            return f"{what}, of another dtype or shape"
+            return f"{what}: none, or of another dtype or shape"
         ulps = "" if found.ulps is None else f" ({found.ulps} ulp)"
         largest = "" if found.largest is None else f", by at most {found.largest}{ulps}"
         amount = f"{found.count} of {found.elements} in {self.box}{largest}"
@@ -97,7 +97,11 @@ def tree_shards(doing: str, tree: Any) -> list[ShardedTensor]:
 
 @shielded
 def check_replicas(
-    tree: Any | Directory, *, world: Any = None, strategies: Strategies | None = None
+    tree: Any | Directory,
+    *,
+    world: Any = None,
+    strategies: Strategies | None = None,
+    options: LoadOptions | None = None,
 ) -> tuple[ReplicaDifference, ...]:
     """Return which replicas of a tree's tensors differ, bit for bit, and how; every rank of the world calls it.
 
@@ -110,6 +114,7 @@ def check_replicas(
             checkpoint, of whose format ranks have files with copies of their own; rank 0 reads those.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         strategies: the dispatch table, for a checkpoint.
+        options: how a checkpoint is read: `parameter_names` and `types` count here.
 
     Returns:
         A difference for each group of ranks that holds something else than the main replica, the same on all ranks;
@@ -133,7 +138,7 @@ def check_replicas(
     """
     ranks = current_world(world)
     if isinstance(tree, (str, PathLike, Storage)):
-        return on_rank_zero(ranks, "check_replicas: read", partial(_stored, tree, strategies))
+        return on_rank_zero(ranks, "check_replicas: read", partial(_stored, tree, strategies, options))
     shards = agree(ranks, "check_replicas: find the shards", partial(tree_shards, "check_replicas", tree))
     described = gather(ranks, "check_replicas: describe shards", partial(shard_columns, shards, ranks.rank))
     return differing_replicas(ranks, lambda: (join_columns(described), shards))
@@ -253,25 +258,35 @@ def _described(columns: ShardColumns, pair: Pair, values: ValueDifference) -> Re
     return ReplicaDifference(columns.keys[key], holders, than, place, values)
 
 
-def _stored(directory: Directory, strategies: Strategies | None) -> tuple[ReplicaDifference, ...]:
+def _stored(
+    directory: Directory, strategies: Strategies | None, options: LoadOptions | None
+) -> tuple[ReplicaDifference, ...]:
     """Return which copies differ that a checkpoint's files have of one part, a part at a time."""
-    checkpoint = open_at(directory, one_process(), LoadOptions(), strategies)
+    checkpoint = open_at(directory, one_process(), given_options("open", options, LoadOptions), strategies)
     row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
-    keys = set(sharded_metadata(checkpoint, None, None, strategies)) if row is not None else set()
+    # The metadata isn't listed: of states in buckets that would raise where copies differ.
+    keys = sharded_metadata(checkpoint, None, None, strategies).keys() if row is not None else ()
     found: Resolution | None = None if row is None else row(checkpoint, keys, True)
-    differences: list[ReplicaDifference] = []
-    for key, copies in () if found is None else found.copies:
-        (_, read), *_ = copies
-        first = read()
-        groups: dict[Any, tuple[list[str], ValueDifference | None]] = {}
-        for name, read in copies:
-            data = read()
-            kind = data.dtype, tuple(data.shape), bytes_total(row_major_bits(data))
-            if kind not in groups:
-                is_like = kind[:2] == (first.dtype, tuple(first.shape))
-                groups[kind] = [], value_difference(key, first, data, _PIECE, _ignore) if is_like else None
-            groups[kind][0].append(name)
-        than, *others = groups.values()
-        box = place_text(tuple(slice(0, size) for size in first.shape))
-        differences += [ReplicaDifference(key, tuple(names), tuple(than[0]), box, how) for names, how in others]
-    return tuple(differences)
+    if found is None or found.copies is None:
+        return ()
+    return tuple(difference for copies in found.copies() for difference in _unlike_copies(copies))
+
+
+def _unlike_copies(copies: Copies) -> Iterator[ReplicaDifference]:
+    groups: dict[Any, tuple[list[str], ValueDifference | None]] = {}
+    first = copies.held[0][1]()
+    for name, read in copies.held:
+        data = read()
+        kind = None if data is None else (data.dtype, tuple(data.shape), bytes_total(row_major_bits(data)))
+        if kind not in groups:
+            is_like = kind is not None and kind[:2] == (first.dtype, tuple(first.shape))
+            how = value_difference(copies.key, first, data, _PIECE, _ignore) if is_like else None
+            if how is not None:
+                at = tuple(low + index for low, index in zip(copies.offset, how.first, strict=True))
+                how = replace(how, first=at, elements=first.numel())
+            groups[kind] = [], how
+        groups[kind][0].append(name)
+    than, *others = groups.values()
+    box = place_text(tuple(slice(low, low + size) for low, size in zip(copies.offset, first.shape, strict=True)))
+    for names, how in others:
+        yield ReplicaDifference(copies.key, tuple(names), tuple(than[0]), box, how)

@@ -6,6 +6,7 @@ This room isn't settled: its names may still change, those of the root alone sta
 from ._actions import (
     PROTOCOLS,
     Commit,
+    Copies,
     Describe,
     ListFiles,
     LoadCommon,

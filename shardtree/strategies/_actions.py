@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import ReadReport, Storage
@@ -89,6 +89,20 @@ class Parse(Protocol):
     def __call__(self, checkpoint: Checkpoint, /) -> Any: ...
 
 
+class Copies(NamedTuple):
+    """What files, or parts of one, have of one box of a tensor.
+
+    Attributes:
+        key: the tensor's.
+        offset: where the box begins in the tensor.
+        held: whose each copy is, and a function that reads it, which returns None where it has none.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    held: Sequence[tuple[str, Callable[[], Any]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Resolution:
     """How the ranks of a load find out together what a format's metadata doesn't say.
@@ -97,13 +111,12 @@ class Resolution:
         find: returns plain data, the result of a share of the work; called with the share's number, and how many shares
             there are: one for each rank that needs it.
         keep: notes all shares' results, in order, in what the format knows of the checkpoint on this rank; or raises.
-        copies: what of this compares copies that files have of one part of a tensor: its key, and the name of each file
-            with a function that reads its copy. One rank alone compares them as it reads.
+        copies: returns what of this compares copies; None where nothing does. One rank alone compares them as it reads.
     """
 
     find: Callable[[int, int], Any]
     keep: Callable[[Sequence[Any]], None]
-    copies: Sequence[tuple[str, Sequence[tuple[str, Callable[[], Any]]]]] = ()
+    copies: Callable[[], Iterable[Copies]] | None = None
 
 
 class Resolve(Protocol):

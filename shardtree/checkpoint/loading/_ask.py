@@ -223,7 +223,7 @@ def resolve(
 
     def unresolved() -> Resolution | None:
         found = None if callable(sharded) else row(checkpoint, *wanted())
-        return None if found is not None and found.copies and world.size == 1 else found
+        return None if found is not None and found.copies is not None and world.size == 1 else found
 
     resolution, needed = share(world, "load: needs resolving", unresolved, lambda found: found is not None)
     ranks = [rank for rank, needs in enumerate(needed) if needs]

@@ -17,7 +17,7 @@ from ...storage import ByteRanges, StoredFile
 from .._masters import Comparison
 from .._values import Checkpoint
 from ..index import Index, build_index
-from ._copies import Copy, same_by_checksum
+from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile
 
 _STATE = "optimizer.state"
@@ -68,7 +68,7 @@ class Contents:
         numbers: tensors without axes that files hold as Python numbers.
         compared: by the key of a state, what shows that its bytes are the parameter's.
         refused: why a tensor can't be loaded, by its key, though it is there.
-        copies: of a tensor, by its key, that are compared when it is read.
+        copies: of a tensor, by its key, that are compared when it is read; all of it, where any may differ.
         objects: sharded objects by unique key, their tensors not filled.
         common: the common state, its tensors not filled.
         check: reads a little, once, before any tensor is read, and raises if a file isn't its rank's own; None where
@@ -100,7 +100,8 @@ class Tensors:
         numbers: likewise.
         compared: likewise.
         refused: likewise.
-        copies: likewise.
+        copies: likewise, those too that are known to be the same.
+        told: numbers, with the file of each.
     """
 
     kinds: dict[str, TensorKind] = field(default_factory=dict)
@@ -110,14 +111,19 @@ class Tensors:
     compared: dict[str, Comparison] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
+    told: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, key: str, dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Piece] = ()) -> None:
         """Add a tensor that is shown, with the pieces that are stored of it."""
         self.kinds[key] = TensorKind(dtype, tuple(shape), 0)
         self.pieces.extend(pieces)
 
-    def add_number(self, key: str, value: float) -> None:
-        """Add a number without axes, as torch's optimizers have their `step`."""
+    def add_number(self, key: str, value: float, where: str) -> None:
+        """Add a number without axes that a file has, as torch's optimizers have their `step`; the first one counts."""
+        first = self.told.setdefault(key, (value, where))
+        if first[1] != where:
+            self.add_copy([key], first[0], value, (first[1], where))
+            return
         self.add(key, torch.float32, ())
         try:
             self.numbers[key] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
@@ -129,10 +135,19 @@ class Tensors:
         self.derived[key] = master
         self.add(key, dtype, shape)
 
-    def add_copy(self, key: str, one: StoredTensor, other: StoredTensor | None, reason: str) -> None:
-        """Add a copy of a part that another file should have; the reason says that they differ."""
-        if not same_by_checksum(one, other):
-            self.copies.setdefault(key, []).append(Copy(one, other, reason))
+    def add_copy(
+        self,
+        keys: Sequence[str],
+        one: Stored,
+        other: Stored | None,
+        places: tuple[str, str],
+        offset: tuple[int, ...] | None = None,
+    ) -> None:
+        """Add what another file has of a box of each of these tensors; without an offset, of all of it."""
+        axes = len(one.shape) if isinstance(one, StoredTensor) else 0
+        copy = Copy(one, other, places, (0,) * axes if offset is None else offset, same_by_checksum(one, other))
+        for key in keys:
+            self.copies.setdefault(key, []).append(copy)
 
 
 def contents_of(
@@ -179,7 +194,7 @@ def contents_of(
         numbers=numbers,
         compared=tensors.compared,
         refused=refused,
-        copies=tensors.copies,
+        copies={key: each for key, each in tensors.copies.items() if not all(copy.same for copy in each)},
         objects=objects or {},
         common=common,
         check=check,

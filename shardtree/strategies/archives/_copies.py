@@ -7,9 +7,11 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from ...codec.archives import StoredTensor
 from ...storage import Buffer, Reader
-from .._actions import Resolution
+from .._actions import Copies, Resolution
 from .._values import Checkpoint
 from ._files import filled, opened_at
 
@@ -36,27 +38,40 @@ class Seen:
         self.copies: dict[str, str] = {}
 
 
+Stored = StoredTensor | float
+"""A tensor in a file, or a number in its place, as steps are."""
+
+
 class Copy(NamedTuple):
-    """Two stored tensors that should be copies of each other, and aren't known to be.
+    """What two files have of one box of a tensor, which should be copies of each other.
 
     Attributes:
-        one: the tensor that is loaded.
+        one: what is loaded.
         other: another file's; None where it has none.
-        reason: what to say if they differ.
+        places: of the two files, for messages.
+        offset: where the box begins in the tensor.
+        same: whether they are; None where only reading tells.
     """
 
-    one: StoredTensor
-    other: StoredTensor | None
-    reason: str
+    one: Stored
+    other: Stored | None
+    places: tuple[str, str]
+    offset: tuple[int, ...]
+    same: bool | None
+
+    @property
+    def reason(self) -> str:
+        """What to say if they differ."""
+        return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
 
 
-def same_by_checksum(one: StoredTensor, other: StoredTensor | None) -> bool | None:
-    """Return whether two stored tensors are copies of each other, bit for bit; None where only reading tells.
+def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
+    """Return whether two files' values are copies of each other, bit for bit; None where only reading tells.
 
     By the CRC32s of their records, where these are theirs alone.
     """
-    if other is None:
-        return False
+    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+        return one == other or (one != one and other != other)  # NaNs of all ranks
     kinds = [(tensor.dtype, tensor.shape, tensor.stride) for tensor in (one, other)]
     if kinds[0] != kinds[1]:
         return False
@@ -84,13 +99,15 @@ def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
     return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
 
 
-def _nbytes(tensor: StoredTensor) -> int:
-    return tensor.dtype.itemsize * prod(tensor.shape)
+def _nbytes(tensor: Stored) -> int:
+    return tensor.dtype.itemsize * prod(tensor.shape) if isinstance(tensor, StoredTensor) else 0
 
 
 def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
-    same = same_by_checksum(copy.one, copy.other)
-    return not same if same is not None or copy.other is None else not same_elements(checkpoint, copy.one, copy.other)
+    one, other, *_ = copy
+    if copy.same is None and isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
+        return not same_elements(checkpoint, one, other)
+    return not copy.same
 
 
 def differing_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str]) -> dict[str, str]:
@@ -118,7 +135,7 @@ def refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str
     if reads:
         return differing_among(checkpoint, contents, wanted) | refused
     copies = ((key, copy) for key in wanted for copy in contents.copies.get(key, ()))
-    unlike = [(key, copy.reason) for key, copy in copies if same_by_checksum(copy.one, copy.other) is False]
+    unlike = [(key, copy.reason) for key, copy in copies if copy.same is False]
     return dict(reversed(unlike)) | refused  # the first of a tensor's copies that differs is named
 
 
@@ -126,25 +143,25 @@ def resolution(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> Re
     """Return how ranks compare all copies together, each a share by bytes; None where there are none to compare."""
     if checkpoint.options.verify is None or keys.isdisjoint(contents.copies):
         return None
-    copies = [(key, copy) for key, each in sorted(contents.copies.items()) for copy in each]
+    copies = [(key, copy) for key, each in sorted(contents.copies.items()) for copy in each if not copy.same]
     keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in copies])
-    return Resolution(
-        partial(_differing, checkpoint, [copy for _, copy in copies]), keep, _readable(checkpoint, copies)
-    )
+    find = partial(_differing, checkpoint, [copy for _, copy in copies])
+    return Resolution(find, keep, partial(_readable, checkpoint, contents))
 
 
-def _readable(
-    checkpoint: Checkpoint, copies: Sequence[tuple[str, Copy]]
-) -> list[tuple[str, list[tuple[str, Callable[[], Any]]]]]:
-    """Return the parts that have copies, with each file's name and how its copy is read."""
-    parts: dict[tuple[str, str, int], list[StoredTensor]] = {}
-    for key, (one, other, _) in copies:
-        part = parts.setdefault((key, one.file, one.begin), [one])
-        part.extend([] if other is None else [other])
-    return [
-        (key, [(checkpoint.storage.where(each.file), partial(filled, checkpoint, each)) for each in part])
-        for (key, *_), part in parts.items()
-    ]
+def _readable(checkpoint: Checkpoint, contents: Contents) -> Iterator[Copies]:
+    """Yield the boxes of which copies may differ, with all that have one."""
+    for key, copies in sorted(contents.copies.items()):
+        boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
+        for one, other, places, offset, _ in copies:
+            held = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
+            held.append((places[1], partial(_read, checkpoint, other)))
+        yield from (Copies(key, offset, held) for offset, held in boxes.items())
+
+
+def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
+    found = filled(checkpoint, value)
+    return torch.tensor(found, dtype=torch.float64, device="cpu") if isinstance(found, (int, float)) else found
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:

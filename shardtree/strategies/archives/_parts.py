@@ -48,11 +48,15 @@ def _place(
 ) -> str:
     """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
     boxes: dict[Box, Held] = {}
+    reason, one = "", ranks[0][1]
     first = checkpoint.storage.where(files[ranks[0][0]].name)
     for number, tensor in ranks:
         where = checkpoint.storage.where(files[number].name)
-        if _kind(tensor) != _kind(ranks[0][1]):
-            return f"{where!r} has {_shown(tensor)}, {first!r} {_shown(ranks[0][1])}"
+        if _kind(tensor) != _kind(one):
+            reason = reason or f"{where!r} has {_shown(tensor)}, {first!r} {_shown(one)}"
+            if isinstance(one, StoredTensor) and isinstance(tensor, StoredTensor):
+                tensors.add_copy([key], one, tensor, (first, where))
+            continue
         try:
             box = _box(tensor)
         except ValueError as error:
@@ -60,11 +64,11 @@ def _place(
         held = boxes.setdefault(box, (number, tensor))
         if held[0] == number or 0 in box[1]:
             continue
-        differ = f"{where!r} and {checkpoint.storage.where(files[held[0]].name)!r} have different copies of it"
-        tensors.add_copy(key, local_part(held[1]), local_part(tensor), differ)
+        places = checkpoint.storage.where(files[held[0]].name), where
+        tensors.add_copy([key], local_part(held[1]), local_part(tensor), places, box[0])
     stored = [(box, held) for box, held in boxes.items() if 0 not in box[1]]
     tensors.pieces.extend(Piece(key, number, local_part(tensor).begin, *box) for box, (number, tensor) in stored)
-    return ""
+    return reason
 
 
 def _box(tensor: StoredTensor | StoredDTensor) -> Box:

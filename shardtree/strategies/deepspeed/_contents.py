@@ -63,7 +63,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         if parameters:
             _add_group(checkpoint, tensors, model, optimizer, number)
     # Without the numbers of flat vectors: an optimizer has its own numbers of parameters.
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups[0]]
     common = model.common | {"zero": optimizer.scaler, "optimizer": {"param_groups": groups}}
     check = partial(_check_paddings, model.groups, optimizer) if optimizer.is_zero3 else None
     return contents_of(files, tensors, common=plain(common), check=check, where=storage.where)
@@ -154,18 +154,18 @@ def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer
     # A vector is as long as the rank's whole partition, with its padding, or without it as its master.
     lengths = {vector.tensor.shape for vector in masters}
     ranks = [one.get(number, {}) for one in optimizer.states]
-    for state, value in ranks[0].items():
+    for state in ranks[0]:
         values = [one.get(state) for one in ranks]
         vectors = [one for one in values if isinstance(one, StoredTensor) and _is_flat(one, lengths)]
         if len(vectors) == len(values):
             flat[state] = [Vector(master.file, one) for master, one in zip(masters, vectors, strict=True)]
         else:
-            _add_for_each(tensors, state, parameters, value, masters[0].file)
+            _add_for_each(checkpoint, tensors, state, parameters, values, masters)
     for state, ranks_of in flat.items():
         _add_flat(checkpoint, tensors, state, parameters, ranks_of, model.where if optimizer.is_zero3 else None)
-    step = optimizer.param_group(number).get("step", optimizer.step)
-    if "step" not in ranks[0] and isinstance(step, (int, float)):  # FusedAdam has it in its group
-        _add_for_each(tensors, "step", parameters, step, masters[0].file)
+    steps = optimizer.group_steps(number)
+    if "step" not in ranks[0] and isinstance(steps[0], (int, float)):
+        _add_for_each(checkpoint, tensors, "step", parameters, steps, masters)
     if not optimizer.is_zero3:
         _compare(tensors, model, parameters, list(flat))
 
@@ -195,20 +195,32 @@ def _add_flat(
     tensors.pieces.extend(cut(partial(state_key, state), parameters, vectors))
 
 
-def _add_for_each(tensors: Tensors, state: str, parameters: Sequence[Parameter], value: Any, file: int) -> None:
-    """Add for each parameter what its group has once: a number, or something that can't be told for each."""
-    for parameter in parameters:
-        key = state_key(state, parameter.name)
-        if isinstance(value, StoredTensor) and not value.shape:
-            tensors.add(key, value.dtype, (), [Piece(key, file, value.begin, (), ())])
-        elif isinstance(value, (int, float)):
-            tensors.add_number(key, value)
-        else:
-            shown = (
-                f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
-            )
+def _add_for_each(
+    checkpoint: Checkpoint,
+    tensors: Tensors,
+    state: str,
+    parameters: Sequence[Parameter],
+    values: Sequence[Any],
+    masters: Sequence[Vector],
+) -> None:
+    """Add for each parameter what each rank has once for its group: a number, or what can't be told for each."""
+    value, others = values[0], [one if isinstance(one, (StoredTensor, int, float)) else None for one in values[1:]]
+    first, *places = (checkpoint.storage.where(master.tensor.file) for master in masters)
+    keys = [state_key(state, parameter.name) for parameter in parameters]
+    if isinstance(value, StoredTensor) and not value.shape:
+        for key in keys:
+            tensors.add(key, value.dtype, (), [Piece(key, masters[0].file, value.begin, (), ())])
+    elif isinstance(value, (int, float)):
+        for key in keys:
+            tensors.add_number(key, value, first)
+    else:
+        shown = f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
+        for key in keys:
             tensors.add(key, torch.float32, ())
             tensors.refused[key] = f"the group has one {shown}, not one for each element"
+        return
+    for other, place in zip(others, places, strict=True):
+        tensors.add_copy(keys, value, other, (first, place))
 
 
 def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], states: Sequence[str]) -> None:

@@ -145,8 +145,8 @@ def _compare_replicas(
         other = module.member(name).value
         if not prod(stored.shape):
             return
-        differ = f"{files[0].where!r} and {file.where!r} have different copies of it"
-        tensors.add_copy(name, stored, other if isinstance(other, StoredTensor) else None, differ)
+        places = files[0].where, file.where
+        tensors.add_copy([name], stored, other if isinstance(other, StoredTensor) else None, places)
 
 
 def _add_frozen(

@@ -26,9 +26,9 @@ class Optimizer:
         paddings: elements skipped after each parameter of each group; None where there are none.
         masters: of each group, by rank.
         states: by rank, a group's states by its number.
-        param_groups: hyperparameters; () where the files have none.
+        param_groups: by rank, hyperparameters; () where the files have none.
         owners: the groups of each of them.
-        step: the step of all, where it is in none of these.
+        steps: by rank, the step of all, where it is in none of these.
         scaler: what the loss scaler was.
     """
 
@@ -37,16 +37,16 @@ class Optimizer:
     paddings: Sequence[Sequence[int]] | None
     masters: Sequence[Sequence[Vector]]
     states: Sequence[Mapping[Any, Mapping[str, Any]]]
-    param_groups: Sequence[Mapping[str, Any]]
+    param_groups: Sequence[Sequence[Mapping[str, Any]]]
     owners: Sequence[Sequence[int]]
-    step: Any
+    steps: Sequence[Any]
     scaler: Mapping[str, Any]
 
-    def param_group(self, group: int) -> Mapping[str, Any]:
-        """Return a group's hyperparameters; {} where the files have none."""
-        owners = (owner for owner, groups in enumerate(self.owners) if group in groups)
-        owner = next(owners, None)
-        return {} if owner is None else self.param_groups[owner]
+    def group_steps(self, group: int) -> list[Any]:
+        """Return by rank a group's step, where it is among its hyperparameters, as FusedAdam has it, or one of all."""
+        owner = next((owner for owner, groups in enumerate(self.owners) if group in groups), None)
+        found = [{} if owner is None else groups[owner] for groups in self.param_groups]
+        return [own.get("step", step) for own, step in zip(found, self.steps, strict=True)]
 
 
 def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: int) -> Optimizer:
@@ -73,16 +73,19 @@ def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: 
     for number, ranks in enumerate(masters):
         check_flat(checkpoint, ranks, f"the flat vector of group {number}")
     base = [one.member("optimizer_state_dict" if is_zero3 else "base_optimizer_state") for one in inner]
-    groups = [] if isinstance(base[0].value, list) else base[0].member("param_groups").items()
+    groups = [[] if isinstance(one.value, list) else one.member("param_groups").items() for one in base]
+    if len(own := {*map(len, groups)}) > 1:
+        what = f"open: {files[0].where!r} and the other ranks' files have different groups of hyperparameters"
+        raise CorruptCheckpoint(error_text(what, found=f"{sorted(own)} groups", fix="Copy all files of one save."))
     return Optimizer(
         is_zero3=is_zero3,
         ranks=_ranks(inner[0].member("partition_count", saved_by or len(files))),
         paddings=_paddings(inner[0].member("param_alignment_paddings", [])),
         masters=masters,
         states=[_states(one) for one in base],
-        param_groups=[group.of(dict) for group in groups],
-        owners=[_owned(group, number) if is_zero3 else [number] for number, group in enumerate(groups)],
-        step=inner[0].member("base_optimizer_state_step").value,
+        param_groups=[[group.of(dict) for group in each] for each in groups],
+        owners=[_owned(group, number) if is_zero3 else [number] for number, group in enumerate(groups[0])],
+        steps=[one.member("base_optimizer_state_step").value for one in inner],
         scaler={key: value for key, value in inner[0].of(dict).items() if key in _SCALER},
     )
 

@@ -116,7 +116,7 @@ def _add_state(
     value = file.value.get("param") if isinstance(file.value, Mapping) else file.value
     key = state_key("param" if state == MASTER else state, parameter.name)
     if state == STEP and isinstance(value, (int, float)):
-        tensors.add_number(key, value)
+        tensors.add_number(key, value, file.where)
         return
     shape: tuple[int, ...] = () if state == STEP else parameter.shape
     if isinstance(value, StoredTensor) and isinstance(file.value, Mapping) and "vocab_tensor" in file.value:
@@ -158,7 +158,7 @@ def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[
         if key in tensors.kinds:
             continue
         if isinstance(step, (int, float)):
-            tensors.add_number(key, step)
+            tensors.add_number(key, step, optimizer.file)
         elif isinstance(step, StoredTensor) and not step.shape:
             tensors.add(key, step.dtype, (), [Piece(key, file, step.begin, (), ())])
 

@@ -97,7 +97,7 @@ def _states(file: ArchiveFile, names: Mapping[int | str, str], tensors: Tensors)
     for parameter, state, value in _states_of(file):
         key = state_key(state, names.get(parameter, parameter))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            tensors.add_number(key, value)
+            tensors.add_number(key, value, file.where)
         else:
             yield key, value
 

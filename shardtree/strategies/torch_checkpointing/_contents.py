@@ -137,8 +137,7 @@ def _place_boxes(
                 tensors.refused[key] = f"{files[number].where!r} has a copy of a part of {files[first].where!r}"
                 return
             else:
-                differ = f"{files[number].where!r} and {files[first].where!r} have different copies of it"
-                tensors.add_copy(key, other, tensor, differ)
+                tensors.add_copy([key], other, tensor, (files[first].where, files[number].where), offset)
 
 
 def _is_rows(tensor: StoredTensor, inner: Sequence[int], size: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, ReadCost, Runs, Strided, runs_plan
 from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
-from .._actions import Resolution
+from .._actions import Copies, Resolution
 from .._checks import check_objects_known, check_taken
 from .._findings import Damage
 from .._values import Checkpoint
@@ -25,7 +25,7 @@ from ..index import DeferredMetadata, Index, IndexMetadata, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, index_on_files, is_object, read_listing
 from ._model_states import FIX, Compared, differing, refuse, refused_among, states_among
-from ._optimizer import STEP, States, optimizer_index
+from ._optimizer import STEP, States, optimizer_index, state_copies
 from ._payloads import (
     SCATTERED,
     Payloads,
@@ -209,13 +209,26 @@ def _load(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequen
 
 def _step(checkpoint: Checkpoint, listing: Listing) -> float:
     """Return the step of a distributed optimizer, which each model-parallel rank stored with its groups."""
-    names = [name for name in listing.values if is_groups(name)]
-    objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
-    steps = {float(group["step"]) for each in objects for group in each["param_groups"] if "step" in group}
+    steps = {step for _, step in _steps(checkpoint, listing)}
     if len(steps) != 1:
         fix = "Leave the steps out of the target, and set the optimizer's by hand."
         raise UnsupportedValue(error_text("load: the optimizer has no one step", found=sorted(steps), fix=fix))
     return steps.pop()
+
+
+def _steps(checkpoint: Checkpoint, listing: Listing) -> Iterator[tuple[str, float]]:
+    """Yield the steps that there are, with the object that has each."""
+    names = [name for name in listing.values if is_groups(name)]
+    objects = load_objects(checkpoint, [ShardedObject.empty_from_unique_key(name) for name in names])
+    for name, each in zip(names, objects, strict=True):
+        yield from ((name, float(group["step"])) for group in each["param_groups"] if "step" in group)
+
+
+def _copies(checkpoint: Checkpoint, listing: Listing) -> Iterator[Copies]:
+    yield from state_copies(checkpoint, listing, partial(_fill, checkpoint, listing, listing.index))
+    tensor = partial(torch.tensor, dtype=torch.float64, device="cpu")
+    steps = [(name, partial(tensor, step)) for name, step in _steps(checkpoint, listing)]
+    yield from [Copies(STEP.rstrip("."), (), steps)] if steps else ()
 
 
 def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -263,7 +276,8 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
             checkpoint.once(States).index = found[0]
 
         # One rank for all: a bucket's reading takes the hashes of all weights.
-        return Resolution(lambda share, _: None if share else _states(checkpoint, listing), keep_states)
+        copies = partial(_copies, checkpoint, listing)
+        return Resolution(lambda share, _: None if share else _states(checkpoint, listing), keep_states, copies)
     if checkpoint.options.verify is None or not states_among(checkpoint, listing, keys):
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
@@ -23,6 +24,7 @@ from ...layouts import ShardColumns, TensorKind, join_columns
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
 from ...storage import Buffer, digest, digest_of, in_threads
+from .._actions import Copies
 from .._values import Checkpoint
 from ..index import Index, ObjectRow, build_index, find_texts, kinds_at, texts
 from ._buckets import (
@@ -78,19 +80,40 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
     """
     states = checkpoint.once(States)
     if states.index is None:
-        tensors = listing.contents.tensors
-        buckets, pieces = buckets_of(tensors), pieces_of(tensors)
-        hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
-        orders = known_orders(_flat(checkpoint.options.parameter_names))
-        # The same memory for one bucket after the other: its pages take the system longer than the read itself.
-        memory = torch.empty(
-            max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu"
-        )
-        units = choose([_readings(fill, bucket, pieces, hashed[bucket.dtype], memory) for bucket in buckets], orders)
-        groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
-        matches = decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
-        states.index = _index(listing, _one_of_each(fill, matches))
+        states.index = _index(listing, _one_of_each(fill, _matches(checkpoint, listing, fill)))
     return states.index
+
+
+def state_copies(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Iterator[Copies]:
+    """Yield what several data-parallel groups have of the same states: of what isn't cut over tensor-parallel ranks."""
+    for held in _by_pieces(_matches(checkpoint, listing, fill)).values():
+        for state in sorted({state for match in held for state, _ in match.bucket.states} if len(held) > 1 else ()):
+            begin = 0
+            for piece in held[0].pieces:
+                copies = [(match.bucket.group, partial(_copy, fill, match, state, begin, piece)) for match in held]
+                yield Copies(f"optimizer.state.{state}.{piece.key}", piece.offset, copies)
+                begin += _size(piece)
+
+
+def _copy(fill: Fill, match: Match, state: str, begin: int, piece: Piece) -> torch.Tensor | None:
+    dtype = dict(match.bucket.states).get(state)
+    if dtype is None:
+        return None
+    data = torch.empty(_size(piece), dtype=dtype, device="cpu")
+    _read(fill, match.bucket, state, data, match.begin + begin)
+    return data.view(piece.shape)
+
+
+def _matches(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> list[Match]:
+    tensors = listing.contents.tensors
+    buckets, pieces = buckets_of(tensors), pieces_of(tensors)
+    hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
+    orders = known_orders(_flat(checkpoint.options.parameter_names))
+    # The same memory for one bucket after the other: its pages take the system longer than the read itself.
+    memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu")
+    units = choose([_readings(fill, bucket, pieces, hashed[bucket.dtype], memory) for bucket in buckets], orders)
+    groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
+    return decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
 
 
 def _flat(names: Sequence[str] | Sequence[Sequence[str]] | None) -> list[str] | None:
@@ -182,15 +205,23 @@ def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
     Raises:
         CorruptCheckpoint: it isn't equal, bit for bit.
     """
-    by_pieces: dict[Candidate, list[Match]] = defaultdict(list)
-    for match in matches:
-        by_pieces[match.pieces].append(match)
+    by_pieces = _by_pieces(matches)
     differing = [full_name(pieces[0]) for pieces, held in by_pieces.items() if len(held) > 1 and not _agree(fill, held)]
     if differing:
-        fix = "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one."
+        fix = (
+            "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one. "
+            "check_replicas says by how much."
+        )
         what = "open: ranks' copies of optimizer states differ"
         raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
     return [held[0] for held in by_pieces.values()]
+
+
+def _by_pieces(matches: Sequence[Match]) -> dict[Candidate, list[Match]]:
+    found: dict[Candidate, list[Match]] = defaultdict(list)
+    for match in matches:
+        found[match.pieces].append(match)
+    return found
 
 
 def _agree(fill: Fill, held: Sequence[Match]) -> bool:
