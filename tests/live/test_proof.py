@@ -19,6 +19,7 @@ from shardtree import Mesh, ShardedTensor, World, redistribute
 from shardtree import PartitionSpec as P
 from shardtree.errors import IntegrityError, RemoteError
 from shardtree.fingerprints import bytes_total
+from shardtree.live._proof import _hashed, hash_for
 from shardtree.testing import random_bits
 from shardtree.traces import Kind
 from tests.live.test_redistribute import Case, cases, check_redistribute, example, failures
@@ -256,22 +257,58 @@ def test_unverified_nothing_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(error, RemoteError) and error.phase == "redistribute: compare sums"
 
 
-# The sum of bytes.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("fault", ["sign of a zero", "payload of a NaN"])
+def test_values_that_compare_alike_are_told_apart_by_their_bits(dtype: torch.dtype, fault: str) -> None:
+    value = 0.0 if fault == "sign of a zero" else float("nan")
+    sent = ShardedTensor.from_rank_offsets("w", torch.full((4, 2), value).to(dtype))
+    target = ShardedTensor.from_rank_offsets("w", torch.ones(4, 2).to(dtype))
+
+    def on_rank(world: World) -> Any:
+        def moved(outgoing: Buffers, incoming: Buffers) -> None:
+            world.exchange(outgoing, incoming)
+            for data in incoming.values():
+                # Little-endian: the sign is the highest bit of the last byte, the payload begins at the lowest one.
+                at, bit = (dtype.itemsize - 1, 0x80) if value == 0 else (0, 1)
+                data[3 * dtype.itemsize + at] ^= bit
+
+        ends = ([sent], None) if world.rank == 0 else (None, [target])
+        return redistribute(*ends, world=world, transport=moved, verify=True, donate=True)
+
+    for error in failures(on_rank, 2):
+        assert isinstance(error, IntegrityError) and "rank 0 → rank 1: 'w' [0:4, 0:2]" in str(error)
+    came, same = target.data.float(), torch.full((4, 2), value)
+    assert torch.allclose(came, same, rtol=0, atol=0, equal_nan=True), "the fault is one that values don't show"
 
 
-@given(st.integers(0, 30_000), st.integers(0, 9), st.randoms(use_true_random=False))
-def test_each_byte_and_its_place_counts_and_memory_does_not(size: int, begin: int, random: Random) -> None:
+# The numbers of messages: sums where a device holds them on any rank, else hashes.
+
+
+def test_all_ranks_take_the_same_numbers() -> None:
+    assert [hash_for(kinds) for kinds in (["cpu", "cuda"], ["cuda"], ["cpu", "cpu"])] == [bytes_total] * 2 + [_hashed]
+
+
+def test_sums_in_place_of_hashes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtree.live._redistribute.hash_for", lambda devices: bytes_total)
+    check_many(100)
+
+
+@pytest.mark.parametrize("number", [bytes_total, _hashed])
+@given(size=st.integers(0, 30_000), begin=st.integers(0, 9), random=st.randoms(use_true_random=False))
+def test_each_byte_and_its_place_counts_and_memory_does_not(
+    number: Callable[[torch.Tensor], int], size: int, begin: int, random: Random
+) -> None:
     memory = random_bits((size + begin + 8,), torch.uint8, random.randrange(1000))
     data = memory[begin : begin + size]
-    total = bytes_total(data)
-    assert total == bytes_total(data.clone())
+    total = number(data)
+    assert total == number(data.clone())
     if size:
         place = random.randrange(size)
         changed = data.clone()
         changed[place] ^= 1 << random.randrange(8)
-        assert bytes_total(changed) != total
+        assert number(changed) != total
         rolled = data.roll(place)
-        assert (bytes_total(rolled) == total) == torch.equal(rolled, data)
+        assert (number(rolled) == total) == torch.equal(rolled, data)
 
 
 def test_what_was_lost_counts_before_what_follows_from_it_and_a_merge_that_fails_is_told() -> None:
