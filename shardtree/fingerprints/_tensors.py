@@ -212,7 +212,8 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
     problems = {}
     for key, part in (item for mapping in parts for item in mapping.items()):
         before = whole.setdefault(key, PartialFingerprint(part.kind, 0, 0))
-        if not _same_kind(before.kind, part.kind):
+        # Prepended axes don't count: they are about how a tensor is held.
+        if (before.kind.dtype, before.kind.global_shape) != (part.kind.dtype, part.kind.global_shape):
             problems[key] = f"{before.kind} and {part.kind}"
         total = (before.total + part.total) % MODULUS
         whole[key] = replace(before, elements=before.elements + part.elements, total=total)
@@ -244,8 +245,3 @@ def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
     described = json.dumps([key, str(kind.dtype).removeprefix("torch."), kind.global_shape], separators=(",", ":"))
     name = int.from_bytes(blake2b(described.encode("ascii"), digest_size=8).digest(), "little")
     return (name + total) % MODULUS
-
-
-def _same_kind(one: TensorKind, other: TensorKind) -> bool:
-    """Return whether tensors have one dtype and global shape; prepended axes are about how they are held."""
-    return (one.dtype, one.global_shape) == (other.dtype, other.global_shape)

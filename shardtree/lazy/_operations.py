@@ -141,17 +141,11 @@ def _to(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> torc
     if unknown := kwargs.keys() - {"dtype", "device", "copy", "non_blocking"}:
         raise refusal(name, f"to({', '.join(sorted(unknown))}=...)")
     # A positional bool is `non_blocking` or `copy`, which make no difference for an immutable tensor.
-    wanted = [value for value in (*args, kwargs.get("dtype"), kwargs.get("device")) if not _is_option(value)]
+    options = (*args, kwargs.get("dtype"), kwargs.get("device"))
+    wanted = [value for value in options if not (value is None or isinstance(value, bool))]
     dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
     for place in wanted:
-        if not isinstance(place, torch.dtype) and not _is_cpu(place):
+        is_cpu = isinstance(place, str | torch.device) and torch.device(place).type == "cpu"
+        if not isinstance(place, torch.dtype) and not is_cpu:
             raise refusal(name, f"to({place if isinstance(place, str) else type(place).__name__})")
     return dtypes[0] if dtypes else None
-
-
-def _is_option(value: object) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _is_cpu(place: object) -> bool:
-    return isinstance(place, str | torch.device) and torch.device(place).type == "cpu"

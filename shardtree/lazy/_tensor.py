@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from math import prod
 from numbers import Number
 from operator import add, matmul, mul, neg, sub, truediv
@@ -149,7 +149,7 @@ class LazyTensor:
         method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
         if not callable(method):
             raise AttributeError(f"LazyTensor {self.name!r} has no attribute {name!r}; call read() for a tensor")
-        return partial(_method, method, self)
+        return lambda *args, **kwargs: _apply(method, (self, *args), kwargs)
 
     def __getitem__(self, index: Any) -> LazyTensor:
         offset, size, stride = self.place
@@ -239,10 +239,6 @@ def of_source(source: Source) -> LazyTensor:
     return LazyTensor(source, dense(source.shape))
 
 
-def _method(func: Callable[..., Any], lazy: LazyTensor, /, *args: Any, **kwargs: Any) -> Any:
-    return _apply(func, (lazy, *args), kwargs)
-
-
 def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     """Return an operation's result on a lazy tensor; all functions and methods go through here."""
     name = func.__name__
@@ -262,12 +258,7 @@ def _apply(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> Any:
     if name in operations.INQUIRIES:
         return _call_with_meta(lazy, _meta(lazy), func, args, kwargs)
     options = {word: value for word, value in kwargs.items() if value is not lazy}
-    return _cast_or_same(lazy, name, tuple(value for value in args if value is not lazy), options)
-
-
-def _cast_or_same(lazy: LazyTensor, name: str, args: Args, kwargs: dict[str, Any]) -> LazyTensor:
-    """Return the lazy tensor after an operation that moves no element: a cast, or one that changes nothing."""
-    dtype = operations.requested_dtype(lazy.name, name, args, kwargs)
+    dtype = operations.requested_dtype(lazy.name, name, tuple(value for value in args if value is not lazy), options)
     return lazy if dtype in (None, lazy.dtype) else replace(lazy, casts=(*lazy.casts, dtype))
 
 

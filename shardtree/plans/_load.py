@@ -143,7 +143,11 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         np.int64
     )
     runs, strided = _split(pieces, shortest_run)
-    return LoadPlan(_merge(runs), strided, covered, _overlapping_keys(chunks, stored, geometry.distinct(right)))
+    used = geometry.distinct(right)
+    boxes = (stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
+    return LoadPlan(
+        _merge(runs), strided, covered, geometry.shared_groups(chunks.key.take(stored.shard.take(used)), *boxes)
+    )
 
 
 def _reachable_chunks(key: Column, wanted: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
@@ -256,12 +260,6 @@ def _merge(runs: Runs) -> Runs:
     # `reduceat` fails for no indices.
     total = np.add.reduceat(length, first) if first.size else length
     return Runs(file[first], byte[first], target[first], target_byte[first], total)
-
-
-def _overlapping_keys(chunks: StoredChunks, stored: BoxColumns, used: Column) -> Column:
-    """Return the keys of which stored boxes to be read overlap: such a checkpoint contradicts itself."""
-    key = chunks.key.take(stored.shard.take(used))
-    return geometry.shared_groups(key, stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
 
 
 def _rows(pieces: Strided, rows: Column) -> Strided:

@@ -81,7 +81,9 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows
     for places, holders in holder_sets(held):
         order = holders[np.argsort(load[holders], kind="stable")]
         by_size = places[np.argsort(-size[places], kind="stable")]
-        chosen[by_size] = order[_snake(by_size.size, order.size)]
+        # Forth and back, in snake order.
+        turn, position = np.divmod(np.arange(by_size.size), order.size)
+        chosen[by_size] = order[np.where(turn % 2 == 0, position, order.size - 1 - position)]
         np.add.at(load, chosen[by_size], size[by_size])
     return _first_row_of(place, columns.rank, chosen)
 
@@ -134,11 +136,6 @@ def holder_sets(held: Holders) -> Iterator[tuple[Column, Column]]:
         ends = np.cumsum(np.bincount(number, minlength=sets))[:-1]
         for part in np.split(order, ends):
             yield held.place[chosen[part]], members[part[0]]
-
-
-def _snake(count: int, ranks: int) -> Column:
-    turn, position = np.divmod(np.arange(count), ranks)
-    return np.where(turn % 2 == 0, position, ranks - 1 - position)
 
 
 def _first_row_of(place: Column, rank: Column, writer: Column) -> Rows:

@@ -69,7 +69,12 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     # Sorted by their ends as well: a typing error near the beginning would hide the name from a search by prefix alone.
     backwards = sorted(name[::-1] for name in known) if len(known) > _COMPARED_ALL else []
     near = {key: get_close_matches(key, _candidates(key, known, backwards), n=_CLOSE) for key in few}
-    return {key: _same_numbers(key, names) for key, names in near.items() if names}
+    # The closest name with the key's own numbers, so that no layer is taken for another; else the closest.
+    return {
+        key: next((name for name in close if _numbers(name) == _numbers(key)), close[0])
+        for key, close in near.items()
+        if close
+    }
 
 
 def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool = True) -> list[str]:
@@ -137,11 +142,6 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
 
 def _without(key: str, prefix: str) -> str | None:
     return key[len(prefix) :] if key.startswith(prefix) else None
-
-
-def _same_numbers(key: str, close: Sequence[str]) -> str:
-    """Return the closest name with the key's own numbers, so that no layer is taken for another; else the closest."""
-    return next((name for name in close if _numbers(name) == _numbers(key)), close[0])
 
 
 def _numbers(name: str) -> list[str]:

@@ -109,12 +109,6 @@ def check_idle(calls: Calls) -> None:
         raise WorldError(error_text(f"{calls[0]} is being committed, and a finalizer asks for it again", fix=fix))
 
 
-def _leading(calls: Calls) -> list[Call]:
-    """Return the first calls that are of one world: one collective asks about all of them."""
-    world = calls[0].request.world
-    return list(takewhile(lambda call: call.request.world is world, calls))
-
-
 def _written_count(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> int:
     """Return how many of the calls, from the first on, are written on every rank."""
     world = calls[0].request.world
@@ -249,13 +243,15 @@ def _wait_for_writing(own: _Process) -> None:
     for calls, _ in own.queues:
         for call in tuple(calls):
             call.written.exception()
-    if _is_failing():
+    # Set by the interpreter for an exception that nothing caught; SystemExit doesn't set it.
+    if getattr(sys, "last_value", None) is not None:
         own.limits.put(_AFTER_A_FAILURE)
 
 
-def _is_failing() -> bool:
-    # Set by the interpreter for an exception that nothing caught; SystemExit doesn't set it.
-    return getattr(sys, "last_value", None) is not None
+def _leading(calls: Calls) -> list[Call]:
+    """Return the first calls that are of one world: one collective asks about all of them."""
+    world = calls[0].request.world
+    return list(takewhile(lambda call: call.request.world is world, calls))
 
 
 def _text(error: BaseException) -> str:
