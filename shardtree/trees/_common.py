@@ -12,9 +12,10 @@ from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase
 from ._difference import diff
 from ._join import is_hollow
-from ._nodes import HOLE, Tree, depth_error, entries, is_dict, is_subclass, like, stored_like
+from ._nodes import HOLE, Tree, drop_holes, entries, is_dict, is_subclass, like, refusing_depth, stored_like
 
 
+@refusing_depth
 def common_with_holes(tree: Tree) -> Tree:
     """Return the part of a tree that is stored as common state: sharded leaves and nonpersistent objects become holes.
 
@@ -30,10 +31,7 @@ def common_with_holes(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return _hole_or_leaf(tree)
-    try:
-        return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
 
 
 def _hole_or_leaf(leaf: Any) -> Any:
@@ -49,6 +47,7 @@ def _stored(tree: Tree) -> Tree:
     return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
 
 
+@refusing_depth
 def without_holes(tree: Tree) -> Tree:
     """Return the tree with holes left out of its dicts; in a list or tuple they stay, since they keep positions.
 
@@ -58,10 +57,7 @@ def without_holes(tree: Tree) -> Tree:
         >>> without_holes({"a": HOLE, "b": [HOLE, 1]})
         {'b': [HOLE, 1]}
     """
-    try:
-        return _without_holes(tree)
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    return _without_holes(tree)
 
 
 def _without_holes(tree: Tree) -> Tree:
@@ -69,7 +65,7 @@ def _without_holes(tree: Tree) -> Tree:
     if children is None:
         return tree
     new = {entry: _without_holes(child) for entry, child in children.items()}
-    return stored_like(tree, _drop_holes(new) if is_dict(tree) else new)
+    return stored_like(tree, drop_holes(new) if is_dict(tree) else new)
 
 
 def comparable(common: Any) -> Any:
@@ -95,17 +91,13 @@ def values_only(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return tree
-    new = {entry: values_only(child) for entry, child in children.items() if child is not HOLE}
-    left = _drop_holes(new)
+    new = {entry: values_only(child) for entry, child in drop_holes(children).items()}
+    left = drop_holes(new)
     # An empty container doesn't count: a list of shards is empty on a rank that holds none, as `narrow` leaves it
     # where a flat shard lies outside of the range.
     if not left:
         return HOLE
     return like(tree, left if is_dict(tree) else {**dict.fromkeys(children, HOLE), **left})
-
-
-def _drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
-    return {entry: child for entry, child in children.items() if child is not HOLE}
 
 
 # The union of ranks' common states, for pipeline stages whose keys differ, and a rank's part of it
@@ -117,6 +109,7 @@ United = Mapping[TreePath, Set[Any]]
 """Dicts of which ranks have keys of their own, by path, and the keys there that all have."""
 
 
+@refusing_depth
 def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
     """Return the union of ranks' common trees, and where they conflict.
 
@@ -134,10 +127,7 @@ def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
         ({'lr': {'embed': 0.1, 'head': 0.2}, 'step': 3}, {('step',): {0: 3, 1: 4}})
     """
     conflicts: Conflicts = {}
-    try:
-        return _unite(trees, (), conflicts), conflicts
-    except RecursionError as error:
-        raise depth_error(error, *trees.values()) from None
+    return _unite(trees, (), conflicts), conflicts
 
 
 def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> Tree:
@@ -174,6 +164,7 @@ def _united(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePath, f
         yield from _united([tree[key] for tree in dicts if key in tree], (*path, key))
 
 
+@refusing_depth
 def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
     """Return what of a tree another one names: of each dict the other's keys, all where it names none of them.
 
@@ -193,10 +184,7 @@ def restrict(tree: Tree, like: Tree, at: United | None = None) -> Tree:
         >>> restrict(loaded, {"lr": {"head": 0.0}, "betas": {"head": 0.0}}, {("lr",): frozenset()})
         {'lr': {'head': 0.2}, 'betas': {'embed': 0.9, 'head': 0.8}, 'step': 3}
     """
-    try:
-        return _restrict(tree, like, at, ())
-    except RecursionError as error:
-        raise depth_error(error, tree, like) from None
+    return _restrict(tree, like, at, ())
 
 
 def _restrict(tree: Tree, names: Tree, at: United | None, path: TreePath) -> Tree:

@@ -16,7 +16,7 @@ from ..errors import TreePath
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements
 from ._edit import as_integers
 from ._join import Record, deepest, stored_entries
-from ._nodes import Tree, depth_error, same_kind
+from ._nodes import Tree, refusing_depth, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]
 
@@ -39,6 +39,7 @@ class Difference:
         return bool(self.only_left or self.only_right or self.mismatch)
 
 
+@refusing_depth
 def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
     """Return where two trees differ; equal means of one type and the same bits.
 
@@ -57,10 +58,7 @@ def diff(x1: Tree, x2: Tree, prefix: TreePath = ()) -> Difference:
         >>> bool(diff(float("nan"), float("nan")))
         False
     """
-    try:
-        findings = list(_findings(x1, x2, tuple(prefix)))
-    except RecursionError as error:
-        raise depth_error(error, x1, x2) from None
+    findings = list(_findings(x1, x2, tuple(prefix)))
     sides = {side: tuple(path for where, path in findings if where == side) for side in ("left", "right", "both")}
     return Difference(sides["left"], sides["right"], sides["both"])
 

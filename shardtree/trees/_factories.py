@@ -14,7 +14,7 @@ from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_
 from ..mapping.memory import check_no_aliases, check_writable, is_all_of, overwrite
 from ._edit import without_data
 from ._maps import call_at, map_sharing
-from ._nodes import Tree, depth_error, describe, entries, is_dict, is_sequence, leaves_with_paths, like
+from ._nodes import Tree, describe, entries, is_dict, is_sequence, leaves_with_paths, like, refusing_depth
 
 # From a tensor to the subtree that is stored, and from a loaded subtree to the tensor.
 #
@@ -169,11 +169,9 @@ def _build_again(factory: ShardedTensorFactory) -> Tree:
     return None if factory.data is None else factory.build()
 
 
+@refusing_depth
 def _merge_from_root(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
-    try:
-        return _merge(loaded, tree, path, inner, merge_one)
-    except RecursionError as error:
-        raise depth_error(error, loaded, tree) from None
+    return _merge(loaded, tree, path, inner, merge_one)
 
 
 def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:

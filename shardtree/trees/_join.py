@@ -20,8 +20,8 @@ from ..mapping import LocalNonpersistentObject
 from ._nodes import (
     HOLE,
     Tree,
-    depth_error,
     describe,
+    drop_holes,
     entries,
     flatten,
     is_dict,
@@ -29,6 +29,7 @@ from ._nodes import (
     is_sequence,
     is_subclass,
     like,
+    refusing_depth,
 )
 
 _SIMPLE = (str, int, bool, float, type(None))
@@ -102,6 +103,7 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
 # The join
 
 
+@refusing_depth
 def join(common: Tree, target: Tree) -> Tree:
     """Return the stored common tree joined with what was loaded for a target.
 
@@ -132,10 +134,7 @@ def join(common: Tree, target: Tree) -> Tree:
         >>> join({"model": HOLE, "ema": [HOLE, 0.9]}, {"model": {"layers": []}})
         {'model': {'layers': []}}
     """
-    try:
-        joined = _join(common, target, ())
-    except RecursionError as error:
-        raise depth_error(error, common, target) from None
+    joined = _join(common, target, ())
     if joined is HOLE:
         what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
         raise TreeError(error_text(what, found=describe(target), expected=_described(common), fix=fix))
@@ -277,7 +276,7 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
     if not holes and isinstance(node, Record):
         return replace(node, fields=new)
     if not holes or is_dict(node):
-        return like(node, {entry: child for entry, child in new.items() if child is not HOLE})
+        return like(node, drop_holes(new))
     if not named:
         return HOLE
     what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"

@@ -16,7 +16,7 @@ from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text,
 from ..geometry import refuse
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
-from ._nodes import NAMESPACE, SameTree, Tree, depth_error, entries, flatten, like
+from ._nodes import NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
 
 # Shards and factories as nodes of optree, whose only child is their data.
 #
@@ -197,6 +197,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     return cast("SameTree", mapped)
 
 
+@refusing_depth
 def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
 
@@ -205,10 +206,7 @@ def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
         >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
         True
     """
-    try:
-        mapped: SameTree = _map_sharing(f, tree, ())
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    mapped: SameTree = _map_sharing(f, tree, ())
     return mapped
 
 

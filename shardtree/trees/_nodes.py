@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
-from typing import Any, Final, TypeVar
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypeVar
 
 import optree
 import torch
@@ -83,6 +84,8 @@ HOLE: Final = Hole.HOLE
 """The only `Hole`."""
 
 Tree = Any
+P = ParamSpec("P")
+R = TypeVar("R")
 SameTree = TypeVar("SameTree")
 """A tree whose containers, and the types of whose leaves, a function keeps."""
 
@@ -94,6 +97,46 @@ _SHOWN = 4  # of them, in an error
 
 LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
 """Types that aren't looked up in optree's registry: plain values, and shards, which are nodes there."""
+
+
+def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function of trees that raises a TreeError, not a RecursionError, if one of them is too deep.
+
+    If none is, the RecursionError stays: then a function that the caller gave recurses.
+
+    Examples:
+        >>> tree = []
+        >>> tree.append(tree)
+        >>> flatten(tree)
+        Traceback (most recent call last):
+        shardtree.errors.TreeError: the tree is too deep, or contains itself
+          found tree[0][0][0][0]... of 100 levels or more
+          Flatten it.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except RecursionError as error:
+            path = next(filter(None, map(_deep_path, (*args, *kwargs.values()))), None)
+            if path is None:
+                raise error from None
+        found = f"{render_path(path[:_SHOWN])}... of {_DEEP} levels or more"
+        raise TreeError(error_text(TOO_DEEP, found=found, fix="Flatten it."))
+
+    return call
+
+
+def _deep_path(tree: Tree) -> TreePath | None:
+    """Return the path of a node that is deep down, found without recursion, since the tree may contain itself."""
+    left: list[tuple[TreePath, Tree]] = [((), tree)]
+    while left:
+        path, node = left.pop()
+        if len(path) == _DEEP:
+            return path
+        left += [((*path, entry), child) for entry, child in (entries(node) or {}).items()]
+    return None
 
 
 def entries(node: Tree) -> Mapping[Any, Tree] | None:
@@ -181,6 +224,11 @@ def _is_list(node: Tree) -> bool:
     return isinstance(node, (list, deque)) and (type(node) in _MAPPED_KINDS or _is_leaf(node))
 
 
+def drop_holes(children: Mapping[Any, Tree]) -> dict[Any, Tree]:
+    """Return a dict's children without holes."""
+    return {entry: child for entry, child in children.items() if child is not HOLE}
+
+
 def is_sequence(node: Tree) -> bool:
     """Return whether a container's entries are positions."""
     return _is_list(node) or type(node) is tuple or optree.is_namedtuple(node)
@@ -193,6 +241,7 @@ def same_kind(left: Tree, right: Tree) -> bool:
     return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
 
 
+@refusing_depth
 def namedtuple_types(tree: Tree) -> tuple[type, ...]:
     """Return the namedtuple classes of a tree's nodes, each once, in the order of the tree.
 
@@ -202,10 +251,7 @@ def namedtuple_types(tree: Tree) -> tuple[type, ...]:
         >>> [kind.__name__ for kind in namedtuple_types({"o": [Moment(Pair(1, 2), 3), Pair(4, 5)]})]
         ['Moment', 'Pair']
     """
-    try:
-        return tuple(dict.fromkeys(_namedtuple_types(tree)))
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    return tuple(dict.fromkeys(_namedtuple_types(tree)))
 
 
 def _namedtuple_types(tree: Tree) -> Iterator[type]:
@@ -236,13 +282,11 @@ def is_known_leaf(node: Any) -> bool:
     return type(node) in LEAVES
 
 
+@refusing_depth
 def flatten(tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure."""
-    try:
-        # The spec sorts dict keys, so that ranks whose dicts have other orders agree on the order of leaves.
-        leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    # The spec sorts dict keys, so that ranks whose dicts have other orders agree on the order of leaves.
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     # To optree a subclass of dict, list or deque is a leaf. Such ones are replaced by the type that they derive from,
     # until none is left below them.
     while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
@@ -254,33 +298,6 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf) -> tuple[
 def _plain(leaf: Any) -> Tree:
     """Return a subclass of a container as that container; another leaf as it is."""
     return like(leaf, entries(leaf) or {}) if isinstance(leaf, _OPEN_KINDS) else leaf
-
-
-def depth_error(error: RecursionError, *trees: Tree) -> Exception:
-    """Return what to raise after a RecursionError: a TreeError if one of the trees is deep.
-
-    Otherwise the error itself, since then the caller's function recurses.
-
-    Examples:
-        >>> depth_error(RecursionError("too deep"), {"a": [1]})
-        RecursionError('too deep')
-    """
-    path = next(filter(None, map(_deep_path, trees)), None)
-    if path is None:
-        return error
-    found, fix = f"{render_path(path[:_SHOWN])}... of {_DEEP} levels or more", "Flatten it."
-    return TreeError(error_text(TOO_DEEP, found=found, fix=fix))
-
-
-def _deep_path(tree: Tree) -> TreePath | None:
-    """Return the path of a node that is deep down, found without recursion, since the tree may contain itself."""
-    left: list[tuple[TreePath, Tree]] = [((), tree)]
-    while left:
-        path, node = left.pop()
-        if len(path) == _DEEP:
-            return path
-        left += [((*path, entry), child) for entry, child in (entries(node) or {}).items()]
-    return None
 
 
 # Leaves with paths.

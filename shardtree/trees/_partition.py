@@ -14,8 +14,8 @@ from ._maps import call_at, call_on_leaves, check_function
 from ._nodes import (
     HOLE,
     Tree,
-    depth_error,
     describe,
+    drop_holes,
     entries,
     flatten,
     is_dict,
@@ -23,6 +23,7 @@ from ._nodes import (
     leaves_with_paths,
     like,
     path_key,
+    refusing_depth,
     same_kind,
 )
 
@@ -80,6 +81,7 @@ def extract_nonpersistent(sharded_state_dict: Tree) -> tuple[Tree, Tree]:
 _Check = Callable[[Tree, Tree, TreePath], None]
 
 
+@refusing_depth
 def combine(*trees: Tree) -> Tree:
     """Return the tree that parts with holes make together; the inverse of `partition`.
 
@@ -95,9 +97,10 @@ def combine(*trees: Tree) -> Tree:
         >>> combine({"a": 1, "b": [HOLE, 3]}, {"a": HOLE, "b": [2, HOLE]})
         {'a': 1, 'b': [2, 3]}
     """
-    return reduce(lambda left, right: _unite_from_root(left, right, (), _check_combine), trees, HOLE)
+    return reduce(lambda left, right: _unite(left, right, (), _check_combine), trees, HOLE)
 
 
+@refusing_depth
 def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     """Return the union of two trees: dicts by key, lists and tuples of equal length by position.
 
@@ -116,14 +119,7 @@ def merge(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         >>> merge({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}})
         {'a': 1, 'b': {'c': 2, 'd': 3}}
     """
-    return _unite_from_root(x1, x2, tuple(key), _check_merge)
-
-
-def _unite_from_root(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
-    try:
-        return _unite(left, right, path, check)
-    except RecursionError as error:
-        raise depth_error(error, left, right) from None
+    return _unite(x1, x2, tuple(key), _check_merge)
 
 
 def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
@@ -168,6 +164,7 @@ def _conflict(left: Tree, right: Tree, path: TreePath) -> TreeError:
 # prune: trees without holes.
 
 
+@refusing_depth
 def prune(tree: Tree) -> Tree:
     """Return the tree without its holes, and without the containers that hold nothing else.
 
@@ -178,10 +175,7 @@ def prune(tree: Tree) -> Tree:
         >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
         {'d': [HOLE, 1], 'f': {}}
     """
-    try:
-        pruned, children = _prune(tree), entries(tree)
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    pruned, children = _prune(tree), entries(tree)
     if pruned is not HOLE or children is None:
         return pruned
     return like(tree, {} if is_dict(tree) else dict.fromkeys(children, HOLE))
@@ -196,11 +190,7 @@ def _prune(tree: Tree) -> Tree:
         return HOLE
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return tree
-    return like(tree, _drop_holes(new) if is_dict(tree) else new)
-
-
-def _drop_holes(children: dict[object, Tree]) -> dict[object, Tree]:
-    return {entry: child for entry, child in children.items() if child is not HOLE}
+    return like(tree, drop_holes(new) if is_dict(tree) else new)
 
 
 # select: the leaves that are wanted.
@@ -208,6 +198,7 @@ def _drop_holes(children: dict[object, Tree]) -> dict[object, Tree]:
 Wanted: TypeAlias = str | re.Pattern[str] | Callable[[TreePath, Any], object]
 
 
+@refusing_depth
 def select(tree: Tree, wanted: Wanted) -> Tree:
     """Return the tree with only the leaves that are wanted, and only the containers that hold some.
 
@@ -229,10 +220,7 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         >>> select(tree, lambda path, leaf: path[-1] == "lr")
         {'groups': [{'lr': 3}, HOLE]}
     """
-    try:
-        chosen = _select(tree, (), _chooser(wanted, tree))
-    except RecursionError as error:
-        raise depth_error(error, tree) from None
+    chosen = _select(tree, (), _chooser(wanted, tree))
     return like(tree, {}) if chosen is HOLE and (is_dict(tree) or isinstance(tree, list)) else chosen
 
 
@@ -245,8 +233,7 @@ def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object
         return HOLE
     if all(new[entry] is child for entry, child in children.items()):
         return tree
-    kept = {entry: child for entry, child in new.items() if child is not HOLE}
-    return like(tree, kept if is_dict(tree) else new)
+    return like(tree, drop_holes(new) if is_dict(tree) else new)
 
 
 def _chooser(wanted: Wanted, tree: Tree) -> Callable[[TreePath, Any], object]:

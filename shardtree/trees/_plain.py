@@ -15,7 +15,7 @@ from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from ._maps import described_kind, map_sharing, with_data
-from ._nodes import HOLE, Tree, depth_error, describe, entries, is_sequence, leaves_with_paths, like, same_kind
+from ._nodes import HOLE, Tree, describe, entries, is_sequence, leaves_with_paths, like, refusing_depth, same_kind
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 _TENSORS: Final = (torch.Tensor, LazyTensor)
@@ -45,6 +45,7 @@ def _unwrap(leaf: Any) -> Any:
     return leaf.data if isinstance(leaf, ShardedBase) else leaf
 
 
+@refusing_depth
 def rebox(tree: Tree, data: Tree) -> Tree:
     """Return the data in the boxes of a sharded tree: the inverse of `unbox`.
 
@@ -74,10 +75,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     """
     places: list[str] = []
     shapes: list[str] = []
-    try:
-        boxed = _rebox(tree, data, (), places, shapes)
-    except RecursionError as error:
-        raise depth_error(error, tree, data) from None
+    boxed = _rebox(tree, data, (), places, shapes)
     if places or shapes:
         what, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
         kind = TreeError if places else ShapeError
@@ -160,11 +158,7 @@ def flat(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     """
     if not isinstance(tree, Mapping):
         raise TreeError(error_text("flat: not nested dicts", found=describe(tree), expected="a dict"))
-    try:
-        pairs = [pair for key, child in tree.items() for pair in _values((key,), child)]
-        wrong = [problem for path, leaf in pairs if (problem := _problem(path, leaf)) is not None]
-    except RecursionError as error:
-        raise depth_error(error, dict(tree)) from None
+    pairs, wrong = _pairs(dict(tree))
     if wrong:
         fix = "Use dicts with texts as keys, {str(n): layer for n, layer in enumerate(layers)}; states go by names."
         raise TreeError(error_text("flat: what `nested` couldn't undo", offenders=wrong, fix=fix))
@@ -175,6 +169,13 @@ def flat(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     if twice:
         raise TreeError(error_text("flat: two values would have one name", offenders=twice, fix="Rename one of them."))
     return {separator.join(path): leaf for path, leaf in pairs}
+
+
+@refusing_depth
+def _pairs(tree: dict[str, Any]) -> tuple[list[tuple[TreePath, Any]], list[str]]:
+    """Return all values with their paths, and what is wrong with some."""
+    pairs = [pair for key, child in tree.items() for pair in _values((key,), child)]
+    return pairs, [problem for path, leaf in pairs if (problem := _problem(path, leaf)) is not None]
 
 
 def _values(path: TreePath, node: Tree) -> Iterator[tuple[TreePath, Any]]:
