@@ -14,6 +14,7 @@ from ._dtypes import (
     dtype_name,
     format_tag,
     is_dense,
+    is_plain_memory,
     is_tagged,
     row_major_bits,
 )

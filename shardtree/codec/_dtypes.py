@@ -200,7 +200,7 @@ def _array_buffer(tensor: torch.Tensor) -> memoryview | None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor detached from autograd; raises unless its memory holds its elements in row-major order."""
-    if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not _is_plain_memory(tensor):
+    if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not is_plain_memory(tensor):
         raise _no_bit_view(tensor)
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -260,7 +260,8 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether memory of the CPU holds a tensor's elements in row-major order, as they are."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

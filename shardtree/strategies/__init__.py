@@ -70,6 +70,7 @@ from ._values import (
     ReadCache,
     Replaced,
     SaveOptions,
+    call_in_turn,
 )
 from .base import (
     ENTRY_POINT_GROUP,

@@ -382,12 +382,13 @@ class AsyncRequest(Generic[T]):
         if not self.finalize_fns:
             self.clean_up()
             return fields
-        first: Callable[[], None] = partial(_in_turn, self.clean_up, self.finalize_fns[0])
+        first: Callable[[], None] = partial(call_in_turn, self.clean_up, self.finalize_fns[0])
         for fn in (first, *self.finalize_fns[1:]):
             agree(self.world, "save: finalize", fn)
         return fields
 
 
-def _in_turn(*fns: Callable[[], None]) -> None:
+def call_in_turn(*fns: Callable[[], None]) -> None:
+    """Call functions one after the other."""
     for fn in fns:
         fn()

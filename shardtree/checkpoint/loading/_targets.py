@@ -10,7 +10,7 @@ import torch
 
 from ... import trees
 from ..._ambient import collector_paused
-from ...codec import as_integers
+from ...codec import as_integers, is_plain_memory
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor, lacks_memory
@@ -81,7 +81,7 @@ def with_memory(
     """
     if given is not None:
         _check_given(shard, given, donate=donate)
-    if donate and given is not None and (on_device is not None or _fillable(given)):
+    if donate and given is not None and (on_device is not None or is_plain_memory(given)):
         return trees.with_data(shard, given.detach()) if given.requires_grad else shard
     if on_device is not None:
         return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
@@ -167,7 +167,7 @@ def _check_given(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> 
 def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:
     """Return whether a shard's own tensor is what `with_memory` returns: a shortcut for most donated tensors."""
     unchanged = given.dtype is shard.dtype and given.shape == shard.data_shape and given.layout is torch.strided
-    return unchanged and not given.requires_grad and _fillable(given) and not lacks_memory(given)
+    return unchanged and not given.requires_grad and is_plain_memory(given) and not lacks_memory(given)
 
 
 def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
@@ -220,10 +220,6 @@ def deliver_all(
             overwrite(given, filled)
         delivered.append(given)
     return delivered
-
-
-def _fillable(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 # The target taken apart: the shards that it asks for, and the functions that put a tree together again

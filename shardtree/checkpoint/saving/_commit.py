@@ -42,6 +42,7 @@ from ...strategies import (
     PendingSave,
     Strategies,
     StrategyAction,
+    call_in_turn,
     check_unchanged,
     deciding_files,
     disown,
@@ -124,7 +125,7 @@ def save_request(
         abandon=partial(_abandon, pending, running, requests),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
-            _call_each,
+            call_in_turn,
             partial(clean_up, pending, strategies, removes_saves=removes_saves),
             *(request.clean_up for request in requests),
         ),
@@ -167,11 +168,6 @@ def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
         return fn()
 
     return replace(request, async_fn=partial(used, request.async_fn), abandon=partial(used, request.abandon))
-
-
-def _call_each(*fns: Callable[[], None]) -> None:
-    for fn in fns:
-        fn()
 
 
 def _write(
