@@ -24,9 +24,10 @@ from tests.strategies import test_dp_reshardable_fixture as reshardable
 from tests.strategies import test_dtensor_files as dtensors
 from tests.strategies import test_megatron_optimizer_types as types
 from tests.strategies.buckets import Job, layer_kinds, write
+from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import FIXTURES, Tensors, wrong_in_layout
 from tests.strategies.test_torch_dist_fixtures import FLAT, value
-from tests.strategies.zero_folders import Save, folder_of, put, saved
+from tests.strategies.zero_folders import Save, folder_of, put
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizer-states.md"
 
@@ -118,7 +119,7 @@ def over_tensor_parallelism(_: Path) -> list[str]:
 
 def with_payload(_: Path) -> list[str]:
     folder = folder_of(deepspeed.SAVE)
-    folder.replace("step_3/mp_rank_00_model_states.pt", saved({"note": deepspeed.Payload()}), durable=False)
+    folder.replace("step_3/mp_rank_00_model_states.pt", archive({"note": deepspeed.Payload()}), durable=False)
     return list(st.open_checkpoint(folder))
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,17 +17,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardtree as st
-import shardtree.interop.dtensor
 from shardtree.errors import (
     CheckpointingException,
     IntegrityError,
-    MetadataError,
     ShapeError,
     TreeError,
     UnsupportedValue,
 )
-from shardtree.interop.dtensor import dtensor_layout, from_dtensors, mesh_of, spec_of, to_dtensors
-from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, tensor_shards, tree_columns
+from shardtree.interop.dtensor import dtensor_layout, from_dtensors, spec_of, to_dtensors
+from shardtree.layouts import AxisSplit, PartitionSpec, tensor_shards, tree_columns
 from shardtree.storage import MemoryStorage
 from shardtree.testing import check_pure
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
@@ -245,11 +240,6 @@ def on_square(whole: torch.Tensor, *placements: Any, rank: int = 0) -> DTensor:
     return Case(whole, SQUARE, ("dp", "tp"), placements).dtensor(rank)
 
 
-def test_a_mesh_without_names_gets_some() -> None:
-    mesh = Case(numbered((4,)), torch.tensor([[3, 1], [2, 0]]), None, (Replicate(), Shard(0))).mesh(0)
-    assert mesh_of(mesh) == Mesh(axis0=2, axis1=2).on_ranks([3, 1, 2, 0])
-
-
 def test_cuts_of_one_axis_follow_each_other() -> None:
     cut = on_square(numbered((8, 3)), _StridedShard(0, split_factor=2), Shard(0))
     assert spec_of(cut) == PartitionSpec((AxisSplit("dp", 2), AxisSplit("tp")), None)
@@ -277,26 +267,6 @@ def test_a_tensor_on_a_slice_is_replicated_along_the_other_axes(axis: int) -> No
     assert mains == [[0, 2], [0, 1]][axis]
     assert layouts == [rows(tree_columns(trees))] * 4
     assert st.layouts.access_problems(tree_columns(trees)) == ()
-
-
-def test_a_flattened_axis_is_a_slice_too() -> None:
-    cube = torch.arange(8).view(2, 2, 2)
-    whole = DeviceMesh("cpu", cube, mesh_dim_names=("dp", "cp", "tp"), _init_backend=False, _rank=5)
-    flat = DeviceMesh("cpu", cube[:, :, 1].flatten(), mesh_dim_names=("dp_cp",), _init_backend=False, _rank=5)
-    tree = {"w": DTensor.from_local(numbered((1,)), flat, [Shard(0)])}
-    shard = from_dtensors(tree, within=whole)["w"]
-    assert (shard.global_offset, shard.replica_id) == ((2,), 1)
-    layout = dtensor_layout(tree, within=whole)
-    assert layout.rank.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert np.flatnonzero(layout.main).tolist() == [0, 1, 2, 3]
-
-
-def test_a_mesh_that_is_no_slice_is_refused() -> None:
-    odd = DeviceMesh("cpu", [0, 3], _init_backend=False, _rank=0)
-    tree = {"w": DTensor.from_local(numbered((3,)), odd, [Shard(0)])}
-    with pytest.raises(MetadataError, match="isn't a slice") as caught:
-        from_dtensors(tree, within=within_square(0))
-    assert caught.value.__notes__ == ["of 'w' at tree['w']"]
 
 
 def test_what_this_rank_has_no_part_in_is_left_out_and_comes_back_as_it_was() -> None:
@@ -434,20 +404,6 @@ def test_what_is_no_dtensor_has_no_spec() -> None:
         spec_of(numbered((4,)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strided": "torch"},
-        {"replicated": lambda key, tensor: True},
-        {"replicated": True, "within": None},
-        {"key": "w"},
-    ],
-)
-def test_options_that_are_none_are_refused(options: Any) -> None:
-    with pytest.raises(MetadataError, match="from_dtensors: "):
-        from_dtensors({}, **options)
-
-
 def test_plain_tensors_stay_unless_they_are_named() -> None:
     tree = {"w": on_square(numbered((4,)), Shard(0), Replicate(), rank=1), "norm": numbered((3,)), "step": numbered(())}
     assert from_dtensors(tree)["norm"] is tree["norm"]
@@ -495,36 +451,6 @@ def test_cuts_in_another_order_are_refused() -> None:
     odd = DTensorSpec(within_square(0), (Shard(0), Shard(0)), meta, shard_order=order)
     with pytest.raises(UnsupportedValue, match=r"in another order(.|\n)*axis 0: \(1, 0\)"):
         spec_of(DTensor(whole[:1], odd, requires_grad=False))
-
-
-def test_stages_of_a_pipeline_are_saved_together() -> None:
-    """Every rank makes the tensors of all stages; those of others are empty to it, and tell what they hold."""
-    folder, whole = MemoryStorage(), [numbered((6,)), numbered((6,)) * 2]
-
-    def stages(rank: int) -> dict[str, DTensor]:
-        meshes = [DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank) for ranks in ([0, 1], [2, 3])]
-        parts = [tensor[rank % 2 * 3 :][:3].clone() for tensor in whole]
-        shape: Any = {"shape": (6,), "stride": (1,)}
-        pairs = enumerate(zip(meshes, parts, strict=True))
-        return {f"layers.{n}": DTensor.from_local(part, mesh, [Shard(0)], **shape) for n, (mesh, part) in pairs}
-
-    trees = [stages(rank) for rank in range(4)]
-
-    def save_own(world: st.World) -> None:
-        tree = trees[world.rank]
-        st.save(from_dtensors(tree), folder, world=world, layout=dtensor_layout(tree))
-
-    st.simulate(4, save_own)
-    stored = st.load_plain_tensors(folder)
-    assert [stored[f"layers.{n}"].tolist() for n in range(2)] == [tensor.tolist() for tensor in whole]
-
-
-def test_torchs_dtensors_are_imported_when_they_are_needed() -> None:
-    for module in Path(shardtree.interop.dtensor.__file__).parent.glob("*.py"):
-        imports = [
-            node for node in ast.parse(module.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))
-        ]
-        assert not any("torch.distributed" in ast.unparse(node) for node in imports), module.name
 
 
 def test_a_target_needs_no_memory() -> None:

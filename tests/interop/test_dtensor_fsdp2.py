@@ -166,30 +166,3 @@ def test_4_processes_save_fsdp2_with_tp_and_2_load_it_on_other_meshes(tmp_path: 
     torch.testing.assert_close(alone(TOKENS), output)
     with pytest.raises(AssertionError, match=r"model\.embed\.weight"):  # the planted fault
         check_same({**expected, "model.embed.weight": expected["model.embed.weight"].flip(0)}, expected)
-
-
-def cut_unevenly(world: World) -> tuple[st.ShardedTensor, str]:
-    """Return this rank's shard of 7 rows on 3 x 2 ranks, and what is said where nobody says who cut them."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    linear = nn.Linear(3, 7, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_(torch.arange(21.0).view(7, 3))
-    parallelize_module(linear, mesh["tp"], ColwiseParallel())
-    fully_shard(linear, mesh=mesh["dp"])
-    tree = {"weight": linear.weight}
-    with pytest.raises(st.errors.ShapeError) as caught:
-        from_dtensors(tree)
-    return from_dtensors(tree, strided="fsdp2")["weight"], str(caught.value)
-
-
-@pytest.mark.exhaustive
-def test_6_processes_hold_of_uneven_rows_what_fsdp2_gives_them() -> None:
-    shards = run_processes(6, cut_unevenly)
-    assert all("is ambiguous" in said for _, said in shards)
-    assert st.layouts.access_problems(st.layouts.tree_columns([[shard] for shard, _ in shards])) == ()
-    for shard, _ in shards:
-        assert torch.equal(shard.data, torch.arange(21.0).view(7, 3)[shard.global_slice()])

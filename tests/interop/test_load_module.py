@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardtree as st
-from shardtree.errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, UnsupportedValue
+from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue
 from shardtree.interop.dtensor import ModuleKeys, load_module
 from shardtree.storage import MemoryStorage
 from shardtree.world import World, run_processes
@@ -393,20 +393,3 @@ def test_a_buffer_of_the_common_state_may_have_a_stored_tensor_below_its_name(tm
     tree = {"weight.absmax": torch.arange(5.0), "_extra_state": torch.zeros(1)}
     assert load_module(model, saved(tmp_path, tree, {"weight": torch.ones(2, 3)})) == ModuleKeys((), ())
     assert model.weight.equal(torch.ones(2, 3)) and model.absmax.equal(torch.arange(5.0))
-
-
-def loads_outside(world: World, *, folder: str) -> str:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    mesh = DeviceMesh("cpu", [0])
-    with pytest.raises(MetadataError) as caught:
-        load_module(nn.Linear(2, 2), folder, within=mesh)
-    return str(caught.value)
-
-
-@pytest.mark.torchrun
-@pytest.mark.slow
-def test_plain_tensors_within_a_mesh_without_this_rank_are_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
-    for text in run_processes(2, partial(loads_outside, folder=folder)):
-        assert "weight" in text and "found rank 1, expected one of [0]" in text

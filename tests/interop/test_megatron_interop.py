@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import shardtree
 from shardtree.errors import MetadataError, UnsupportedValue
 from shardtree.interop.megatron import from_megatron, to_megatron
-from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.storage import MemoryStorage
+from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import apply_factories
 from tests.interop import old_megatron as old
 from tests.quick_python.command import quick_python
@@ -38,15 +36,6 @@ def rows(key: str, data: Any, replica_id: Any) -> Any:
         old.ShardedTensor(key, part, part.dtype, part.shape, (4, 3), (2 * n, 0), (2, 1), replica_id)
         for n, part in parts
     ]
-
-
-def test_every_field_comes_over() -> None:
-    theirs = box(global_shape=(3, 4, 3), global_offset=(1, 2, 0), axis_fragmentations=(3, 2, 1), prepend_axis_num=1)
-    theirs.replica_id, theirs.allow_shape_mismatch = (0, 1), True
-    expected = ShardedTensor(
-        "w", theirs.data, torch.float32, (2, 3), (3, 4, 3), (1, 2, 0), (3, 2, 1), (0, 1), 1, allow_shape_mismatch=True
-    )
-    assert from_megatron([theirs]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -98,27 +87,6 @@ def test_what_only_shares_a_name_stays() -> None:
     assert all(left is right for left, right in zip(from_megatron(unknown), unknown, strict=True))
 
 
-def test_ours_among_theirs_stay() -> None:
-    ours = [ShardedObject("o", 1, (1,), (0,)), LocalNonpersistentObject(2), from_megatron([box()])[0]]
-    assert all(left is right for left, right in zip(from_megatron(ours), ours, strict=True))
-
-
-def test_containers_are_entered_and_keep_their_kind() -> None:
-    tree = OrderedDict(b=[box("b")], a=({"x": box("x")}, 3))
-    ours = from_megatron(tree)
-    assert type(ours) is OrderedDict
-    assert list(ours) == ["b", "a"]
-    assert (ours["b"][0].key, ours["a"][0]["x"].key, ours["a"][1]) == ("b", "x", 3)
-    assert isinstance(tree["b"][0], old.ShardedTensor)
-
-
-def test_objects_and_local_values_come_over() -> None:
-    value: dict[str, Any] = {"inside": box()}
-    ours = from_megatron([old.ShardedObject("o", value, [1, 2], (0, 1), (0, 1)), old.LocalNonpersistentObject(value)])
-    assert ours == [ShardedObject("o", value, (1, 2), (0, 1), (0, 1)), LocalNonpersistentObject(value)]
-    assert isinstance(value["inside"], old.ShardedTensor), "what an object holds is its own affair"
-
-
 # -- factories
 
 
@@ -134,12 +102,6 @@ def test_a_factory_builds_ours_and_merges_plain_tensors() -> None:
     assert all(isinstance(shard, ShardedTensor) for shard in built)
     assert torch.equal(ours.merge_fn([shard.data for shard in built]), data + 1)
     assert (theirs.key, theirs.data is data, theirs.replica_id) == ("w", True, 0)
-
-
-def test_a_factory_without_data_comes_over() -> None:
-    ours = from_megatron([old.ShardedTensorFactory("w", None, rows, torch.cat)])[0]
-    assert ours.data is None
-    assert len(replace(ours, data=torch.zeros(4, 3)).build()) == 2
 
 
 def test_a_range_reaches_factories_that_take_one() -> None:
@@ -174,18 +136,6 @@ def test_a_merge_of_theirs_may_change_what_it_is_given() -> None:
     loaded = [torch.zeros(1), torch.ones(1)]
     assert ours.merge_fn(loaded).tolist() == [1, 0]
     assert len(loaded) == 2
-
-
-def test_factories_that_build_factories_come_over() -> None:
-    def nested(key: str, data: Any, replica_id: Any) -> Any:
-        return {"inner": old.ShardedTensorFactory(f"{key}.inner", data, rows, torch.cat, replica_id)}
-
-    data = torch.arange(12.0).reshape(4, 3)
-    tree = {"w": old.ShardedTensorFactory("w", data, nested, lambda loaded: loaded["inner"] + 0, 0), "step": 3}
-    folder = MemoryStorage()
-    shardtree.save(from_megatron(tree), folder)
-    assert set(shardtree.load_plain_tensors(folder)) == {"w.inner"}
-    assert torch.equal(shardtree.load(from_megatron(tree), folder)["w"], data)
 
 
 def nested_here(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:

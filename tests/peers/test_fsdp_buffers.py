@@ -12,22 +12,9 @@ from hypothesis import strategies as st
 
 from shardtree.buffers import BufferPlan, plan_buffers, slice_views
 from tests.buffers.buffer_samples import assert_caught
+from tests.peers.groups import Group
 
 pytestmark = pytest.mark.peers
-
-
-@dataclass(frozen=True)
-class Group:
-    """What a flat parameter asks of a process group."""
-
-    ranks: int
-    own: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.own
 
 
 @dataclass(frozen=True)

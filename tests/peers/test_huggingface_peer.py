@@ -80,18 +80,6 @@ def assert_same(found, expected):
     assert [key for key in expected if first_difference(found[key], expected[key])] == []
 
 
-def bert():
-    config = transformers.BertConfig(
-        vocab_size=96,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
-    return transformers.BertModel(config)
-
-
 def llama():
     config = transformers.LlamaConfig(
         vocab_size=96,
@@ -108,13 +96,10 @@ def llama():
     return model
 
 
-MODELS = {"bert": bert, "llama": llama}
-
-
-@pytest.fixture(params=MODELS)
-def model(request):
+@pytest.fixture
+def model():
     torch.manual_seed(0)
-    return MODELS[request.param]().eval()
+    return llama().eval()
 
 
 def outputs(model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -16,22 +16,15 @@ import shardtree as st
 from shardtree.layouts import object_columns, sharding_problems
 from shardtree.testing import Layout, cut, layouts, shapes
 from tests.layouts.test_object_problems import Ranks, objects
+from tests.peers.groups import one_process  # noqa: F401  a fixture
 from tests.trees.samples import assert_caught
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process")]
 validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")
 from shardtree.interop.megatron import to_megatron  # noqa: E402
 
 Leaves = Sequence[Sequence[Any]]
 """The shards and objects of each rank."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """Their check asks for the rank of this process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def they_accept(ranks: Leaves) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from shardtree.lenses import (
     unstacked_layers,
 )
 from shardtree.testing import check_lens, first_difference
+from tests.peers.groups import Group
 
 theirs = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 pytestmark = pytest.mark.peers
@@ -88,19 +88,6 @@ def test_the_comparison_catches_halves_cut_for_one_rank() -> None:
         check_same(blind.build(), factory.build(), boxes_too=False)
 
 
-class Group:
-    """The little that a process group is asked for here."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.at, self.of = rank, size
-
-    def rank(self) -> int:
-        return self.at
-
-    def size(self) -> int:
-        return self.of
-
-
 class Linear(torch.nn.Module):
     """A layer that gives its outputs, and no bias, as theirs do."""
 
@@ -144,16 +131,6 @@ def test_queries_keys_and_values_are_those_of_their_attention(ranks: int) -> Non
             assert first_difference(stored[name].chunk(ranks)[rank].contiguous(), expected) is None
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_ranks_may_cut_through_a_group(ranks: int) -> None:
-    """Megatron-Core does so where there are more ranks than groups."""
-    whole = torch.randn(16 * SIZE, WIDTH)
-    lens = attention_qkv(heads=12, head_size=SIZE, query_groups=2)
-    parts = [st.ShardedTensor.from_rank_offsets("w", part, (0, r, ranks)) for r, part in enumerate(whole.chunk(ranks))]
-    one = check_lens(lens, [st.ShardedTensor.from_rank_offsets("w", whole)])
-    assert first_difference(check_lens(lens, parts)["w"], one["w"]) is None
-
-
 EXPERTS, HIDDEN, FFN = 4, 3, 8
 
 
@@ -163,7 +140,7 @@ def their_experts(ep: Group, tp: Group, weight1: torch.Tensor, weight2: torch.Te
     layer = SimpleNamespace(
         ep_group=ep,
         tp_group=tp,
-        dp_group=Group(0, 1),
+        dp_group=Group(1),
         num_local_experts=EXPERTS // ep.size(),
         weight2=weight2,
         config=SimpleNamespace(hidden_size=HIDDEN, gated_linear_unit=True),
@@ -184,7 +161,7 @@ def test_grouped_experts_are_stored_as_theirs(expert_ranks: int, ranks: int, apa
             memory = torch.randn(local, HIDDEN, 2 * FFN // ranks), torch.randn(local, FFN // ranks, HIDDEN)
             # They hold the same memory with two axes.
             flat = memory[0].view(HIDDEN, -1), memory[1].view(-1, HIDDEN)
-            tree = their_experts(Group(at, expert_ranks), Group(rank, ranks), *flat, apart=apart)
+            tree = their_experts(Group(expert_ranks, at), Group(ranks, rank), *flat, apart=apart)
             for number, (data, lens) in enumerate(zip(memory, lenses, strict=True)):
                 cut = (2 - number, rank, ranks)
                 shard = st.ShardedTensor.from_rank_offsets(
@@ -195,24 +172,3 @@ def test_grouped_experts_are_stored_as_theirs(expert_ranks: int, ranks: int, apa
 
 
 NAMES: dict[str, Any] = {"part": "linear_fc1.weight", "names": ("linear_fc1.weight_w", "linear_fc1.weight_v")}
-
-
-def test_their_experts_moments_too() -> None:
-    """What Megatron-Core's own factory of these doesn't store alike, by what it says: states in another cut."""
-    lens = compose(transposed(), gate_and_up(tensor_parallel=2, axis=1))
-    stored = []
-    for ranks in (1, 2):
-        memory = torch.arange(float(EXPERTS * HIDDEN * 2 * FFN)).view(EXPERTS, HIDDEN, 2, FFN)
-        parts = memory.chunk(ranks, 3)
-        shards = [
-            st.ShardedTensor.from_rank_offsets("w", part.reshape(EXPERTS, HIDDEN, -1), (2, rank, ranks))
-            for rank, part in enumerate(parts)
-        ]
-        flat = [
-            replace(shard, data=shard.data.reshape(-1)[cut], flattened_range=cut)
-            for shard in shards
-            for cut in (slice(0, 29), slice(29, shard.data.numel()))
-        ]
-        lens = compose(transposed(), gate_and_up(tensor_parallel=ranks, axis=1))
-        stored.append(check_lens(lens, flat)["w"])
-    assert first_difference(*stored) is None

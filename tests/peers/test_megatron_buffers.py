@@ -7,7 +7,7 @@ that know their size and rank, which is all that it asks of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,23 +20,11 @@ from hypothesis import strategies as st
 from shardtree.buffers import BufferPlan, flat_shards, plan_buffers
 from shardtree.mapping import ShardedTensor
 from tests.buffers.buffer_samples import assert_caught
+from tests.peers.groups import Group, one_process  # noqa: F401  a fixture
 from tests.peers.megatron_versions import buffer_of
 
-pytestmark = pytest.mark.peers
-
-
-@dataclass(frozen=True)
-class Group:
-    """What a buffer asks of a process group."""
-
-    ranks: int
-    own: int = 0
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.own
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process")]
+logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -123,15 +111,6 @@ def check_as_megatron(plan_of: Any, question: Question) -> None:
 
 def as_slice(theirs: Any) -> slice:
     return slice(theirs.start, theirs.end)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_process() -> Iterator[None]:
-    """Give the buffer the process group of one process that it asks for before it logs."""
-    logging.getLogger("megatron.core").setLevel(logging.WARNING)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @given(questions())

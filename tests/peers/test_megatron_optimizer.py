@@ -16,6 +16,7 @@ from shardtree import mapping as ours
 from shardtree.testing import check_pure
 from shardtree.trees import leaves_with_paths
 from tests.faults.sampling import usually
+from tests.peers.test_mapping_megatron import FIELDS as FIELDS_OF_SHARDS
 
 megatron = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
 optimizer = pytest.importorskip("megatron.core.dist_checkpointing.optimizer")
@@ -23,17 +24,7 @@ mlp = pytest.importorskip("megatron.core.transformer.mlp")
 
 pytestmark = pytest.mark.peers
 
-FIELDS = (
-    "key",
-    "dtype",
-    "local_shape",
-    "global_shape",
-    "global_offset",
-    "axis_fragmentations",
-    "replica_id",
-    "prepend_axis_num",
-    "allow_shape_mismatch",
-)
+FIELDS = tuple(name for name in FIELDS_OF_SHARDS if name != "flattened_range")
 
 
 def of(leaf: Any) -> Any:
@@ -164,15 +155,6 @@ def test_ids_are_megatrons_catches_an_order_of_keys() -> None:
     tree = {key: ours.ShardedTensor.from_rank_offsets(key, param) for key, param in params.items()}
     found = shardtree.optim.get_param_id_to_sharded_param_map(tree, params.values())
     assert {number: leaf.key for number, leaf in found.items()} != dict(enumerate(sorted(params)))
-
-
-def test_a_moment_is_megatrons() -> None:
-    shard = megatron.ShardedTensor.from_rank_offsets("w", torch.rand(2, 4), (0, 1, 3), replica_id=(0, 1))
-    moment = torch.rand(2, 4).double()
-    expected = optimizer.make_sharded_optimizer_tensor(shard, moment, "optimizer.state.exp_avg")
-    assert of(shardtree.optim.make_sharded_optimizer_tensor(ours_of(shard), moment, "optimizer.state.exp_avg")) == of(
-        expected
-    )
 
 
 def test_a_number_which_megatron_refuses_has_a_place() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,14 @@ import torch
 
 import shardtree as st
 from shardtree.errors import ShapeError
+from tests.peers.groups import one_process  # noqa: F401  a fixture
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process"), pytest.mark.filterwarnings("ignore")]
 megatron = pytest.importorskip("megatron.core.dist_checkpointing")
 from shardtree.interop.megatron import to_megatron  # noqa: E402
 
 ROWS, WIDTH = 24, 4
 STORED = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH) + 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """Their `load` needs a process group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

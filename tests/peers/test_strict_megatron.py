@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
+from tests.peers.groups import one_process  # noqa: F401  a fixture
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process"), pytest.mark.filterwarnings("ignore")]
 validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")
 megatron = pytest.importorskip("megatron.core.dist_checkpointing")
 from shardtree.interop.megatron import to_megatron  # noqa: E402
@@ -30,14 +31,6 @@ ASKED = {
 }
 ASSUME = st.StrictHandling.ASSUME_OK_UNEXPECTED
 Load = Callable[[dict[str, Any], Path, str], Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """Their `load` needs a process group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

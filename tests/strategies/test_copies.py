@@ -95,20 +95,6 @@ def test_ranks_read_each_copy_once(compared: list[str]) -> None:
     assert sorted(compared) == [f"model_world_size_3_rank_{rank}.pt" for rank in (1, 2) for _ in range(4)]
 
 
-def test_ranks_that_load_all_tensors_read_each_copy_once(compared: list[str]) -> None:
-    folder = folder_of([False] * 4)
-    loaded = st.simulate(3, lambda world: st.load_plain_tensors(folder, world=world))
-    assert all(tensors["w3"].tolist() == [3] * LENGTH for tensors in loaded)
-    assert sorted(compared) == [f"model_world_size_3_rank_{rank}.pt" for rank in (1, 2) for _ in range(4)]
-
-
-def test_ranks_that_exchange_load_all_tensors() -> None:
-    folder, how = folder_of([False] * 4), st.LoadOptions(exchange="always")
-    loaded = st.simulate(3, lambda world: st.load_plain_tensors(folder, world=world, options=how))
-    for tensors in loaded:
-        assert [tensors[f"w{number}"].tolist() for number in range(4)] == [[number] * LENGTH for number in range(4)]
-
-
 def test_all_ranks_that_load_all_tensors_learn_what_differs() -> None:
     folder = folder_of([False, True, False, False])
     with pytest.raises(UnsupportedValue, match=r"'w1': .*different copies"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, StrategyError, UnsafeFile
+from tests.strategies.folders import archive
 
 META: dict[str, Any] = {
     "epoch": 3,
@@ -25,12 +25,6 @@ META: dict[str, Any] = {
     "lr_schedulers": [{"base_lrs": [0.1], "last_epoch": 3}],
     "hyper_parameters": {"width": 8},
 }
-
-
-def archive(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from shardtree.errors import UnsafeFile, UnsupportedValue
 from shardtree.strategies.torch_dist._common import nested
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
+from tests.strategies.test_torch_dist_read import SAVED
 
 
 def save_alone(state, folder, **options):
@@ -40,24 +41,6 @@ def rows(count, *shape, dtype=torch.float32):
 # One process: what kinds of tensors there are
 
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint64,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
-
-
 def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -76,7 +59,7 @@ def check_loads(folder, tensors):
 
 
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
-    tensors = {str(dtype): rows(5, 3, dtype=dtype) for dtype in DTYPES}
+    tensors = {str(dtype): rows(5, 3, dtype=dtype) for dtype in SAVED}
     check_loads(save_alone(tensors, tmp_path), tensors)
 
 
@@ -114,27 +97,6 @@ def test_a_column_major_payload_is_read_in_its_order(tmp_path):
     assert torch.equal(torch.cat(loaded["w"], dim=1), stored)
     assert torch.equal(loaded["b"], rows(3))
     assert (reports[0].blocks_checked, reports[0].blocks_unchecked) == (2, 0)
-
-
-def test_archives_that_are_read_in_part_are_counted(tmp_path):
-    folder = save_alone({"small": rows(10, 10), "large": rows(1024, 1024)}, tmp_path)
-    target = {
-        "small": st.ShardedTensor("small", None, torch.float32, (5, 10), (10, 10), (0, 0), (2, 1)),
-        "large": st.ShardedTensor("large", None, torch.float32, (512, 1024), (1024, 1024), (512, 0), (2, 1)),
-    }
-
-    def checked(verify):
-        reports = []
-        st.load(
-            target,
-            folder,
-            validate_access_integrity=False,
-            options=st.LoadOptions(verify=verify, report=reports.append),
-        )
-        assert reports[0].bytes_read == 4 * (50 + 512 * 1024)
-        return reports[0].blocks_checked, reports[0].blocks_unchecked
-
-    assert (checked("whole"), checked("all"), checked(None)) == ((1, 1), (2, 0), (0, 2))
 
 
 # Nested state

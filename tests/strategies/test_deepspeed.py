@@ -19,6 +19,7 @@ from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
 from shardtree.strategies.deepspeed import _flat
 from shardtree.strategies.deepspeed._contents import read_contents
+from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import (
     FIXTURES,
     LAYOUTS,
@@ -28,7 +29,7 @@ from tests.strategies.optimizer_formats import (
     wrong_in_layout,
     wrong_states,
 )
-from tests.strategies.zero_folders import Save, folder_of, model_file, optimizer_file, put, saved, saves
+from tests.strategies.zero_folders import Save, folder_of, model_file, optimizer_file, put, saves
 
 NAMES = ("deepspeed_zero1_dp2", "deepspeed_zero3_dp4")
 DECAYED = ["emb.weight", *(f"layers.{n}.fc{m}.weight" for n in range(2) for m in (1, 2))]
@@ -152,7 +153,7 @@ def with_optimizers(save: Save, order: list[int]) -> MemoryStorage:
     storage = folder_of(save)
     for rank, other in enumerate(order):
         name = f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        storage.replace(name, saved(optimizer_file(save, other)), durable=False)
+        storage.replace(name, archive(optimizer_file(save, other)), durable=False)
     return storage
 
 
@@ -176,7 +177,7 @@ def test_a_moment_is_refused_by_the_master_beside_it_and_the_file_is_named() -> 
 def test_an_edited_weight_is_refused_once_a_state_of_it_is_read() -> None:
     folder, file = folder_of(SAVE), model_file(SAVE, 0)
     file["module"]["d"][6] += 1
-    folder.replace("step_3/mp_rank_00_model_states.pt", saved(file), durable=False)
+    folder.replace("step_3/mp_rank_00_model_states.pt", archive(file), durable=False)
     with pytest.raises(CorruptCheckpoint, match="element 6 of the master of 'd'"):
         st.load_plain_tensors(folder)
     assert "d" in st.load_plain_tensors(folder, options=LoadOptions(verify=None))
@@ -252,14 +253,14 @@ def test_a_missing_model_file_of_zero3_is_refused() -> None:
 
 def test_files_of_a_larger_world_beside_are_refused() -> None:
     folder = folder_of(SAVE)
-    put(folder, "step_3/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", saved(optimizer_file(SAVE, 0)))
+    put(folder, "step_3/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", archive(optimizer_file(SAVE, 0)))
     with pytest.raises(CorruptCheckpoint, match=r"found 4 files, expected 3, by partition_count"):
         st.open_checkpoint(folder)
 
 
 def test_files_of_two_saves_are_refused() -> None:
     folder = folder_of(SAVE)
-    put(folder, "step_3/zero_pp_rank_0_mp_rank_00_optim_states.pt", saved(optimizer_file(SAVE, 0)))
+    put(folder, "step_3/zero_pp_rank_0_mp_rank_00_optim_states.pt", archive(optimizer_file(SAVE, 0)))
     with pytest.raises(CorruptCheckpoint, match="has files of two saves"):
         st.open_checkpoint(folder)
 
@@ -295,7 +296,7 @@ def with_inner(change: Any, save: Save = SAVE) -> MemoryStorage:
     for rank in range(save.ranks):
         file = optimizer_file(save, rank)
         change(file["optimizer_state_dict"])
-        folder.replace(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", saved(file), durable=False)
+        folder.replace(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", archive(file), durable=False)
     return folder
 
 
@@ -334,7 +335,7 @@ def test_frozen_parameters_buffers_and_tied_names_of_zero3() -> None:
             "frozen_param_fragments": {"ice": padded[3 * rank :][:3]},
         }
         file["shared_params"] = {"tied": "a"} if rank == 0 else {}
-        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", saved(file), durable=False)
+        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
     found = st.load_plain_tensors(folder)
     assert torch.equal(found["ice"], frozen) and found["seen"].item() == 4 and torch.equal(found["tied"], found["a"])
 
@@ -354,23 +355,9 @@ def test_copies_of_a_buffer_that_differ_are_refused_by_name() -> None:
     for rank in range(3):
         file = model_file(save, rank)
         file["module"]["seen"] = torch.tensor(rank)
-        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", saved(file), durable=False)
+        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
     with pytest.raises(UnsupportedValue, match=r"'seen': .*different copies"):
         st.load_plain_tensors(folder)
-
-
-def test_weights_of_zero3_convert_to_a_model_s_files(tmp_path: Path) -> None:
-    st.convert(FIXTURES / NAMES[1], tmp_path / "hf", backend="huggingface", leave_out=["optimizer.**", "common"])
-    found = st.load_plain_tensors(tmp_path / "hf")
-    assert found["head.weight"].equal(expected(NAMES[1])["emb.weight"]) and found["count"].dtype == torch.int64
-
-
-def test_explain_tells_what_a_derived_weight_reads() -> None:
-    folder = folder_of(dataclasses.replace(SAVE, stage=3))
-    target = {"w": st.load_tensors_metadata(folder)["a"]}
-    assert st.explain(target, folder).problems == ()
-    wrong = {"w": dataclasses.replace(target["w"], dtype=torch.float32)}
-    assert "stored" in str(st.explain(wrong, folder))
 
 
 # Pickles

@@ -11,9 +11,10 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
+from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
 from tests.strategies.test_deepspeed import SAVE
-from tests.strategies.zero_folders import Save, model_file, put, saved, saves, universal_of
+from tests.strategies.zero_folders import Save, model_file, put, saves, universal_of
 
 REAL = FIXTURES / "deepspeed_universal"
 
@@ -52,14 +53,14 @@ def test_states_without_the_rows_that_pad_a_vocabulary_have_fewer_rows() -> None
     folder = universal_of(SAVE)
     cut = {"param": torch.ones(4, 3), "cat_dim": 0, "vocab_tensor": True}
     for state in ("fp32", "exp_avg", "exp_avg_sq"):
-        folder.replace(f"zero/a/{state}.pt", saved(cut), durable=False)
+        folder.replace(f"zero/a/{state}.pt", archive(cut), durable=False)
     found = st.load_tensors_metadata(folder)
     assert found["a"].global_shape == (5, 3) and found["optimizer.state.exp_avg.a"].global_shape == (4, 3)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
     folder = universal_of(SAVE)
-    folder.replace("zero/a/exp_avg.pt", saved({"param": torch.ones(3, 5)}), durable=False)
+    folder.replace("zero/a/exp_avg.pt", archive({"param": torch.ones(3, 5)}), durable=False)
     with pytest.raises(CorruptCheckpoint, match=r"zero/a/exp_avg.pt' isn't a state of its parameter\n  found \(3, 5\)"):
         st.open_checkpoint(folder)
 

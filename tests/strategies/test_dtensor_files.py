@@ -25,6 +25,7 @@ from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
 from shardtree.strategies.archives import _placement
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
+from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import (
     FIXTURES,
     LAYOUTS,
@@ -40,17 +41,11 @@ EXPECTED, ORDER = truth("dtensor_fsdp2_w4")
 NAMED = LoadOptions(parameter_names=ORDER)
 
 
-def saved(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 def folder_of(ranks: list[dict[str, Any]], kind: str = "model") -> MemoryStorage:
     storage = MemoryStorage()
     for rank, state in enumerate(ranks):
         name = f"{kind}_world_size_{len(ranks)}_rank_{rank}.pt"
-        storage.write(name, [memoryview(saved(OrderedDict(state)))], durable=False)
+        storage.write(name, [memoryview(archive(OrderedDict(state)))], durable=False)
     return storage
 
 
@@ -140,18 +135,7 @@ def test_it_verifies_and_a_flipped_bit_is_found(tmp_path: Path) -> None:
         st.load_plain_tensors(copy)
 
 
-def test_it_converts_to_a_model_s_files(tmp_path: Path) -> None:
-    st.convert(FOLDER, tmp_path / "hf", backend="huggingface", leave_out=["optimizer.**", "rng", "common"])
-    assert torch.equal(st.load_plain_tensors(tmp_path / "hf")["mask"], EXPECTED["mask"])
-
-
 # What mergers get wrong
-
-
-def test_plain_tensors_are_replicas_and_a_first_plain_key_says_nothing_about_others() -> None:
-    opened = st.open_checkpoint(FOLDER)
-    assert opened["a_scale"].global_shape == (1,) and opened["layers.0.seen"].global_shape == ()
-    assert opened["emb.weight"].global_shape == (40, 8) and opened["mask"].dtype == torch.bool
 
 
 def test_ranks_are_numbers() -> None:
@@ -205,12 +189,6 @@ def test_copies_of_hsdp_count_once_and_are_compared() -> None:
     with pytest.raises(UnsupportedValue, match=r"rank_3.pt' and .*rank_1.pt' have different copies"):
         st.load(target, folder)
     assert torch.equal(st.load(target, folder, options=LoadOptions(verify=None))["w"], case.whole)
-
-
-def test_plain_tensors_that_differ_are_refused_by_name() -> None:
-    folder = folder_of([{"seen": torch.tensor(rank)} for rank in range(2)])
-    with pytest.raises(UnsupportedValue, match=r"'seen': .*different copies"):
-        st.load_plain_tensors(folder)
 
 
 def test_terms_of_a_sum_are_refused_by_name() -> None:
@@ -315,20 +293,20 @@ FORMS = {"2.4": (OLD, "placement_types", f"{OLD}.api"), "2.6": (NEW, "_dtensor_s
 @pytest.mark.parametrize("form", FORMS)
 def test_dtensors_of_older_torch_are_read(form: str) -> None:
     tensors = [numbered((3, 2)), torch.zeros(1, 1, dtype=torch.int32)]
-    folder = with_pickle(saved(tensors), lambda _: old_dtensor(*FORMS[form]))
+    folder = with_pickle(archive(tensors), lambda _: old_dtensor(*FORMS[form]))
     assert torch.equal(st.load_plain_tensors(folder)["w"], tensors[0])
 
 
 def test_another_rank_of_older_torch_is_seen_by_the_ranks_of_its_mesh() -> None:
     tensors = [numbered((3, 2)), torch.tensor([[5]], dtype=torch.int32)]
-    folder = with_pickle(saved(tensors), lambda _: old_dtensor(*FORMS["2.4"]))
+    folder = with_pickle(archive(tensors), lambda _: old_dtensor(*FORMS["2.4"]))
     with pytest.raises(CorruptCheckpoint, match="found the part of rank 5"):
         st.open_checkpoint(folder)
 
 
 def test_sharded_tensors_of_fsdp1_are_named() -> None:
     made = Reduced(Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"), ())
-    folder = with_pickle(saved([]), lambda _: write_pickle({"w": made}, protocol=2))
+    folder = with_pickle(archive([]), lambda _: write_pickle({"w": made}, protocol=2))
     with pytest.raises(UnsupportedValue, match="a ShardedTensor, as FSDP1 saves"):
         st.open_checkpoint(folder)
 

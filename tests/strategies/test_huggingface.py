@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from threading import Barrier
 
 import pytest
@@ -27,7 +25,7 @@ from shardtree.errors import (
     StrategyError,
     UnsupportedValue,
 )
-from shardtree.storage import LocalStorage, MemoryStorage, wrapped
+from shardtree.storage import MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
 from shardtree.strategies.huggingface._contents import read_headers
 from shardtree.strategies.huggingface._listing import Listing
@@ -222,28 +220,6 @@ def test_values_and_objects_are_refused_by_their_paths():
     st.save({"w": whole("w", torch.zeros(2)), "none": {}, "local": st.LocalNonpersistentObject(3)}, folder, HF)
 
 
-def test_values_and_objects_go_into_native_files_beside_the_model():
-    folder = MemoryStorage()
-
-    def tree(rank, data):
-        box = st.ShardedObject("rng", {"seed": 7}, (1,), (0,), replica_id=rank)
-        return {"w": whole("w", data, (0, rank, 2)), "rng": box, "step": 5}
-
-    def write(world):
-        st.save(tree(world.rank, torch.arange(2) + 2 * world.rank), folder, HF, ("safetensors", 1), world=world)
-
-    st.simulate(2, write)
-    assert {"metadata.json", "model.safetensors.index.json"} < set(folder.names())
-    loaded = st.simulate(2, lambda world: st.load(tree(world.rank, torch.zeros(2).long()), folder, world=world))
-    assert [(part["w"].tolist(), part["rng"], part["step"]) for part in loaded] == [
-        ([0, 1], {"seed": 7}, 5),
-        ([2, 3], {"seed": 7}, 5),
-    ]
-    assert sorted(st.load_sharded_metadata(folder)) == ["rng/shard_0_1", "w"]
-    folder.remove("model.safetensors.index.json")
-    assert st.load_plain_tensors(folder)["w"].tolist() == [0, 1, 2, 3], "metadata.json names the files"
-
-
 def test_dtypes_and_names_that_the_format_lacks():
     folder = MemoryStorage()
     with pytest.raises(UnsupportedValue, match=r"(?s)'w': \(2,\) complex128.*Cast them"):
@@ -281,9 +257,6 @@ def test_a_file_that_is_in_the_way_stays():
     with pytest.raises(AlreadyACheckpoint, match="in the way"):
         st.save([whole(key, torch.zeros(2)) for key in "ab"], folder, HF, strategies=table(8))
     assert folder.names() == ("model-00001-of-00002.safetensors",)
-
-
-# A save that breaks off
 
 
 # Reading what others wrote
@@ -489,39 +462,6 @@ def test_tensor_files_of_metadata_that_climb_out():
 
 
 # Parts of it
-
-
-MEASURED = """
-import sys, torch, shardtree as st
-
-def kilobytes(what):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
-
-def save(folder, whole):
-    parts = [part.contiguous() for part in whole.chunk(4, 1)]
-    shards = [st.ShardedTensor.from_rank_offsets("w", part, (1, rank, 4)) for rank, part in enumerate(parts)]
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = kilobytes("VmRSS")
-    st.simulate(4, lambda world: st.save([shards[world.rank]], folder, ("huggingface", 1), world=world))
-    return kilobytes("VmHWM") - before
-
-save(sys.argv[1] + "/small", torch.zeros(8, 4096))
-print(save(sys.argv[1] + "/large", torch.randn(12_800, 4096)))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_four_ranks_save_200_megabytes_in_little_memory(tmp_path):
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        pytest.skip("the peak of a process's memory can't be reset here")
-    done = subprocess.run([sys.executable, "-c", MEASURED, tmp_path], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 40_000, "kilobytes beyond the shards themselves, of four ranks"
-    assert LocalStorage(str(tmp_path)).length("large/model.safetensors") > 200_000_000
 
 
 def test_headers_of_a_remote_model_are_in_flight_together():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import UnsupportedValue
@@ -158,16 +158,6 @@ def test_what_is_larger_than_any_number_of_an_index_is_not_alike() -> None:
     assert not stored_alike(index, np.zeros(1, np.int64), [TensorKind(torch.float32, (2**63,), 0)])
 
 
-def test_some_are_alike() -> None:
-    """So that the law doesn't hold for want of any."""
-
-    def is_alike(case: tuple[Index, list[int], list[TensorKind]]) -> bool:
-        index, numbers, kinds = case
-        return len(set(index.key_axes[numbers].tolist())) > 1 and stored_alike(index, np.array(numbers), kinds)
-
-    find(compared(), is_alike, settings=settings(max_examples=2000, phases=[Phase.generate]))
-
-
 Take = Callable[[Index, Column], StoredChunks]
 
 
@@ -211,17 +201,3 @@ _rows_of = _columns._rows_of
 def test_the_law_of_chunks_catches(broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_columns, "_rows_of", broken)
     assert_caught(are_chunks_of_each, chunks_of, asked())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sliced", [True, False])
-def test_chunks_are_taken_in_both_ways(sliced: bool) -> None:
-    """So that the law doesn't hold for want of one."""
-
-    def is_taken_so(case: tuple[Index, list[int]]) -> bool:
-        index, numbers = case
-        taken = chunks_of(index, np.array(numbers, dtype=np.int64))
-        shares = np.shares_memory(taken.byte, index.chunk_byte)
-        return len(set(taken.key.tolist())) > 1 and shares == sliced
-
-    find(asked(), is_taken_so, settings=settings(max_examples=2000, phases=[Phase.generate]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
@@ -14,11 +13,11 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CheckpointReplaced, CorruptCheckpoint, KeyMismatch, ShapeError
+from shardtree.errors import CheckpointReplaced, CorruptCheckpoint, ShapeError
 from shardtree.layouts import shard_columns
 from shardtree.plans import plan_load
 from shardtree.storage import MemoryStorage, StoredFile
-from shardtree.strategies.index import RankFiles, _load, build_index, chunks_of
+from shardtree.strategies.index import _load, build_index, chunks_of
 from tests.options import load_keywords
 
 
@@ -94,12 +93,6 @@ def check_run_is_the_plan(single_run, case):
 @given(cases())
 def test_a_run_is_what_a_plan_comes_to(case):
     check_run_is_the_plan(_load.single_run, case)
-
-
-@pytest.mark.slow
-def test_there_are_runs():
-    """So that the law doesn't hold for want of any."""
-    find(cases(), lambda case: check_run_is_the_plan(_load.single_run, case) is not None and len(case.shards) > 2)
 
 
 def fails(case):
@@ -223,30 +216,3 @@ def test_a_file_that_is_gone_shorter_or_replaced_is_told_so():
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, overwrite=True)
     with pytest.raises(CheckpointReplaced):
         rows.read()
-
-
-def test_what_does_not_fit_is_left_to_the_plan_which_says_why():
-    folder = MemoryStorage()
-    rows_of(folder)
-    options = {"verify": None, "validate_access_integrity": False}
-    with pytest.raises(KeyMismatch, match="'v'"):
-        st.load({"v": st.ShardedTensor.from_rank_offsets("v", torch.zeros(64, 64))}, folder, **load_keywords(**options))
-    with pytest.raises(ShapeError, match="float32"):
-        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(64, 64))}, folder, **load_keywords(**options))
-
-
-@pytest.mark.parametrize("byte", [[0, 7], [0, 2**40]])
-def test_what_a_rank_tells_of_its_files_arrives_as_it_was(byte):
-    columns = shard_columns([st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "ab"], rank=3)
-    places = np.array([0, 1]), np.array(byte)
-    files = RankFiles(("one", "two"), (10, 2**40 + 8), (None, None), columns, *places, (("rng/shard_0_1", 1, 5, 3),))
-    sent = pickle.loads(pickle.dumps(files))
-    assert (sent.files, sent.lengths, sent.hashes, sent.objects) == (
-        files.files,
-        files.lengths,
-        files.hashes,
-        files.objects,
-    )
-    assert (sent.columns.keys, sent.columns.rank.tolist(), sent.totals) == (("a", "b"), [3, 3], None)
-    for column, own in ((sent.file, places[0]), (sent.byte, places[1])):
-        assert (column.dtype, column.tolist()) == (np.int64, own.tolist())

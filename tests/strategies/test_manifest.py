@@ -13,11 +13,10 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
+from tests.strategies.folders import Files, flipped, folder_of
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_main202608_tp2"
 NAME = "integrity.json"
-
-Files = dict[str, bytes]
 
 PLAIN: Files = {path.name: path.read_bytes() for path in sorted(FIXTURE.iterdir())}
 
@@ -28,19 +27,6 @@ def manifest(contents: Files, **changes: Any) -> bytes:
 
 
 FILES: Files = PLAIN | {NAME: manifest(PLAIN)}
-
-
-def folder_of(files: Files) -> st.storage.MemoryStorage:
-    folder = st.storage.MemoryStorage()
-    for name, data in files.items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
-
-
-def flipped(name: str, byte: int, bit: int = 0, files: Files = FILES) -> Files:
-    data = bytearray(files[name])
-    data[byte] ^= 1 << bit
-    return files | {name: bytes(data)}
 
 
 def check_found(files: Files) -> None:
@@ -56,9 +42,9 @@ PADDING = PLAIN["__0_0.distcp"].index(b"FB") + 6
 
 def test_the_law_catches_a_manifest_that_leaves_a_file_out() -> None:
     rest = {name: data for name, data in PLAIN.items() if name != "__0_0.distcp"}
-    check_found(flipped("__0_0.distcp", PADDING))
+    check_found(flipped(FILES, "__0_0.distcp", 8 * PADDING))
     with pytest.raises(AssertionError):
-        check_found(flipped("__0_0.distcp", PADDING, files=PLAIN | {NAME: manifest(rest)}))
+        check_found(flipped(PLAIN | {NAME: manifest(rest)}, "__0_0.distcp", 8 * PADDING))
 
 
 def unchecked(files: Files) -> tuple[st.strategies.Unchecked, ...]:
@@ -121,7 +107,7 @@ def load(files: Files, verify: Any) -> Any:
 
 
 DEGREES: list[tuple[str, Callable[[], Files], set[Any]]] = [
-    ("a data file's padding", lambda: flipped("__0_0.distcp", PADDING), {"all"}),
+    ("a data file's padding", lambda: flipped(FILES, "__0_0.distcp", 8 * PADDING), {"all"}),
     ("metadata.json, a space", lambda: FILES | {"metadata.json": PLAIN["metadata.json"] + b" "}, {"whole", "all"}),
     (".metadata", lambda: FILES | {".metadata": PLAIN[".metadata"] + b" "}, {"whole", "all"}),
     ("the manifest", lambda: FILES | {NAME: b"{}"}, {"whole", "all"}),
@@ -144,7 +130,7 @@ def test_the_common_state_is_checked_too() -> None:
     st.load_common_state_dict(folder_of(files))
     place = old["common.pt"].index(b"FB") + 6
     with pytest.raises(CorruptCheckpoint, match=r"common\.pt.*SHA-256"):
-        st.load_common_state_dict(folder_of(flipped("common.pt", place, files=files)))
+        st.load_common_state_dict(folder_of(flipped(files, "common.pt", 8 * place)))
 
 
 def test_one_of_another_program_beside_another_format_is_left_alone() -> None:

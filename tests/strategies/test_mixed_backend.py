@@ -159,25 +159,3 @@ def test_what_is_no_strategy_is_refused(choice):
         st.load(tree(), folder, choice)
     with pytest.raises(StrategyError):
         st.load(tree(), folder, None, choice)
-
-
-@pytest.mark.parametrize(
-    "strict", [mode for mode in st.StrictHandling if mode is not st.StrictHandling.ASSUME_OK_UNEXPECTED]
-)
-@pytest.mark.parametrize("exchange", ["always", "never"])
-def test_a_function_that_loads_may_be_combined_with_every_mode(strict, exchange):
-    folder = saved(None)
-    load = default_strategies[StrategyAction.LOAD_SHARDED, "safetensors", 1]
-
-    def on_rank(world):
-        found = st.load(
-            tree(world.rank, 2, fill=0.0),
-            folder,
-            load,
-            strict=strict,
-            options=st.LoadOptions(exchange=exchange),
-            world=world,
-        )
-        return found[0] if isinstance(found, tuple) else found
-
-    assert sum(float(loaded["w"].sum()) for loaded in st.simulate(2, on_rank)) == 66

@@ -16,6 +16,7 @@ from shardtree.errors import CheckpointingException
 from shardtree.storage import LocalStorage, MemoryStorage, digest
 from shardtree.strategies import decode_metadata, encode_metadata
 from shardtree.strategies.index import decode_index, encode_index, text_columns
+from tests.strategies.folders import flipped, folder_of
 
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 
@@ -41,13 +42,6 @@ def all_names(folder):
     return [*sorted(inside, key=lambda name: name.partition("/")[2]), "metadata.json"]
 
 
-def folder_of(files):
-    folder = MemoryStorage()
-    for name, data in files.items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
-
-
 FILES = saved()
 KINDS = ("metadata.json", "index", "common", "00000", "00001")
 
@@ -67,15 +61,9 @@ def whole(key, shape, dtype):
     return st.ShardedTensor(key, None, dtype, shape, shape, (0,) * len(shape), None)
 
 
-def flipped(name, bit):
-    data = bytearray(FILES[name])
-    data[bit // 8] ^= 1 << bit % 8
-    return FILES | {name: bytes(data)}
-
-
 def check_detected(read, name, bit):
     with pytest.raises(CheckpointingException):
-        read(folder_of(flipped(name, bit)))
+        read(folder_of(flipped(FILES, name, bit)))
 
 
 def bits_of(kind):
@@ -142,7 +130,7 @@ def test_a_file_that_is_gone_is_named(kind):
 
 def test_damage_outside_of_what_is_read_does_no_harm():
     name = name_of("00001")
-    folder = folder_of(flipped(name, 8 * len(FILES[name]) - 500))
+    folder = folder_of(flipped(FILES, name, 8 * len(FILES[name]) - 500))
     assert (
         st.load({"w": tree(0)["w"]}, folder, options=st.LoadOptions(verify="all"), validate_access_integrity=False)[
             "step"

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtree.errors import ShapeError
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import Buffer, tensor_buffers
 from shardtree.strategies.safetensors import _layout, _write
@@ -189,37 +188,9 @@ def test_the_law_of_groups_catches_one_for_all() -> None:
     assert_caught(groups_keep_order_and_limits, lambda held: [slice(0, len(held))] if len(held) else [], lists())
 
 
-@pytest.mark.slow
-def test_there_are_groups() -> None:
-    """So that the laws don't hold for want of any."""
-
-    def has_two(recipes: list[Recipe]) -> bool:
-        with pytest.MonkeyPatch.context() as patch:
-            small_limits(patch)
-            return sum(rows.stop - rows.start > 1 for rows in together(entries(made(recipes)))) > 1
-
-    find(lists(), has_two, settings=settings(max_examples=2000, phases=[Phase.generate]))
-
-
 def test_as_many_go_together_as_the_limits_say() -> None:
     most = _layout._SMALL_BYTES
     sizes = [most] * 5 + [most + 1] + [1, most]
     held = entries([torch.zeros(size, dtype=torch.uint8) for size in sizes])
     groups = [held.length[rows].tolist() for rows in together(held)]
     assert groups == [[most] * 4, [most], [most + 1], [1, most]]
-
-
-def test_what_was_gathered_stays_as_it_was() -> None:
-    held = [torch.arange(3), torch.arange(4)]
-    buffer = gathered([ShardedTensor.from_rank_offsets("w", tensor) for tensor in held])
-    for tensor in held:
-        tensor.fill_(7)
-    assert buffer.nbytes == 7 * 8 and torch.frombuffer(bytearray(buffer), dtype=torch.int64).max() == 3
-
-
-def test_a_tensor_that_was_changed_is_named() -> None:
-    held = [torch.zeros(2), torch.zeros(2, 3)]
-    waiting = entries(held)
-    held[1].t_()
-    with pytest.raises(ShapeError, match=r"'w1' is \(2, 3\) float32, its data \(3, 2\)"):
-        list(written(waiting))

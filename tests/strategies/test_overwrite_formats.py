@@ -239,13 +239,6 @@ def test_a_link_to_the_folder_stays_one(tmp_path: Path) -> None:
     assert [path.name for path in real.parent.iterdir()] == ["step"]
 
 
-def test_a_relative_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save("step", OLD, "dcp")
-    save("./step", NEW, "dcp", overwrite=True)
-    assert value_in("step") == NEW and os.listdir(tmp_path) == ["step"]
-
-
 def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "step", OLD, "dcp")
     monkeypatch.chdir(tmp_path / "step")

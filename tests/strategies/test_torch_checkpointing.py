@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
@@ -17,13 +16,13 @@ from torch.distributed.tensor import Shard
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
-from shardtree.storage import MemoryStorage
 from shardtree.strategies.torch_checkpointing._listing import recognize
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE
 from tests.faults.test_wrong_values import foreign
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.quick_python.command import torchrun
+from tests.strategies.folders import archive, folder_of
 
 pytest.importorskip("torch_checkpointing")
 SCRIPT = Path(__file__).parents[1] / "peers" / "scripts" / "torch_checkpointing_saves.py"
@@ -130,19 +129,6 @@ def test_a_save_that_is_killed_before_its_barrier_leaves_what_is_refused(tmp_pat
 
 
 # Folders made by hand
-
-
-def archive(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
-def folder_of(files: dict[str, bytes]) -> MemoryStorage:
-    storage = MemoryStorage()
-    for name, data in files.items():
-        storage.write(name, [memoryview(data)], durable=False)
-    return storage
 
 
 def described(groups: dict[str, Any], ranks: int, layouts: Callable[[int], Any] = lambda rank: None) -> dict[str, Any]:

@@ -20,13 +20,12 @@ from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions
 from shardtree.strategies.torch import COMMON_FILE, load_common, save_common
 from shardtree.testing import common_states, outline
-from shardtree.trees import HOLE, common_with_holes, leaves_with_paths, without_holes
+from shardtree.trees import HOLE, common_with_holes, without_holes
 from shardtree.world import one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-TORCH = ("torch", 1)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -99,31 +98,6 @@ def test_an_empty_dict_in_a_list_stays_one() -> None:
     assert read(written({"x": [{}, HOLE]})) == {"x": [{}, HOLE]}
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"a": [shard("v"), 1], "b": {"c": shard("u"), "d": 2}, "e": (3, shard("t"))},
-        {"groups": [{"w": shard("v")}, {"lr": 0.1, "w": shard("u")}]},
-        {"all": [shard("v"), shard("u")], "step": 3},
-    ],
-)
-def test_a_whole_tree_is_saved_and_loaded(tree: Any) -> None:
-    folder = MemoryStorage()
-    st.save(tree, folder, common_strategy=TORCH)
-    assert unordered(st.load(tree, folder)) == unordered(st.load(tree, native(tree)))
-
-
-def unordered(tree: Any) -> list[Any]:
-    """What a tree holds; a key that a dict's shard had comes after the stored ones."""
-    return sorted((repr(path), outline(leaf)) for path, leaf in leaves_with_paths(tree))
-
-
-def native(tree: Any) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(tree, folder)
-    return folder
-
-
 def test_values_that_need_code_take_allow_pickle() -> None:
     with pytest.raises(UnsupportedValue, match=r"tree\['a'\]\[0\]"):
         written({"a": [len]})
@@ -155,31 +129,3 @@ def test_a_record_of_holes_that_contradicts_the_tree_is_refused(record: bytes) -
     storage.replace(COMMON_FILE, data, durable=False)
     with pytest.raises(CheckpointingException, match=r"common\.pt"):
         read(storage)
-
-
-@pytest.mark.peers
-def test_megatron_reads_what_we_write_and_joins_it() -> None:
-    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
-
-    tree = {
-        "optimizer": [{"w": shard("v")}, {"w": shard("u"), "lr": 0.1}],
-        "step": 3,
-        "layers": {"a": shard("t"), "b": [1, 2]},
-    }
-    common = torch.load(io.BytesIO(written(common_with_holes(tree)).read(COMMON_FILE)), weights_only=True)
-    sharded, _ = extract_matching_values(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
-    assert merge(common, sharded) == tree
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("mixed", [[shard("v"), 1], [shard("v"), {"lr": 1}], [{"w": shard("v")}, 2]])
-def test_lists_that_megatron_cannot_join_are_an_error_there_and_not_here(mixed: list[Any]) -> None:
-    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
-
-    tree = {"mixed": mixed}
-    storage = written(common_with_holes(tree))
-    common = torch.load(io.BytesIO(storage.read(COMMON_FILE)), weights_only=True)
-    sharded, _ = extract_matching_values(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
-    with pytest.raises(ValueError, match=r"Cannot merge|Duplicate"):
-        merge(common, sharded)
-    assert read(storage) == common_with_holes(tree)

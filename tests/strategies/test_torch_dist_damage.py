@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import time
 from contextlib import suppress
@@ -23,15 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile
-from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.storage import LocalStorage
+from tests.strategies.folders import archive, flipped, folder_of
 
 QUICK = 20.0  # seconds of processors, which other work on the machine doesn't change
-
-
-def archive(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 WEIGHT = torch.arange(12.0).reshape(4, 3)
@@ -69,13 +63,6 @@ def saved():
 FILES = saved()
 
 
-def folder_of(files):
-    folder = MemoryStorage()
-    for name, data in files.items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
-
-
 def read_all(folder, verify="all"):
     target = {
         "w": [st.ShardedTensor("w", None, torch.float32, (4, n), (4, 3), (0, at), None) for at, n in ((0, 1), (1, 2))],
@@ -110,16 +97,10 @@ def test_undamaged_files_load():
 # Damage
 
 
-def flipped(name, bit):
-    data = bytearray(FILES[name])
-    data[bit // 8] ^= 1 << bit % 8
-    return FILES | {name: bytes(data)}
-
-
 def check_harmless(read, name, bit):
     """A flipped bit is refused, or changes nothing that is loaded."""
     try:
-        loaded = read(folder_of(flipped(name, bit)))
+        loaded = read(folder_of(flipped(FILES, name, bit)))
     except CheckpointingException:
         return
     assert is_right(loaded)

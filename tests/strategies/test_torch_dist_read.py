@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pickle
-import uuid
 
-import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +26,7 @@ from shardtree.storage import MemoryStorage
 from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
 from tests.options import load_keywords
 from tests.storage.threads import torch_threads
+from tests.strategies.folders import archive
 
 # What torch.save takes; it has no storage for dtypes of fewer bits than a byte.
 SAVED = [
@@ -41,12 +39,6 @@ SAVED = [
 ]
 
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-
-
-def archive(tensor):
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    return file.getvalue()
 
 
 class Writer:
@@ -187,33 +179,6 @@ def test_a_large_tensor_loads_in_parts(large, axis, threads):
     assert reports[0].bytes_read == whole.nbytes
 
 
-def test_progress_adds_up_to_what_is_read(large):
-    writer, whole = large
-    told = []
-    target = st.ShardedTensor.from_rank_offsets("w", torch.empty_like(whole))
-    st.load({"w": target}, writer.folder(), options=st.LoadOptions(progress=told.append))
-    assert sum(told) == whole.nbytes
-    told = []
-    assert st.verify(writer.folder(), options=st.LoadOptions(progress=told.append)) == ()
-    folder = writer.folder()
-    assert sum(told) == sum(folder.length(name) for name in folder.names())
-
-
-def test_a_folder_behind_a_url_loads():
-    writer = Writer(files=2)
-    whole = torch.arange(600.0).reshape(20, 30)
-    for number, part in enumerate(whole.chunk(4)):
-        writer.add("w", whole.shape, (5 * number, 0), part.clone(), number % 2)
-    writer.add("t", (30, 20), (0, 0), whole.t())
-    url = f"memory://{uuid.uuid4()}"
-    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
-        fsspec.filesystem("memory").pipe_file(f"{url}/{name}", writer.folder().read(name))
-    target = st.ShardedTensor("w", None, torch.float32, (20, 7), (20, 30), (0, 11), None)
-    loaded = st.load({"w": target}, url, validate_access_integrity=False)["w"]
-    assert torch.equal(loaded, whole[:, 11:18])
-    assert torch.equal(st.load_plain_tensors(url)["t"], whole.t())
-
-
 # What is peculiar in files of other versions
 
 
@@ -258,26 +223,6 @@ def test_chunks_without_elements_do_no_harm():
     chunks = writer.metadata.state_dict_metadata["w"].chunks
     chunks += [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((0, 2))), chunks[0]]
     assert st.load_plain_tensors(writer.folder())["w"].tolist() == [[0, 0], [0, 0], [2, 2]]
-
-
-def test_two_tensors_may_share_an_archive(large):
-    """No writer of today's does that for tied weights, and nothing in the format is against it."""
-    writer, whole = large
-    state, places = writer.metadata.state_dict_metadata, writer.metadata.storage_data
-    metadata = Metadata(state | {"tied": state["w"]}, None, dict(places))
-    for index, place in places.items():
-        metadata.storage_data[MetadataIndex("tied", index.offset)] = place
-    target = {
-        key: [
-            st.ShardedTensor.from_rank_offsets(key, torch.empty(500, 4000, dtype=torch.int32), (0, n, 5))
-            for n in (0, 3)
-        ]
-        for key in ("w", "tied")
-    }
-    folder = writer.folder(pickle.dumps(metadata, 4))
-    loaded = st.load(target, folder, validate_access_integrity=False, options=st.LoadOptions(verify="all"))
-    for parts in loaded.values():
-        assert torch.equal(torch.cat(parts), torch.cat([whole[:500], whole[1500:2000]]))
 
 
 def test_overlapping_chunks_are_refused():

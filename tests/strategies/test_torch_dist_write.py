@@ -142,12 +142,6 @@ def test_every_archive_is_one_that_torch_loads_and_begins_at_a_multiple_of_64() 
         assert min(taken)[0] == 0
 
 
-def test_bytes_come_before_tensors() -> None:
-    places = index_of(saved(rows)).storage_data
-    ends = max(place.offset for index, place in places.items() if index.offset is None)
-    assert ends < min(place.offset for index, place in places.items() if index.offset is not None)
-
-
 def test_the_index_is_what_torch_writes() -> None:
     """Class for class and field for field, as torch.distributed.checkpoint makes them."""
     from torch.distributed.checkpoint import metadata as dcp
@@ -179,43 +173,6 @@ def test_the_index_tells_nothing_of_where_it_was_saved(tmp_path: Any) -> None:
 # -- shards
 
 
-def test_flat_ranges_are_stored_as_boxes() -> None:
-    whole = torch.arange(24.0).view(4, 6)
-    cuts = [0, 5, 5, 16, 24]
-
-    def flat(world: World) -> dict[str, Any]:
-        begin, end = cuts[world.rank : world.rank + 2]
-        data, taken = whole.flatten()[begin:end].clone(), slice(begin, end)
-        return {"w": st.ShardedTensor.from_rank_offsets_flat("w", data, (4, 6), flattened_range=taken)}
-
-    storage = saved(flat, ranks=4)
-    index = index_of(storage)
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in index.state_dict_metadata["w"].chunks]
-    assert boxes == [
-        ((0, 0), (1, 5)),
-        ((0, 5), (1, 1)),
-        ((1, 0), (1, 6)),
-        ((2, 0), (1, 4)),
-        ((2, 4), (1, 2)),
-        ((3, 0), (1, 6)),
-    ]
-    for key, place in index.storage_data.items():
-        (row, column), found = key.offset, archived(storage, place)
-        assert torch.equal(found, whole[row : row + found.shape[0], column : column + found.shape[1]])
-
-
-def test_prepended_axes_are_axes_of_size_one_of_what_is_archived() -> None:
-    def stages(world: World) -> dict[str, Any]:
-        data = torch.full((2, 3), float(world.rank))
-        return {"w": st.ShardedTensor.from_rank_offsets("w", data, (0, world.rank, 2), prepend_axis_num=1)}
-
-    storage = saved(stages, ranks=2)
-    index = index_of(storage)
-    assert index.state_dict_metadata["w"].size == (2, 2, 3)
-    for key, place in index.storage_data.items():
-        assert torch.equal(archived(storage, place), torch.full((1, 2, 3), float(key.offset[0])))
-
-
 def test_chunks_without_elements_are_left_out_unless_the_tensor_has_none() -> None:
     def make(world: World) -> dict[str, Any]:
         rows = 4 if world.rank == 0 else 0
@@ -229,22 +186,12 @@ def test_chunks_without_elements_are_left_out_unless_the_tensor_has_none() -> No
     assert len(index.storage_data) == 2
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(torch.arange(12.0).view(3, 4).T, id="transposed"),
-        pytest.param(torch.arange(24.0).view(4, 6)[:, ::2], id="strided"),
-        pytest.param(torch.randn(4, 3, dtype=torch.complex64).conj(), id="conjugated"),
-        pytest.param(torch.randn(2**20)[:: 2**18].view(4, 1), id="view of something large"),
-        pytest.param(torch.nn.Parameter(torch.ones(2, 2)), id="parameter"),
-    ],
-)
-def test_what_is_stored_is_row_major_and_nothing_more(data: torch.Tensor) -> None:
+def test_what_is_stored_of_a_view_of_something_large_is_row_major_and_nothing_more() -> None:
+    data = torch.randn(2**20)[:: 2**17].view(4, 2).T
     storage = saved(lambda world: {"w": st.ShardedTensor.from_rank_offsets("w", data)})
     (place,) = index_of(storage).storage_data.values()
     found = archived(storage, place)
-    assert torch.equal(found, data)
-    assert found.is_contiguous() and not found.requires_grad
+    assert torch.equal(found, data) and found.is_contiguous()
     assert place.length < found.nbytes + 2000
 
 
@@ -264,9 +211,6 @@ def test_an_object_that_an_archive_cannot_hold_is_refused_before_anything_is_wri
         st.save({"rng": item}, storage, backend)
     assert any("'rng/shard_0_1'" in note for note in caught.value.__notes__)
     assert storage.names() == ()
-
-
-# -- what can't lie in one checkpoint
 
 
 # -- failures and retries
@@ -306,13 +250,6 @@ def test_a_file_that_rank_0_does_not_see_is_found() -> None:
 
 
 # -- common states of other formats
-
-
-def test_shards_beside_a_native_common_state_are_still_a_checkpoint() -> None:
-    storage = MemoryStorage()
-    st.save(rows(st.world.one_process()), storage, TORCH_DIST, ("safetensors", 1))
-    assert st.load_common_state_dict(storage)["step"] == 7
-    assert set(st.load_plain_tensors(storage)) == {"w", "norm"}
 
 
 @pytest.mark.parametrize("transpose", [False, True])

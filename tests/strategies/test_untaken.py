@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import pickle
@@ -23,15 +22,7 @@ import shardtree as st
 from shardtree.codec import Entry, encode_header
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage, ReadReport
-
-Files = dict[str, bytes]
-
-
-def folder_of(files: Files) -> MemoryStorage:
-    storage = MemoryStorage()
-    for name, data in files.items():
-        storage.write(name, [memoryview(data)], durable=False)
-    return storage
+from tests.strategies.folders import Files, archive, folder_of
 
 
 def v2_node(dtype: Any) -> bytes:
@@ -64,9 +55,7 @@ def v3(data_type: Any) -> Files:
 def old_zarr(dtype: str) -> Files:
     fields = {"sharded_backend": "zarr", "sharded_backend_version": 1}
     common = {"common_backend": "torch", "common_backend_version": 1}
-    buffer = io.BytesIO()
-    torch.save({}, buffer)
-    return v2(dtype) | {"metadata.json": json.dumps(fields | common).encode(), "common.pt": buffer.getvalue()}
+    return v2(dtype) | {"metadata.json": json.dumps(fields | common).encode(), "common.pt": archive({})}
 
 
 def huggingface() -> Files:
@@ -76,9 +65,7 @@ def huggingface() -> Files:
 
 def dcp() -> Files:
     """Return a folder of DCP of which one tensor has a quantised dtype."""
-    buffer = io.BytesIO()
-    torch.save(torch.zeros(4), buffer)
-    data, zero, four = buffer.getvalue(), torch.Size([0]), torch.Size([4])
+    data, zero, four = archive(torch.zeros(4)), torch.Size([0]), torch.Size([4])
     kinds, chunks = {"w": torch.float32, "x": torch.qint8}, [ChunkStorageMetadata(zero, four)]
     entries = {key: TensorStorageMetadata(TensorProperties(dtype), four, chunks) for key, dtype in kinds.items()}
     places = {MetadataIndex(key, zero): _StorageInfo("__0_0.distcp", 0, len(data)) for key in kinds}

@@ -18,6 +18,7 @@ import torch
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
+from tests.strategies.folders import folder_of
 
 numcodecs = pytest.importorskip("numcodecs")
 
@@ -70,13 +71,6 @@ def sharded(inner: bytes, codecs: list[Any], endian: str = "little", count: int 
     codec = {"chunk_shape": [count], "codecs": codecs, "index_codecs": index}
     data = inner + pack(f"{order}QQ", 0, len(inner))
     return data, [{"name": "sharding_indexed", "configuration": codec}]
-
-
-def folder_of(files: dict[str, bytes]) -> MemoryStorage:
-    storage = MemoryStorage()
-    for name, data in files.items():
-        storage.write(name, [memoryview(data)], durable=False)
-    return storage
 
 
 def hostile() -> Iterator[tuple[str, dict[str, bytes]]]:

@@ -250,14 +250,6 @@ def test_half_a_tensor_is_half_its_chunks() -> None:
         st.load_plain_tensors(storage)
 
 
-def test_other_backends_may_hold_the_common_state(tmp_path: Path) -> None:
-    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 3}
-    save(tree, tmp_path / "one", common_strategy=("safetensors", 1))
-    assert st.load(tree, tmp_path / "one")["step"] == 3
-    st.save(tree, tmp_path / "other", common_strategy=ZARR)
-    assert st.load(tree, tmp_path / "other")["step"] == 3
-
-
 def test_a_store_without_places_in_files_takes_regular_layouts_only() -> None:
     from tests.storage.storages import STORAGES
 

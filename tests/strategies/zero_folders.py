@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -12,6 +11,7 @@ import torch
 from hypothesis import strategies as some
 
 from shardtree.storage import MemoryStorage
+from tests.strategies.folders import archive
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -140,10 +140,10 @@ def folder_of(save: Save) -> MemoryStorage:
     put(storage, "latest", b"step_3")
     for rank in range(save.ranks):
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        put(storage, f"step_3/{name}", saved(optimizer_file(save, rank)))
+        put(storage, f"step_3/{name}", archive(optimizer_file(save, rank)))
     for rank in range(save.ranks if save.stage == 3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00" if save.stage == 3 else "mp_rank_00"
-        put(storage, f"step_3/{name}_model_states.pt", saved(model_file(save, rank)))
+        put(storage, f"step_3/{name}_model_states.pt", archive(model_file(save, rank)))
     return storage
 
 
@@ -153,28 +153,22 @@ def universal_of(save: Save, *, is_flat: bool = False) -> MemoryStorage:
     storage = MemoryStorage()
     for rank in range(save.ranks if is_flat else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00" if is_flat else "mp_rank_00"
-        put(storage, f"{name}_model_states.pt", saved(model_file(save, rank)))
+        put(storage, f"{name}_model_states.pt", archive(model_file(save, rank)))
     for state in ("param", *MOMENTS):
         for name, tensor in save.state(state).items():
             value = tensor.flatten() if is_flat else {"param": tensor, "cat_dim": 0}
-            put(storage, f"zero/{name}/{'fp32' if state == 'param' else state}.pt", saved(value))
+            put(storage, f"zero/{name}/{'fp32' if state == 'param' else state}.pt", archive(value))
             if not is_flat:
-                put(storage, f"zero/{name}/step.pt", saved(torch.tensor(3.0)))
+                put(storage, f"zero/{name}/step.pt", archive(torch.tensor(3.0)))
     groups = [{"lr": 0.1, "params": [number]} for number in range(len(save.groups))]
     states = {number: {"step": torch.tensor(3.0)} for number in range(len(save.groups))}
     outer = {"optimizer_state_dict": {"state": states, "param_groups": groups}}
-    put(storage, "zero/optimizer_state.pt", saved(outer if is_flat else {"param_groups": groups}))
+    put(storage, "zero/optimizer_state.pt", archive(outer if is_flat else {"param_groups": groups}))
     return storage
 
 
 def put(storage: MemoryStorage, name: str, data: bytes) -> None:
     storage.write(name, [memoryview(data)], durable=False)
-
-
-def saved(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 SHAPES = some.lists(some.integers(1, 5), max_size=3).map(tuple)
