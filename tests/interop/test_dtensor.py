@@ -17,13 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardtree as st
-from shardtree.errors import (
-    CheckpointingException,
-    IntegrityError,
-    ShapeError,
-    TreeError,
-    UnsupportedValue,
-)
+from shardtree.errors import CheckpointingException, IntegrityError, ShapeError, TreeError, UnsupportedValue
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors, spec_of, to_dtensors
 from shardtree.layouts import AxisSplit, PartitionSpec, tensor_shards, tree_columns
 from shardtree.storage import MemoryStorage

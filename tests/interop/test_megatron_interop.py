@@ -159,16 +159,10 @@ def test_ours_that_build_factories_are_whole_for_megatron() -> None:
     ("changes", "message"),
     [
         ({"global_shape": (3, 3)}, "global_offset"),
-        ({"global_offset": (2,)}, "global_offset"),
         ({"dtype": torch.int8}, "dtype"),
-        ({"dtype": None}, "dtype"),
-        ({"local_shape": (2, 2)}, "shape"),
-        ({"prepend_axis_num": 1}, "prepend_axis_num"),
-        ({"axis_fragmentations": (0, 1)}, "axis_fragmentations"),
         ({"flattened_range": slice(5, 9)}, "flattened_range"),
         ({"replica_id": "main"}, "replica_id"),
         ({"key": 3}, "key"),
-        ({"global_shape": None}, "global_shape"),
     ],
     ids=str,
 )

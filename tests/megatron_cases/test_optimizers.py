@@ -8,16 +8,7 @@ import pytest
 import torch
 
 import shardtree as st
-from tests.megatron_cases.worlds import (
-    Place,
-    assert_same,
-    data_of,
-    in_every_format,
-    loaded,
-    places,
-    saved,
-    whole,
-)
+from tests.megatron_cases.worlds import Place, assert_same, data_of, in_every_format, loaded, places, saved, whole
 
 # Buckets of flat buffers.
 

@@ -76,22 +76,6 @@ def test_the_states_of_statefuls_and_bytes_are_what_they_were(tmp_path: Path) ->
     assert st.load_plain_tensors(tmp_path / "s")["app.w"].tolist() == [5, 5]
 
 
-def test_an_asynchronous_save_opens_once_it_is_written(tmp_path: Path) -> None:
-    writer = FileSystemWriter(tmp_path / "a")  # staged in memory: cache_staged_state_dict needs an accelerator
-    assert not st.is_checkpoint(tmp_path / "a")
-    dcp.async_save(dict(STATE), storage_writer=writer, no_dist=True).result()
-    assert torch.equal(st.load_plain_tensors(tmp_path / "a")["a.weight"], STATE["a.weight"])
-
-
-def test_a_save_that_was_killed_before_its_metadata_is_no_checkpoint(tmp_path: Path) -> None:
-    dcp.save(STATE, checkpoint_id=tmp_path / "k", no_dist=True)
-    # DCP writes it under another name first.
-    (tmp_path / "k" / ".metadata").rename(tmp_path / "k" / ".metadata.tmp")
-    assert not st.is_checkpoint(tmp_path / "k")
-    with pytest.raises(NotACheckpoint):
-        st.open_checkpoint(tmp_path / "k")
-
-
 def test_its_own_safetensors_files_are_refused_by_name(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path / "f", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(STATE, storage_writer=writer, no_dist=True)

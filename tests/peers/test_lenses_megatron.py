@@ -11,15 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.interop.megatron import from_megatron
-from shardtree.lenses import (
-    Lens,
-    as_factory,
-    attention_qkv,
-    compose,
-    gate_and_up,
-    transposed,
-    unstacked_layers,
-)
+from shardtree.lenses import Lens, as_factory, attention_qkv, compose, gate_and_up, transposed, unstacked_layers
 from shardtree.testing import check_lens, first_difference
 from tests.peers.groups import Group
 

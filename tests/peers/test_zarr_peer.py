@@ -19,14 +19,12 @@ from shardtree.codec import dtype_name, row_major_bits
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
-    STORABLE_DTYPES,
     GlobalState,
     assemble,
     even_layout,
     first_difference,
     global_states,
     layouts,
-    random_bits,
     rank_tree,
     refilled,
     state_layouts,
@@ -71,16 +69,6 @@ def test_zarr_python_reads_what_we_save(data: some.DataObject, tmp_path_factory:
             assert same_bits(group[name][...], state.tensors[key]), key
             words = {"key": key, "dtype": dtype_name(state.tensors[key].dtype)}
             assert group[name].attrs["shardtree"] == words
-
-
-@pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
-def test_every_dtype_has_a_zarr_type(dtype: torch.dtype, tmp_path: Path) -> None:
-    state = GlobalState({"w": random_bits((4, 6), dtype, 1)}, {}, {})
-    saved(state, {"w": even_layout((4, 6), 2, 0)}, tmp_path)
-    found = zarr.open_group(tmp_path, mode="r")["w"]
-    assert same_bits(found[:], state.tensors["w"])
-    plain = dtype_name(dtype)
-    assert found.dtype == (plain if hasattr(np, plain) or plain == "bool" else f"uint{8 * dtype.itemsize}")
 
 
 LAYERS = {

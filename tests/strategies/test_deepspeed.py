@@ -152,8 +152,7 @@ def with_optimizers(save: Save, order: list[int]) -> MemoryStorage:
     """Return a folder where each rank's optimizer file is another rank's."""
     storage = folder_of(save)
     for rank, other in enumerate(order):
-        name = f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        storage.replace(name, archive(optimizer_file(save, other)), durable=False)
+        storage.replace(OPTIMIZER.format(rank), archive(optimizer_file(save, other)), durable=False)
     return storage
 
 
@@ -235,33 +234,43 @@ def test_the_real_folder_s_ranks_are_told_apart_but_for_two_with_the_same_paddin
     assert unnoticed == [(0, 1, 2, 3), (0, 2, 1, 3)]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_missing_rank_is_refused(stage: int, rank: int) -> None:
+OPTIMIZER = "step_3/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+LACKING = r"lacks the optim_states|hasn't one optimizer file"
+INCOMPLETE: dict[str, tuple[int, str, str]] = {
+    # name: ZeRO's stage, the file that is gone, what is said
+    **{
+        f"rank {rank} of ZeRO-{stage}": (stage, OPTIMIZER.format(rank), LACKING)
+        for stage in (1, 3)
+        for rank in range(3)
+    },
+    "a model file of ZeRO-3": (
+        3,
+        "step_3/zero_pp_rank_2_mp_rank_00_model_states.pt",
+        r"hasn't one model file for each rank\n  found 2 files, expected 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_a_missing_file_is_refused(name: str) -> None:
+    stage, file, said = INCOMPLETE[name]
     folder = folder_of(dataclasses.replace(SAVE, stage=stage))
-    folder.remove(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    with pytest.raises(CorruptCheckpoint, match=r"lacks the optim_states|hasn't one optimizer file"):
+    folder.remove(file)
+    with pytest.raises(CorruptCheckpoint, match=said):
         st.open_checkpoint(folder)
 
 
-def test_a_missing_model_file_of_zero3_is_refused() -> None:
-    folder = folder_of(dataclasses.replace(SAVE, stage=3))
-    folder.remove("step_3/zero_pp_rank_2_mp_rank_00_model_states.pt")
-    with pytest.raises(CorruptCheckpoint, match=r"hasn't one model file for each rank\n  found 2 files, expected 3"):
-        st.open_checkpoint(folder)
-
-
-def test_files_of_a_larger_world_beside_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (OPTIMIZER.format(3), "found 4 files, expected 3, by partition_count"),
+        ("step_3/zero_pp_rank_0_mp_rank_00_optim_states.pt", "has files of two saves"),
+    ],
+)
+def test_files_of_a_larger_world_or_another_save_beside_are_refused(name: str, said: str) -> None:
     folder = folder_of(SAVE)
-    put(folder, "step_3/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", archive(optimizer_file(SAVE, 0)))
-    with pytest.raises(CorruptCheckpoint, match=r"found 4 files, expected 3, by partition_count"):
-        st.open_checkpoint(folder)
-
-
-def test_files_of_two_saves_are_refused() -> None:
-    folder = folder_of(SAVE)
-    put(folder, "step_3/zero_pp_rank_0_mp_rank_00_optim_states.pt", archive(optimizer_file(SAVE, 0)))
-    with pytest.raises(CorruptCheckpoint, match="has files of two saves"):
+    put(folder, name, archive(optimizer_file(SAVE, 0)))
+    with pytest.raises(CorruptCheckpoint, match=said):
         st.open_checkpoint(folder)
 
 
@@ -296,7 +305,7 @@ def with_inner(change: Any, save: Save = SAVE) -> MemoryStorage:
     for rank in range(save.ranks):
         file = optimizer_file(save, rank)
         change(file["optimizer_state_dict"])
-        folder.replace(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", archive(file), durable=False)
+        folder.replace(OPTIMIZER.format(rank), archive(file), durable=False)
     return folder
 
 

@@ -14,13 +14,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import (
-    AlreadyACheckpoint,
-    CheckpointReplaced,
-    CorruptCheckpoint,
-    StorageError,
-    StrategyError,
-)
+from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, CorruptCheckpoint, StorageError, StrategyError
 from shardtree.storage import LocalStorage, MemoryStorage, claim, owner_note, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, watched

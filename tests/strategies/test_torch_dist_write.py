@@ -21,13 +21,7 @@ import shardtree as st
 from shardtree.errors import UnsupportedValue
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
-from shardtree.testing import (
-    GlobalState,
-    check_roundtrip,
-    even_layout,
-    global_states,
-    state_layouts,
-)
+from shardtree.testing import GlobalState, check_roundtrip, even_layout, global_states, state_layouts
 from shardtree.world import World
 from tests.laws.test_kill_law import RANKS, check_kill_law, tree
 from tests.options import save_keywords

@@ -23,33 +23,19 @@ from shardtree.codec import Entry, encode_header
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.strategies.folders import Files, archive, folder_of
-
-
-def v2_node(dtype: Any) -> bytes:
-    node = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": dtype, "order": "C", "fill_value": None}
-    return json.dumps(node | {"compressor": None, "filters": None}).encode()
+from tests.strategies.zarr_nodes import V2_GROUP, V3_GROUP, encoded, v2_node, v3_node
 
 
 def v2(dtype: Any) -> Files:
     """Return a group of two arrays, w of float32 and x of that dtype."""
-    nodes = {"w/.zarray": v2_node("<f4"), "x/.zarray": v2_node(dtype)}
-    return {".zgroup": b'{"zarr_format": 2}', **nodes, "w/0": bytes(16), "x/0": bytes(16)}
+    nodes = {f"{key}/.zarray": encoded(v2_node([4], [4], each)) for key, each in (("w", "<f4"), ("x", dtype))}
+    return {".zgroup": V2_GROUP, **nodes, "w/0": bytes(16), "x/0": bytes(16)}
 
 
 def v3(data_type: Any) -> Files:
-    node = {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": [4],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4]}},
-        "chunk_key_encoding": {"name": "default"},
-        "fill_value": 0,
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-    }
-    files = {"zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{}}'}
-    for key, each in {"w": "float32", "x": data_type}.items():
-        files |= {f"{key}/zarr.json": json.dumps(node | {"data_type": each}).encode(), f"{key}/c/0": bytes(16)}
-    return files
+    nodes = {"w": v3_node([4], [4], "float32"), "x": v3_node([4], [4], data_type)}
+    chunks = {f"{key}/c/0": bytes(16) for key in nodes}
+    return {"zarr.json": V3_GROUP, **chunks} | {f"{key}/zarr.json": encoded(node) for key, node in nodes.items()}
 
 
 def old_zarr(dtype: str) -> Files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,44 +18,25 @@ import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from tests.strategies.folders import folder_of
+from tests.strategies.zarr_nodes import LITTLE, V2_GROUP, V3_GROUP, encoded, v2_node, v3_node
 
 numcodecs = pytest.importorskip("numcodecs")
 
 N = 4000
-LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 BLOSC = {"name": "blosc", "configuration": {"cname": "lz4", "clevel": 1, "shuffle": "noshuffle", "typesize": 1}}
 CRC = {"name": "crc32c"}
 
 
 def v3_files(chunk: bytes, codecs: list[Any], dtype: str = "uint8", count: int = N) -> dict[str, bytes]:
-    array = {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": [count],
-        "data_type": dtype,
-        "fill_value": 0,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [count]}},
-        "chunk_key_encoding": {"name": "default"},
-        "codecs": codecs,
-    }
-    group = b'{"zarr_format":3,"node_type":"group","attributes":{}}'
-    return {"zarr.json": group, "w/zarr.json": json.dumps(array).encode(), "w/c/0": chunk}
+    array = encoded(v3_node([count], [count], dtype, codecs=codecs))
+    return {"zarr.json": V3_GROUP, "w/zarr.json": array, "w/c/0": chunk}
 
 
 def v2_files(
     chunk: bytes, compressor: Any, filters: Any = None, dtype: str = "|u1", count: int = N
 ) -> dict[str, bytes]:
-    array = {
-        "zarr_format": 2,
-        "shape": [count],
-        "chunks": [count],
-        "dtype": dtype,
-        "order": "C",
-        "fill_value": 0,
-        "compressor": compressor,
-        "filters": filters,
-    }
-    return {".zgroup": b'{"zarr_format":2}', "w/.zarray": json.dumps(array).encode(), "w/0": chunk}
+    array = v2_node([count], [count], dtype, fill_value=0, compressor=compressor, filters=filters)
+    return {".zgroup": V2_GROUP, "w/.zarray": encoded(array), "w/0": chunk}
 
 
 def blosc(length: int, *, flags: int = 2, block: int | None = None, packed: int | None = None) -> bytes:

@@ -20,26 +20,11 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.codec import bit_view
 from shardtree.codec.archives import encode_archive
-from shardtree.errors import (
-    CorruptCheckpoint,
-    KeyMismatch,
-    ShapeError,
-    StrategyError,
-    UnsafeFile,
-    UnsupportedValue,
-)
+from shardtree.errors import CorruptCheckpoint, KeyMismatch, ShapeError, StrategyError, UnsafeFile, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.testing import (
-    GlobalState,
-    Layout,
-    assemble,
-    even_layout,
-    layouts,
-    random_bits,
-    refilled,
-    target_tree,
-)
+from shardtree.testing import GlobalState, Layout, assemble, even_layout, layouts, random_bits, refilled, target_tree
 from tests.strategies.test_torch_dist_fixtures import FLAT_TENSORS, value
+from tests.strategies.zarr_nodes import encoded, v2_node
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_old_zarr"
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
@@ -129,11 +114,6 @@ def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
 # Arrays that the tests write themselves.
 
 
-def v2_document(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, **changes: Any) -> dict[str, Any]:
-    document = {"zarr_format": 2, "shape": list(shape), "chunks": list(chunk), "dtype": dtype, "compressor": None}
-    return document | {"fill_value": None, "filters": None, "order": "C"} | changes
-
-
 def folder_of(files: Mapping[str, bytes], fields: Mapping[str, Any] = LEGACY) -> MemoryStorage:
     storage = MemoryStorage()
     for name, data in ({"metadata.json": json.dumps(fields).encode()} | dict(files)).items():
@@ -145,8 +125,8 @@ def v2_files(key: str, whole: torch.Tensor, chunk: tuple[int, ...], **changes: A
     """Return the files of an array, its chunks cut by slicing; those at an edge are filled up with ones."""
     size = whole.dtype.itemsize
     plain = f"<i{size}" if size > 1 else "|i1"
-    document = v2_document(tuple(whole.shape), chunk, plain) | changes
-    files = {f"{key}/.zarray": json.dumps(document).encode()}
+    document = v2_node(whole.shape, chunk, plain) | changes
+    files = {f"{key}/.zarray": encoded(document)}
     separator = document.get("dimension_separator", ".")
     counts = [-(-size // step) for size, step in zip(whole.shape, chunk, strict=True)]
     for cell in product(*map(range, counts)):
@@ -232,7 +212,7 @@ def test_chunks_that_are_not_stored_have_the_fill_value(fill: str) -> None:
 def test_arrays_in_folders_and_locks() -> None:
     inner = v2_files("a/b/w", torch.arange(4), (2,))
     lock = {"a/b/w.sync/.zarray": b"", "a/b/w.sync/0": b""}
-    other = {"x/notes.txt": b"", "common.pt": b"", "t/.zarray": json.dumps(v2_document((2,), (2,), "<M8[ns]")).encode()}
+    other = {"x/notes.txt": b"", "common.pt": b"", "t/.zarray": encoded(v2_node((2,), (2,), "<M8[ns]"))}
     assert list(plain_tensors(inner | lock | other)) == ["a/b/w"]
 
 
@@ -260,8 +240,8 @@ def test_chunks_that_are_not_stored_are_zeros_in_a_group_without_fill_value() ->
 
 
 def test_an_array_of_texts_is_left_out_whatever_its_filters() -> None:
-    text = v2_document((3,), (3,), "|O", filters=[{"id": "vlen-utf8"}])
-    files = v2_files("w", torch.arange(4), (2,)) | {"t/.zarray": json.dumps(text).encode()}
+    text = v2_node((3,), (3,), "|O", filters=[{"id": "vlen-utf8"}])
+    files = v2_files("w", torch.arange(4), (2,)) | {"t/.zarray": encoded(text)}
     assert list(plain_tensors(files)) == ["w"]
 
 

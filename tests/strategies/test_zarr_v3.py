@@ -38,6 +38,7 @@ from shardtree.testing import (
     state_layouts,
 )
 from tests.options import load_keywords
+from tests.strategies.zarr_nodes import LITTLE, regular
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -323,6 +324,12 @@ def test_a_damaged_shard_index_is_refused(name: str) -> None:
     assert st.verify(plain)
 
 
+def inside(chunk: list[int], codec: dict[str, Any]) -> dict[str, Any]:
+    """Return the field that says how chunks lie in a chunk."""
+    how = {"chunk_shape": chunk, "codecs": [codec], "index_codecs": [LITTLE, {"name": "crc32c"}]}
+    return {"codecs": [{"name": "sharding_indexed", "configuration": how}]}
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "another format": {"zarr_format": 4},
     "no node": {"node_type": "leaf"},
@@ -332,42 +339,17 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "no chunks": {"chunk_grid": None},
     "another grid": {"chunk_grid": {"name": "rectilinear", "configuration": {}}},
     "chunks without a shape": {"chunk_grid": {"name": "regular", "configuration": {}}},
-    "chunks of nothing": {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 6]}}},
+    "chunks of nothing": regular([0, 6]),
     "other names of chunks": {"chunk_key_encoding": {"name": "mine"}},
     "names that climb": {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/../"}}},
     "no codecs": {"codecs": None},
     "codecs of nothing": {"codecs": [None]},
     "transformers": {"storage_transformers": [{"name": "x"}]},
     "code": {"codecs": [{"name": "bytes"}, {"name": "numcodecs.pickle"}]},
-    "code inside": {
-        "codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [{"name": "pickle"}], "index_codecs": []}}]
-    },
-    "inner chunks that don't fit": {
-        "codecs": [
-            {
-                "name": "sharding_indexed",
-                "configuration": {"chunk_shape": [3, 6], "codecs": [{"name": "bytes"}], "index_codecs": []},
-            }
-        ]
-    },
-    "more inner chunks than bytes": {
-        "shape": [2**30, 6],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**30, 6]}},
-        "codecs": [
-            {
-                "name": "sharding_indexed",
-                "configuration": {
-                    "chunk_shape": [1, 1],
-                    "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-                    "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-                },
-            }
-        ],
-    },
-    "more chunks than can be counted": {
-        "shape": [2**40, 6],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1]}},
-    },
+    "code inside": inside([1, 1], {"name": "pickle"}),
+    "inner chunks that don't fit": inside([3, 6], LITTLE),
+    "more inner chunks than bytes": {"shape": [2**30, 6], **regular([2**30, 6]), **inside([1, 1], LITTLE)},
+    "more chunks than can be counted": {"shape": [2**40, 6], **regular([1, 1])},
     "the key of another": {"attributes": {"shardtree": {"key": "layers"}}},
 }
 

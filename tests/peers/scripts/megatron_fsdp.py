@@ -25,9 +25,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-        preprocess_state_dict_for_uneven_dtensor,
-    )
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
 SHAPE = job.LAYOUT | job.MODEL | {"bf16": False, "lr": 0.01, "layers": 2, "gated": False}
 
