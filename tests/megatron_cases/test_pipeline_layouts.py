@@ -13,7 +13,6 @@ import shardtree as st
 from tests.megatron_cases.worlds import Place, assert_same, data_of, in_every_format, loaded, places, saved
 from tests.megatron_cases.worlds import whole as make
 
-LAYERS = 8
 UNEVEN = ["e", "d", "dd", "d", "", "d", "d", "ddo"]  # a letter a module: embedding, decoder layer, output layer
 HALVES = ["edddd", "ddddo"]
 ONE = ["eddddddddo"]
@@ -82,17 +81,3 @@ def test_layers_load_on_other_stages_and_chunks(backend: Any, source: str, targe
         assert_same({name: result[name] for name in tree}, data_of(tree))
         # Beside the target's chunks there may be a stored one, which was empty on rank 0.
         assert all(child == {"layers": {}} for name, child in result.items() if name not in tree)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layer_is_stored_under_its_number_in_the_model(name: str) -> None:
-    found = st.load_plain_tensors(saved(trees(name, experts=False)))
-    keys = [*(f"decoder.layers.{layer}" for layer in range(LAYERS)), "embedding", "output_layer"]
-    assert_same(found, {key: weight(key) for key in keys})
-
-
-def test_a_stage_without_layers_keeps_its_empty_containers() -> None:
-    folder = saved(trees("2 stages", experts=False))
-    targets = [st.without_data(tree) for tree in trees("an empty stage", experts=False)]
-    empty = [result for result in loaded(targets, folder) if not result["model0"]["layers"]]
-    assert empty == [{"model0": {"layers": {}}}] * 2

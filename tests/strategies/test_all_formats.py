@@ -83,19 +83,24 @@ def test_an_object_written_twice_is_found(backend: Format) -> None:
 
 
 @in_every_format
-def test_a_failed_save_leaves_what_others_wrote_and_can_be_tried_again(backend: Format) -> None:
+@pytest.mark.parametrize("over", [False, True], ids=["new", "over an old one"])
+def test_a_failed_save_leaves_what_was_there_and_can_be_tried_again(backend: Format, over: bool) -> None:
     full = [True]
 
     def refuse(call: Call) -> None:
-        if full[0] and call.method.startswith(("write", "replace")) and "owner" not in call.name:
+        if full[0] and call.method.rpartition(".")[2].startswith(("write", "replace")) and "owner" not in call.name:
             raise StorageError("no space left")
 
     inner = MemoryStorage()
     inner.write("notes.txt", [memoryview(b"theirs")], durable=False)
-    request = st.save(tree(backend), watched(inner, before=refuse), backend, async_sharded_save=True)
+    if over:
+        st.save([whole("old", torch.ones(3))], inner, backend)
+    before = {name: inner.read(name) for name in inner.all_names()}
+    storage = watched(inner, before=refuse)
+    request = st.save(tree(backend), storage, backend, async_sharded_save=True, overwrite=over)
     with pytest.raises(StorageError, match="no space left"):
         request.execute_sync()
-    assert inner.names() == ("notes.txt",)
+    assert {name: inner.read(name) for name in inner.all_names()} == before and inner.siblings() == ()
     full[0] = False
     request.execute_sync()
     with pytest.raises(CheckpointingException):

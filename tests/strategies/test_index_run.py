@@ -13,7 +13,7 @@ from hypothesis import find, given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CheckpointReplaced, CorruptCheckpoint, ShapeError
+from shardtree.errors import CheckpointReplaced, CorruptCheckpoint
 from shardtree.layouts import shard_columns
 from shardtree.plans import plan_load
 from shardtree.storage import MemoryStorage, StoredFile
@@ -124,39 +124,6 @@ def first_where_cut_anyhow(chunk, offset, box):
 def test_the_law_catches(name, broken, monkeypatch):
     monkeypatch.setattr(_load, name, broken)
     find(cases(), fails, settings=settings(max_examples=2000))
-
-
-def index_overlaps(case):
-    """Whether chunks overlap, which no save lets pass."""
-    held = torch.zeros(case.whole.shape, dtype=torch.int64)
-    for shard in case.shards:
-        held[shard.global_slice()] += 1
-    return bool((held > 1).any()) or len({repr(shard.global_slice()) for shard in case.shards}) < len(case.shards)
-
-
-def everything(case, direct):
-    """What reading a box gives: elements, report, progress; or the error."""
-    tree, told, reports = opened(case), [], []
-    data = torch.full(case.shape, -1, dtype=case.whole.dtype)
-    options = {"verify": None, "donate": True, "validate_access_integrity": False}
-    with pytest.MonkeyPatch.context() as patch:
-        if not direct:
-            patch.setattr(_load, "single_run", lambda *_: None)
-        try:
-            st.load(
-                {"w": box(case, data)},
-                tree.checkpoint.storage,
-                **load_keywords(progress=told.append, report=reports.append, **options),
-            )
-        except ShapeError as error:
-            return str(error)
-    return data.tolist(), reports, sum(told)
-
-
-@given(cases())
-def test_with_and_without_a_plan_all_is_the_same(case):
-    if case.shards and not index_overlaps(case):
-        assert everything(case, direct=True) == everything(case, direct=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,15 +93,6 @@ def test_an_open_checkpoint_says_that_it_was_replaced(tmp_path):
     assert st.open_checkpoint(tmp_path)["w"].data.read().tolist() == [2] * 4
 
 
-def test_of_two_saves_that_race_the_second_to_finish_raises():
-    folder = MemoryStorage()
-    slow = st.save(tree(1), folder, async_sharded_save=True)
-    st.save(tree(2), folder)
-    with pytest.raises(CheckpointReplaced, match="one save at a time"):
-        slow.execute_sync()
-    assert value_in(folder) == 2
-
-
 def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():
     folder = MemoryStorage()
     st.save(tree(1), folder)

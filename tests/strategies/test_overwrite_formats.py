@@ -292,32 +292,6 @@ def test_of_two_saves_that_race_the_second_to_finish_raises(tmp_path: Path) -> N
     assert value_in(folder) == NEW and os.listdir(tmp_path) == ["step"]
 
 
-def test_a_request_that_failed_can_be_tried_again(tmp_path: Path) -> None:
-    folder, told = tmp_path / "step", []
-
-    def fail_once(count: int) -> None:
-        told.append(count)
-        if len(told) == 1:
-            raise RuntimeError("stop")
-
-    save(folder, OLD, "dcp")
-    request = st.save(
-        tree(NEW, "dcp"),
-        folder,
-        ("dcp", 1),
-        overwrite=True,
-        async_sharded_save=True,
-        options=st.SaveOptions(progress=fail_once),
-    )
-    with pytest.raises(RuntimeError, match="stop"):
-        request.execute_sync()
-    assert value_in(folder) == OLD and os.listdir(tmp_path) == ["step"]
-    request.execute_sync()
-    assert value_in(folder) == NEW and os.listdir(tmp_path) == ["step"]
-    with pytest.raises(CheckpointReplaced):
-        request.execute_sync()
-
-
 @pytest.mark.parametrize(("old", "new"), sampled(PAIRS))
 def test_an_open_checkpoint_says_that_it_was_replaced(old: str, new: str) -> None:
     storage = MemoryStorage()

@@ -151,37 +151,6 @@ def test_a_format_without_a_description_has_the_plain_traits():
     assert st.load(tree, folder, strategies=table)["w"].tolist() == [0, 1, 2]
 
 
-def test_a_table_is_a_value_and_a_wrapper_a_function_from_strategy_to_strategy():
-    calls = []
-
-    def logged(fn):
-        @functools.wraps(fn)
-        def wrapped(*args):
-            calls.append(fn.__name__)
-            return fn(*args)
-
-        return wrapped
-
-    before = dict(default_strategies)
-    own = {row: fn for row, fn in before.items() if row[1:] == NATIVE and row[0] is not StrategyAction.DESCRIBE}
-    table = default_strategies | {row: logged(fn) for row, fn in own.items()}
-    folder = MemoryStorage()
-    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(3)), "o": st.ShardedObject("o", 1, (1,), (0,))}
-    st.save(tree, folder, strategies=table)
-    assert not st.explain(tree, folder, strategies=table).problems
-    loaded = st.load(tree, folder, strategies=table, strict="raise_all")
-    assert loaded["w"].tolist() == [0, 1, 2] and loaded["o"] == 1
-    assert st.verify(folder, strategies=table) == ()
-    st.remove_sharded_tensors(folder, "w", strategies=table)
-    st.save({"step": 1}, folder, ("dcp", 1), strategies=table, overwrite=True)
-    assert calls[:2] == ["save_sharded", "save_common"]
-    assert sorted(set(calls)) == sorted(fn.__name__ for fn in own.values())
-    assert dict(default_strategies) == before
-    count = len(calls)
-    st.load_common_state_dict(folder)
-    assert len(calls) == count
-
-
 PACKAGE = """
 from shardtree.strategies import StrategyAction, register_default_strategy
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, CorruptCheckpoint, ShapeError
+from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.storage import MemoryStorage
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
 
@@ -106,29 +106,9 @@ def test_the_flat_ones_objects_and_common_state_are_those_that_were_saved():
     assert (loaded["iteration"], loaded["args"], loaded["lst"]) == (42, {"a": 1}, [1, {"a": 2}])
 
 
-def test_another_grid_of_objects_needs_a_rule():
-    target = {"rng": st.ShardedObject("rng_state", None, (1, 1), (0, 0))}
-    with pytest.raises(ShapeError, match=r"'rng_state': of shape \(1, 2\), asked for in shape \(1, 1\)"):
-        st.load(target, FIXTURES / GPT[0])
-    found = st.load(
-        target, FIXTURES / GPT[0], options=st.LoadOptions(object_rules={"rng_state": st.objects.replicate_cell((0, 1))})
-    )
-    both = [st.ShardedObject("rng_state", None, (1, 2), (0, rank)) for rank in range(2)]
-    assert not st.diff(found["rng"], st.load({"rng": both}, FIXTURES / GPT[0])["rng"][1])
-
-
 @pytest.mark.parametrize("name", TENSORS)
 def test_undamaged_fixtures_verify(name):
     assert st.verify(FIXTURES / name) == ()
-
-
-def test_a_padded_vocabulary_keeps_what_the_target_had():
-    key, shape = "embedding.word_embeddings.weight", (32, 16)
-    data = torch.full(shape, -1.0)
-    shard = st.ShardedTensor.from_rank_offsets(key, data, allow_shape_mismatch=True)
-    loaded = st.load({"w": shard}, FIXTURES / GPT[0])["w"]
-    assert torch.equal(loaded[:24], value(key, (24, 16), torch.float32))
-    assert (loaded[24:] == -1).all()
 
 
 # Two ways of one format: what says that the common state is in an object is metadata.json.
