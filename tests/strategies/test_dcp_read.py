@@ -141,21 +141,6 @@ def test_the_common_state_is_the_nested_state_without_tensors(tmp_path):
     assert st.open_checkpoint(folder).common()["name"] == "run"
 
 
-def test_a_target_joins_the_nested_state(tmp_path):
-    state = nested_state()
-    folder = save_alone(state, tmp_path)
-    shards = {"w": whole("model.w", rows(4, 3))}
-    layers = [{"b": whole(f"model.layers.{n}.b", rows(n + 2))} for n in range(2)]
-    average = {"state": {"w": {"exp_avg": whole("optimizer.state.w.exp_avg", rows(4, 3))}}}
-    loaded = st.load({"model": shards | {"layers": layers}, "optimizer": average}, folder)
-    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
-    assert torch.equal(loaded["model"]["layers"][1]["b"], rows(3))
-    assert loaded["model"]["layers"][1]["scale"] == 0.5
-    assert torch.equal(loaded["optimizer"]["state"]["w"]["exp_avg"], rows(4, 3))
-    assert loaded["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
-    assert (loaded["step"], loaded["pair"]) == (7, (1, "two"))
-
-
 def test_without_paths_the_state_is_flat(tmp_path):
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     folder = save_alone({"model.w": rows(4, 3), "step": 7, "a.b": [1]}, tmp_path, planner=planner)

@@ -103,21 +103,11 @@ def fails(case):
     return False
 
 
-def first_where_cut_anyhow(chunk, offset, box):
-    """The first element, whether the others are adjacent or not."""
-    begin = [at - low for at, low in zip(offset, chunk.offset, strict=True)]
-    inside = all(at + size <= whole for at, size, whole in zip(begin, box, chunk.shape, strict=True))
-    if 0 in box or min(begin, default=0) < 0 or not inside:
-        return None
-    return int(np.ravel_multi_index(begin, chunk.shape)) if begin else 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
         ("_first_element", lambda chunk, offset, box: 0),
-        ("_first_element", first_where_cut_anyhow),
         ("_only_chunk", lambda index, first, last, offset, box: first),
     ],
 )

@@ -113,30 +113,11 @@ def test_the_check_of_flipped_bits_sees_a_load_that_does_not_verify():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b""])
-def test_a_cut_or_longer_file_is_detected(kind, change):
-    name = name_of(kind)
-    with pytest.raises(CheckpointingException):
-        read_all(folder_of(FILES | {name: change(FILES[name])}))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_is_gone_is_named(kind):
     folder = folder_of(FILES)
     folder.remove(name_of(kind))
     with pytest.raises(CheckpointingException, match=name_of(kind).rpartition("/")[2]):
         read_all(folder)
-
-
-def test_damage_outside_of_what_is_read_does_no_harm():
-    name = name_of("00001")
-    folder = folder_of(flipped(FILES, name, 8 * len(FILES[name]) - 500))
-    assert (
-        st.load({"w": tree(0)["w"]}, folder, options=st.LoadOptions(verify="all"), validate_access_integrity=False)[
-            "step"
-        ]
-        == 3
-    )
 
 
 # Hostile: whoever made these knew how to compute hashes.
