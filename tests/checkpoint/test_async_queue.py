@@ -23,6 +23,7 @@ from shardtree.storage import MemoryStorage, Storage, _buffers
 from shardtree.strategies import StrategyAction, default_strategies, safetensors
 from shardtree.testing import watched
 from shardtree.world import World
+from tests.checkpoint.parts import ALL_FORMATS, FORMATS
 from tests.options import save_keywords
 
 
@@ -160,7 +161,7 @@ def test_the_law_catches_tensors_that_are_not_copied() -> None:
         )
 
 
-@pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)])
+@pytest.mark.parametrize("backend", FORMATS)
 def test_every_format_keeps_the_moment(backend: tuple[str, int]) -> None:
     weight, rng, log = torch.zeros(3), {"state": [1]}, {"step": [1], "a": np.zeros(2), "t": torch.zeros(2)}
     tree = {"w": shard("w", weight), "rng": st.ShardedObject("rng", rng, (1,), (0,)), **log}
@@ -254,16 +255,6 @@ def test_a_result_raises_what_failed_and_then_its_own() -> None:
         with pytest.raises(FullDisk):
             bad.result()
         assert good.result()["save_id"] and value_in(folder) == 2
-
-
-def test_every_rank_gets_the_result() -> None:
-    def on_rank(world: World) -> str:
-        with st.AsyncCallsQueue() as queue:
-            queue.schedule_async_request(made := request(folder, 1.0, world))
-            return made.result()["save_id"]
-
-    folder = st.storage.MemoryStorage()
-    assert len(set(st.simulate(2, on_rank))) == 1
 
 
 def test_the_result_of_what_was_given_up_is_an_error() -> None:
@@ -417,9 +408,7 @@ def ignored(_: object) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(
-    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)], ids=str
-)
+@pytest.mark.parametrize("backend", ALL_FORMATS, ids=str)
 def test_an_interrupt_right_after_the_commit_leaves_the_new_checkpoint(
     backend: tuple[str, int], overwrite: bool, tmp_path: Path
 ) -> None:
@@ -500,21 +489,6 @@ def test_ranks_that_differ_in_the_number_of_saves_are_told() -> None:
     with pytest.raises(st.errors.WorldError, match="rank 1: returned"):
         st.simulate(2, on_rank)
     assert [value_in(folder) for folder in folders] == [1, None]
-
-
-def test_ranks_with_other_saves_are_told() -> None:
-    folders = [st.storage.MemoryStorage() for _ in range(2)]
-
-    def on_rank(world: World) -> None:
-        queue = st.AsyncCallsQueue()
-        if world.rank:
-            queue._next_index += 1  # as if it had scheduled one more
-        queue.schedule_async_request(request(folders[0], 1.0, world))
-        with pytest.raises(st.errors.WorldError, match="rank 1: async save 1"):
-            queue.maybe_finalize_async_calls(blocking=True)
-        queue.close(abort=True)
-
-    st.simulate(2, on_rank)
 
 
 # What is refused.

@@ -23,7 +23,9 @@ from shardtree.errors import UnsafeFile
 from shardtree.layouts import TensorKind
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, bits, global_states, rank_tree, state_layouts
-from tests.options import load_keywords, save_keywords
+from tests.checkpoint.parts import saved as saved_tree
+from tests.checkpoint.parts import whole as tensor
+from tests.options import load_keywords
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -32,16 +34,6 @@ def saved(state: GlobalState, layout: Any, ranks: int) -> MemoryStorage:
     folder = MemoryStorage()
     st.simulate(ranks, lambda world: st.save(rank_tree(state, layout, world.rank), folder, world=world))
     return folder
-
-
-def saved_tree(tree: Any, **options: Any) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(tree, folder, **save_keywords(**options))
-    return folder
-
-
-def tensor(key: str, data: torch.Tensor) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, data)
 
 
 def compared(left: torch.Tensor, right: torch.Tensor, **options: Any) -> ValueDifference | None:
@@ -197,12 +189,6 @@ def test_objects_are_compared_one_by_one() -> None:
     found = compare(objects(1), objects(2))
     assert {key: where.mismatch for key, where in found.objects.items()} == {"rng/shard_1_2": (("seed",),)}
     assert not compare(objects(1), objects(1))
-
-
-def test_a_tensor_is_never_an_object() -> None:
-    left = saved_tree([tensor("rng/shard_0_1", torch.ones(1))])
-    found = compare(left, saved_tree([st.ShardedObject("rng", 1, (1,), (0,))]))
-    assert (found.only_left, found.only_right) == (("rng/shard_0_1",), ("rng/shard_0_1",))
 
 
 def test_nothing_is_unpickled_unless_asked_for() -> None:

@@ -33,21 +33,13 @@ from shardtree.strategies import default_strategies
 from shardtree.strategies.index import read_index
 from shardtree.testing import first_difference, global_states, glu, rank_tree, state_layouts
 from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
-from tests.options import convert_keywords, save_keywords
+from tests.checkpoint.parts import files, saved
+from tests.checkpoint.parts import whole as tensor
+from tests.options import convert_keywords
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 native = "safetensors"
-
-
-def tensor(key: str, data: torch.Tensor, *cut: tuple[int, int, int]) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, data, *cut)
-
-
-def saved(tree: Any, **options: Any) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(tree, folder, **save_keywords(**options))
-    return folder
 
 
 W = torch.arange(48.0).reshape(8, 6)
@@ -66,11 +58,6 @@ TREE = {
 def converted(source: Any, **options: Any) -> tuple[MemoryStorage, ConversionReport]:
     folder = MemoryStorage()
     return folder, convert(source, folder, **convert_keywords(**{"backend": native, **options}))
-
-
-def files(folder: MemoryStorage, inside: str = "") -> list[str]:
-    names = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
-    return [file for name in names for file in ([name] if folder.length(name) is not None else files(folder, name))]
 
 
 def chunks(folder: MemoryStorage) -> dict[str, list[tuple[list[int], list[int]]]]:

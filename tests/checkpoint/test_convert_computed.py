@@ -18,6 +18,7 @@ from shardtree.checkpoint.conversion._plan import batches_of
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
+from tests.checkpoint.parts import ALL_FORMATS, Killed
 
 SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}
 RANK = 4
@@ -62,9 +63,7 @@ SUMS: dict[str, tuple[Callable[..., Any], list[dict[str, torch.Tensor]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
-)
+@pytest.mark.parametrize("backend", ALL_FORMATS)
 @pytest.mark.parametrize("name", SUMS)
 def test_what_is_computed_of_checkpoints_is_torchs_bit_for_bit(name: str, backend: tuple[str, int]) -> None:
     f, others = SUMS[name]
@@ -129,10 +128,6 @@ def test_the_law_of_factors_catches_numbers_as_torch_prints_them(monkeypatch: py
     monkeypatch.setattr(_computed, "scalar_text", repr)
     with pytest.raises(AssertionError):
         tells_factors_apart(digest_of)
-
-
-class Killed(BaseException):
-    """What no handler of a conversion catches."""
 
 
 def test_a_killed_soup_is_gone_on_with_and_another_begins_anew() -> None:

@@ -18,6 +18,7 @@ from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.strategies.index import IndexMetadata
 from shardtree.testing import Call, watched
+from tests.checkpoint.parts import Killed, files
 from tests.faults.sampling import EXHAUSTIVE, sample
 
 BACKENDS = sorted(
@@ -46,10 +47,6 @@ BY_FORMULA = {
     "megatron_main202608_tp2",
     "megatron_old_zarr",
 }
-
-
-class Killed(BaseException):
-    pass
 
 
 @cache
@@ -143,11 +140,9 @@ def test_one_that_was_killed_is_gone_on_with(backend: tuple[str, int]) -> None:
         assert names(folder) == names(complete), f"killed at {step}"
 
 
-def names(folder: Any, inside: str = "") -> list[str]:
+def names(folder: Any) -> list[str]:
     """Return the names of all files, without those of saves, which differ."""
-    found = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
-    files = [file for name in found for file in ([name] if folder.length(name) is not None else names(folder, name))]
-    return sorted(file if not file.startswith("save-") else file[file.index("/") :] for file in files)
+    return sorted(file[file.index("/") :] if file.startswith("save-") else file for file in files(folder))
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)

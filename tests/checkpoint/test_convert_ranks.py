@@ -21,24 +21,12 @@ from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, global_states, rank_tree, state_layouts, watched
 from shardtree.world import simulate
+from tests.checkpoint.parts import Killed, counted, saved
+from tests.checkpoint.parts import whole as tensor
 from tests.checkpoint.test_convert_formats import BACKENDS, HOLDS_TENSORS_ONLY, names
-from tests.checkpoint.test_explain import counted, payload
+from tests.checkpoint.test_explain import payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-class Killed(BaseException):
-    """What no handler of a conversion catches, as it doesn't see a kill."""
-
-
-def tensor(key: str, data: torch.Tensor) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, data)
-
-
-def saved(tree: Any) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(tree, folder)
-    return folder
 
 
 # One tensor is most of it.

@@ -17,6 +17,7 @@ from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.testing import Call, watched
+from tests.checkpoint.parts import Killed, files
 from tests.options import convert_keywords
 
 ROOT = Path(__file__).parents[2]
@@ -29,19 +30,10 @@ TREE = {
 }
 
 
-class Killed(BaseException):
-    """What no handler of a conversion catches, as it doesn't see a kill."""
-
-
 def saved(tree: Any = TREE) -> MemoryStorage:
     folder = MemoryStorage()
     st.save(tree, folder)
     return folder
-
-
-def files(folder: Any, inside: str = "") -> list[str]:
-    names = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
-    return [file for name in names for file in ([name] if folder.length(name) is not None else files(folder, name))]
 
 
 def run(source: Any, folder: Any, **options: Any) -> ConversionReport:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,42 +12,21 @@ import torch
 
 import shardtree as st
 from shardtree.errors import RemoteError, StorageError
-from shardtree.storage import BLOCK_BYTES, MemoryStorage, Reader, Verify, wrapped
+from shardtree.storage import BLOCK_BYTES, MemoryStorage, Verify
 from shardtree.testing import Call, first_difference, random_bits, watched
+from tests.checkpoint.parts import ALL_FORMATS as FORMATS
+from tests.checkpoint.parts import noting
 
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
 SHAPES = {"a": (1200, 1000), "b": (640, 1024)}
 """Of 4.8 and 2.6 MB: each of four ranks reads a part of one of them, or of both."""
 
 WHOLE = {key: random_bits(shape, torch.float32, seed) for seed, (key, shape) in enumerate(SHAPES.items())}
 
 
-class SpanReader:
-    """A reader that notes which bytes it is asked for."""
-
-    def __init__(self, reader: Reader, name: str, spans: list[tuple[str, int, int]]) -> None:
-        self.reader, self.name, self.spans, self.length = reader, name, spans, reader.length
-
-    def read_into(self, byte: int, buffers: Sequence[memoryview]) -> None:
-        self.spans.append((self.name, byte, byte + sum(buffer.nbytes for buffer in buffers)))
-        self.reader.read_into(byte, buffers)
-
-    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
-        found = self.reader.read(begin, end)
-        self.spans.append((self.name, begin, begin + found.nbytes))
-        return found
-
-
 def noted(inner: MemoryStorage) -> Any:
     """Return a storage that notes which bytes are read."""
     spans: list[tuple[str, int, int]] = []
-
-    @contextmanager
-    def opened(name: str) -> Iterator[Any]:
-        with inner.open(name) as reader:
-            yield SpanReader(reader, name, spans)
-
-    found = wrapped(inner, open=opened)
+    found = noting(inner, lambda *span: spans.append(span))
     found.spans = spans
     return found
 
@@ -112,14 +90,17 @@ def check_reads(found: Any, alone: Any, reports: Sequence[st.storage.ReadReport]
 
 
 @CASES
-@pytest.mark.parametrize("verify", [None, "whole", "all"])
+@pytest.mark.parametrize(
+    ("verify", "dtype"), [*((verify, torch.float32) for verify in (None, "whole", "all")), (None, torch.bfloat16)]
+)
 @pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
 def test_ranks_that_read_for_each_other_get_what_each_would_read_itself(
-    backend: tuple[str, int], verify: Verify, ranks: int, axis: int | None
+    backend: tuple[str, int], verify: Verify, dtype: torch.dtype, ranks: int, axis: int | None
 ) -> None:
+    """Also where tensors are converted, which are cut as they are stored."""
     alone, storage = noted(saved(backend)), noted(saved(backend))
-    plain = load_on(1 if axis is None else 2, alone, axis, "never", verify)
-    found = load_on(ranks, storage, axis, "always", verify)
+    plain = load_on(1 if axis is None else 2, alone, axis, "never", verify, dtype)
+    found = load_on(ranks, storage, axis, "always", verify, dtype)
     for rank, (loaded, _) in enumerate(found):
         expected, _ = plain[rank % len(plain)]
         assert all(first_difference(loaded[key], expected[key]) is None for key in WHOLE)
@@ -141,18 +122,6 @@ def test_what_is_compared_by_one_rank_is_compared_by_those_that_share_it_out(bac
     together = [report for _, report in load_on(3, saved(backend), None, "always", "all")]
     assert sum(report.blocks_checked for report in together) >= alone.blocks_checked
     assert bool(alone.blocks_unchecked) == any(report.blocks_unchecked for report in together)
-
-
-@CASES
-@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
-def test_converted_tensors_are_cut_as_they_are_stored(backend: tuple[str, int], ranks: int, axis: int | None) -> None:
-    alone, storage = noted(saved(backend)), noted(saved(backend))
-    plain = load_on(1 if axis is None else 2, alone, axis, "never", None, torch.bfloat16)
-    found = load_on(ranks, storage, axis, "always", None, torch.bfloat16)
-    for rank, (loaded, _) in enumerate(found):
-        expected, _ = plain[rank % len(plain)]
-        assert all(first_difference(loaded[key], expected[key]) is None for key in WHOLE)
-    check_reads(storage, alone, [report for _, report in found], None)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

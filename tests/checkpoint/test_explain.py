@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,63 +19,18 @@ from shardtree.errors import (
     StrategyError,
 )
 from shardtree.plans import read_rounds
-from shardtree.storage import MemoryStorage, Reader, Storage, _checked, wrapped
+from shardtree.storage import MemoryStorage, Storage, _checked
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, cut, layouts
-from tests.options import load_keywords, save_keywords
+from tests.checkpoint.parts import ALL_FORMATS, counted, saved, whole
+from tests.options import load_keywords
 
 Explain = Callable[..., st.plans.Explanation]
-BACKENDS = [("safetensors", 1), ("huggingface", 1), ("zarr", 3), ("torch_dist", 1), ("dcp", 1)]
-
-
-class CountedReader:
-    """A reader that adds up the bytes that it is asked for."""
-
-    def __init__(self, reader: Reader, counts: dict[str, int], name: str) -> None:
-        self.reader, self.counts, self.name, self.length = reader, counts, name, reader.length
-
-    def read_into(self, byte: int, buffers: Sequence[memoryview]) -> None:
-        self.counts[self.name] = self.counts.get(self.name, 0) + sum(buffer.nbytes for buffer in buffers)
-        self.reader.read_into(byte, buffers)
-
-    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
-        found = self.reader.read(begin, end)
-        self.counts[self.name] = self.counts.get(self.name, 0) + found.nbytes
-        return found
-
-
-def counted(storage: Storage) -> Any:
-    """Return a storage that adds up the bytes that are read, by file."""
-    counts: dict[str, int] = {}
-
-    @contextmanager
-    def opened(name: str) -> Iterator[Any]:
-        with storage.open(name) as reader:
-            yield CountedReader(reader, counts, name)
-
-    def read(name: str) -> bytes:
-        data = storage.read(name)
-        counts[name] = counts.get(name, 0) + len(data)
-        return data
-
-    found = wrapped(storage, open=opened, read=read)
-    found.counts = counts
-    return found
 
 
 def payload(counts: dict[str, int], folder: Storage) -> int:
     """Return how much was read of files that hold tensors."""
     return sum(size for name, size in counts.items() if "-of-" in name or name.startswith(("w/", "v/")))
-
-
-def whole(key: str, data: torch.Tensor, *cuts: Any, **fields: Any) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, data, *cuts, **fields)
-
-
-def saved(tree: Any, **options: Any) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(tree, folder, **save_keywords(**options))
-    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +141,7 @@ def test_explain_foretells_conversions(exchange: Any, monkeypatch: pytest.Monkey
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.bfloat16]
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend[0])
+@pytest.mark.parametrize("backend", ALL_FORMATS, ids=lambda backend: backend[0])
 def test_each_format_says_what_it_reads(backend: tuple[str, int]) -> None:
     folder = MemoryStorage()
     st.save({"w": whole("w", ROWS), "v": whole("v", ROWS[:2])}, folder, backend)

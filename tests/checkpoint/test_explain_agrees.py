@@ -16,7 +16,8 @@ from shardtree.checkpoint.loading import _checks, _explain, _strict, _undecided
 from shardtree.checkpoint.loading._checks import fit_objects
 from shardtree.plans import Unexpected
 from shardtree.storage import MemoryStorage
-from tests.checkpoint.test_explain import counted, payload
+from tests.checkpoint.parts import counted
+from tests.checkpoint.test_explain import payload
 from tests.options import load_keywords
 
 Explain = Callable[..., st.plans.Explanation]

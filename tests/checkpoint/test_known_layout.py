@@ -178,12 +178,6 @@ def test_with_a_known_layout_what_ranks_tell_each_other_does_not_grow(exchange: 
     check_nothing_grows({"exchange": exchange})
 
 
-@pytest.mark.parametrize("exchange", ["never", "always"])
-def test_a_known_layout_takes_no_more_messages(exchange: str) -> None:
-    for known, exchanged in zip(worlds_after(3, exchange), worlds_after(3, exchange, known=False), strict=True):
-        assert all(known[name].calls <= exchanged[name].calls for name in ("save", "load"))
-
-
 def test_the_count_catches_layouts_that_are_exchanged() -> None:
     with pytest.raises(AssertionError, match="save: describe shards"):
         check_nothing_grows({"known": False})
@@ -278,19 +272,6 @@ def test_a_key_that_a_layout_has_no_rows_of_is_not_in_it() -> None:
         return [result[1:] for result in results]
 
     assert st.simulate(MESH.size, load) == [[({"w2"}, set())] * 2] * MESH.size
-
-
-def test_a_layout_with_a_hole_is_an_error_as_it_is_without() -> None:
-    trees = [{key: leaf for key, leaf in tree.items() if rank or key != "w1"} for rank, tree in enumerate(TREES)]
-    layout = select_rows(LAYOUT, np.flatnonzero((LAYOUT.rank != 0) | (LAYOUT.key != 1)))
-    for error in errors_by_rank(lambda world: st.save(trees[world.rank], MemoryStorage(), world=world, layout=layout)):
-        assert isinstance(error, IntegrityError) and "'w1'" in str(error) and "has no main replica" in str(error)
-    folder = MemoryStorage()
-    options = {"layout": layout, "validate_access_integrity": False}
-    assert (
-        errors_by_rank(lambda world: st.save(trees[world.rank], folder, world=world, **save_keywords(**options)))
-        == [None] * 4
-    )
 
 
 # Other paths

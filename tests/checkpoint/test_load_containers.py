@@ -12,9 +12,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import TreeError, UnsafeFile
-from shardtree.storage import MemoryStorage
 from shardtree.trees import Record
-from tests.options import save_keywords
+from tests.checkpoint.parts import saved
 
 
 class Moment(NamedTuple):
@@ -28,17 +27,11 @@ def shard(value=0.0, key="w"):
     return st.ShardedTensor.from_rank_offsets(key, torch.full((2,), float(value)))
 
 
-def stored(tree, **options):
-    folder = MemoryStorage()
-    st.save(tree, folder, **save_keywords(**options))
-    return folder
-
-
 # Namedtuples.
 
 
 def test_a_namedtuple_with_mixed_content_loads_into_its_own_target():
-    folder = stored({"o": Moment(shard(1), 3)})
+    folder = saved({"o": Moment(shard(1), 3)})
     loaded = st.load({"o": Moment(shard(), 0)}, folder)["o"]
     assert type(loaded) is Moment and loaded.w.tolist() == [1, 1] and loaded.step == 3
 
@@ -50,12 +43,12 @@ def test_a_namedtuple_that_a_factory_builds_is_merged():
     def tree(value):
         return {"f": st.ShardedTensorFactory("f", torch.full((2,), value), build, lambda loaded: loaded)}
 
-    loaded = st.load(tree(0.0), stored(tree(1.0)))["f"]
+    loaded = st.load(tree(0.0), saved(tree(1.0)))["f"]
     assert type(loaded) is Moment and loaded.w.tolist() == [1, 1] and loaded.step == 5
 
 
 def test_a_namedtuple_that_the_target_does_not_have_stays_a_record():
-    folder = stored({"o": Moment(1, 2), "w": shard(1)})
+    folder = saved({"o": Moment(1, 2), "w": shard(1)})
     assert isinstance(st.load({"w": shard()}, folder)["o"], Record)
     assert st.load({"w": shard()}, folder, options=st.LoadOptions(types=(Moment,)))["o"] == Moment(1, 2)
 
@@ -63,14 +56,14 @@ def test_a_namedtuple_that_the_target_does_not_have_stays_a_record():
 def test_a_namedtuple_class_that_got_other_fields_leaves_its_records_as_they_are():
     Later = namedtuple("Moment", "w step decay", module=__name__)
     Later.__qualname__ = Moment.__qualname__
-    folder = stored({"config": Moment(1, 2), "w": shard(1)})
+    folder = saved({"config": Moment(1, 2), "w": shard(1)})
     loaded = st.load({"all": Later(shard(), st.LocalNonpersistentObject(2), st.LocalNonpersistentObject(3))}, folder)
     assert isinstance(loaded["config"], Record) and type(loaded["all"]) is Later
 
 
 def test_the_caller_s_class_counts_before_one_of_that_name_in_the_target():
     Other = namedtuple("Moment", "w step", module=__name__)
-    folder = stored({"config": Moment(1, 2), "w": shard(1)})
+    folder = saved({"config": Moment(1, 2), "w": shard(1)})
     loaded = st.load(
         {"o": Other(shard(), st.LocalNonpersistentObject(2))}, folder, options=st.LoadOptions(types=(Moment,))
     )
@@ -89,7 +82,7 @@ def deep(levels):
 
 @pytest.mark.parametrize("kind", [dict, list])
 def test_a_target_that_contains_itself_is_refused(kind):
-    folder = stored({"w": shard(1)})
+    folder = saved({"w": shard(1)})
     tree = {"w": shard()}
     tree["self"] = tree if kind is dict else [tree]
     with pytest.raises(TreeError, match="load: the tree is too deep, or contains itself"):
@@ -98,7 +91,7 @@ def test_a_target_that_contains_itself_is_refused(kind):
 
 @pytest.mark.parametrize("levels", [300, 450, 700, 900, 990, 5000])
 def test_a_very_deep_target_is_loaded_or_refused(levels):
-    folder = stored([shard(1)])
+    folder = saved([shard(1)])
     try:
         loaded = st.load(deep(levels), folder)
     except TreeError as error:
@@ -126,7 +119,7 @@ def test_a_relative_path_is_that_of_when_the_checkpoint_was_opened(tmp_path, mon
 
 
 def test_content_metadata_takes_what_the_common_state_takes():
-    folder = stored({"w": shard(1), "z": argparse.Namespace}, allow_pickle=True, content_metadata={"o": Moment(1, 2)})
+    folder = saved({"w": shard(1), "z": argparse.Namespace}, allow_pickle=True, content_metadata={"o": Moment(1, 2)})
     with pytest.raises(UnsafeFile):
         st.load_content_metadata(folder)
     assert st.load_content_metadata(folder, options=st.LoadOptions(allow_pickle=True, types=(Moment,))) == {

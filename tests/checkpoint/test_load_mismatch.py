@@ -14,23 +14,13 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import KeyMismatch, RemoteError, ShapeError
 from shardtree.plans import convertible, read_rounds
-from shardtree.storage import MemoryStorage
 from shardtree.testing import PRINTABLE_DTYPES, Layout, Piece, bits, cut, layouts
+from tests.checkpoint.parts import saved_tensors, whole
 from tests.options import load_keywords
 
 Load = Callable[..., Any]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-def whole(key: str, data: torch.Tensor, *cuts: Any, **fields: Any) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, data, *cuts, **fields)
-
-
-def stored(**tensors: torch.Tensor) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save({key: whole(key, tensor) for key, tensor in tensors.items()}, folder)
-    return folder
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -49,7 +39,7 @@ def check_overlap(
     expected = kept.clone() if given_data else torch.zeros_like(kept)
     part = tuple(slice(0, min(sizes)) for sizes in zip(source.shape, kept.shape, strict=True))
     expected[part] = source[part].to(kept.dtype)
-    folder = stored(w=source)
+    folder = saved_tensors(w=source)
 
     def on_rank(world: st.World) -> None:
         shards = [replace(s, allow_shape_mismatch=True) for s in cut(layout, "w", kept.clone(), world.rank)]
@@ -111,20 +101,20 @@ def test_the_law_catches(faulty: Load) -> None:
 
 def test_of_an_empty_tensor_nothing_is_loaded() -> None:
     shard = whole("w", torch.full((2, 4), 7.0), allow_shape_mismatch=True)
-    assert (st.load({"w": shard}, stored(w=torch.ones(0, 4)))["w"] == 7).all()
+    assert (st.load({"w": shard}, saved_tensors(w=torch.ones(0, 4)))["w"] == 7).all()
     shard = whole("w", torch.zeros(0, 4), allow_shape_mismatch=True)
-    assert st.load({"w": shard}, stored(w=torch.ones(2, 4)))["w"].shape == (0, 4)
+    assert st.load({"w": shard}, saved_tensors(w=torch.ones(2, 4)))["w"].shape == (0, 4)
 
 
 def test_no_strict_mode_hides_a_mismatch() -> None:
     for strict in st.StrictHandling:
         with pytest.raises((ShapeError, KeyMismatch), match=r"checkpoint has|missing"):
-            st.load({"w": whole("w", torch.zeros(5))}, stored(w=torch.ones(4), v=torch.ones(1)), strict=strict)
+            st.load({"w": whole("w", torch.zeros(5))}, saved_tensors(w=torch.ones(4), v=torch.ones(1)), strict=strict)
 
 
 def test_a_left_out_key_does_not_hide_a_padded_one() -> None:
     target = {"w": whole("w", torch.zeros(5), allow_shape_mismatch=True), "x": whole("x", torch.zeros(1))}
-    loaded, missing, unexpected = st.load(target, stored(w=torch.ones(4), v=torch.ones(1)), strict="return_all")
+    loaded, missing, unexpected = st.load(target, saved_tensors(w=torch.ones(4), v=torch.ones(1)), strict="return_all")
     assert (loaded["w"].tolist(), missing, unexpected) == ([1, 1, 1, 1, 0], {"v"}, {"x"})
 
 
@@ -133,7 +123,7 @@ def test_a_left_out_key_does_not_hide_a_padded_one() -> None:
 
 def test_what_can_not_be_converted_is_an_error_before_anything_is_read() -> None:
     target = torch.full((2,), 7.0)
-    folder = stored(w=torch.ones(2, dtype=torch.complex64), v=torch.ones(2))
+    folder = saved_tensors(w=torch.ones(2, dtype=torch.complex64), v=torch.ones(2))
     shards = {"w": whole("w", target), "v": whole("v", torch.zeros(2, dtype=torch.int32))}
     with pytest.raises(ShapeError, match=r"float32, target asks for[\s\S]*complex64, target asks for") as error:
         st.load(shards, folder, cast=True, donate=True)
@@ -145,7 +135,7 @@ def test_what_is_said_to_be_convertible_is_converted_as_torch_does(before: torch
     dtypes = {str(dtype): dtype for dtype in PRINTABLE_DTYPES if convertible(before, dtype)}
     source = torch.tensor([0, 1, 1, 0, 1], dtype=torch.uint8).to(before)
     target = {key: whole(key, torch.empty(5, dtype=dtype)) for key, dtype in dtypes.items()}
-    loaded = st.load(target, stored(**dict.fromkeys(dtypes, source)), cast=True)
+    loaded = st.load(target, saved_tensors(**dict.fromkeys(dtypes, source)), cast=True)
     assert before in dtypes.values()
     for key, dtype in dtypes.items():
         assert loaded[key].dtype == dtype and bits(loaded[key]) == bits(source.to(dtype)), key
@@ -180,14 +170,14 @@ def test_what_has_no_sign_takes_no_other_numbers() -> None:
     ],
 )
 def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtype, after: torch.dtype) -> None:
-    folder = stored(w=torch.tensor([1, value], dtype=before))
+    folder = saved_tensors(w=torch.tensor([1, value], dtype=before))
     with pytest.raises(ShapeError, match=f"'w' can't be converted[\\s\\S]*{value}"):
         st.load({"w": whole("w", torch.empty(2, dtype=after))}, folder, cast=True)
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_on_several_ranks_all_hear_of_it(exchange: Any) -> None:
-    folder = stored(w=torch.tensor([1, 300]))
+    folder = saved_tensors(w=torch.tensor([1, 300]))
 
     def on_rank(world: st.World) -> None:
         half = whole("w", torch.empty(1, dtype=torch.uint8), (0, world.rank, 2))
@@ -201,7 +191,7 @@ def test_on_several_ranks_all_hear_of_it(exchange: Any) -> None:
 def test_conversions_take_bounded_rounds(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_rounds, "__kwdefaults__", {"most_bytes": 20})
     tensors = {key: values((4,), torch.float32, seed) for seed, key in enumerate("abcde")}
-    folder = stored(**tensors)
+    folder = saved_tensors(**tensors)
 
     def on_rank(world: st.World) -> None:
         keys = "abcde"[world.rank :]

@@ -10,6 +10,7 @@ import torch
 import shardtree as st
 from shardtree.errors import KeyMismatch, TreeError
 from shardtree.storage import MemoryStorage
+from tests.checkpoint.parts import FORMATS
 
 
 class ScaleByAdam(NamedTuple):
@@ -31,7 +32,6 @@ def state() -> dict[str, Any]:
 
 MODEL = {"model": {"w": shard("w", 0.0)}}
 LEFT_OUT = ["['optimizer'][0]", "['optimizer'][1]['scale'][1]", "['mixed'][1]"]
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 
 
 def stored(backend: tuple[str, int] = ("safetensors", 1)) -> MemoryStorage:

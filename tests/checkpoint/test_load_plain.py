@@ -15,20 +15,11 @@ import torch.distributed.checkpoint as dcp
 import shardtree as st
 from shardtree.errors import KeyMismatch
 from shardtree.interop.dtensor import from_dtensors, to_dtensors
-from shardtree.storage import MemoryStorage, ReadReport
+from shardtree.storage import ReadReport
+from tests.checkpoint.parts import FORMATS, saved, whole
 from tests.options import load_keywords
 
 W, STEP = torch.arange(12.0).view(3, 4), torch.tensor(7.0)
-
-
-def whole(key: str, tensor: torch.Tensor, *cuts: Any, **fields: Any) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
-
-
-def stored(tree: Any, *backend: Any) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(tree, folder, *backend)
-    return folder
 
 
 def module() -> torch.nn.Module:
@@ -47,10 +38,10 @@ def load(target: Any, folder: Any, **options: Any) -> tuple[Any, ReadReport]:
     return loaded, reports[0]
 
 
-@pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)])
+@pytest.mark.parametrize("backend", FORMATS)
 def test_the_state_dict_of_a_module_is_a_target(backend: tuple[str, int]) -> None:
     saved, fresh = module().state_dict(), module().state_dict()
-    folder = stored({"model": shards(saved), "step": 1}, backend)
+    folder = saved({"model": shards(saved), "step": 1}, backend)
     loaded, report = load({"model": fresh, "step": 0}, folder, strict="raise_all")
     assert list(loaded["model"]) == list(saved) and loaded["step"] == 1 and report.unfilled == ()
     assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in saved.items())
@@ -76,12 +67,12 @@ def test_what_dcp_saved_comes_back_whole_and_through_dtensors(tmp_path: Path) ->
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_element_fills_one_element_of_any_shape(asked: Any, kept: Any, donate: bool) -> None:
     given = torch.zeros(asked)
-    loaded = st.load({"step": given}, stored({"step": whole("step", STEP.reshape(kept))}), donate=donate)["step"]
+    loaded = st.load({"step": given}, saved({"step": whole("step", STEP.reshape(kept))}), donate=donate)["step"]
     assert loaded.shape == torch.Size(asked) and loaded.item() == 7 and given.item() == (7 if donate else 0)
 
 
 def test_the_common_state_fills_what_no_tensor_does() -> None:
-    folder = stored({"w": whole("w", W), "step": STEP, "epoch": 3})
+    folder = saved({"w": whole("w", W), "step": STEP, "epoch": 3})
     loaded, report = load({"w": torch.zeros(3, 4), "step": torch.zeros(()), "epoch": torch.zeros(())}, folder)
     assert torch.equal(loaded["step"], STEP) and loaded["epoch"] == 3 and report.unfilled == ()
 
@@ -100,7 +91,7 @@ def test_the_common_state_fills_what_no_tensor_does() -> None:
 )
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
 def test_a_tensor_that_is_stored_under_another_key_is_an_error(saved: Any, said: str, strict: str) -> None:
-    folder, target = stored(saved), {"model": {"w": torch.zeros(3, 4)}}
+    folder, target = saved(saved), {"model": {"w": torch.zeros(3, 4)}}
     with pytest.raises(KeyMismatch, match=rf"(?s)another key.*tree\['model'\]\['w'\]: {said}"):
         st.load(target, folder, strict=strict)
     assert st.explain(target, folder, strict=strict).ok is False
@@ -109,7 +100,7 @@ def test_a_tensor_that_is_stored_under_another_key_is_an_error(saved: Any, said:
 
 
 def test_a_buffer_that_the_model_has_since_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    folder = stored({"model": shards({"w": W})})
+    folder = saved({"model": shards({"w": W})})
     target = {"model": {"w": torch.zeros(3, 4), "since": torch.zeros(2)}}
     loaded, report = load(target, folder)
     assert list(loaded["model"]) == ["w"] and report.unfilled == ("tree['model']['since']",)
@@ -125,7 +116,7 @@ class Holder:
 
 @pytest.mark.parametrize("value", [Holder(), {W}, SimpleNamespace(inner=[W])], ids=lambda value: type(value).__name__)
 def test_a_value_that_holds_tensors_and_is_not_entered_is_named(value: Any) -> None:
-    folder = stored({"w": whole("w", W), "n": 1})
+    folder = saved({"w": whole("w", W), "n": 1})
     assert load({"w": W, "x": value}, folder)[1].unfilled == ("tree['x']",)
     local = st.LocalNonpersistentObject(value)
     assert load({"w": W, "x": local}, folder)[0]["x"] is value
@@ -133,7 +124,7 @@ def test_a_value_that_holds_tensors_and_is_not_entered_is_named(value: Any) -> N
 
 @pytest.mark.parametrize("stands_there", [{}, [], {"lr": 1}])
 def test_a_container_in_place_of_a_tensor_is_named(stands_there: Any) -> None:
-    folder = stored({"w": stands_there, "step": 1})
+    folder = saved({"w": stands_there, "step": 1})
     loaded, report = load({"w": torch.zeros(2)}, folder)
     assert loaded["w"] == stands_there and report.unfilled == ("tree['w']",)
     with pytest.raises(KeyMismatch, match=r"tree\['w'\]"):
@@ -144,7 +135,7 @@ def test_a_container_in_place_of_a_tensor_is_named(stands_there: Any) -> None:
 
 
 def test_one_warning_names_what_any_rank_lacks(caplog: pytest.LogCaptureFixture) -> None:
-    folder = stored({"w": whole("w", W)})
+    folder = saved({"w": whole("w", W)})
     with caplog.at_level(logging.WARNING, "shardtree"):
         st.simulate(2, lambda world: st.load({"w": torch.zeros(3, 4), f"x{world.rank}": STEP}, folder, world=world))
     assert [record.getMessage().count("tree['x") for record in caplog.records] == [2]
@@ -152,7 +143,7 @@ def test_one_warning_names_what_any_rank_lacks(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("exchange", ["always", "never"])
 def test_each_rank_gets_the_whole_tensor_which_is_read_once_where_ranks_exchange(exchange: Any) -> None:
-    folder = stored({"w": whole("w", W), "cut": whole("cut", W)})
+    folder = saved({"w": whole("w", W), "cut": whole("cut", W)})
     reports: list[ReadReport] = []
 
     def one(world: Any) -> Any:

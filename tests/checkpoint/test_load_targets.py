@@ -10,25 +10,15 @@ import torch
 
 import shardtree as st
 from shardtree.errors import KeyMismatch, ShapeError, StrategyError, TreeError
-from shardtree.storage import MemoryStorage
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
-from tests.options import load_keywords, save_keywords
+from tests.checkpoint.parts import saved, whole
+from tests.options import load_keywords
 
 W = torch.arange(12.0).view(3, 4)
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-def whole(key, tensor, *cuts, **fields):
-    return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
-
-
-def stored(tree, **options):
-    folder = MemoryStorage()
-    st.save(tree, folder, **save_keywords(**options))
-    return folder
-
-
-FOLDER = stored({"w": whole("w", W), "o": st.ShardedObject("o", {"deep": [1, {}]}, (1,), (0,)), "step": 3})
+FOLDER = saved({"w": whole("w", W), "o": st.ShardedObject("o", {"deep": [1, {}]}, (1,), (0,)), "step": 3})
 
 
 def load(target, folder=FOLDER, **options):
@@ -63,7 +53,7 @@ def test_a_donated_tensor_is_filled_in_place_and_given_back(dtype, view):
     source = view(random_bits((4, 4), dtype, seed=5))
     target = view(random_bits((4, 4), dtype, seed=6))
     pointer = target.data_ptr()
-    loaded = load({"w": whole("w", target)}, stored({"w": whole("w", source)}), donate=True)["w"]
+    loaded = load({"w": whole("w", target)}, saved({"w": whole("w", source)}), donate=True)["w"]
     assert loaded is target and loaded.data_ptr() == pointer
     assert bits(loaded) == bits(source)
 
@@ -71,7 +61,7 @@ def test_a_donated_tensor_is_filled_in_place_and_given_back(dtype, view):
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1)], ids=str)
 def test_small_tensors_are_donated_too(shape):
     target = torch.zeros(shape)
-    assert load({"w": whole("w", target)}, stored({"w": whole("w", torch.ones(shape))}), donate=True)["w"] is target
+    assert load({"w": whole("w", target)}, saved({"w": whole("w", torch.ones(shape))}), donate=True)["w"] is target
     assert target.sum() == target.numel()
 
 
@@ -144,7 +134,7 @@ def test_of_a_longer_target_the_overlap_is_loaded_and_the_rest_kept(donate):
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 def test_padding_works_for_every_dtype(dtype):
     source, target = random_bits((3, 2), dtype, seed=1), random_bits((5, 2), dtype, seed=2)
-    folder = stored({"w": whole("w", source)})
+    folder = saved({"w": whole("w", source)})
     given = whole(
         "w", target.clone() if dtype.itemsize > 8 else random_bits((5, 2), dtype, seed=2), allow_shape_mismatch=True
     )
@@ -156,7 +146,7 @@ def test_padding_works_for_every_dtype(dtype):
 
 def test_padding_of_a_conjugated_target_keeps_its_values():
     target = torch.full((3,), 1 + 2j).conj()
-    folder = stored({"w": whole("w", torch.tensor([5 + 6j]))})
+    folder = saved({"w": whole("w", torch.tensor([5 + 6j]))})
     for donate in (False, True):
         loaded = load({"w": whole("w", target, allow_shape_mismatch=True)}, folder, donate=donate)["w"]
         assert loaded.tolist() == [5 + 6j, 1 - 2j, 1 - 2j]
@@ -191,7 +181,7 @@ def factory(key, data):
 )
 def test_factories_are_merged_wherever_they_stand(shape):
     tree = shape(factory("f", torch.arange(8.0)))
-    loaded = load(shape(factory("f", torch.zeros(8))), stored(tree))
+    loaded = load(shape(factory("f", torch.zeros(8))), saved(tree))
     expected = st.map_shards(lambda leaf: leaf.data if isinstance(leaf, st.ShardedTensorFactory) else leaf, tree)
     assert str(loaded) == str(expected)
 
@@ -205,7 +195,7 @@ def test_a_factory_with_only_unexpected_keys_is_left_out():
 
 @pytest.mark.parametrize("strict", ["log_unexpected", "return_all", "ignore_all"])
 def test_a_factory_that_is_stored_in_part_is_named(strict):
-    folder = stored({"f.gate": whole("f.gate", torch.zeros(4))})
+    folder = saved({"f.gate": whole("f.gate", torch.zeros(4))})
     with pytest.raises(KeyMismatch, match=r"'f' at tree\['f'\] lacks 'f.value'"):
         load({"f": factory("f", torch.zeros(8))}, folder, strict=strict)
 
@@ -250,7 +240,7 @@ def test_nonpersistent_objects_are_unwrapped_and_plain_values_ignored():
 @pytest.mark.parametrize("saved", [list, tuple])
 @pytest.mark.parametrize("make", [lambda shard: [shard], lambda shard: (shard,), lambda shard: {"w": shard}])
 def test_a_root_of_nothing_but_shards_may_be_of_any_shape(saved, make):
-    folder = stored(saved(whole("w", part, (0, number, 3)) for number, part in enumerate(W.split(1))))
+    folder = saved(saved(whole("w", part, (0, number, 3)) for number, part in enumerate(W.split(1))))
     loaded = load(make(whole("w", torch.zeros(3, 4))), folder)
     assert str(loaded) == str(make(W))
 

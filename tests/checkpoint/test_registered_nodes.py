@@ -18,9 +18,9 @@ from shardtree.errors import TreeError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.testing import global_states, rank_tree, state_layouts, target_tree
 from shardtree.trees import NAMESPACE
+from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 W = torch.arange(6.0).view(3, 2)
 
 

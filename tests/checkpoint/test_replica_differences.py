@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,14 +14,21 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint._replicas import ReplicaDifference
+from shardtree.errors import IntegrityError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import random_bits
 from tests.cli.checkpoints import document, run
+from tests.options import save_keywords
 from tests.trees.samples import assert_caught
 
 SPECS = [(), ("dp",), (None, "tp"), ("tp", "dp"), (("dp", "tp"),)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64, torch.bool]
 Check = Callable[[list[Any]], list[tuple[ReplicaDifference, ...]]]
+
+
+def save_all(trees: list[Any], folder: MemoryStorage, save: Callable[..., Any] = st.save, **options: Any) -> None:
+    how = save_keywords(**options)
+    st.simulate(len(trees), lambda world: save(trees[world.rank], folder, world=world, **how))
 
 
 def checked(trees: list[Any]) -> list[tuple[ReplicaDifference, ...]]:
@@ -35,8 +43,8 @@ def changes(draw: some.DrawFn) -> tuple[st.Mesh, st.PartitionSpec, torch.dtype, 
     return mesh, st.PartitionSpec(*draw(some.sampled_from(SPECS))), draw(some.sampled_from(DTYPES)), ranks
 
 
-def says_who_differs(check: Check, drawn: Any) -> None:
-    """Raise unless groups, counts and places are those that comparing whole tensors gives."""
+def says_who_differs(check: Check, drawn: Any, save: Callable[..., Any] = st.save) -> None:
+    """Raise unless groups, counts and places are those of comparing whole tensors, and a save is refused there."""
     mesh, spec, dtype, changed = drawn
     whole = torch.zeros(8, 6, dtype=torch.uint8).bool() if dtype is torch.bool else random_bits((8, 6), dtype, 1)
     trees = [st.map_data(torch.clone, tree) for tree in st.shard({"w": whole}, mesh, spec)]
@@ -65,6 +73,13 @@ def says_who_differs(check: Check, drawn: Any) -> None:
     for found in check(trees):
         told = {(each.holders, each.than, each.values.count, each.values.first) for each in found if each.values}
         assert told == expected and len(found) == len(expected)
+    folder = MemoryStorage()
+    try:
+        save_all(trees, folder, save=save, check_replicas=True)
+        refused = False
+    except IntegrityError as error:
+        refused = "'w': rank" in str(error)
+    assert refused is bool(expected) and bool(folder.names()) is not refused
 
 
 @pytest.mark.slow
@@ -78,6 +93,13 @@ def test_the_law_catches_a_check_that_sees_every_second_rank_alone() -> None:
         return [tuple(each for each in found if 1 not in each.holders) for found in checked(trees)]
 
     assert_caught(says_who_differs, careless, changes())
+
+
+def test_the_law_catches_a_save_that_takes_replicas_on_trust() -> None:
+    def trusting(tree: Any, folder: Any, *, world: st.World, **options: Any) -> None:
+        st.save(tree, folder, world=world)
+
+    assert_caught(lambda save, drawn: says_who_differs(checked, drawn, save), trusting, changes())
 
 
 def test_layer_norms_that_drifted_and_an_adapter_of_rank_0_alone() -> None:
@@ -116,13 +138,31 @@ def test_flat_shards_signed_zeros_and_nans() -> None:
     assert (found.values.ulps, found.values.largest) == (0, 0.0)
 
 
-def test_the_save_tells_the_same() -> None:
-    shards = [st.ShardedTensor.from_rank_offsets("w", torch.full((3,), 1.0 + at), replica_id=at) for at in range(2)]
-    folder, options = MemoryStorage(), st.SaveOptions(check_replicas=True)
-    with pytest.raises(st.errors.IntegrityError) as caught:
-        st.simulate(2, lambda world: st.save([shards[world.rank]], folder, world=world, options=options))
-    (found,) = checked([[shard] for shard in shards])[0]
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"validate_access_integrity": False}, {"sharded_strategy": ("torch_dist", 1)}, {"async_sharded_save": True}],
+    ids=str,
+)
+def test_a_save_of_a_spec_that_forgets_a_cut_tells_the_same(options: dict[str, Any]) -> None:
+    halves = torch.arange(48.0).reshape(8, 6).chunk(2)
+    trees = [[st.ShardedTensor.from_rank_offsets("w", half, replica_id=rank)] for rank, half in enumerate(halves)]
+    folder = MemoryStorage()
+    with pytest.raises(IntegrityError, match="'w': rank 1 holds other elements than rank 0") as caught:
+        save_all(trees, folder, check_replicas=True, **options)
+    (found,) = checked(trees)[0]
     assert str(found) in str(caught.value) and folder.names() == ()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_with_a_known_layout_each_shard_is_compared_with_its_own_replica(changed: bool) -> None:
+    state = {name: torch.full((4, 2), float(number)) for number, name in enumerate("zyxw")}
+    trees = [st.map_data(torch.clone, tree) for tree in st.shard(state, st.Mesh(dp=2, tp=2), st.P("tp"))]
+    layout = st.layouts.tree_columns(trees)
+    if changed:
+        trees[3]["x"].data[0, 0] = float("nan")
+    refused = pytest.raises(IntegrityError, match="'x': rank 3 holds other elements than rank 1")
+    with refused if changed else nullcontext():
+        save_all(trees, MemoryStorage(), check_replicas=True, layout=layout)
 
 
 def rank_files(values: list[list[float]], folder: Any) -> None:

@@ -24,29 +24,23 @@ from shardtree.errors import (
 )
 from shardtree.storage import MemoryStorage
 from shardtree.testing import common_states, outline
-from tests.options import save_keywords
+from tests.checkpoint.parts import saved_by
 
 
 def shard(rank=0, ranks=1, key="w"):
     return st.ShardedTensor.from_rank_offsets(key, torch.full((2,), rank), (0, rank, ranks))
 
 
-def save_on(trees, **options):
-    folder = MemoryStorage()
-    st.simulate(len(trees), lambda world: st.save(trees[world.rank], folder, world=world, **save_keywords(**options)))
-    return folder
-
-
 @pytest.mark.slow
 @given(common_states())
 def test_the_common_state_comes_back_as_it_was(state):
-    folder = save_on([{"state": state, "w": shard()}])
+    folder = saved_by([{"state": state, "w": shard()}])
     assert outline(st.load({}, folder)) == outline({"state": state})
     assert outline(st.load_common_state_dict(folder)) == outline({"state": state})
 
 
 def test_holes_stand_where_positions_matter_and_nowhere_else():
-    folder = save_on(
+    folder = saved_by(
         [{"w": shard(key="a"), "mixed": [1, shard(key="b"), {"x": shard(key="c")}], "only": [shard(key="d")]}]
     )
     assert st.load_common_state_dict(folder) == {"mixed": [1, st.trees.HOLE, st.trees.HOLE]}
@@ -55,7 +49,7 @@ def test_holes_stand_where_positions_matter_and_nowhere_else():
 def test_the_saved_tree_is_not_changed():
     tree = {"list": [shard(), 1], "dict": OrderedDict(a=None), "step": 3}
     before = outline({key: value for key, value in tree.items() if key != "list"}), list(tree), list(tree["list"])
-    save_on([tree], content_metadata={"a": 1})
+    saved_by([tree], content_metadata={"a": 1})
     assert before == (
         outline({key: value for key, value in tree.items() if key != "list"}),
         list(tree),
@@ -113,12 +107,12 @@ def test_every_difference_and_rank_is_told():
     ],
 )
 def test_what_does_not_count_is_no_difference(one, other):
-    folder = save_on([one | {"w": shard(0, 2)}, other | {"x": shard(1, 2)}])
+    folder = saved_by([one | {"w": shard(0, 2)}, other | {"x": shard(1, 2)}])
     assert st.is_checkpoint(folder)
 
 
 def test_without_validation_common_states_are_not_compared_and_rank_zeros_counts():
-    folder = save_on([{"step": rank, "w": shard(rank, 2)} for rank in range(2)], validate_access_integrity=False)
+    folder = saved_by([{"step": rank, "w": shard(rank, 2)} for rank in range(2)], validate_access_integrity=False)
     assert st.load_common_state_dict(folder) == {"step": 0}
 
 
@@ -127,7 +121,7 @@ def test_preprocessing_leaves_things_out_of_the_comparison_only():
         return {key: value for key, value in common.items() if key != "time"}
 
     trees = [{"time": rank, "step": 3, "w": shard(rank, 2)} for rank in range(2)]
-    folder = save_on(trees, preprocess_common_before_consistancy_check=without_time)
+    folder = saved_by(trees, preprocess_common_before_consistancy_check=without_time)
     assert st.load_common_state_dict(folder) == {"time": 0, "step": 3}
 
 
@@ -138,7 +132,7 @@ def test_preprocessing_that_changes_its_argument_does_not_change_what_is_saved()
         return common
 
     trees = [{"time": rank, "nested": {"lr": 0.1}, "w": shard(rank, 2)} for rank in range(2)]
-    folder = save_on(trees, preprocess_common_before_consistancy_check=pop_time)
+    folder = saved_by(trees, preprocess_common_before_consistancy_check=pop_time)
     assert st.load_common_state_dict(folder) == {"time": 0, "nested": {"lr": 0.1}}
     assert trees[1]["nested"] == {"lr": 0.1}
 
@@ -148,7 +142,7 @@ def test_preprocessing_that_changes_its_argument_does_not_change_what_is_saved()
 
 @pytest.mark.parametrize("content", [{"optimizer": "adam", "betas": (0.9, 0.99)}, {}])
 def test_content_metadata_is_beside_the_state(content):
-    folder = save_on([{"w": shard(), "step": 1}], content_metadata=content)
+    folder = saved_by([{"w": shard(), "step": 1}], content_metadata=content)
     assert st.load_content_metadata(folder) == content
     loaded = st.load({}, folder)
     assert st.load_content_metadata(preloaded_state_dict=loaded) == content
@@ -156,8 +150,8 @@ def test_content_metadata_is_beside_the_state(content):
 
 
 def test_without_content_metadata_there_is_none():
-    assert st.load_content_metadata(save_on([{"step": 1}])) is None
-    assert st.load_content_metadata(save_on([[shard(), 1]])) is None
+    assert st.load_content_metadata(saved_by([{"step": 1}])) is None
+    assert st.load_content_metadata(saved_by([[shard(), 1]])) is None
 
 
 # Records and pickles.
@@ -178,7 +172,7 @@ STATE = {"config": Config(0.1, Colour.RED), "pair": Pair(1, [2])}
 
 
 def test_classes_come_back_as_records_or_as_the_classes_that_are_given():
-    folder = save_on([STATE | {"o": st.ShardedObject("o", Colour.RED, (1,), (0,))}])
+    folder = saved_by([STATE | {"o": st.ShardedObject("o", Colour.RED, (1,), (0,))}])
     target = {"o": st.ShardedObject("o", None, (1,), (0,))}
     plain = st.load(target, folder)
     assert type(plain["config"]) is st.trees.Record and plain["config"].fields["lr"] == 0.1
@@ -272,7 +266,7 @@ def test_data_that_is_no_dense_tensor_is_named(case):
 
 
 def test_a_checkpoint_may_be_saved_onto_itself():
-    folder = save_on([{"w": shard(), "step": 1}])
+    folder = saved_by([{"w": shard(), "step": 1}])
     opened = st.open_checkpoint(folder)
     st.save({key: opened[key] for key in opened} | opened.common(), folder, overwrite=True)
     assert st.load_plain_tensors(folder)["w"].tolist() == [0, 0] and st.load_common_state_dict(folder) == {"step": 1}

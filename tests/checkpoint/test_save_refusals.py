@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
+from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import save_keywords
 
 shard = st.ShardedTensor.from_rank_offsets
@@ -63,9 +64,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused(kind: Any, keyword: Any) ->
     assert not folder.names()
 
 
-@pytest.mark.parametrize(
-    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
-)
+@pytest.mark.parametrize("backend", ALL_FORMATS)
 def test_a_tensor_whose_storage_is_freed_before_a_request_runs_is_refused(backend: tuple[str, int]) -> None:
     if backend[0] == "zarr":
         pytest.importorskip("zarr")

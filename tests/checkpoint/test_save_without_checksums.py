@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
+from tests.checkpoint.parts import files as names
 from tests.options import save_keywords
 
 BACKENDS = [("safetensors", 1), ("zarr", 3)]
@@ -30,14 +31,6 @@ def saved(backend: tuple[str, int], ranks: int, **options: Any) -> st.storage.Me
         ranks, lambda world: st.save(tree(world, filled=True), folder, backend, world=world, **save_keywords(**options))
     )
     return folder
-
-
-def names(folder: st.storage.MemoryStorage, inside: str = "") -> list[str]:
-    found = []
-    for name in folder.names(inside):
-        path = f"{inside}/{name}" if inside else name
-        found += [path] if folder.length(path) is not None else names(folder, path)
-    return found
 
 
 def data_bytes(folder: st.storage.MemoryStorage) -> list[bytes]:
@@ -87,19 +80,6 @@ def test_a_file_of_another_length_is_found_all_the_same(backend: tuple[str, int]
     assert damage.file == name
     with pytest.raises(st.errors.CorruptCheckpoint):
         st.simulate(1, lambda world: st.load(tree(world, filled=False), folder, world=world))
-
-
-def test_an_index_with_hashes_of_some_blocks_only_is_refused() -> None:
-    """No writer makes one: hashes are there for all blocks of a file, or for none."""
-    from shardtree.strategies.index import blocks_problem
-
-    class Index:
-        file_length = torch.tensor([300_000, 10, 0]).numpy()
-        file_block = torch.tensor([0, 1, 2, 2]).numpy()
-
-    assert blocks_problem(Index()) == "a file's blocks don't tile it"  # type: ignore[arg-type]
-    Index.file_block = torch.tensor([0, 0, 1, 1]).numpy()
-    assert blocks_problem(Index()) is None  # type: ignore[arg-type]
 
 
 def test_tensors_can_be_removed() -> None:

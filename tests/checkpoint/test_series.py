@@ -28,6 +28,7 @@ from shardtree.storage import (
 )
 from shardtree.testing import Call, watched
 from shardtree.world import World
+from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import save_keywords
 
 SAVE_ID = "save-20260102T030405-0123456789abcdef"
@@ -370,10 +371,7 @@ def test_the_dry_run_changes_nothing_and_says_what_goes(root: Storage) -> None:
     assert series.clean() == ("step_00000020",)
 
 
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
-
-
-@pytest.mark.parametrize("backend", FORMATS, ids=[name for name, _ in FORMATS])
+@pytest.mark.parametrize("backend", ALL_FORMATS, ids=[name for name, _ in ALL_FORMATS])
 def test_every_formats_files_go_and_no_others(backend: tuple[str, int], root: Storage) -> None:
     series = st.CheckpointSeries(root)
     for number in (1, 2, 3):

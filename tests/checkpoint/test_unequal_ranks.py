@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, WorldError
 from shardtree.storage import MemoryStorage, folder_in
 from shardtree.world import World
+from tests.options import load_keywords, save_keywords
 
 
 def tree(world: World) -> dict[str, Any]:
@@ -23,62 +24,59 @@ def tree(world: World) -> dict[str, Any]:
     return {"w": st.ShardedTensor.from_rank_offsets("w", part, (0, world.rank, world.size))}
 
 
+Call = Callable[[MemoryStorage, World], Any]
+
+
+def of_rank(act: Callable[..., Any], *arguments: Sequence[Any], **options: Sequence[Any]) -> Call:
+    """Return a call with another argument or option on either of two ranks."""
+    return lambda root, world: act(
+        root,
+        world,
+        *(values[world.rank] for values in arguments),
+        **{name: values[world.rank] for name, values in options.items()},
+    )
+
+
 def series(root: Any, world: World, **options: Any) -> st.CheckpointSeries:
     return st.CheckpointSeries(root, world=world, **options)
 
 
+def step(root: MemoryStorage, world: World, number: int = 1, **options: Any) -> Any:
+    own = {name: options.pop(name) for name in ("names", "queue", "keep") if name in options}
+    return series(root, world, **own).save(tree(world), number, **options)
+
+
 def save(root: MemoryStorage, world: World, *arguments: Any, **options: Any) -> Any:
-    return st.save(tree(world), root, *arguments, world=world, **options)
+    return st.save(tree(world), root, *arguments, world=world, **save_keywords(**options))
 
 
-Call = Callable[[MemoryStorage, World], Any]
+METRICS = dict.fromkeys(map(str, range(50)), 0.5)
 CALLS: dict[str, tuple[Call, list[str]]] = {
-    "a step": (lambda root, world: series(root, world).save(tree(world), 100 + world.rank), ["step=100", "step=101"]),
-    "names": (lambda root, world: series(root, world, names=f"s{world.rank}_{{}}").save(tree(world), 1), ["names='s1"]),
-    "pinned": (lambda root, world: series(root, world).save(tree(world), 1, pinned=world.rank == 1), ["pinned=True"]),
+    "a step": (of_rank(step, (100, 101)), ["step=100", "step=101"]),
+    "names": (of_rank(step, names=("s0_{}", "s1_{}")), ["names='s1"]),
+    "pinned": (of_rank(step, pinned=(False, True)), ["pinned=True"]),
     "metrics": (
-        lambda root, world: series(root, world).save(tree(world), 1, metrics={"loss": 0.5 + world.rank}),
+        of_rank(step, metrics=({"loss": 0.5}, {"loss": 1.5})),
         ["metrics['loss']=0.5", "metrics['loss']=1.5"],
     ),
     "the last of many metrics": (
-        lambda root, world: series(root, world).save(
-            tree(world), 1, metrics={**dict.fromkeys(map(str, range(50)), 0.5), "loss": world.rank}
-        ),
+        of_rank(step, metrics=[METRICS | {"loss": rank} for rank in range(2)]),
         ["metrics['loss']=0.0", "metrics['loss']=1.0"],
     ),
     "a series' asynchronous save": (
-        lambda root, world: series(root, world).save(tree(world), 1, async_sharded_save=world.rank == 0),
+        of_rank(step, async_sharded_save=(True, False)),
         ["async_sharded_save=True", "async_sharded_save=False"],
     ),
-    "a queue": (
-        lambda root, world: series(root, world, queue=st.AsyncCallsQueue() if world.rank else None).save(
-            tree(world), 1
-        ),
-        ["queue=False", "queue=True"],
-    ),
-    "a policy": (
-        lambda root, world: series(root, world, keep=st.retention.keep_last(1) if world.rank else None).save(
-            tree(world), 1
-        ),
-        ["keep=False", "keep=True"],
-    ),
+    "a queue": (of_rank(step, queue=(None, st.AsyncCallsQueue())), ["queue=False", "queue=True"]),
+    "a policy": (of_rank(step, keep=(None, st.retention.keep_last(1))), ["keep=False", "keep=True"]),
     "a backend": (
-        lambda root, world: save(root, world, *([("dcp", 1)] if world.rank else [])),
+        of_rank(save, (None, ("dcp", 1))),
         ["sharded_strategy=the usual", "sharded_strategy=('dcp', 1)"],
     ),
-    "asynchronous": (
-        lambda root, world: save(root, world, async_sharded_save=world.rank == 0),
-        ["async_sharded_save=True"],
-    ),
-    "an option": (
-        lambda root, world: save(root, world, options=st.SaveOptions(checksums=world.rank == 0)),
-        ["checksums=False"],
-    ),
-    "durability": (
-        lambda root, world: save(root, world, options=st.SaveOptions(durable=world.rank == 0)),
-        ["durable=False"],
-    ),
-    "overwrite": (lambda root, world: save(root, world, overwrite=world.rank == 1), ["overwrite=True"]),
+    "asynchronous": (of_rank(save, async_sharded_save=(True, False)), ["async_sharded_save=True"]),
+    "an option": (of_rank(save, checksums=(True, False)), ["checksums=False"]),
+    "durability": (of_rank(save, durable=(True, False)), ["durable=False"]),
+    "overwrite": (of_rank(save, overwrite=(False, True)), ["overwrite=True"]),
 }
 
 
@@ -110,76 +108,62 @@ def linear(world: World) -> torch.nn.Module:
 
 
 def load(root: MemoryStorage, world: World, *arguments: Any, **options: Any) -> Any:
-    return st.load(tree(world), root, *arguments, world=world, **options)
+    return st.load(tree(world), root, *arguments, world=world, **load_keywords(**options))
+
+
+def load_all(root: MemoryStorage, world: World, **options: Any) -> Any:
+    return st.load_plain_tensors(root, world=world, **load_keywords(**options))
+
+
+def load_module(root: MemoryStorage, world: World, **options: Any) -> Any:
+    return st.interop.dtensor.load_module(linear(world), root, world=world, key=lambda _: "w", cast=True, **options)
+
+
+def remove(root: MemoryStorage, world: World, key: str) -> None:
+    st.remove_sharded_tensors(root, key, world=world)
 
 
 def convert(root: MemoryStorage, world: World, **options: Any) -> Any:
     return st.convert(root, ELSEWHERE, **{"backend": "dcp", **options}, world=world)
 
 
+def at_step(method: str, *more: Any) -> Call:
+    return lambda root, world: getattr(series(root, world), method)(world.rank, *more)
+
+
 ELSEWHERE = MemoryStorage()
+CHECKS, PICKLES = [{"verify": "all"}, {"verify": None}], [{"allow_pickle": False}, {"allow_pickle": True}]
 READS: dict[str, tuple[Call, list[str]]] = {
     "load, keys": (
-        lambda root, world: load(root, world, strict=["assume_ok_unexpected", "raise_all"][world.rank]),
+        of_rank(load, strict=("assume_ok_unexpected", "raise_all")),
         ["strict=the usual", "strict='raise_all'"],
     ),
-    "load, another dtype": (lambda root, world: load(root, world, cast=world.rank == 1), ["cast=True"]),
-    "load, a strategy": (
-        lambda root, world: load(root, world, *([("dcp", 1)] if world.rank else [])),
-        ["sharded_strategy=('dcp', 1)"],
-    ),
-    "load, checks": (
-        lambda root, world: load(root, world, options=st.LoadOptions(verify=None if world.rank else "all")),
-        ["verify='all'", "verify=None"],
-    ),
-    "load, pickles": (
-        lambda root, world: load(root, world, options=st.LoadOptions(allow_pickle=world.rank == 0)),
-        ["allow_pickle=True"],
-    ),
-    "load all": (
-        lambda root, world: st.load_plain_tensors(
-            root, world=world, options=st.LoadOptions(exchange="always" if world.rank else "never")
-        ),
-        ["exchange='never'", "exchange='always'"],
-    ),
-    "a module, strict": (
-        lambda root, world: st.interop.dtensor.load_module(
-            linear(world), root, world=world, key=lambda _: "w", strict=world.rank == 0, cast=True
-        ),
-        ["strict=True", "strict=False"],
-    ),
-    "a removal": (
-        lambda root, world: st.remove_sharded_tensors(root, "wv"[world.rank], world=world),
-        ["key_prefix='w'", "key_prefix='v'"],
-    ),
-    "a conversion's format": (
-        lambda root, world: convert(root, world, backend=["dcp", "zarr"][world.rank]),
-        ["backend='dcp'", "backend='zarr'"],
-    ),
-    "a conversion's patterns": (
-        lambda root, world: convert(root, world, leave_out=["w"] if world.rank else []),
-        ["leave_out=()", "leave_out=('w',)"],
-    ),
-    "a conversion's comparison": (
-        lambda root, world: convert(root, world, verify=world.rank == 0),
-        ["verify=True", "verify=False"],
-    ),
+    "load, another dtype": (of_rank(load, cast=(False, True)), ["cast=True"]),
+    "load, a strategy": (of_rank(load, (None, ("dcp", 1))), ["sharded_strategy=('dcp', 1)"]),
+    "load, checks": (of_rank(load, verify=("all", None)), ["verify='all'", "verify=None"]),
+    "load, pickles": (of_rank(load, allow_pickle=(True, False)), ["allow_pickle=True"]),
+    "load all": (of_rank(load_all, exchange=("never", "always")), ["exchange='never'", "exchange='always'"]),
+    "a module, strict": (of_rank(load_module, strict=(True, False)), ["strict=True", "strict=False"]),
+    "a removal": (of_rank(remove, "wv"), ["key_prefix='w'", "key_prefix='v'"]),
+    "a conversion's format": (of_rank(convert, backend=("dcp", "zarr")), ["backend='dcp'", "backend='zarr'"]),
+    "a conversion's patterns": (of_rank(convert, leave_out=([], ["w"])), ["leave_out=()", "leave_out=('w',)"]),
+    "a conversion's comparison": (of_rank(convert, verify=(True, False)), ["verify=True", "verify=False"]),
     "a conversion's batches": (
-        lambda root, world: convert(root, world, max_bytes_in_flight=2**20 + world.rank),
+        of_rank(convert, max_bytes_in_flight=(2**20, 2**20 + 1)),
         ["max_bytes_in_flight=1048576", "max_bytes_in_flight=1048577"],
     ),
     "a conversion's pickles": (
-        lambda root, world: convert(root, world, save_options=st.SaveOptions(allow_pickle=world.rank == 1)),
+        of_rank(convert, save_options=[st.SaveOptions(**each) for each in PICKLES]),
         ["save_options.allow_pickle=True"],
     ),
     "a conversion's source": (
-        lambda root, world: convert(root, world, load_options=st.LoadOptions(verify=None if world.rank else "all")),
+        of_rank(convert, load_options=[st.LoadOptions(**each) for each in CHECKS]),
         ["load_options.verify='all'", "load_options.verify=None"],
     ),
-    "a step to look at": (lambda root, world: series(root, world).at(world.rank), ["step=0", "step=1"]),
-    "a step to pin": (lambda root, world: series(root, world).pin(world.rank), ["step=0", "step=1"]),
-    "a step to note": (lambda root, world: series(root, world).note(world.rank, {}), ["step=0", "step=1"]),
-    "where to go back to": (lambda root, world: series(root, world).drop_after(world.rank), ["step=0", "step=1"]),
+    "a step to look at": (at_step("at"), ["step=0", "step=1"]),
+    "a step to pin": (at_step("pin"), ["step=0", "step=1"]),
+    "a step to note": (at_step("note", {}), ["step=0", "step=1"]),
+    "where to go back to": (at_step("drop_after"), ["step=0", "step=1"]),
 }
 
 
@@ -234,25 +218,12 @@ def test_in_processes_one_asynchronous_rank_is_refused_at_once(tmp_path: Path) -
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").iterdir())
 
 
-@pytest.mark.parametrize("options", [{}, {"durable": False}, st.LoadOptions()])
-def test_options_of_another_class_are_refused_on_all_ranks(options: Any) -> None:
-    root = MemoryStorage()
-
-    def on_rank(world: World) -> None:
-        with pytest.raises(CheckpointingException, match="options"):
-            save(root, world, options=options if world.rank else None)
-        with pytest.raises(CheckpointingException, match="options"):
-            series(root, world).save(tree(world), 1, options=options if world.rank else None)
-
-    st.simulate(2, on_rank)
-    st.save({"a": 1}, root)
-    with pytest.raises(CheckpointingException, match="options"):
-        st.load({}, root, options={"verify": None})  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize(
     "use",
     [
+        lambda root, options: st.save({"a": 1}, root, overwrite=True, options=options),
+        lambda root, options: st.load({}, root, options=options),
+        lambda root, options: st.CheckpointSeries(root).save({"a": 1}, 1, options=options),
         lambda root, options: st.verify(root, options=options),
         lambda root, options: st.compare(root, root, options=options),
         lambda root, options: st.explain({}, root, options=options),
@@ -282,21 +253,19 @@ class Two(NamedTuple):
 
 
 MANY = [f"layers.{number}.weight" for number in range(100)]
-ALIKE: dict[str, Call] = {
-    "patterns": lambda root, world: beside(root, world, (["w"], ("w",))[world.rank]),
-    "no patterns": lambda root, world: beside(root, world, ([], ())[world.rank]),
-    "names": lambda root, world: reading(root, world, parameter_names=(MANY, tuple(MANY))[world.rank]),
-    "classes": lambda root, world: reading(root, world, types=([One, Two], (Two, One))[world.rank]),
-    "no classes": lambda root, world: reading(root, world, types=([], ())[world.rank]),
-}
 
 
 def beside(root: MemoryStorage, world: World, leave_out: Any) -> Any:
     return st.convert(root, folder_in(root, "there"), backend="safetensors", leave_out=leave_out, world=world)
 
 
-def reading(root: MemoryStorage, world: World, **options: Any) -> Any:
-    return load(root, world, options=st.LoadOptions(**options))
+ALIKE: dict[str, Call] = {
+    "patterns": of_rank(beside, (["w"], ("w",))),
+    "no patterns": of_rank(beside, ([], ())),
+    "names": of_rank(load, parameter_names=(MANY, tuple(MANY))),
+    "classes": of_rank(load, types=([One, Two], (Two, One))),
+    "no classes": of_rank(load, types=([], ())),
+}
 
 
 @pytest.mark.parametrize("call", ALIKE.values(), ids=ALIKE)
@@ -312,6 +281,6 @@ def test_long_arguments_are_compared_to_their_ends() -> None:
 
     def on_rank(world: World) -> None:
         with pytest.raises(WorldError, match=r"parameter_names=\('layers.0.*\.\.\. \([0-9a-f]{16}\)"):
-            reading(root, world, parameter_names=[*MANY, f"last {world.rank}"])
+            load(root, world, parameter_names=[*MANY, f"last {world.rank}"])
 
     st.simulate(2, on_rank)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.storage import MemoryStorage
+from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import save_keywords
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
@@ -98,9 +99,7 @@ def test_every_rank_that_drops_its_request_warns() -> None:
     assert len(warned) == 2
 
 
-@pytest.mark.parametrize(
-    "backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
-)
+@pytest.mark.parametrize("backend", ALL_FORMATS)
 def test_an_abandoned_request_leaves_nothing(backend: Any) -> None:
     folder = MemoryStorage()
     requested(folder, sharded_strategy=backend).abandon()

@@ -12,6 +12,8 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.storage import BLOCK_BYTES
+from tests.checkpoint.parts import files as walk
+from tests.checkpoint.parts import folder_of
 
 
 def saved() -> dict[str, bytes]:
@@ -34,10 +36,7 @@ FILES = saved()
 
 
 def folder_with(changed: dict[str, bytes]) -> st.storage.MemoryStorage:
-    folder = st.storage.MemoryStorage()
-    for name, data in (FILES | changed).items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
+    return folder_of(FILES | changed)
 
 
 def flipped(name: str, bit: int) -> dict[str, bytes]:
@@ -123,8 +122,3 @@ def test_a_common_state_in_a_format_of_its_own_is_checked_too(sharded: Any, comm
     folder.write(name, [memoryview(bytes(data))], durable=False)
     (damage,) = st.verify(folder)
     assert damage.file == name
-
-
-def walk(folder: st.storage.MemoryStorage, top: str = "") -> list[str]:
-    paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
-    return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]

@@ -9,6 +9,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
+from tests.checkpoint.parts import files as walk
 from tests.options import load_keywords
 
 WHOLE = torch.arange(2 * 1024 * 1024, dtype=torch.int32).reshape(2048, 1024)  # 8 MiB: no small file
@@ -28,11 +29,6 @@ def damaged(backend: Any, row: int) -> st.storage.MemoryStorage:
             data[data.index(needle)] ^= 1
             folder.write(name, [memoryview(bytes(data))], durable=False)
     return folder
-
-
-def walk(folder: st.storage.Storage, top: str = "") -> list[str]:
-    paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
-    return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
 
 
 def load(

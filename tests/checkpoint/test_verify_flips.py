@@ -21,6 +21,8 @@ import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.storage import LocalStorage
 from shardtree.strategies import default_strategies, find_strategy
+from tests.checkpoint.parts import files as walk
+from tests.checkpoint.parts import folder_of
 from tests.options import load_keywords
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -35,18 +37,6 @@ class Case:
 
     files: Files
     unchecked: tuple[st.strategies.Unchecked, ...]
-
-
-def walk(folder: st.storage.Storage, top: str = "") -> list[str]:
-    paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
-    return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
-
-
-def folder_of(files: Files) -> st.storage.MemoryStorage:
-    folder = st.storage.MemoryStorage()
-    for name, data in files.items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
 
 
 def saved(sharded: Any, common: Any = None, *, plain: bool = True) -> Files:

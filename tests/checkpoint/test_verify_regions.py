@@ -18,6 +18,8 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.index import bounding_box
+from tests.checkpoint.parts import FORMATS, folder_of
+from tests.checkpoint.parts import files as walk
 
 ROWS, COLUMNS = 600, 700
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.int32).reshape(ROWS, COLUMNS)
@@ -73,7 +75,6 @@ def flat(world: st.World) -> st.ShardedTensor:
     return st.ShardedTensor.from_rank_offsets_flat("w", part, (ROWS, COLUMNS), flattened_range=places)
 
 
-FORMATS: list[Any] = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 LAYOUTS = {
     f"{layout.__name__} {backend[0]}": (layout, backend)
     for layout in (rows, columns, flat)
@@ -86,18 +87,6 @@ def files_of(layout: Callable[[st.World], st.ShardedTensor], backend: Any) -> di
     folder = st.storage.MemoryStorage()
     st.simulate(2, lambda world: st.save({"w": layout(world)}, folder, backend, world=world))
     return {name: folder.read(name) for name in walk(folder)}
-
-
-def walk(folder: st.storage.Storage, top: str = "") -> list[str]:
-    paths = [f"{top}/{name}" if top else name for name in folder.names(top)]
-    return [name for path in paths for name in ([path] if folder.length(path) is not None else walk(folder, path))]
-
-
-def folder_of(files: dict[str, bytes]) -> st.storage.MemoryStorage:
-    folder = st.storage.MemoryStorage()
-    for name, data in files.items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
 
 
 def inside(region: st.strategies.Region) -> torch.Tensor:

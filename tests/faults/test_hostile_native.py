@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typer.testing import CliRunner
 
 import shardtree as st
 from shardtree.cli._app import app
-from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue
+from shardtree.errors import CheckpointingException, UnsupportedValue
 from shardtree.strategies.index import COLUMNS, Index
 from tests.faults.forged import (
     COMMON,
@@ -520,33 +518,3 @@ def test_changed_columns_catches_a_reader_of_the_wrong_tensor(tmp_path: Path) ->
     folder = forge(tmp_path, columns=changed(SOUND_INDEX, [("chunk_byte", 1, "+4")]))
     assert touched(changed(SOUND_INDEX, [("chunk_byte", 1, "+4")])) == {"w"}
     assert not untouched_is_as_it_was(lambda _: {key: whole + 1 for key, whole in WHOLE.items()}, folder, {"w"})
-
-
-def test_an_index_whose_chunks_share_bytes_is_refused_by_name(tmp_path: Path) -> None:
-    forge(tmp_path, columns={"chunk_byte": SOUND_INDEX.chunk_byte * 0})
-    with pytest.raises(CorruptCheckpoint, match=re.escape("share bytes of a file")):
-        st.open_checkpoint(tmp_path)
-
-
-def test_zero_size_chunks_share_no_bytes(tmp_path: Path) -> None:
-    empty = {name: st.ShardedTensor.from_rank_offsets(name, torch.zeros(0, 3)) for name in ("a", "b")}
-    st.save(
-        empty | {"c": st.ShardedTensor.from_rank_offsets("c", torch.ones(2))},
-        tmp_path,
-        options=st.SaveOptions(durable=False),
-    )
-    assert {key: tuple(value.shape) for key, value in st.load_plain_tensors(tmp_path).items()} == {
-        "a": (0, 3),
-        "b": (0, 3),
-        "c": (2,),
-    }
-
-
-def test_the_sound_one_is_sound(tmp_path: Path) -> None:
-    folder = forge(tmp_path)
-    assert not st.verify(folder)
-    assert {key: torch.equal(value, WHOLE[key]) for key, value in st.load_plain_tensors(folder).items()} == {
-        "b": True,
-        "w": True,
-    }
-    assert replace(SOUND_INDEX, x_fingerprint=None).key_axes.tolist() == [1, 2]

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import shardtree as st
 from shardtree.cli._app import app
 from shardtree.errors import CheckpointingException
+from tests.checkpoint.parts import FORMATS as BACKENDS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -56,7 +57,6 @@ def archived(name: str, fixture: str, folder: Path, payload: Payload) -> None:
     torch.save(payload, folder / name)
 
 
-BACKENDS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 PLACES: dict[str, Callable[[Path, Payload], None]] = {
     **{
         f"{backend[0]}, {'an object' if in_object else 'the common state'}": partial(

@@ -21,9 +21,8 @@ from shardtree.mapping import ShardedTensor
 from shardtree.storage import LocalStorage, Storage
 from shardtree.testing import Call, watched
 from shardtree.world import World, simulate
+from tests.checkpoint.parts import ALL_FORMATS as BACKENDS
 from tests.faults.warm_saver import NEW, NEXT, OLD, Ends, Job, Saver, beside, listing, prepared, value_in
-
-BACKENDS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3), ("huggingface", 1)]
 
 
 def check_errors(ends: Ends, folder: str, *causes: int) -> None:
@@ -177,26 +176,3 @@ def test_a_folder_that_vanishes_is_an_error_on_every_rank(ranks: int, tmp_path: 
     while check_vanished(tmp_path / "step", ranks, ("safetensors", 1), number):
         number += 7
     assert number > 10
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_file_that_was_cut_short_is_an_error(backend: tuple[str, int], tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    shardtree.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(1000.0))}, saved, backend)
-    cut = tmp_path / "cut"
-    for file in (path for path in saved.rglob("*") if path.is_file() and path.stat().st_size):
-        for left in (0, file.stat().st_size // 2, file.stat().st_size - 1):
-            shutil.copytree(saved, cut)
-            os.truncate(cut / file.relative_to(saved), left)
-            assert not is_whole(cut), f"nobody minded that {file} has {left} bytes"
-            shutil.rmtree(cut)
-
-
-def is_whole(folder: Path) -> bool:
-    """Return whether everything can be loaded, and no check finds damage."""
-    try:
-        shardtree.load_plain_tensors(folder)
-        shardtree.load_common_state_dict(folder)
-        return shardtree.verify(folder) == ()
-    except shardtree.CheckpointingException:
-        return False

@@ -14,8 +14,7 @@ from shardtree import World
 from shardtree.errors import CheckpointReplaced
 from shardtree.storage._local_files import LocalReader
 from shardtree.strategies import _metadata
-
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
+from tests.checkpoint.parts import FORMATS
 
 
 def tree(number: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.strategies.archives import ValueAt
+from tests.checkpoint.parts import folder_of as stored
 from tests.faults.sampling import EXHAUSTIVE, SEED
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.fuzz.seeds import Files
@@ -33,13 +34,6 @@ def cases(name: str, seed: int = SEED) -> list[tuple[Slot, int, str]]:
     found = [(*place, chosen.choice(list(OTHER_TYPES))) for place in chosen.sample(places, min(len(places), 4000))]
     found += [(*place, value) for place in chosen.sample(places, 200) for value in OTHER_TYPES]
     return chosen.sample(found, len(found))
-
-
-def stored(files: Files) -> st.storage.MemoryStorage:
-    storage = st.storage.MemoryStorage()
-    for name, data in files.items():
-        storage.write(name, [memoryview(data)], durable=False)
-    return storage
 
 
 Call = Callable[[Any], object]

@@ -20,7 +20,6 @@ import shardtree
 from shardtree import ShardedTensor, World
 from shardtree.fingerprints import axis_weights, box_total, device_total, host_total, shard_pieces
 from shardtree.fingerprints._sums import FACTOR
-from shardtree.geometry import slabs
 from shardtree.storage import MemoryStorage
 from shardtree.testing import (
     STORABLE_DTYPES,
@@ -206,12 +205,6 @@ def test_the_law_of_changes_catches_an_even_weight() -> None:
         check_any_change(of_even_weights, random_bits((3, 2), torch.float64, 5), 1)
 
 
-def test_two_flipped_signs_do_not_cancel() -> None:
-    tensor = random_bits((16, 16), torch.float64, 6)
-    totals = {box_total(changed(changed(tensor, one, 63), 200, 63), (0, 0)) for one in range(150)}
-    assert len(totals | {box_total(tensor, (0, 0))}) == 151
-
-
 def test_what_is_swapped_is_seen() -> None:
     square = random_bits((8, 8), torch.float32, 7)
     swaps = [square.mT, square.flip(0), square.flip(1), square[[1, 0, *range(2, 8)]], square.roll(1, 1)]
@@ -223,14 +216,6 @@ def test_key_dtype_and_shape_enter() -> None:
     kinds = [zeros, zeros.view(torch.int32), zeros.T, zeros.flatten(), zeros[:2], none, none.T, none.int()]
     assert len({number(each) for each in kinds}) == len(kinds)
     assert number(zeros) != shardtree.fingerprint([whole(zeros, "v")])["v"]
-
-
-def test_zeros_that_are_missing_are_missed() -> None:
-    zeros = torch.zeros(4, 2)
-    half = ShardedTensor.from_rank_offsets("w", zeros[:2], (0, 0, 2))
-    assert box_total(zeros, (0, 0)) != box_total(zeros[:2], (0, 0))
-    with pytest.raises(shardtree.errors.IntegrityError, match="'w': 4 of 8 elements"):
-        shardtree.fingerprints.add_fingerprints([shardtree.fingerprints.partial_fingerprints([half])])
 
 
 def test_all_weights_are_odd_and_far_from_each_other() -> None:
@@ -255,15 +240,6 @@ def test_devices_and_strides_make_no_difference(tensor: torch.Tensor, data: st.D
     strided = np.ascontiguousarray(words(tensor).transpose(order)).transpose(np.argsort(order))
     expected = host_total(words(tensor), range(bits.ndim), offset)
     assert device_total(bits, range(bits.ndim), offset) == expected == host_total(strided, range(bits.ndim), offset)
-
-
-@given(shapes(), st.integers(1, 40))
-def test_slabs_tile_their_tensor(shape: tuple[int, ...], most: int) -> None:
-    counts = np.zeros(shape, dtype=np.int64)
-    for offset, size in slabs(shape, most):
-        assert prod(size) <= most
-        counts[tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))] += 1
-    assert (counts == 1).all()
 
 
 @settings(max_examples=EXAMPLES // 2)

@@ -204,10 +204,3 @@ def test_each_dtype_has_its_meta_tensor(dtype: str) -> None:
     shard = ShardedTensor("w", None, kind, (2, 3), (2, 3), (0, 0), None)
     [held] = st.without_data([shard], meta=True)
     assert (held.data.dtype, held.data.shape, held.data.is_meta) == (kind, (2, 3), True)
-
-
-def test_meta_tensors_are_shared_and_factories_without_a_tensor_have_none() -> None:
-    shard = ShardedTensor.from_rank_offsets("w", torch.empty(2, device="meta"))
-    factory = ShardedTensorFactory("f", None, list, list)
-    found = st.without_data([shard, factory], meta=True)
-    assert found[0] is shard and found[1].data is None

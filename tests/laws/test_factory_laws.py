@@ -14,19 +14,15 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
-from shardtree.storage import MemoryStorage
 from shardtree.testing import (
-    bits,
     check_factory,
     check_layouts_agree,
     dtypes,
     factories,
     glu,
     random_bits,
-    stacked,
     transposed,
 )
-from shardtree.world import World, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -123,37 +119,3 @@ def test_the_law_catches_halves_that_are_stored_in_one(counts: tuple[int, ...]) 
     check_gated_halves(halves_in_one, [2])
     with pytest.raises(AssertionError, match=rf"saved on {counts[0]} ranks?, loaded on {counts[1]}: rank"):
         check_gated_halves(halves_in_one, counts)
-
-
-def test_gated_halves_and_their_moments_go_through_files() -> None:
-    """The same with a save and a load, a moment and a transposed factory beside them."""
-    gate, value, storage = torch.arange(24.0).view(8, 3), -torch.arange(24.0).view(8, 3), MemoryStorage()
-
-    def tree(world: World) -> dict[str, ShardedTensorFactory]:
-        data = gate_and_value(world.rank, world.size, gate, value)
-        return {
-            "w": glu("w", data, world.rank, world.size),
-            "exp_avg": glu("exp_avg.w", data + 1, world.rank, world.size),
-            "t": transposed("t", data, (1, world.rank, world.size)),
-        }
-
-    def load(world: World) -> None:
-        expected = tree(world)
-        loaded = shardtree.load(shardtree.map_data(torch.zeros_like, expected), storage, world=world)
-        for key in ("w", "exp_avg"):
-            assert bits(loaded[key]) == bits(expected[key].data), f"rank {world.rank} has other rows of {key!r}"
-
-    simulate(2, lambda world: shardtree.save(tree(world), storage, world=world))
-    simulate(4, load)
-
-
-def test_stacked_layers_move_between_pipeline_stages() -> None:
-    layers, storage = random_bits((4, 2, 3), torch.bfloat16, 1), MemoryStorage()
-
-    def tree(world: World) -> Any:
-        own = layers.chunk(world.size)[world.rank]
-        return {"layers": stacked("layers", own, world.rank * len(own), len(layers))}
-
-    simulate(4, lambda world: shardtree.save(tree(world), storage, world=world))
-    loaded = simulate(2, lambda world: shardtree.load(tree(world), storage, world=world)["layers"])
-    assert bits(torch.cat(loaded)) == bits(layers)

@@ -15,9 +15,9 @@ from shardtree.checkpoint.loading import _checks
 from shardtree.errors import KeyMismatch, TreeError, render_path
 from shardtree.storage import MemoryStorage
 from shardtree.trees import leaves_with_paths, path_key
+from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 RANKS = 2
 PLACES = [("model", "a"), ("model", "b"), ("model", "layers", "c"), ("optim", "state", "d"), ("e",), ("list", "f")]
 KINDS = hy.sampled_from(["by its path", "by another key", "plain", "absent"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +15,10 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, render_path
 from shardtree.storage import MemoryStorage
 from shardtree.trees import flatten_with_paths, map_shards, without_data
+from tests.checkpoint.parts import FORMATS
 from tests.laws.leaf_kinds import KINDS, PICKLED, REFUSED, STORED, SUBCLASSES, Unregistered, dtensor, values_in
 from tests.trees.samples import assert_caught, at
 
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 Places = list[tuple[tuple[Any, ...], str]]
 """Where a leaf stands, and of what kind it is."""
 Save = Callable[[Any, MemoryStorage], None]
@@ -76,7 +75,6 @@ def pickled(backend: tuple[str, int], tree: Any, folder: MemoryStorage) -> None:
 
 
 LEAVES = some.lists(some.tuples(some.sampled_from(sorted(KINDS)), some.integers(0, 3)), min_size=1, max_size=4)
-KEPT = some.lists(some.tuples(some.sampled_from(sorted(STORED)), some.integers(0, 3)), min_size=1, max_size=6)
 
 
 @given(LEAVES, some.sampled_from(FORMATS), some.booleans())
@@ -177,12 +175,6 @@ def test_megatron_s_leaves_are_refused_on_every_rank_with_what_converts_them(ran
     st.simulate(ranks, save)
 
 
-def test_a_stateful_s_error_says_what_to_give_and_no_pickles() -> None:
-    with pytest.raises(CheckpointingException, match=r"its state_dict\(\)") as caught:
-        st.save({"app": KINDS["Stateful"]("", torch.ones(1))}, MemoryStorage())
-    assert "allow_pickle" not in str(caught.value)
-
-
 @pytest.mark.peers
 def test_megatron_s_own_leaves_are_told_as_those_that_look_like_them() -> None:
     mapping: Any = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
@@ -199,18 +191,6 @@ def test_megatron_s_own_leaves_are_told_as_those_that_look_like_them() -> None:
         for use in uses:
             with pytest.raises(CheckpointingException, match=r"from_megatron"):
                 use({"x": leaf})
-
-
-def test_a_scheduler_s_counter_comes_back_in_every_format() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
-    state = {"scheduler": scheduler.state_dict(), "w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}
-    for backend in FORMATS:
-        folder = MemoryStorage()
-        st.save(state, folder, backend)
-        # With a target of the same values, and without.
-        for target in (state, {}):
-            assert type(st.load(target, folder)["scheduler"]["milestones"]) is Counter
 
 
 def test_the_error_says_how_to_register_a_class() -> None:

@@ -24,7 +24,7 @@ from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.storage import MemoryStorage, Storage, is_folder
 from shardtree.testing import Call, watched
 from shardtree.world import World, _phases, agree, gather_on_rank_zero, on_rank_zero, one_process, share, simulate, step
-from tests.options import load_keywords
+from tests.options import load_keywords, save_keywords
 from tests.strategies.buckets import Job, layer_kinds, write
 
 PACKAGE = Path(shardtree.__file__).parent
@@ -104,83 +104,51 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
     """Return what ranks do together, so that between them each phase is met."""
     shardtree.simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
     other, buckets = MemoryStorage(), bucketed()
+
+    def saving(more: Callable[[World], dict[str, Any]] = lambda _: {}, **keywords: Any) -> Callable[[World], Any]:
+        how = save_keywords(overwrite=True, **keywords)
+        return lambda world: shardtree.save(tree(world, 2.0) | more(world), storage, world=world, **how)
+
+    def loading(change: Callable[[Any], Any] = lambda target: target, **keywords: Any) -> Callable[[World], Any]:
+        how = load_keywords(**keywords)
+        return lambda world: shardtree.load(change(tree(world)), storage, world=world, **how)
+
+    def moving(source: Callable[[World], Any], target: Any = None, **keywords: Any) -> Callable[[World], Any]:
+        return lambda world: shardtree.redistribute(source(world), target, world=world, **keywords)
+
     return {
-        "save": lambda world: shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True),
-        "save under a long name": lambda world: shardtree.save(
-            tree(world, 2.0) | {"long": ShardedTensor.from_rank_offsets(LONG, torch.zeros(2), replica_id=world.rank)},
-            storage,
-            world=world,
-            overwrite=True,
+        "save": saving(),
+        "save under a long name": saving(
+            lambda world: {"long": ShardedTensor.from_rank_offsets(LONG, torch.zeros(2), replica_id=world.rank)}
         ),
-        "save unchecked": lambda world: shardtree.save(
-            tree(world, 2.0), storage, world=world, overwrite=True, validate_access_integrity=False
-        ),
-        "save and compare replicas": lambda world: shardtree.save(
-            tree(world, 2.0), storage, world=world, overwrite=True, options=shardtree.SaveOptions(check_replicas=True)
-        ),
+        "save unchecked": saving(validate_access_integrity=False),
+        "save and compare replicas": saving(check_replicas=True),
         "check replicas": lambda world: shardtree.check_replicas(
             {"w": tree(world)["w"], "norm": tree(world, float(world.rank))["norm"]}, world=world
         ),
         "check replicas of files": lambda world: shardtree.check_replicas(storage, world=world),
         "save and finalize": lambda world: (
-            shardtree.save(tree(world, 2.0), storage, world=world, overwrite=True, async_sharded_save=True)
-            .add_finalize_fn(lambda: None)
-            .execute_sync()
+            saving(async_sharded_save=True)(world).add_finalize_fn(lambda: None).execute_sync()
         ),
-        "load unchecked": lambda world: shardtree.load(
-            tree(world), storage, world=world, validate_access_integrity=False
-        ),
+        "load unchecked": loading(validate_access_integrity=False),
         "save in another format": lambda world: shardtree.save(tree(world), other, ("dcp", 1), world=world),
-        "save what differs": lambda world: shardtree.save(
-            {**tree(world, 2.0), "step": world.rank}, storage, world=world, overwrite=True
-        ),
-        "load": lambda world: shardtree.load(
-            tree(world), storage, world=world, strict="return_all", options=shardtree.LoadOptions(exchange="always")
-        ),
-        "load and convert": lambda world: shardtree.load(
-            halved(tree(world)), storage, world=world, cast=True, options=shardtree.LoadOptions(exchange="always")
-        ),
-        "load by a known layout": lambda world: shardtree.load(
-            tree(world), storage, world=world, options=shardtree.LoadOptions(exchange="always"), layout=LAYOUT
-        ),
+        "save what differs": saving(lambda world: {"step": world.rank}),
+        "load": loading(strict="return_all", exchange="always"),
+        "load and convert": loading(halved, cast=True, exchange="always"),
+        "load by a known layout": loading(exchange="always", layout=LAYOUT),
         "load plain": lambda world: shardtree.load_plain_tensors(storage, world=world),
         "load states out of buckets": lambda world: shardtree.load(state(world), buckets, world=world),
         "redistribute": lambda world: shardtree.redistribute(tree(world), tree(world), world=world),
-        "redistribute what differs": lambda world: shardtree.redistribute(
-            {**tree(world), "step": world.rank}, None, world=world
-        ),
-        "redistribute by a transport that loses bits": lambda world: shardtree.redistribute(
-            tree(world), {"w": WHOLE}, world=world, transport=losing_bits(world), verify=True
-        ),
+        "redistribute what differs": moving(lambda world: {**tree(world), "step": world.rank}),
+        "redistribute by a transport that loses bits": lambda world: moving(
+            tree, {"w": WHOLE}, transport=losing_bits(world), verify=True
+        )(world),
         "remove": lambda world: shardtree.remove_sharded_tensors(storage, "norm", world=world),
         "fingerprint": lambda world: shardtree.fingerprint(tree(world), world=world),
         "fingerprint of files": lambda world: shardtree.fingerprint(storage, world=world),
     }
 
 
-SCENARIOS = [
-    "save",
-    "save under a long name",
-    "save unchecked",
-    "save and compare replicas",
-    "check replicas",
-    "check replicas of files",
-    "save and finalize",
-    "load unchecked",
-    "save in another format",
-    "save what differs",
-    "load",
-    "load and convert",
-    "load by a known layout",
-    "load plain",
-    "load states out of buckets",
-    "redistribute",
-    "redistribute what differs",
-    "redistribute by a transport that loses bits",
-    "remove",
-    "fingerprint",
-    "fingerprint of files",
-]
 RUNNERS = {
     inspect.unwrap(function).__code__
     for function in (agree, share, gather_on_rank_zero, on_rank_zero, _phases._run_and_broadcast)
@@ -260,7 +228,7 @@ def seen_phases(name: str) -> dict[str, set[int]]:
     return seen
 
 
-SEEN = {name: seen_phases(name) for name in SCENARIOS}
+SEEN = {name: seen_phases(name) for name in scenarios(MemoryStorage())}
 CASES = [(name, phase) for name, phases in SEEN.items() for phase in sorted(phases)]
 
 
@@ -316,18 +284,34 @@ def test_the_law_catches_work_outside_of_a_phase() -> None:
         check_every_rank_hears(outcomes(careless), "save: write", 1)
 
 
-BAD_TREES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "no tree": ("save: prepare", lambda good: good["w"]),
-    "no data": ("save: prepare", lambda good: {**good, "w": good["w"].without_data()}),
-    "a value that can't be stored": ("save: describe shards", lambda good: {**good, "step": threading.Lock()}),
-    "an object that can't be stored": (
+Act = Callable[..., Any]
+SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "save: no tree": ("save: prepare", lambda good: good["w"]),
+    "save: no data": ("save: prepare", lambda good: {**good, "w": good["w"].without_data()}),
+    "save: a value that can't be stored": ("save: describe shards", lambda good: {**good, "step": threading.Lock()}),
+    "save: an object that can't be stored": (
         "save: plan",
         lambda good: {**good, "own": ShardedObject("own", threading.Lock(), (1,), (0,))},
     ),
+    "load: no tree": ("load: prepare", lambda good: good["w"]),
+    "load: a key that isn't stored": (
+        "load: check the target",
+        lambda good: {**good, "v": ShardedTensor.from_rank_offsets("v", torch.ones(1))},
+    ),
+    "load: an object that isn't stored": (
+        "load: check the target",
+        lambda good: {**good, "own": ShardedObject("own", None, (1,), (0,))},
+    ),
+    "load: another structure": ("load: common state", lambda good: {**good, "step": [good["w"]], "w": None}),
 }
+"""What is done to one rank's tree, and the phase in which all hear of it."""
 
 
-Save = Callable[..., Any]
+def stored_for(fault: str) -> MemoryStorage:
+    storage = MemoryStorage()
+    if fault.startswith("load"):
+        simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
+    return storage
 
 
 def check_all_name(errors: list[BaseException | None], phase: str, culprit: int) -> None:
@@ -336,22 +320,21 @@ def check_all_name(errors: list[BaseException | None], phase: str, culprit: int)
         assert (error.phase, list(error.failures)) == (phase, [culprit])
 
 
-def check_bad_tree(save: Save, fault: str) -> None:
-    phase, spoil = BAD_TREES[fault]
-    storage = MemoryStorage()
+def check_spoilt(act: Act, fault: str) -> None:
+    phase, spoil = SPOILT[fault]
+    storage = stored_for(fault)
 
-    def save_spoilt(world: World) -> None:
+    def run(world: World) -> None:
         good = tree(world)
-        save(spoil(good) if world.rank == 1 else good, storage, world=world)
+        act(spoil(good) if world.rank == 1 else good, storage, world=world)
 
-    check_all_name(outcomes(save_spoilt), phase, 1)
-    assert not shardtree.is_checkpoint(storage)
-    assert not storage.names(), "the folder that rank 0 has made meanwhile"
+    check_all_name(outcomes(run), phase, 1)
+    assert fault.startswith("load") or not storage.names(), "the folder that rank 0 has made meanwhile"
 
 
-@pytest.mark.parametrize("fault", BAD_TREES)
-def test_a_bad_tree_on_one_rank_fails_the_save_on_all(fault: str) -> None:
-    check_bad_tree(shardtree.save, fault)
+@pytest.mark.parametrize("fault", SPOILT)
+def test_a_bad_tree_on_one_rank_fails_the_save_or_load_on_all(fault: str) -> None:
+    check_spoilt(getattr(shardtree, fault[:4]), fault)
 
 
 def trying_alone(tree: Any, storage: Storage, *, world: World) -> None:
@@ -360,64 +343,25 @@ def trying_alone(tree: Any, storage: Storage, *, world: World) -> None:
     shardtree.save(tree, storage, world=world)
 
 
-@pytest.mark.parametrize("fault", BAD_TREES)
-def test_the_law_catches_a_save_that_fails_alone(fault: str) -> None:
-    storage = MemoryStorage()
-    assert outcomes(lambda world: trying_alone(tree(world), storage, world=world)) == [None] * RANKS
-    with pytest.raises(AssertionError, match="rank 0: None"):
-        check_bad_tree(trying_alone, fault)
-
-
-BAD_TARGETS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "no tree": ("load: prepare", lambda good: good["w"]),
-    "a key that isn't stored": (
-        "load: check the target",
-        lambda good: {**good, "v": ShardedTensor.from_rank_offsets("v", torch.ones(1))},
-    ),
-    "an object that isn't stored": (
-        "load: check the target",
-        lambda good: {**good, "own": ShardedObject("own", None, (1,), (0,))},
-    ),
-    "another structure": ("load: common state", lambda good: {**good, "step": [good["w"]], "w": None}),
-}
-
-
-def check_bad_target(load: Callable[..., Any], fault: str) -> None:
-    phase, spoil = BAD_TARGETS[fault]
-    storage = MemoryStorage()
-    simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
-
-    def load_spoilt(world: World) -> None:
-        good = tree(world)
-        load(spoil(good) if world.rank == 1 else good, storage, world=world)
-
-    check_all_name(outcomes(load_spoilt), phase, 1)
-
-
-@pytest.mark.parametrize("fault", BAD_TARGETS)
-def test_a_bad_target_on_one_rank_fails_the_load_on_all(fault: str) -> None:
-    check_bad_target(shardtree.load, fault)
-
-
 def looking_alone(tree: Any, storage: Storage, *, world: World) -> Any:
-    """The planted fault: a load that reads by itself first, where the others don't hear of what fails."""
+    """The planted fault: a load that reads by itself first."""
     shardtree.load(tree, storage, validate_access_integrity=False, world=one_process())
     return shardtree.load(tree, storage, world=world)
 
 
-@pytest.mark.parametrize("fault", BAD_TARGETS)
-def test_the_law_catches_a_load_that_fails_alone(fault: str) -> None:
-    storage = MemoryStorage()
-    simulate(RANKS, lambda world: shardtree.save(tree(world), storage, world=world))
-    assert outcomes(lambda world: looking_alone(tree(world), storage, world=world)) == [None] * RANKS
+@pytest.mark.parametrize("fault", SPOILT)
+def test_the_law_catches_who_fails_alone(fault: str) -> None:
+    alone = trying_alone if fault.startswith("save") else looking_alone
+    storage = stored_for(fault)
+    assert outcomes(lambda world: alone(tree(world), storage, world=world)) == [None] * RANKS
     with pytest.raises(AssertionError, match="rank 0: None"):
-        check_bad_target(looking_alone, fault)
+        check_spoilt(alone, fault)
 
 
 DISKS = [("write", "save: write"), ("is_folder", "save: see the folder")]
 
 
-def check_bad_disk(save: Save, method: str, phase: str) -> None:
+def check_bad_disk(save: Act, method: str, phase: str) -> None:
     storage = MemoryStorage()
 
     def full(call: Call) -> None:

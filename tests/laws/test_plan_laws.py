@@ -18,7 +18,7 @@ import shardtree
 from shardtree.errors import CheckpointingException, ShapeError
 from shardtree.layouts import ShardColumns, join_columns, select_rows, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import LoadPlan, Runs, StoredChunks, level_writes, main_writes, plan_load
+from shardtree.plans import LoadPlan, Runs, StoredChunks, level_writes, plan_load
 from shardtree.storage import MemoryStorage, ReadReport
 from shardtree.strategies import Checkpoint, Strategies, StrategyAction, default_strategies
 from shardtree.strategies.index import load_from_index, read_index
@@ -44,9 +44,6 @@ def stored_chunks(columns: ShardColumns) -> StoredChunks:
     return StoredChunks(main.key, main.offset, main.shape, main.start, main.stop, main.rank, byte)
 
 
-Planner = Callable[..., LoadPlan]
-
-
 def draw_case(data: st.DataObject) -> tuple[ShardColumns, StoredChunks]:
     shape, dtype = data.draw(SHAPES), data.draw(DTYPES)
     one, other = (data.draw(layouts(shape, data.draw(st.integers(1, 4)))) for _ in "ab")
@@ -58,14 +55,6 @@ def test_each_requested_byte_is_read_once_from_where_it_is(data: st.DataObject) 
     requests, chunks = draw_case(data)
     shortest_run = data.draw(st.sampled_from([1, 8, 10**6]))
     check_load_plan(requests, chunks, plan_load(requests, chunks, shortest_run=shortest_run))
-
-
-def test_what_is_stored_in_part_is_planned_in_part() -> None:
-    requests = columns_of(even_layout((4, 6), 2, axis=1), torch.float32)
-    chunks = stored_chunks(select_rows(columns_of(even_layout((4, 6), 4, axis=0), torch.float32), np.array([0, 2])))
-    plan = plan_load(requests, chunks)
-    check_load_plan(requests, chunks, plan)
-    assert plan.covered.tolist() == [6, 6]
 
 
 def one_byte_off(plan: LoadPlan) -> LoadPlan:
@@ -122,12 +111,6 @@ def test_each_shard_is_written_once_and_writers_are_level(case: tuple[list[Layou
     written = int((columns.elements * columns.item_size[columns.key])[writes].sum())
     # Zero-size shards apart, main replicas tile their tensors, so that this is the least that any plan can write.
     assert written == sum(4 * int(np.prod(layout.global_shape)) for layout in case[0])
-
-
-@given(many_columns())
-def test_main_replicas_are_what_is_written_without_an_exchange(case: tuple[list[Layout], int]) -> None:
-    columns = joined(case[0])
-    assert main_writes(columns).tolist() == columns.main.tolist()
 
 
 def all_by_the_first(columns: ShardColumns, ranks: int) -> Any:
@@ -231,13 +214,6 @@ def test_the_law_catches_zeros_where_a_load_is_not_covered() -> None:
 def test_the_law_catches_zeros_for_what_is_not_stored(kind: str) -> None:
     with pytest.raises(AssertionError, match="loaded what isn't stored"):
         check_unstored(FILLING, kind)
-
-
-def test_an_allowed_mismatch_keeps_what_is_beyond_the_stored_shape() -> None:
-    storage = MemoryStorage()
-    shardtree.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 6))}, storage)
-    for part in load_columns(storage, allow_shape_mismatch=True):
-        assert part.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_an_allowed_mismatch_hides_no_gap_in_what_is_stored() -> None:

@@ -15,10 +15,10 @@ import shardtree
 from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
 from shardtree.trees import common_with_holes
+from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 
 EXAMPLES = settings.default.max_examples if settings.default else 100
-FORMATS = [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)]
 RANKS = 2
 
 

@@ -102,11 +102,3 @@ def test_the_worlds_transport_for_the_agreed_kind_is_used(options: dict[str, Any
         return outline(st.redistribute(rows, columns, world=mine, **options)) == outline(expected)
 
     assert st.simulate(2, run) == [True, True] and set(used) == {"cpu"}
-
-
-def test_a_device_that_torch_does_not_know_is_an_error_on_every_rank() -> None:
-    def run(world: st.World) -> None:
-        st.redistribute(None, None, world=world, device="nowhere" if world.rank else None)
-
-    with pytest.raises(st.errors.MetadataError, match="redistribute: device doesn't fit"):
-        st.simulate(2, run)

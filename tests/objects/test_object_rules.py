@@ -280,13 +280,6 @@ def test_replicate_takes_values_that_are_equal_to_the_last_bit() -> None:
         reshaped([{"lr": 0.0}, {"lr": -0.0}], 1, st.objects.replicate_objects)
 
 
-def test_replicate_of_one_is_that_one_for_everybody() -> None:
-    assert reshaped([{"seed": 7}], 2, st.objects.replicate_objects) == [{"seed": 7}] * 2
-    assert reshaped("abc", 2, st.objects.replicate_cell((2,))) == ["c", "c"]
-    with pytest.raises(KeyMismatch, match=r"found \(3,\), expected an index into shape \(3,\)"):
-        reshaped("abc", 2, st.objects.replicate_cell((3,)))
-
-
 def test_targets_keep_what_they_hold_where_sources_are_dropped() -> None:
     own = [{"seed": place} for place in range(3)]
     targets = [st.ShardedObject("rng", state, (3,), (place,)) for place, state in enumerate(own)]
@@ -325,10 +318,6 @@ def test_each_field_has_a_rule_and_keeps_the_dicts_kind_and_order() -> None:
     assert type(found[0]) is OrderedDict and found[0]["shuffle"]["new"] == []
 
 
-def test_a_dict_without_fields_takes_no_rule() -> None:
-    assert reshaped([{}, {}], 3, st.objects.rules_by_field({})) == [{}, {}, {}]
-
-
 def test_a_rule_may_be_any_function_that_knows_both_shapes() -> None:
     def by_columns(array: st.objects.ObjectArray, shape: tuple[int, ...]) -> Sequence[Any]:
         cells = np.array(array.values, dtype=object).reshape(array.shape)
@@ -359,18 +348,6 @@ def test_a_last_size_that_is_not_known_ends_with_the_last_object() -> None:
         st.objects.reshard_objects(
             sources, [st.ShardedObject("rng", None, (4, -1), (0, 0))], {"rng": st.objects.replicate_objects}
         )
-
-
-def test_the_first_pattern_that_fits_a_key_counts() -> None:
-    sources = [st.ShardedObject(key, 1, (2,), (place,)) for key in ("rng.cpu", "rng.cuda") for place in range(2)]
-    targets = [st.ShardedObject(key, "own", (1,), (0,)) for key in ("rng.cpu", "rng.cuda")]
-    rules = {"rng.cuda": st.objects.drop_objects, "rng.*": st.objects.fold_objects(operator.add)}
-    assert [item.data for item in st.objects.reshard_objects(sources, targets, rules)] == [2, "own"]
-
-
-def test_what_nobody_asks_for_is_ignored_even_where_it_is_damaged() -> None:
-    sources = [st.ShardedObject("a", 1, (1,), (0,)), *[st.ShardedObject("b", 1, (3,), (0,))] * 2]
-    assert [item.data for item in st.objects.reshard_objects(sources, asked("a", (1,)))] == [1]
 
 
 FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
@@ -463,18 +440,6 @@ def test_what_cannot_be_joined_says_why(values: Any, text: str) -> None:
 def test_fields_that_do_not_fit_say_why(values: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         reshaped(values, 3, st.objects.rules_by_field({"a": st.objects.redistribute_objects}))
-
-
-@pytest.mark.parametrize(
-    ("rules", "text"),
-    [
-        ([st.objects.drop_objects], "not a dict of rules\n  found list"),
-        ({"a": "sum"}, "not rules for objects\n  'a': str"),
-    ],
-)
-def test_what_is_no_rule_for_a_field_is_refused_at_once(rules: Any, text: str) -> None:
-    with pytest.raises(TreeError, match=text):
-        st.objects.rules_by_field(rules)
 
 
 def test_an_error_of_a_users_rule_names_the_objects() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtree.errors import MetadataError
 from shardtree.retention import (
     RetentionPolicy,
     SavedStep,
@@ -224,22 +223,3 @@ def test_any_function_of_a_listing_is_a_policy() -> None:
     assert kept_steps(
         lambda steps: measured_only([step for step in steps if "loss" in step.metrics]), steps
     ).keys() == {3}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: keep_last(-1),
-        lambda: keep_last(True),
-        lambda: keep_every(0),
-        lambda: keep_for(-1.0),
-        lambda: keep_for(math.nan),
-        lambda: keep_every_seconds("60"),
-        lambda: keep_best(1, "loss", mode="least"),
-        lambda: keep_best(1, 3),
-        lambda: keep_steps([1, "2"]),
-    ],
-)
-def test_arguments_that_are_none_are_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(MetadataError, match="expected"):
-        make()

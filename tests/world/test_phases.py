@@ -15,78 +15,6 @@ from shardtree.errors import RemoteError
 from shardtree.world import World, agree, current_world, gather, on_rank_zero, one_process, share, simulate, step, tried
 
 Phase = Callable[[World, str, Callable[[], Any]], Any]
-FAULTS: dict[str, Callable[[], BaseException]] = {
-    "os": lambda: OSError("disk full"),
-    "value": lambda: ValueError("odd"),
-    "interrupt": KeyboardInterrupt,
-}
-
-
-def run(world: World, phase: Phase, faults: list[str | None]) -> tuple[Any, BaseException | None]:
-    """Return what a phase gave on one rank, and what it raised, then show that the ranks are still in step."""
-
-    def step() -> int:
-        fault = faults[world.rank]
-        if fault is not None:
-            raise FAULTS[fault]()
-        return world.rank
-
-    result, raised = None, None
-    try:
-        result = phase(world, "step", step)
-    except BaseException as error:
-        raised = error
-    world.barrier()
-    return result, raised
-
-
-def check_all_or_none(phase: Phase, faults: list[str | None]) -> None:
-    outcomes = simulate(len(faults), lambda world: run(world, phase, faults))
-    failed = {rank: fault for rank, fault in enumerate(faults) if fault is not None}
-    for rank, (result, raised) in enumerate(outcomes):
-        if not failed:
-            assert raised is None
-            assert result == (list(range(len(faults))) if phase is gather else rank)
-        elif len(faults) == 1 or faults[rank] == "interrupt":
-            assert type(raised) is type(FAULTS[str(faults[rank])]())
-        else:
-            assert isinstance(raised, RemoteError)
-            assert set(raised.failures) == set(failed)
-            assert (raised.__cause__ is None) == (rank not in failed)
-
-
-@pytest.mark.parametrize("phase", [agree, gather])
-@given(st.lists(st.sampled_from([None, *FAULTS]), min_size=1, max_size=8))
-def test_a_phase_works_on_all_ranks_or_raises_on_all(phase: Phase, faults: list[str | None]) -> None:
-    check_all_or_none(phase, faults)
-
-
-def disagree(world: World, phase: str, fn: Callable[[], Any]) -> Any:
-    """Do what agree does, but forget to tell the others."""
-    value = fn()
-    world.all_gather(None)
-    return value
-
-
-def keep_own(world: World, phase: str, fn: Callable[[], Any]) -> Any:
-    """Do what agree does, but always raise the rank's own error."""
-    error: Exception | None = None
-    try:
-        fn()
-    except Exception as caught:
-        error = caught
-    failed = {rank: "?" for rank, bad in enumerate(world.all_gather(error is not None)) if bad}
-    if error is not None:
-        raise error
-    if failed:
-        raise RemoteError(phase, failed)
-    return world.rank
-
-
-@pytest.mark.parametrize("phase", [disagree, keep_own])
-def test_the_law_catches_broken_phases(phase: Phase) -> None:
-    with pytest.raises((AssertionError, ExceptionGroup, RuntimeError)):
-        check_all_or_none(phase, ["os", None, None])
 
 
 def test_the_failure_names_phase_ranks_and_messages() -> None:
@@ -117,20 +45,6 @@ def test_rank_zero_tells_its_value(size: int) -> None:
     assert ran == [0]
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_rank_zeros_failure_reaches_all(fault: str | None) -> None:
-    outcomes = simulate(3, lambda world: run(world, on_rank_zero, [fault, None, None]))
-    for rank, (result, raised) in enumerate(outcomes):
-        if fault is None:
-            assert (result, raised) == (0, None)
-        elif rank == 0 and fault == "interrupt":
-            assert isinstance(raised, KeyboardInterrupt)
-        else:
-            assert isinstance(raised, RemoteError)
-            assert list(raised.failures) == [0]
-            assert (raised.__cause__ is None) == (rank != 0)
-
-
 @pytest.mark.parametrize("phase", [gather, on_rank_zero])
 def test_a_value_that_cannot_be_pickled_is_a_failure(phase: Phase) -> None:
     def step(world: World) -> str:
@@ -144,20 +58,6 @@ def test_a_value_that_cannot_be_pickled_is_a_failure(phase: Phase) -> None:
 
 def test_a_value_that_stays_need_not_be_picklable() -> None:
     assert all(callable(value) for value in simulate(2, lambda world: agree(world, "make", lambda: lambda: None)))
-
-
-@pytest.mark.parametrize("phase", [agree, gather, on_rank_zero])
-@pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_world_of_one_raises_the_exception_itself(phase: Phase, fault: str) -> None:
-    error = FAULTS[fault]()
-
-    def step() -> None:
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        phase(one_process(), "step", step)
-    assert caught.value is error
-    assert caught.value.__cause__ is None
 
 
 def test_the_current_world_is_the_given_one_or_one_process() -> None:

@@ -86,21 +86,22 @@ def on_last(world: World, phase: str, fn: Callable[[], Any]) -> Any:
 
 
 def raised(world: World, phase: Phase, faults: Sequence[Kind | None]) -> tuple[Any, ...]:
-    """Return a rank's own error and what it raised, then show that the ranks are still in step."""
+    """Return a rank's own error, what it raised and what it got, then show that the ranks are still in step."""
     fault = faults[world.rank]
     own = None if fault is None else MAKERS[fault](f"odd {world.rank}")
 
-    def work() -> None:
+    def work() -> int:
         if own is not None:
             raise own
+        return world.rank
 
-    caught: BaseException | None = None
+    caught, got = None, None
     try:
-        phase(world, "work", work)
+        got = phase(world, "work", work)
     except BaseException as error:
         caught = error
     assert world.all_gather(world.rank) == list(range(world.size))
-    return own, caught
+    return own, caught, got
 
 
 def expected_class(kinds: set[Kind]) -> type[RemoteError]:
@@ -116,9 +117,10 @@ def check_one_class(phase: Phase, faults: Sequence[Kind | None]) -> None:
     failed = {rank: kind for rank, kind in enumerate(faults) if kind is not None}
     if phase is on_last:
         failed = {rank: kind for rank, kind in failed.items() if rank == len(faults) - 1}
-    for rank, (own, error) in enumerate(outcomes):
+    for rank, (own, error, got) in enumerate(outcomes):
         if not failed:
-            assert error is None
+            every = list(range(len(faults)))
+            assert error is None and got == {agree: rank, gather: every, on_last: every[-1]}.get(phase, got)
         elif len(faults) == 1:
             assert error is own
         else:
@@ -189,14 +191,15 @@ def test_only_ranks_that_failed_in_the_step_that_is_reported_count(faults: list[
     assert [type(error) for error in simulate(len(faults), run)] == [expected_class(counted)] * len(faults)
 
 
+@pytest.mark.parametrize("phase", [agree, gather])
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_raised_where_it_occurred_and_a_plain_error_elsewhere(interrupt: Kind) -> None:
+def test_an_interrupt_is_raised_where_it_occurred_and_a_plain_error_elsewhere(interrupt: Kind, phase: Phase) -> None:
     def work(rank: int) -> None:
         raise interrupt() if rank == 1 else NotACheckpoint("none")
 
     def run(world: World) -> BaseException:
         with pytest.raises((RemoteError, interrupt)) as caught:
-            agree(world, "work", lambda: work(world.rank))
+            phase(world, "work", lambda: work(world.rank))
         return caught.value
 
     assert [type(error) for error in simulate(3, run)] == [RemoteError, interrupt, RemoteError]

@@ -158,19 +158,6 @@ def test_an_exchange_of_other_sizes_than_expected_raises(kind: type[SimulatedWor
         simulate(2, talk)
 
 
-@pytest.mark.parametrize("kind", [SimulatedWorld, ByAllToAll])
-@pytest.mark.parametrize(
-    "buffer",
-    [torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)[::2]],
-    ids=["dtype", "axes", "strides"],
-)
-def test_only_bytes_as_they_lie_in_memory_are_exchanged(kind: type[SimulatedWorld], buffer: torch.Tensor) -> None:
-    world = kind(0, Meeting(2, 1.0))
-    for call in (({1: buffer}, {}), ({}, {1: buffer})):
-        with pytest.raises(WorldError, match="the buffer for rank 1"):
-            world.exchange(*call)
-
-
 @pytest.mark.parametrize("world", [one_process(), SimulatedWorld(0, Meeting(1, 1.0))])
 def test_a_world_of_one_is_the_identity(world: World) -> None:
     value = [1]
@@ -329,11 +316,6 @@ def test_ranks_that_do_not_exist_are_errors(call: Callable[[World], Any]) -> Non
         simulate(2, call)
 
 
-def test_no_ranks_are_an_error() -> None:
-    with pytest.raises(WorldError, match="no ranks"):
-        simulate(0, lambda world: None)
-
-
 def test_what_cannot_be_pickled_is_named_before_anything_is_sent() -> None:
     def send(world: World) -> list[int]:
         with pytest.raises(UnsupportedValue, match="all_gather: a function can't be sent to another rank"):
@@ -357,17 +339,3 @@ def test_ranks_see_the_callers_context() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
     variable.set("outside")
     assert simulate(2, lambda world: variable.get()) == ["outside"] * 2
-
-
-def test_a_world_says_which_rank_it_is() -> None:
-    assert simulate(2, repr) == ["<SimulatedWorld: rank 0 of 2>", "<SimulatedWorld: rank 1 of 2>"]
-
-
-def test_sixty_four_ranks_take_no_time() -> None:
-    def chat(world: World) -> None:
-        for turn in range(10):
-            assert world.all_gather(turn) == [turn] * 64
-
-    began = time.monotonic()
-    simulate(64, chat)
-    assert time.monotonic() - began < 60

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import shardtree as st
-from shardtree.storage import LocalStorage, Reader, Storage, wrapped
+from shardtree.storage import LocalStorage
 from shardtree.testing import first_difference, random_bits
+from tests.checkpoint.parts import noting
 
 ROWS, WIDTH = 1200, 1000
 DTYPES = {"a": torch.float32, "b": torch.bfloat16}
@@ -23,33 +22,6 @@ SPANS = [(0, 600), (300, 900), (0, 1200), (100, 1000)]
 """Which rows each rank wants."""
 COLUMNS = [(0, 500), (250, 750), (0, 1000), (400, 1000)]
 UNION = sum(tensor.nbytes for tensor in WHOLE.values())
-
-
-class CountingReader:
-    """A reader that adds up the bytes that it is asked for."""
-
-    def __init__(self, reader: Reader, counts: list[int]) -> None:
-        self.reader, self.counts, self.length = reader, counts, reader.length
-
-    def read_into(self, byte: int, buffers: Sequence[memoryview]) -> None:
-        self.counts.append(sum(buffer.nbytes for buffer in buffers))
-        self.reader.read_into(byte, buffers)
-
-    def read(self, begin: int = 0, end: int | None = None) -> memoryview:
-        found = self.reader.read(begin, end)
-        self.counts.append(found.nbytes)
-        return found
-
-
-def counting(inner: Storage, counts: list[int]) -> Any:
-    """Return a storage that counts what is read of the files with tensors."""
-
-    @contextmanager
-    def opened(name: str) -> Iterator[Any]:
-        with inner.open(name) as reader:
-            yield CountingReader(reader, counts) if "-of-" in name else reader
-
-    return wrapped(inner, open=opened)
 
 
 def replicas(rank: int) -> dict[str, st.ShardedTensor]:
@@ -77,7 +49,9 @@ def load(folder: Path, axis: int, exchange: Any) -> None:
     """Load, and raise unless each stored byte was read once, as foretold, and each element is right."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     counts, reports = list[int](), list[st.storage.ReadReport]()
-    storage = counting(LocalStorage(str(folder)), counts)
+    storage = noting(
+        LocalStorage(str(folder)), lambda name, *span: counts.append(span[1] - span[0]) if "-of-" in name else None
+    )
     options = st.LoadOptions(exchange=exchange, verify=None, report=reports.append)
     how: dict[str, Any] = {"validate_access_integrity": False, "options": options}
     foretold = st.explain_ranks([target(each, axis) for each in range(ranks)], folder, **how).reads[rank]
