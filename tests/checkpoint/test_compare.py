@@ -198,10 +198,3 @@ def test_nothing_is_unpickled_unless_asked_for() -> None:
     assert compare(
         *both, options=LoadOptions(allow_pickle=True)
     ).common.mismatch  # functions are equal to themselves alone
-
-
-def test_progress_adds_up_and_comes_in_pieces() -> None:
-    told: list[int] = []
-    folder = saved_tree([tensor("w", torch.zeros(300, 100))])
-    compare(folder, folder, max_bytes_in_flight=64 * 1000, options=LoadOptions(progress=told.append))
-    assert sum(told) == 120_000 and max(told) == 4_000

@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardtree as st
 from shardtree.errors import (
     KeyMismatch,
-    ShapeError,
     StrategyError,
 )
 from shardtree.plans import read_rounds
@@ -203,15 +202,6 @@ def test_all_problems_are_told_at_once_by_explain_and_load() -> None:
     for problem in explanation.problems:
         assert str(problem) in str(refused.value)
         assert str(problem) in str(explanation)
-
-
-def test_gaps_are_told_with_the_rest() -> None:
-    folder = saved({"w": whole("w", ROWS[:2], (0, 0, 2)), "v": whole("v", ROWS)}, validate_access_integrity=False)
-    target = {"w": whole("w", ROWS[:4]), "v": whole("v", torch.zeros(3))}
-    found = st.explain(target, folder)
-    assert found.gaps == (st.plans.Gap("w", (0, 0), 4000, 8000),)
-    with pytest.raises(ShapeError, match=r"checkpoint has \(300, 2000\)[\s\S]*4000 of 8000 elements are stored"):
-        st.load(target, folder)
 
 
 def test_missing_is_what_no_rank_asks_for() -> None:

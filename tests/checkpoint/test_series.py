@@ -273,18 +273,6 @@ def test_no_policy_removes_a_step_by_its_own_save(policy: str, way: str) -> None
     assert 120 not in POLICIES[policy](series.steps()), "the policy alone would drop it"
 
 
-def test_all_ranks_drop_together() -> None:
-    root = MemoryStorage()
-
-    def on_rank(world: World) -> Any:
-        series = st.CheckpointSeries(root, world=world)
-        for number in (1, 2, 3):
-            series.save(tree(world=world), number)
-        return series.drop_after(1), series.steps()
-
-    assert st.simulate(2, on_rank) == [((3, 2), st.CheckpointSeries(root).steps())] * 2
-
-
 def test_with_a_queue_saves_are_scheduled_and_the_policy_is_applied_at_each_commit(root: Storage) -> None:
     with st.AsyncCallsQueue() as queue:
         series = st.CheckpointSeries(root, keep=KEEP_LAST, queue=queue)
@@ -536,15 +524,6 @@ def test_dead_saves_are_cleaned_and_live_ones_are_not(live: bytes) -> None:
     release(SAVE_ID)
     assert series.clean() == ("step_00000004",)
     assert root.names() == ("step_00000001", "step_00000004")
-
-
-def test_folders_that_only_look_like_ours_are_left_alone(root: Storage) -> None:
-    series = saved(root, 1, 2)
-    root.make_folder(".step_00000001")
-    root.replace(".step_00000001/mine.txt", b"mine", durable=False)
-    series.remove(series.plan_removal(st.retention.keep_last(1)))
-    series.clean()
-    assert root.read(".step_00000001/mine.txt") == b"mine"
 
 
 def test_ranks_act_together() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.storage import BLOCK_BYTES
-from tests.checkpoint.parts import files as walk
 from tests.checkpoint.parts import folder_of
 
 
@@ -98,27 +96,3 @@ def test_a_cut_and_a_missing_file_are_named() -> None:
 def test_all_damage_is_listed_at_once() -> None:
     changed = {k: v for name in FILES if "index" not in name and "/" in name for k, v in flipped(name, 99).items()}
     assert len(st.verify(folder_with(changed))) == len(changed) == 3
-
-
-MIXED = [
-    (("torch_dist", 1), None),
-    (("dcp", 1), None),
-    (("torch_dist", 1), ("safetensors", 1)),
-    (("safetensors", 1), ("torch", 1)),
-]
-
-
-@pytest.mark.parametrize(("sharded", "common"), MIXED)
-def test_a_common_state_in_a_format_of_its_own_is_checked_too(sharded: Any, common: Any) -> None:
-    folder = st.storage.MemoryStorage()
-    numbers = list(range(1000, 2000))
-    shard = st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
-    st.save({"w": shard, "numbers": torch.tensor(numbers)}, folder, sharded, common)
-    assert st.verify(folder) == ()
-    needle = torch.tensor(numbers).numpy().tobytes()
-    (name,) = [name for name in walk(folder) if needle in folder.read(name)]
-    data = bytearray(folder.read(name))
-    data[data.index(needle) + 77] ^= 1
-    folder.write(name, [memoryview(bytes(data))], durable=False)
-    (damage,) = st.verify(folder)
-    assert damage.file == name

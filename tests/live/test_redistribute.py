@@ -30,10 +30,7 @@ from shardtree import (
     simulate,
 )
 from shardtree.errors import (
-    CheckpointingException,
-    IntegrityError,
     RemoteError,
-    RemoteMetadataError,
     ShapeError,
     WorldError,
 )
@@ -475,32 +472,6 @@ def test_another_plan_on_one_rank_is_an_error_on_all() -> None:
     assert failures(partial(on_rank, plan=plan_of(example()))) == [None] * RANKS
 
 
-def test_another_bound_on_one_rank_is_an_error_on_all() -> None:
-    case = example()
-
-    def on_rank(world: World) -> Any:
-        tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, max_bytes_in_flight=32 + world.rank)
-
-    for error in failures(on_rank):
-        assert isinstance(error, WorldError)
-        assert "rank 1: Options(max_bytes_in_flight=33" in str(error)
-
-
-def test_a_plan_for_ranks_that_there_arent_is_an_error_on_all_before_bytes_move() -> None:
-    case, moved = example(), []
-    plan = plan_of(replace(case, targets=case.targets | {RANKS + 2: {"w": columns(0, 2)}}))
-
-    def on_rank(world: World) -> Any:
-        tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, plan=plan, transport=lambda *buffers: moved.append(world.rank))
-
-    for error in failures(on_rank):
-        assert isinstance(error, WorldError)
-        assert f"of {RANKS}, hasn't\n    rank {RANKS + 2}\n" in str(error)
-    assert moved == []
-
-
 def test_an_exchange_that_fails_says_in_which_step() -> None:
     case = example()
 
@@ -548,35 +519,6 @@ def test_a_tree_that_the_plan_doesnt_know_is_an_error_on_all() -> None:
             assert isinstance(error, RemoteError)
             assert "the source tree of rank 1 isn't what the plan says" in error.failures[1]
             assert text in error.failures[1]
-
-
-def test_sources_with_other_plain_values_are_an_error_on_all() -> None:
-    case = example()
-
-    def on_rank(world: World) -> Any:
-        tree = case.sources[world.rank] | {"step": world.rank // 2} if world.rank < 3 else {}
-        return redistribute(tree, case.targets.get(world.rank), world=world)
-
-    for error in failures(on_rank):
-        assert isinstance(error, IntegrityError)
-        assert "tree['step']: ranks 0, 1 have 0, rank 2 has 1" in str(error)
-
-
-def test_what_nobody_gives_is_an_error_on_all() -> None:
-    case = example()
-    for error in failures(lambda world: redistribute(None, case.targets.get(world.rank), world=world)):
-        assert isinstance(error, CheckpointingException)
-        assert "'w'" in str(error)
-
-
-def test_a_bound_below_one_element_is_an_error_on_all() -> None:
-    case = example()
-
-    def on_rank(world: World) -> Any:
-        tree, target = case.sources.get(world.rank, {}), case.targets.get(world.rank)
-        return redistribute(tree, target, world=world, max_bytes_in_flight=3)
-
-    assert [type(error) for error in failures(on_rank)] == [RemoteMetadataError] * RANKS
 
 
 def test_what_fails_while_bytes_move_lets_nobody_wait() -> None:
