@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -17,7 +16,6 @@ from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.mapping import ShardedTensor, is_main_replica
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.testing import Layout, check_load_plan, cut, layouts, shapes
-from tests.trees.samples import assert_caught
 
 SMALL = shapes(max_axes=3, sizes=(1, 2, 3, 4, 0))
 DTYPES = st.sampled_from([torch.int8, torch.int16, torch.complex64])
@@ -81,22 +79,6 @@ def reads_every_byte_once(plan: Plan, request: Request, shortest_run: int) -> No
 @given(requests(), SHORTEST)
 def test_a_plan_reads_every_requested_byte_once_from_where_it_is(request: Request, shortest_run: int) -> None:
     reads_every_byte_once(plan_load, request, shortest_run)
-
-
-def test_reading_once_catches_a_run_that_is_a_byte_too_long() -> None:
-    def too_long(columns: ShardColumns, chunks: StoredChunks, *, shortest_run: int) -> LoadPlan:
-        found = plan_load(columns, chunks, shortest_run=shortest_run)
-        return replace(found, runs=replace(found.runs, length=found.runs.length + 1))
-
-    assert_caught(reads_every_byte_once, too_long, requests(), SHORTEST)
-
-
-def test_reading_once_catches_targets_in_the_order_of_the_file() -> None:
-    def in_file_order(columns: ShardColumns, chunks: StoredChunks, *, shortest_run: int) -> LoadPlan:
-        found = plan_load(columns, chunks, shortest_run=shortest_run)
-        return replace(found, runs=replace(found.runs, target_byte=np.sort(found.runs.target_byte)))
-
-    assert_caught(reads_every_byte_once, in_file_order, requests(), SHORTEST)
 
 
 @given(requests(complete=True), SHORTEST)

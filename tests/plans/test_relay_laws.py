@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shardtree
-from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, join_columns, mesh_columns, shard_columns
-from shardtree.mapping import ShardedTensor
 from shardtree.plans import ReshardPlan, Transfers, plan_reshard, with_relays
 from shardtree.plans.resharding._transfers import Routes, as_transfers
 from shardtree.testing import check_relayed, check_schedule, cut, layouts
@@ -238,30 +234,6 @@ def test_small_tensors_are_not_cut() -> None:
     assert np.bincount(passed_on.transfers.to_rank[first]).tolist() == [0, 2, 2, 2, 2]
 
 
-def elements(rank: int, start: int, stop: int, main: bool = True) -> dict[str, ShardedTensor]:
-    shard = ShardedTensor("w", torch.zeros(stop - start), torch.float32, (stop - start,), (12,), (start,), None, rank)
-    return {"w": replace(shard, replica_id=0 if main else 1)}
-
-
-def test_of_boxes_that_overlap_what_they_have_in_common_crosses_once() -> None:
-    target = {1: elements(1, 0, 8), 2: elements(2, 4, 12, main=False)}
-    plan = plan_reshard({0: elements(0, 0, 12)}, target)
-    passed_on = with_relays(plan, shortest_cut=1)
-    check_relayed(plan, passed_on)
-    assert (plan.leaving([0]), passed_on.leaving([0])) == (64, 48)
-    assert passed_on.links == {(0, 1): 24, (0, 2): 24, (1, 2): 8, (2, 1): 8}
-
-
-def test_a_second_shard_of_a_rank_is_copied_after_all_has_come() -> None:
-    twice = [elements(1, 0, 12)["w"], elements(1, 0, 12, main=False)["w"]]
-    plan = plan_reshard({0: elements(0, 0, 12)}, {1: twice, 2: elements(2, 0, 12, main=False)})
-    passed_on = with_relays(plan, shortest_cut=1)
-    assert passed_on.transfers.hop.max() == 2 and passed_on.check() == ()
-    check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=16))
-    early = replace(passed_on, transfers=replace(passed_on.transfers, hop=np.minimum(passed_on.transfers.hop, 1)))
-    assert "comes from a shard that doesn't have it yet" in str(early.check()[0])
-
-
 def test_a_rank_that_holds_it_already_takes_no_part() -> None:
     rows = columns_of(Mesh(dp=2, tp=2), PartitionSpec("tp"))
     plan = plan_reshard(rows, columns_of(Mesh(tp=2, dp=2), PartitionSpec("tp")))
@@ -269,9 +241,3 @@ def test_a_rank_that_holds_it_already_takes_no_part() -> None:
     assert all(
         (getattr(plan.transfers, name) == getattr(passed_on.transfers, name)).all() for name in ("hop", "source")
     )
-
-
-def test_a_shortest_cut_that_is_no_number_is_refused() -> None:
-    fraction: Any = 0.5
-    with pytest.raises(MetadataError, match="shortest_cut"):
-        shardtree.plans.with_relays(broadcast(), shortest_cut=fraction)

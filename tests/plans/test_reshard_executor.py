@@ -16,14 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardtree
 from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, shard
-from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
+from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.testing import (
     STORABLE_DTYPES,
     GlobalState,
     Layout,
     check_pure,
     check_reshard,
-    even_layout,
     global_states,
     glu,
     meshes,
@@ -258,17 +257,6 @@ def test_a_factory_gets_the_plain_values_that_it_built() -> None:
     assert found["f"].data.tolist() == [4.0, 4.0]
 
 
-def test_results_can_be_saved_and_resharded_again() -> None:
-    state = GlobalState({"w": torch.arange(12).view(4, 3)}, {"rng": [1, 2]}, {"step": 3})
-    rows, columns = ({"w": even_layout((4, 3), ranks, axis)} for ranks, axis in ((4, 0), (3, 1)))
-    found = shardtree.reshard(trees_of(state, rows), targets_of(state, columns))
-    again = shardtree.reshard(found, targets_of(state, rows))
-    assert outline([shardtree.trees.leaves_with_paths(tree) for tree in again]) == outline(
-        [shardtree.trees.leaves_with_paths(tree) for tree in trees_of(state, rows)]
-    )
-    check_way(through_files, found, targets_of(state, rows))
-
-
 def test_ranks_may_be_named_and_results_are_alike() -> None:
     whole = torch.arange(4.0)
     trees = {
@@ -340,38 +328,7 @@ def test_objects_go_by_rules() -> None:
         shardtree.reshard(trees, targets)
 
 
-def test_new_memory_is_made_by_the_callers_function() -> None:
-    made: list[tuple[Any, ...]] = []
-
-    def empty(shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        made.append((tuple(shape), dtype, str(device)))
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    shards = [{"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, dtype=torch.int8), (0, n, 2))} for n in (0, 1)]
-    shardtree.reshard(shards, [{"w": ShardedTensor("w", None, torch.int8, (4,), (4,), (0,), None)}], empty=empty)
-    assert made == [((4,), torch.int8, "cpu")]
-
-
 W = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    ("trees", "targets", "kind", "message"),
-    [
-        ({"w": W}, [{"w": W}], shardtree.errors.TreeError, "aren't ranks\n  'w'"),
-        ([], [{"w": W}], shardtree.errors.TreeError, "not a tree for each rank\n  found none"),
-        ([{"w": W}], W, shardtree.errors.TreeError, "found ShardedTensor"),
-        ([W], [{"w": W}], shardtree.errors.TreeError, "reshard: not a tree"),
-        ([{"w": replace(W, data=None)}], [{"w": W}], shardtree.CheckpointingException, r"'w' at tree\['w'\]"),
-        ([{"w": W, "o": {LocalNonpersistentObject(1)}}], [{}], shardtree.errors.UnsupportedValue, r"tree\['o'\]: set"),
-        ([{"w": W, "a": 1}, {"a": 2}], [{"w": W}], shardtree.errors.IntegrityError, "rank 0 has 1, rank 1 has 2"),
-        ([{"w": W}], [{"v": replace(W, key="v")}], shardtree.errors.KeyMismatch, "'v'"),
-        ([{"w": W, "x": [1]}], [{"w": W, "x": W}], shardtree.errors.TreeError, r"target\['x'\] doesn't fit"),
-    ],
-)
-def test_what_does_not_fit_is_an_error(trees: Any, targets: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        shardtree.reshard(trees, targets)
 
 
 def test_a_tensor_that_was_changed_is_an_error() -> None:

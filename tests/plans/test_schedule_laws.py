@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns, TensorKind, join_columns, mesh_columns, shard_columns
 from shardtree.plans import ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 from shardtree.plans.resharding._schedule import fill, schedule_transfers
@@ -233,25 +232,6 @@ def test_large_elements_beside_small_ones_are_not_cut() -> None:
     schedule = schedule_transfers(transfers, item, max_bytes_in_flight=35)
     assert (schedule.nbytes == (schedule.stop - schedule.start) * item[schedule.transfer]).all()
     assert schedule.nbytes.sum() == transfers.nbytes.sum()
-
-
-def test_a_plan_in_which_nothing_moves_has_no_steps() -> None:
-    rows = columns_of(Mesh(tp=4), PartitionSpec("tp"))
-    schedule = plan_reshard(rows, rows).schedule(max_bytes_in_flight=4)
-    assert schedule.steps == len(schedule) == 0
-
-
-@pytest.mark.parametrize("room", [0, -1, 3, 1.5, True])
-def test_a_bound_that_holds_no_element_is_refused(room: Any) -> None:
-    with pytest.raises(MetadataError, match="max_bytes_in_flight"):
-        exchange().schedule(max_bytes_in_flight=room)
-
-
-def test_an_element_fits_a_bound_of_its_size() -> None:
-    plan = exchange()
-    schedule = plan.schedule(max_bytes_in_flight=4)
-    check_schedule(plan, schedule)
-    assert set(schedule.nbytes) == {4}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, select_rows, shard_columns
 from shardtree.mapping import ShardedTensor
-from shardtree.plans import level_writes, main_writes
+from shardtree.plans import level_writes
 from shardtree.testing import check_writes, cut, layouts, shapes
 from tests.trees.samples import assert_caught
 
@@ -45,20 +45,6 @@ def test_each_shard_is_written_once_and_writers_are_level(case: Case) -> None:
     share_the_work(level_writes, case)
 
 
-def replicated(sizes: list[int]) -> Case:
-    """Return three ranks that hold the same tensors of float32."""
-    shards = [
-        [ShardedTensor.from_rank_offsets(f"w{n}", torch.zeros(size), replica_id=rank) for n, size in enumerate(sizes)]
-        for rank in range(3)
-    ]
-    return join_columns([shard_columns(part, rank) for rank, part in enumerate(shards)]), 3
-
-
-def test_level_writes_catch_the_main_replica_that_writes_all() -> None:
-    cases = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(replicated)
-    assert_caught(share_the_work, lambda columns, _: main_writes(columns), cases)
-
-
 def box(columns: ShardColumns, row: int) -> tuple[object, ...]:
     spans = zip(columns.offset[row].tolist(), columns.shape[row].tolist(), strict=True)
     return int(columns.key[row]), *spans, int(columns.start[row])
@@ -87,18 +73,6 @@ def test_the_order_law_catches_the_first_holder_that_comes() -> None:
         return np.array([boxes[row] not in boxes[:row] for row in range(len(boxes))], dtype=np.bool_)
 
     assert_caught(do_not_depend_on_order, first_that_comes, held(), st.randoms(use_true_random=False))
-
-
-@given(held())
-def test_without_an_exchange_the_main_replicas_are_written(case: Case) -> None:
-    columns, _ = case
-    assert main_writes(columns).tolist() == columns.main.tolist()
-
-
-def test_equal_replicas_of_equal_tensors_are_dealt_to_and_fro() -> None:
-    columns, ranks = replicated([4] * 6)
-    writers = {int(columns.key[row]): int(columns.rank[row]) for row in np.flatnonzero(level_writes(columns, ranks))}
-    assert writers == dict(enumerate((0, 1, 2, 2, 1, 0)))
 
 
 def test_nothing_is_dealt_to_nobody() -> None:
