@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.layouts import Coverage, Mesh, PartitionSpec, coverage, layout_of
+from shardtree.layouts import Coverage, coverage
 from shardtree.mapping import ShardedTensor, is_main_replica
 from shardtree.testing import Layout, cut, layouts, shapes
 from tests.trees.samples import assert_caught
@@ -63,17 +63,3 @@ def test_the_law_catches_replicas_that_count() -> None:
         return coverage([[replace(shard, replica_id=0) for shard in own] for own in ranks])
 
     assert_caught(check_counts, with_replicas, LAYOUTS, FATES)
-
-
-def test_the_table_begins_with_what_is_wrong() -> None:
-    tree = {f"a{number:02}": torch.zeros(2) for number in range(20)} | {"w": torch.zeros(4, 3)}
-    told = coverage(layout_of(tree, Mesh(tp=2), PartitionSpec("tp")))
-    lines = str(told).splitlines()
-    assert lines[0].split() == ["tensor", "shape", "once", "twice", "not", "copies"]
-    assert lines[-1] == "and 11 more" and len(lines) == 12
-    columns = layout_of(tree, Mesh(tp=2), PartitionSpec("tp"))
-    broken = coverage(replace(columns, main=columns.main & ((columns.key != 20) | (columns.rank == 0))))
-    lines = str(broken).splitlines()
-    assert lines[1].split() == ["w", "(4,", "3)", "float32", "6", "0", "6", "1"]
-    assert "[2:4, 0:3] has no main replica (6 of 12 elements); only other replicas: rank 1" in lines[-1]
-    assert str(coverage([{}])) == "tensor  shape  once  twice  not  copies"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,22 +82,6 @@ def test_a_regular_grid_has_its_own_counts(counts: list[int]) -> None:
     places = list(np.ndindex(*counts))
     (grid,) = grids_of([[([2 * index for index in place], [2] * len(counts), -1) for place in places]])
     assert grid == Grid("whole" if len(places) == 1 else "regular", tuple(counts), len(places))
-
-
-@pytest.mark.parametrize(
-    ("boxes", "expected"),
-    [
-        ([((), (), -1)], Grid("whole", (), 1)),
-        ([((0, 0), (24, 5), -1), ((24, 0), (6, 5), -1)], Grid("uneven", (2, 1), 2)),
-        (
-            [((0, 0), (1, 2), -1), ((0, 2), (2, 1), -1), ((1, 0), (1, 1), -1), ((1, 1), (1, 1), -1)],
-            Grid("irregular", (), 4),
-        ),
-        ([((0,), (8,), 0), ((0,), (8,), 3)], Grid("flat", (), 2)),
-    ],
-)
-def test_plain_cases(boxes: list[Box], expected: Grid) -> None:
-    assert grids_of([boxes]) == [expected]
 
 
 def test_a_tensor_without_chunks_is_empty() -> None:

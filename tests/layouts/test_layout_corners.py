@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardtree.errors import ShapeError
 from shardtree.layouts import (
     AxisSplit,
     Coverage,
     Mesh,
-    ObjectColumns,
     PartitionSpec,
     Problem,
     ShardColumns,
@@ -47,13 +45,12 @@ from shardtree.layouts import (
     write_problems,
 )
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.objects import held_arrays, reshard_objects
+from shardtree.objects import reshard_objects
 
 FULL = torch.arange(24.0).reshape(4, 6)
 W = ShardedTensor.from_rank_offsets("w", FULL)
 SCALAR = ShardedTensor.from_rank_offsets("s", torch.tensor(1.0))
 KIND = TensorKind(torch.float32, (4, 6), 0)
-ONE_VALUE = TensorKind(torch.int8, (), 0)
 MESH, ROWS = Mesh(dp=2, tp=2), PartitionSpec("tp")
 
 
@@ -112,15 +109,6 @@ def test_is_regular_catches_floats_and_lost_axes() -> None:
             is_regular(broken, 2)
 
 
-def test_a_shard_that_is_not_flat_has_no_range() -> None:
-    columns = shard_columns([W, SCALAR], 2)
-    assert (columns.keys, columns.key.tolist(), columns.rank.tolist()) == (("s", "w"), [1, 0], [2, 2])
-    assert columns.start.tolist() == columns.stop.tolist() == [-1, -1]
-    assert (columns.offset.tolist(), columns.shape.tolist()) == ([[0, 0], [0, 0]], [[4, 6], [1, 1]])
-    assert columns.elements.tolist() == [24, 1]
-    assert columns.item_size.tolist() == [4, 4]
-
-
 def test_nobody_has_no_problems_and_no_chunks() -> None:
     assert access_problems(join_columns([])) == write_problems(join_columns([])) == ()
     assert object_problems(join_objects([])) == kind_problems([]) == sharding_problems([]) == ()
@@ -159,23 +147,6 @@ def test_three_problems_of_a_key_are_listed() -> None:
     ]
     assert problem_lines([Problem(("a", 0), (1, 2, 4), "differs")]) == ["tree['a'][0] (ranks 1, 2, 4): differs"]
     assert problem_lines([]) == []
-
-
-def test_ranks_that_disagree_about_a_tensor_keep_the_others_apart() -> None:
-    other = ShardedTensor.from_rank_offsets("b", FULL[:2])
-    parts = [
-        shard_columns([ShardedTensor.from_rank_offsets(key, FULL) for key in "abc"], 0),
-        shard_columns([other, replace(other, key="d")], 1),
-    ]
-    found = sharding_problems(parts)
-    assert [(problem.key, problem.ranks) for problem in found] == [("b", (0, 1))]
-    assert "one global shape" in found[0].fix
-    short = replace(other, key="c", global_shape=(4, 6), axis_fragmentations=(2, 1), replica_id=1)
-    doubled = shard_columns([short, replace(short, replica_id=0, key="a"), other], 1)
-    assert [(problem.key, problem.what[:10]) for problem in sharding_problems([parts[0], doubled])] == [
-        ("b", "(4, 6) flo"),
-        ("a", "[0:2, 0:6]"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -273,13 +244,6 @@ def test_one_key_may_stand_for_a_tensor_with_and_without_data() -> None:
         assert [trees[1][path].replica_id for path in "ab"] == [0, 2]
 
 
-def test_a_rank_with_several_boxes_has_no_memory_where_none_is_asked_for() -> None:
-    spec = PartitionSpec((AxisSplit("tp", 2),))
-    (factory, _) = (tree["w"] for tree in abstract({"w": torch.zeros(8, 6)}, Mesh(tp=2), spec))
-    assert isinstance(factory, ShardedTensorFactory)
-    assert factory.data.is_meta and tuple(factory.data.shape) == (4, 6) and factory.data.dtype == torch.float32
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_boxes_of_a_part_are_padded_as_the_part_is(padded: bool) -> None:
     for spec in (PartitionSpec((AxisSplit("tp", 2),)), ROWS):
@@ -291,44 +255,6 @@ def test_the_boxes_of_a_part_are_padded_as_the_part_is(padded: bool) -> None:
             (padded, torch.int8, None)
         ] * len(shards)
     assert not rank_leaf("w", None, torch.int8, part).allow_shape_mismatch  # type: ignore[union-attr]
-
-
-def test_an_open_last_size_ends_with_its_last_object() -> None:
-    items = [
-        ShardedObject("o", number, (2, 1, -1), place) for number, place in enumerate([(0, 0, 3), (1, 0, 1), (0, 0, 0)])
-    ]
-    held = held_arrays(items)["o"]
-    assert held.all_shapes == ((2, 1, 4),) and held.shapes == {(2, 1, -1): (2, 1, 4)}
-    assert held.shape_as((2, 1, -1)) == (2, 1, 4) == held.shape_as((2, 1, 4))
-    assert held.shape_as((2, 1, 5)) is None
-    assert {cell: item.data for cell, item in held.mains[2, 1, 4].items()} == {(0, 0, 3): 0, (1, 0, 1): 1, (0, 0, 0): 2}
-    assert isinstance(object_columns(items), ObjectColumns)
-    (problem,) = (
-        each for each in object_problems(object_columns(items)) if each.box == (slice(1, 2), slice(0, 1), slice(2, 4))
-    )
-    assert "of 8 objects" in problem.what
-
-
-def test_flat_data_of_a_whole_tensor_gets_its_shape() -> None:
-    flat = ShardedTensor.from_rank_offsets_flat("f", torch.arange(24.0), (4, 6), flattened_range=slice(0, 24))
-    assert torch.equal(unshard([{"f": flat, "w": W}])["f"], FULL)
-    assert unshard([{"w": W}])["w"] is FULL
-
-
-def test_copies_are_taken_from_the_first_ranks_where_there_is_no_main_one() -> None:
-    halves = [
-        [ShardedTensor.from_rank_offsets("w", FULL[:2] + rank, (0, 0, 2), replica_id=rank + 1)] for rank in (0, 1)
-    ]
-    rest = [[ShardedTensor.from_rank_offsets("w", FULL[2:], (0, 1, 2))]]
-    assert unshard([{"w": own[0]} for own in halves + rest])["w"][0, 0] == 0
-    main = [{"w": W}, {"w": replace(W, data=FULL + 1, replica_id=1)}]
-    assert unshard(main)["w"][0, 0] == 0 == unshard(main[::-1])["w"][0, 0]
-
-
-def test_columns_of_other_widths_are_widened_with_axes_of_one_index() -> None:
-    columns = join_columns([shard_columns([SCALAR]), shard_columns([W], 1)])
-    assert (columns.offset.tolist(), columns.shape.tolist()) == ([[0, 0], [0, 0]], [[1, 1], [4, 6]])
-    assert (columns.rank.tolist(), columns.key.tolist()) == ([0, 1], [0, 1])
 
 
 def test_a_single_element_beyond_the_tensor_is_told() -> None:
@@ -363,15 +289,6 @@ def test_shards_without_elements_need_no_data() -> None:
     assert torch.equal(unshard([{"w": W}, {"w": nothing}])["w"], FULL)
 
 
-def test_flat_ranges_of_several_rows_are_put_together() -> None:
-    ranges = [slice(0, 9), slice(9, 24)]
-    trees = [
-        {"w": ShardedTensor.from_rank_offsets_flat("w", FULL.reshape(-1)[span], (4, 6), flattened_range=span)}
-        for span in ranges
-    ]
-    assert torch.equal(unshard(trees)["w"], FULL)
-
-
 def test_all_tensors_with_problems_are_in_the_table_of_a_coverage() -> None:
     one = ShardedTensor.from_rank_offsets("z", torch.zeros(1))
     others = [ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "abcdefghijkl"]
@@ -380,15 +297,6 @@ def test_all_tensors_with_problems_are_in_the_table_of_a_coverage() -> None:
     halves = [replace(shard, global_shape=(4,), axis_fragmentations=(2,)) for shard in others]
     lines = str(coverage([{shard.key: shard for shard in halves}])).splitlines()
     assert [line[0] for line in lines[1:13]] == list("abcdefghijkl")
-
-
-def test_a_coverage_counts_parts_of_flat_ranges() -> None:
-    part = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(5), (4, 6), flattened_range=slice(5, 10))
-    rest = ShardedTensor.from_rank_offsets_flat("w", torch.zeros(12), (4, 6), flattened_range=slice(12, 24))
-    found = coverage([{"a": part}, {"a": rest}])
-    assert (found.once.tolist(), found.missing.tolist(), found.twice.tolist()) == ([17], [7], [0])
-    layout = mesh_columns(dict.fromkeys("abc", KIND), MESH, dict.fromkeys("abc", ROWS))
-    assert coverage(select_rows(layout, np.flatnonzero(layout.key < 2))).copies.tolist() == [2, 2, 0]
 
 
 def flat_in(rows: tuple[int, int], stop: int, key: str = "w", size: int = 4) -> ShardedTensor:
@@ -404,11 +312,6 @@ def flat_in(rows: tuple[int, int], stop: int, key: str = "w", size: int = 4) -> 
         flattened_range=slice(0, stop),
         allow_shape_mismatch=True,
     )
-
-
-def test_flat_ranges_of_boxes_that_overlap_are_told_as_boxes() -> None:
-    columns = shard_columns([flat_in((0, 3), 16), flat_in((2, 4), 12)])
-    assert [(problem.box, problem.flat) for problem in access_problems(columns)] == [((slice(2, 3), slice(0, 4)), None)]
 
 
 def test_flat_ranges_are_told_as_such_beside_tensors_that_are_padded() -> None:
@@ -443,11 +346,3 @@ def test_equal_tensors_may_have_one_key() -> None:
 
 def test_a_rank_s_own_abstract_tree_has_the_keys_that_are_asked_for() -> None:
     assert abstract_at({"a": FULL}, MESH, ROWS, 1, key=lambda path: f"own.{path[0]}")["a"].key == "own.a"
-
-
-def test_a_part_of_several_boxes_is_told_by_its_key() -> None:
-    part = mesh_shard((8, 6), Mesh(tp=2), PartitionSpec((AxisSplit("tp", 2),)), 1)
-    assert part is not None
-    made = rank_leaf("own", None, torch.float32, part)
-    with pytest.raises(ShapeError, match=r"^'own': not the rank's own part"):
-        replace(made, data=torch.zeros(3, 6)).build()  # type: ignore[union-attr]

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from shardtree.errors import IntegrityError
-from shardtree.layouts import Problem, join_objects, object_columns, object_problems, raise_problems
+from shardtree.layouts import Problem, join_objects, object_columns, object_problems
 from shardtree.mapping import ShardedObject, is_main_replica
 from tests.trees.samples import assert_caught
 
@@ -71,34 +70,9 @@ def test_the_law_sees_ranks_without_faults(held: bool) -> None:
     find(objects(), lambda ranks: any(ranks) == held and problems_of(ranks) == (), settings=of_interest)
 
 
-def test_a_missing_object_is_named_with_its_neighbours() -> None:
-    ranks = [[ShardedObject("rng", None, (4,), (cell,))] for cell in (0, 1, 3)]
-    assert list(map(str, problems_of(ranks))) == [
-        "'rng' (ranks 1, 2): [2:3] has no main replica (1 of 4 objects); beside it: rank 1 [1:2], rank 2 [3:4]"
-    ]
-
-
-def test_an_object_that_only_has_other_replicas_and_one_with_two_mains() -> None:
-    ranks = [[ShardedObject("rng", None, (2,), (0,)), ShardedObject("rng", None, (2,), (1,), 1)]] * 2
-    assert list(map(str, problems_of(ranks))) == [
-        "'rng' (ranks 0, 1): [1:2] has no main replica (1 of 2 objects); "
-        "only other replicas: rank 0 [1:2], rank 1 [1:2]",
-        "'rng' (ranks 0, 1): [0:1] is held by more than one main replica (1 of 2 objects): rank 0 [0:1], rank 1 [0:1]",
-    ]
-
-
 def test_an_array_of_unknown_size_ends_with_its_last_object() -> None:
     known = [ShardedObject.empty_from_unique_key(f"rng/shard_1.{cell}_2") for cell in (0, 2)]
     assert [problem.box for problem in problems_of([known])] == [
         (slice(0, 1), slice(0, 3)),
         (slice(1, 2), slice(1, 2)),
     ]
-
-
-def test_nobody_holds_any_object() -> None:
-    assert problems_of([]) == problems_of([[], []]) == ()
-
-
-def test_the_error_says_that_it_is_about_objects() -> None:
-    with pytest.raises(IntegrityError, match=r"each object of a global array(.|\n)*'rng'(.|\n)*offsets"):
-        raise_problems(problems_of([[ShardedObject("rng", None, (2,), (0,))]]))

