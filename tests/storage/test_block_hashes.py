@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.geometry import Column
-from shardtree.storage import BLOCK_BYTES, BlockHasher, block_count, block_hashes, hash_column, hashed
+from shardtree.storage import BLOCK_BYTES, BlockHasher, block_count, block_hashes
 from shardtree.storage._blocks import missing
 from tests.trees.samples import assert_caught
 
@@ -66,14 +65,6 @@ def test_block_hashes_catch_one_hash_a_buffer() -> None:
     assert_caught(hashes_blocks, by_buffer, LENGTHS, CUTS)
 
 
-@given(LENGTHS, CUTS)
-def test_bytes_on_their_way_to_a_file_are_passed_on_as_they_are(length: int, cuts: list[int]) -> None:
-    hasher = BlockHasher()
-    data = FILE[:length]
-    assert b"".join(hashed(parts(data, cuts), hasher)) == data
-    assert [int(number) for number in hash_column(hasher)] == expected(data)
-
-
 def knows_what_it_saw_whole(make: Callable[[int], BlockHasher], length: int, spans: list[Span]) -> None:
     """Show byte ranges in any order: known hashes are right, and a block that one range holds whole is known."""
     data, right = FILE[:length], expected(FILE[:length])
@@ -101,27 +92,6 @@ def test_byte_ranges_catch_a_hasher_that_takes_a_jump_for_a_continuation() -> No
             super().update(buffer, None)
 
     assert_caught(knows_what_it_saw_whole, Jumping, LENGTHS, SPANS)
-
-
-def test_a_byte_range_that_goes_on_where_the_last_one_ended_completes_its_block() -> None:
-    hasher = BlockHasher(len(FILE))
-    middle = BLOCK_BYTES + 5
-    hasher.update(memoryview(FILE)[BLOCK_BYTES:middle], BLOCK_BYTES)
-    assert not hasher.hashes
-    hasher.update(memoryview(FILE)[middle : 2 * BLOCK_BYTES], middle)
-    assert hasher.hashes == {1: expected(FILE)[1]}
-
-
-def test_a_byte_range_from_the_middle_leaves_its_first_block_out() -> None:
-    hasher = BlockHasher(len(FILE))
-    hasher.update(memoryview(FILE)[5:], 5)
-    assert hasher.hashes == dict(list(enumerate(expected(FILE)))[1:])
-
-
-@pytest.mark.parametrize("length", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1])
-def test_lengths_about_one_block(length: int) -> None:
-    hashes_blocks(ours, length, [])
-    hashes_blocks(ours, length, [0, 0, length, length])
 
 
 SPANS = st.lists(st.tuples(LENGTHS, near_blocks(2 * BLOCK_BYTES)), max_size=8)

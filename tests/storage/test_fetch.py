@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -15,14 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.errors import CorruptCheckpoint, MetadataError, StorageError
+from shardtree.errors import CorruptCheckpoint, MetadataError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.storage import (
     BLOCK_BYTES,
     FsspecStorage,
-    LocalStorage,
     MemoryStorage,
     ReadReport,
     StoredFile,
@@ -211,10 +209,6 @@ def test_checking_all_finds_any_flip_in_a_block_that_columns_are_read_from(flip:
     fetched(source, plan, [int(columns.elements[0]) * 4], None)
 
 
-def test_two_targets_that_want_the_same_bytes_get_them() -> None:
-    fills_targets([((0, ROWS), (0, COLUMNS))] * 2 + [((300, 301), (0, COLUMNS))], 1, "whole")
-
-
 def test_a_file_without_hashes_is_read_unchecked() -> None:
     source = replace(stored(), file=replace(stored().file, hashes=None))
     columns = request([((0, ROWS), (0, COLUMNS))])
@@ -231,33 +225,10 @@ def test_a_file_of_another_length_is_corrupt(change: int, verify: Verify) -> Non
         fetched(replace(source, file=file), plan_load(columns, source.chunks), [COLUMNS * 4], verify)
 
 
-def test_a_missing_file_is_a_storage_error() -> None:
-    source, columns = stored(), request([((0, 1), (0, COLUMNS))])
-    source.storage.remove("f")
-    with pytest.raises(StorageError, match="memory:f"):
-        fetched(source, plan_load(columns, source.chunks), [COLUMNS * 4], "whole")
-
-
 def test_a_plan_that_reads_nothing_opens_nothing() -> None:
     none = np.zeros(0, dtype=np.int64)
     plan = runs_plan(Runs(none, none, none, none, none))
     assert fetch(MemoryStorage(), {}, plan, []) == ReadReport()
-
-
-@pytest.mark.parametrize("first", [0, 16, 5, 8])
-@pytest.mark.parametrize("item", [1, 2, 4, 8, 16])
-def test_columns_of_every_item_size_at_any_byte(item: int, first: int, tmp_path: Path) -> None:
-    dtype = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64, 16: torch.complex128}[item]
-    whole = random_bits((50, 6), dtype, seed=3)
-    storage = LocalStorage(tmp_path)  # which maps files: bytes lie in memory as they do in the file
-    data = bytes(first) + whole.view(torch.uint8).numpy().tobytes()
-    storage.write("f", [memoryview(data)], durable=False)
-    columns = shard_columns([ShardedTensor("w", None, dtype, (48, 3), (50, 6), (1, 2), None)])
-    plan = plan_load(columns, one_chunk((50, 6), first))
-    assert plan.strided.file.size == 1
-    memory = torch.zeros(48 * 3 * item, dtype=torch.uint8)
-    fetch(storage, {0: StoredFile("f", len(data), None)}, plan, [memory])
-    assert memory.numpy().tobytes() == whole[1:49, 2:5].contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_columns_of_one_tensor_fetch_no_other_tensor_and_nothing_twice() -> None:

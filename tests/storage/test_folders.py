@@ -8,24 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from shardtree.errors import StorageError
 from shardtree.storage import (
     FsspecStorage,
     LocalStorage,
     MemoryStorage,
     Storage,
     folder_in,
-    is_folder,
     is_link,
     is_same_place,
     make_folder,
-    move,
     remove_files,
-    remove_folder,
     storage_at,
-    sync_folder,
     wrapped,
-    write_parts,
 )
 from shardtree.testing import watched
 
@@ -40,30 +34,6 @@ def whole(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
         "watched": watched(MemoryStorage()),
         "objects": storage_at(f"memory://{tmp_path.name}"),
     }[request.param]
-
-
-def test_a_folder_of_a_storage_is_a_storage(whole: Storage) -> None:
-    folder = folder_in(whole, "a")
-    assert not is_folder(folder) and folder.names() == ()
-    make_folder(folder, "b")
-    assert folder.write("b/x.bin", [memoryview(b"abc")], durable=False) == 3
-    write_parts(folder, "y.bin", 2, [(0, memoryview(b"yz"))], durable=False)
-    folder.replace("z.txt", b"z", durable=False)
-    move(folder, "z.txt", "w.txt")
-    assert whole.read("a/b/x.bin") == folder.read("b/x.bin") == b"abc"
-    assert folder.names() == ("b", "w.txt", "y.bin") == whole.names("a")
-    assert (folder.length("y.bin"), folder.length("z.txt"), is_folder(folder, "b")) == (2, None, True)
-    assert folder.changed("w.txt") == whole.changed("a/w.txt")
-    assert folder.where("w.txt") == whole.where("a/w.txt")
-    with folder.open("b/x.bin") as reader:
-        assert reader.length == 3
-    folder.remove("b/x.bin")
-    remove_folder(folder, "b")
-    sync_folder(folder)
-    assert folder.names() == ("w.txt", "y.bin")
-    for leaving in ("../other", "/other"):
-        with pytest.raises(StorageError, match="would leave the folder"):
-            folder.read(leaving)
 
 
 def test_a_folder_of_the_same_place_is_the_same() -> None:

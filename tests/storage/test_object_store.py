@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import AlreadyACheckpoint, CheckpointReplaced, CorruptCheckpoint, StorageError
+from shardtree.errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError
 from shardtree.storage import (
     ObjectStorage,
     SizedBuffers,
@@ -177,7 +177,7 @@ def test_a_conversion_reads_each_side_once_by_large_requests(server: Server) -> 
     assert sum(sizes) < 2 * 2**25 + 2**20
 
 
-def test_async_saves_converts_series_and_slices(server: Server, tmp_path: Path) -> None:
+def test_async_saves_converts_and_slices(server: Server, tmp_path: Path) -> None:
     with st.AsyncCallsQueue() as queue:
         queue.schedule_async_request(st.save(tree(), ROOT, async_sharded_save=True))
     assert loaded() == (1.0, 7)
@@ -186,12 +186,6 @@ def test_async_saves_converts_series_and_slices(server: Server, tmp_path: Path) 
     assert torch.equal(st.load_plain_tensors(tmp_path / "back")["w"], tree()["w"].data)
     assert torch.equal(st.open_checkpoint(ROOT)["w"].data[3:5, 2:9].read(), tree()["w"].data[3:5, 2:9])
     assert st.verify(ROOT) == ()
-    series = st.CheckpointSeries(f"{ROOT}/series")
-    for step in (1, 2, 3):
-        series.save(tree(float(step)), step)
-    assert series.remove(series.plan_removal(st.retention.keep_last(1))) == (1, 2)
-    assert [each.number for each in series.steps()] == [3] and loaded(series.at()) == (3.0, 7)
-    assert {name.split("/")[2] for name in server.store.objects if "/series/" in name} == {"step_00000003"}
 
 
 @given(data=some.data())
@@ -335,20 +329,6 @@ def test_a_forked_child_is_told_rather_than_left_waiting(server: Server) -> None
 
 
 # -- one winner
-
-
-def test_of_two_savers_one_wins_and_the_other_is_told(server: Server) -> None:
-    first_save = st.save(tree(1.0), at(), async_sharded_save=True)
-    second = st.save(tree(2.0), at(), async_sharded_save=True)
-    second.execute_sync()
-    with pytest.raises(AlreadyACheckpoint):
-        first_save.execute_sync()
-    assert loaded(at()) == (2.0, 7)
-    over = [st.save(tree(value), at(), async_sharded_save=True, overwrite=True) for value in (3.0, 4.0)]
-    over[0].execute_sync()
-    with pytest.raises(CheckpointReplaced):
-        over[1].execute_sync()
-    assert loaded(at()) == (3.0, 7)
 
 
 def test_a_commit_that_took_effect_is_a_success_whatever_was_answered(server: Server) -> None:

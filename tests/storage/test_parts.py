@@ -114,14 +114,6 @@ def test_neighbours_in_thousands_and_a_large_part(shared: Storage) -> None:
     assert shared.read("f") == data
 
 
-def test_bytes_that_nobody_writes(shared: Storage) -> None:
-    write_parts(shared, "new", 4, [(2, memoryview(b"x"))], durable=False)
-    assert shared.read("new") == b"\0\0x\0"
-    shared.write("old", [memoryview(b"abcdef")], durable=False)
-    write_parts(shared, "old", 4, [(2, memoryview(b"x"))], durable=False)
-    assert shared.read("old") == b"abxd"
-
-
 def test_a_reader_of_the_old_length_isnt_disturbed(shared: Storage) -> None:
     shared.write("f", [memoryview(b"abc")], durable=False)
     with shared.open("f") as reader:
@@ -138,30 +130,11 @@ def test_a_part_that_reaches_beyond_the_file_is_refused(storage: Storage, byte: 
         write_parts(storage, "f", 3, [(byte, memoryview(b"xy"))], durable=False)
 
 
-@pytest.mark.parametrize("data", [b"", b"abc", b"abcdefgh"])
-def test_one_writer_of_the_whole_writes_everywhere(storage: Storage, data: bytes) -> None:
-    ranges = list(pairwise(sorted({0, len(data) // 2, len(data)})))
-    write_parts(storage, "f", len(data), parts_of(data, ranges), durable=True)
-    assert storage.read("f") == data
-
-
 @pytest.mark.parametrize("ranges", [[], [(0, 2)], [(1, 3)], [(0, 1), (2, 3)], [(2, 3), (0, 2)]])
 def test_a_store_without_places_says_what_to_do(remote: Storage, ranges: list[tuple[int, int]]) -> None:
     with pytest.raises(StorageError, match=r"(?s)f' in parts.*found byte.*Save from one process, in another format"):
         write_parts(remote, "f", 3, parts_of(b"abc", ranges), durable=False)
     assert remote.length("f") is None
-
-
-def test_a_name_that_climbs_out_is_refused(storage: Storage) -> None:
-    storage.write("f", [memoryview(b"x")], durable=False)
-    calls = (
-        partial(write_parts, storage, "../f", 1, [(0, memoryview(b"x"))], durable=False),
-        partial(storage.move, "../f", "g"),
-        partial(storage.move, "f", "../g"),
-    )
-    for call in calls:
-        with pytest.raises(StorageError, match="would leave the folder"):
-            call()
 
 
 def test_an_error_between_parts_comes_through_as_it_is(storage: Storage) -> None:
@@ -171,17 +144,6 @@ def test_an_error_between_parts_comes_through_as_it_is(storage: Storage) -> None
 
     with pytest.raises(KeyError, match="mine"):
         write_parts(storage, "f", 6, broken(), durable=False)
-
-
-def test_a_moved_file_has_its_new_name_only(storage: Storage) -> None:
-    make_folder(storage, "a")
-    storage.write("a/f", [memoryview(b"new")], durable=False)
-    storage.write("g", [memoryview(b"the old one")], durable=False)
-    move(storage, "a/f", "g")
-    assert storage.read("g") == b"new"
-    assert storage.length("a/f") is None
-    with pytest.raises(StorageError, match="a/f"):
-        move(storage, "a/f", "h")
 
 
 def test_a_watched_write_that_breaks_off_leaves_half() -> None:

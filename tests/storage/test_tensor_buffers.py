@@ -101,12 +101,6 @@ def test_a_contiguous_tensor_is_not_copied() -> None:
     assert (part.nbytes, bytes(part)) == (16, bits(tensor[2:4]))
 
 
-def test_a_single_element_may_keep_its_stride() -> None:
-    tensor = torch.arange(8)[4::4]
-    assert (tensor.stride(), tensor.is_contiguous()) == ((4,), True)
-    are_its_bytes(tensor_buffers, tensor)
-
-
 def test_a_gradient_does_not_stand_in_the_way() -> None:
     weight = torch.nn.Parameter(torch.randn(3, 2))
     are_its_bytes(tensor_buffers, weight)

@@ -9,11 +9,22 @@ from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from shardtree.errors import StorageError
-from shardtree.storage import BytesReader, Entry, MemoryStorage, Storage, folder_in, make_folder, wrapped
+from shardtree.storage import (
+    BytesReader,
+    Entry,
+    LocalStorage,
+    MemoryStorage,
+    Storage,
+    folder_in,
+    make_folder,
+    storage_at,
+    wrapped,
+)
 from shardtree.testing import check_storage, watched
 from tests.storage.storages import STORAGES
 
@@ -28,9 +39,17 @@ def test_our_storages_keep_their_promises(kind: str, tmp_path: Path) -> None:
     check_storage(new_storage)
 
 
-def test_so_do_wrapped_ones_and_folders_in_them() -> None:
+def test_so_do_wrapped_ones_and_folders_in_them(tmp_path: Path) -> None:
     check_storage(lambda: watched(MemoryStorage()))
-    check_storage(lambda: folder_in(MemoryStorage(), "deep/folder"))
+    places = [MemoryStorage, lambda: LocalStorage(mkdtemp(dir=tmp_path)), lambda: storage_at(f"memory://{uuid4().hex}")]
+    for place in places:
+        check_storage(lambda place=place: deep_in(place()))
+
+
+def deep_in(storage: Storage) -> Storage:
+    folder = folder_in(storage, "deep/folder")
+    make_folder(folder, durable=False)
+    return folder
 
 
 MINIMAL = ("write", "replace", "open", "read", "length", "names", "remove", "changed", "where")

@@ -223,12 +223,6 @@ def cut_at_64_kib(shard: ShardedTensor) -> ShardedTensor:
     return replace(shard, data=data)
 
 
-def of_rank_10(pending: PendingSave, shards: Any) -> AsyncRequest[Any]:
-    """Take the tenth rank's file for another one, as who sorts the names 1, 10, 2."""
-    flipped = [replace(shard, data=shard.data.flip(-1)) for shard in shards] if pending.world.rank == 10 else shards
-    return native(Save)(pending, flipped)
-
-
 def one_for_each_memory(shards: list[Any]) -> list[Any]:
     """Write one of all tensors that begin at one place in memory."""
     first: dict[Any, Any] = {}
@@ -238,10 +232,6 @@ def one_for_each_memory(shards: list[Any]) -> list[Any]:
             if data.numel() >= shard.data.numel():
                 shards[number] = replace(shard, data=data.reshape(-1)[: shard.data.numel()].view(shard.data.shape))
     return shards
-
-
-def without_conjugation(shard: ShardedTensor) -> ShardedTensor:
-    return replace(shard, data=shard.data.conj()) if shard.data.is_conj() else shard
 
 
 def remembering() -> Fault:
@@ -274,12 +264,6 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     "drops a replica when it saves": (
         Save,
         saving(lambda shards: [shard for shard in shards if is_main_replica(shard.replica_id)]),
-        "replicas come back",
-        "",
-    ),
-    "drops a replica when it loads": (
-        Load,
-        loading(lambda shard: shard if is_main_replica(shard.replica_id) else None),
         "replicas come back",
         "",
     ),
@@ -361,19 +345,11 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
     ),
     "works in the caller's memory": (Save, mangled, "any strides are saved", "changed the tensor that it was given"),
     "lets a raw error through": (Save, raw, "every dtype comes back bit for bit", "complex128: raised a raw TypeError"),
-    "refuses everything": (Save, refusing, "regular layouts come back", "was refused, which no format may"),
     "cuts what is long": (
         Save,
         saving(tensors_alone(cut_at_64_kib)),
         "many ranks, axes and elements come back",
         "more than a megabyte",
-    ),
-    "takes the tenth rank for another": (Save, of_rank_10, "many ranks, axes and elements come back", "12 ranks' rows"),
-    "has no more than 4 axes": (
-        Save,
-        saving(tensors_alone(lambda shard: replace(shard, data=shard.data.flip(-1)) if shard.data.ndim > 4 else shard)),
-        "many ranks, axes and elements come back",
-        "8 axes",
     ),
     "clears what it doesn't fill": (
         Load,
@@ -387,12 +363,6 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "any strides are saved",
         "several tensors of one memory: .*\n.*elements differ",
     ),
-    "forgets to conjugate": (
-        Save,
-        saving(tensors_alone(without_conjugation)),
-        "any strides are saved",
-        "isn't computed",
-    ),
     "needs a shard": (
         Save,
         needing_shards,
@@ -400,54 +370,6 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "nothing but values: raised a raw Index",
     ),
     "forgets capitals": (Save, without_keys(lambda key: key != key.lower()), "any key comes back", "'W': raised our"),
-    "forgets spaces": (Save, without_keys(lambda key: key != key.strip()), "any key comes back", r"'w\\n': raised our"),
-    "forgets colons": (Save, without_keys(lambda key: ":" in key), "any key comes back", "'w:w': raised our"),
-    "forgets names with underscores": (
-        Save,
-        without_keys(lambda key: key.startswith("__")),
-        "any key comes back",
-        "'__metadata__': raised our",
-    ),
-    "forgets names under others": (
-        Save,
-        without_keys(lambda key: key.startswith("w/")),
-        "any key comes back",
-        "'w/w': raised our",
-    ),
-    "removes what begins alike": (
-        StrategyAction.REMOVE_SHARDED,
-        lambda checkpoint, prefix: native(StrategyAction.REMOVE_SHARDED)(checkpoint, prefix.rstrip(".")),
-        "removal takes what has the prefix, and no more",
-        r"removing 'exp_avg.' leaves \['b', 'w'\]",
-    ),
-    "puts objects in order": (
-        StrategyAction.LOAD_OBJECTS,
-        lambda checkpoint, objects: native(StrategyAction.LOAD_OBJECTS)(
-            checkpoint, sorted(objects, key=lambda one: one.unique_key)
-        ),
-        "objects come back, each as itself",
-        "an int: rank 0 of 1 found",
-    ),
-    "reads common values on one rank": (
-        Common,
-        lambda checkpoint: {} if checkpoint.world.rank else native(Common)(checkpoint),
-        "the common state comes back as it was",
-        "rank 1 found",
-    ),
-    "writes other bytes for a copy": (
-        Save,
-        saving(
-            tensors_alone(lambda one: one if is_main_replica(one.replica_id) else replace(one, data=one.data.flip(-1)))
-        ),
-        "replicas come back",
-        "elements differ",
-    ),
-    "lists one file less": (
-        StrategyAction.LIST_FILES,
-        lambda checkpoint: native(StrategyAction.LIST_FILES)(checkpoint)[1:],
-        "the checkpoint's files are listed, and no others",
-        "doesn't list",
-    ),
     "takes other arguments": (Load, lambda checkpoint: None, "rows fit their protocols", "too many positional"),
 }
 
