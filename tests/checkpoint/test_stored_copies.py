@@ -22,8 +22,9 @@ from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from tests.interop.dtensor_cases import Case, numbered
 from tests.strategies.buckets import Job, layer_kinds
+from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import FIXTURES
-from tests.strategies.zero_folders import Save, folder_of, model_file, optimizer_file, put, saved, universal_of
+from tests.strategies.zero_folders import Save, folder_of, model_file, optimizer_file, put, universal_of
 from tests.trees.samples import assert_caught
 
 ULP = 2**-23
@@ -49,7 +50,7 @@ def zero3(ranks: list[torch.Tensor]) -> MemoryStorage:
     for rank, norm in enumerate(ranks):
         file = model_file(save, rank)
         file["module"]["norm.running_mean"] = norm
-        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", saved(file), durable=False)
+        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
     return folder
 
 
@@ -60,7 +61,7 @@ def universal(ranks: list[torch.Tensor]) -> MemoryStorage:
     for rank, norm in enumerate(ranks):
         file = model_file(save, rank)
         file["module"]["norm.running_mean"] = norm
-        folder.replace(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", saved(file), durable=False)
+        folder.replace(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
     return folder
 
 
@@ -68,7 +69,7 @@ def rank_files(ranks: list[torch.Tensor]) -> MemoryStorage:
     """verl's, or a loop's over FSDP2: plain tensors in each rank's file."""
     folder = MemoryStorage()
     for rank, norm in enumerate(ranks):
-        put(folder, f"model_world_size_{len(ranks)}_rank_{rank}.pt", saved({"norm.running_mean": norm}))
+        put(folder, f"model_world_size_{len(ranks)}_rank_{rank}.pt", archive({"norm.running_mean": norm}))
     return folder
 
 
@@ -76,7 +77,7 @@ def items(ranks: list[torch.Tensor]) -> MemoryStorage:
     """torch_checkpointing's: an item a file and a rank."""
     folder = MemoryStorage()
     for rank, norm in enumerate(ranks):
-        put(folder, f"model_{rank}.pt", saved({"norm": {"running_mean": norm}}))
+        put(folder, f"model_{rank}.pt", archive({"norm": {"running_mean": norm}}))
     return folder
 
 
@@ -146,7 +147,7 @@ def test_steps_of_deepspeed_s_ranks_that_differ_are_told_and_refused(stage: int,
         step = 3.0 + (rank == 2)
         base["state"][1]["step"] = step if as_number else torch.tensor(step)
         name = f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        folder.replace(name, saved(file), durable=False)
+        folder.replace(name, archive(file), durable=False)
     (found,) = st.check_replicas(folder)
     assert found.key == "optimizer.state.step.d" and [*map(rank_of_step, found.holders)] == [2]
     assert [*map(rank_of_step, found.than)] == [0, 1, 3] and found.box == "[]"
@@ -168,16 +169,24 @@ def test_steps_in_deepspeed_s_groups_are_compared() -> None:
         for number, group in enumerate(base["param_groups"]):
             del base["state"][number]["step"]
             group["step"] = 3 + (rank == 1)
-        folder.replace(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", saved(file), durable=False)
+        folder.replace(f"step_3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", archive(file), durable=False)
     assert {found.key for found in st.check_replicas(folder)} == {f"optimizer.state.step.{one}" for one in "abd"}
+
+
+def test_ranks_of_deepspeed_with_other_groups_of_hyperparameters_are_refused() -> None:
+    folder, file = folder_of(SAVE), optimizer_file(SAVE, 2)
+    file["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"].pop()
+    folder.replace("step_3/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt", archive(file), durable=False)
+    with pytest.raises(CorruptCheckpoint, match=r"different groups of hyperparameters\n  found \[1, 2\] groups"):
+        st.check_replicas(folder)
 
 
 def test_steps_that_are_numbers_in_ranks_files_are_compared() -> None:
     folder = MemoryStorage()
     for rank in range(3):
-        put(folder, f"model_world_size_3_rank_{rank}.pt", saved({"w": torch.ones(2)}))
+        put(folder, f"model_world_size_3_rank_{rank}.pt", archive({"w": torch.ones(2)}))
         state = {"state": {0: {"step": 7 + (rank == 2), "exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-        put(folder, f"optim_world_size_3_rank_{rank}.pt", saved(state))
+        put(folder, f"optim_world_size_3_rank_{rank}.pt", archive(state))
     (found,) = st.check_replicas(folder)
     assert (found.key, [*map(rank_of, found.holders)]) == ("optimizer.state.step.0", [2])
     with pytest.raises(UnsupportedValue, match=r"'optimizer.state.step.0': .*have different copies"):
@@ -192,7 +201,7 @@ def test_a_copy_of_another_shape_or_dtype_and_one_that_is_missing_are_told() -> 
         assert str(found).endswith(": none, or of another dtype or shape")
     folder = zero3([torch.ones(2)] * 4)
     lacking = model_file(SAVE, 3)
-    folder.replace("step_3/zero_pp_rank_3_mp_rank_00_model_states.pt", saved(lacking), durable=False)
+    folder.replace("step_3/zero_pp_rank_3_mp_rank_00_model_states.pt", archive(lacking), durable=False)
     (found,) = st.check_replicas(folder)
     assert found.values is None and [*map(rank_of, found.holders)] == [3] and len(found.than) == 3
 
@@ -205,7 +214,7 @@ def test_copies_of_hsdp_have_their_box_of_the_tensor() -> None:
     tensors[3]._local_tensor = local
     folder = MemoryStorage()
     for rank in sorted(tensors):
-        put(folder, f"model_world_size_4_rank_{rank}.pt", saved({"w": tensors[rank]}))
+        put(folder, f"model_world_size_4_rank_{rank}.pt", archive({"w": tensors[rank]}))
     (found,) = st.check_replicas(folder)
     assert found.values is not None and (found.box, found.values.first) == ("[3:5, 0:3]", (4, 2))
     assert ([*map(rank_of, found.holders)], [*map(rank_of, found.than)]) == ([3], [1])
