@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import BytesIO
+from math import prod
 from typing import Any
 
 from ..._ambient import shielded
@@ -129,15 +130,13 @@ def compare(
     kinds = [unlike for key, *pair in found if (unlike := _kind_difference(key, *pair))]
     # Elements of another dtype or shape aren't compared: the kinds already say that the tensors differ.
     unlike_keys = {each.key for each in kinds}
-    tensors = [key for key in both if isinstance(mine.metadata[key], ShardedTensor) and key not in unlike_keys]
-    compared = _Counter(options.progress)
+    alike = [shard for key in both if key not in unlike_keys and isinstance(shard := mine.metadata[key], ShardedTensor)]
     left_reader, right_reader = BoxReader(mine), BoxReader(theirs)
-    pairs = ((key, left_reader.whole(key), right_reader.whole(key)) for key in tensors)
-    values = value_differences(pairs, left_reader, right_reader, max_bytes_in_flight, compared.add)
+    pairs = ((shard.key, left_reader.whole(shard.key), right_reader.whole(shard.key)) for shard in alike)
+    values = value_differences(pairs, left_reader, right_reader, max_bytes_in_flight, options.progress)
     differences = tuple(difference for difference in values if difference is not None)
-    objects = {
-        key: plain_difference(mine[key].data, theirs[key].data) for key in both if _is_object(mine.metadata[key])
-    }
+    items = [key for key in both if isinstance(mine.metadata[key], ShardedObject)]
+    objects = {key: plain_difference(mine[key].data, theirs[key].data) for key in items}
     return CheckpointDifference(
         tuple(key for key in mine if key not in known),
         tuple(key for key in theirs if key not in known),
@@ -145,24 +144,8 @@ def compare(
         differences,
         {key: found for key, found in objects.items() if found},
         plain_difference(mine.common(), theirs.common()),
-        compared.total,
+        sum(prod(shard.global_shape) * shard.dtype.itemsize for shard in alike),
     )
-
-
-class _Counter:
-    """Adds up the bytes that it passes to `progress`."""
-
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self.total = 0
-        self._progress = progress
-
-    def add(self, nbytes: int) -> None:
-        self.total += nbytes
-        self._progress(nbytes)
-
-
-def _is_object(shard: ShardedBase) -> bool:
-    return isinstance(shard, ShardedObject)
 
 
 def _kind_difference(key: str, left: ShardedBase, right: ShardedBase) -> KindDifference | None:

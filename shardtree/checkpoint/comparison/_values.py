@@ -45,11 +45,6 @@ def group_bytes(reader: BoxReader) -> int:
     return _DECODED_GROUP_BYTES if traits.cuts_chunks == "never" else _GROUP_BYTES
 
 
-def _small_bytes(reader: BoxReader) -> int:
-    # Larger ones gain nothing from being read together.
-    return group_bytes(reader) // (8 if is_remote(reader) else 32)
-
-
 _LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less by themselves; more is rare
 
 
@@ -73,7 +68,7 @@ class BoxReader:
 
     def expect(self, tensors: Iterable[Any]) -> None:
         """Announce tensors that will be read, and forget what was announced before; nothing is read yet."""
-        most = _small_bytes(self)
+        most = group_bytes(self) // (8 if is_remote(self) else 32)  # larger ones gain nothing from it
         fetches = (fetch for each in tensors if isinstance(each, LazyTensor) for fetch in each.fetches)
         small = dict.fromkeys(fetch for fetch in fetches if fetch.nbytes <= most and self._has(fetch.name))
         with self._lock:

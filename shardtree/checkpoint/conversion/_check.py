@@ -27,15 +27,6 @@ from ._source import StoredObject
 from ._write import deal
 
 
-def whole_fingerprints(
-    tensors: Sequence[ShardedTensor], parts: Sequence[Mapping[str, PartialFingerprint]]
-) -> dict[str, int]:
-    """Return the fingerprints of tensors, given those of pieces that have each element once."""
-    kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors}
-    none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
-    return add_fingerprints([none, *parts])
-
-
 @dataclass(frozen=True, slots=True)
 class Checked:
     """The results of checking a destination.
@@ -124,7 +115,10 @@ def _compared(
             differences += found
     _refuse(map(str, _by_key(differences)))
     parts = gather(world, "convert: add up what was read", seen.sums)
-    return whole_fingerprints([shard for shard in plan.tensors if only is None or shard.key in only], parts)
+    chosen = [shard for shard in plan.tensors if only is None or shard.key in only]
+    kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in chosen}
+    none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
+    return add_fingerprints([none, *parts])
 
 
 def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:

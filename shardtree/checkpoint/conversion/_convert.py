@@ -39,12 +39,13 @@ from ...world import World, agree, on_rank_zero, one_process, share
 from .._dispatch import alike, backends_of, given_options
 from .._open import read_fields, recognized
 from ..comparison._compare import MOST_BYTES
+from ..comparison._values import group_bytes
 from ..opened import tree_of
 from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
 from ._identity import conversion_digest
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
-from ._passage import Passage, passage_from
+from ._passage import Passage
 from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._single import in_one_file, single_file
 from ._source import open_alike
@@ -212,7 +213,8 @@ def convert(
 
     (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
     _check_same_plan(folders)
-    passage = passage_from(plan.reader, fingerprints=verify)
+    # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
+    passage = Passage(group_bytes(plan.reader), has_sums=verify)
     resumed, may_be_others = _written(target, journal, plan, passage, world)
     checked = None
     if verify or may_be_others:

@@ -17,7 +17,6 @@ from ...lazy import Fetch, LazyTensor, of_source
 from ...mapping import ShardedTensor
 from .._differences import Box, box_shape
 from .._fingerprint import in_usual_threads
-from ..comparison._values import BoxReader, group_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -68,12 +67,6 @@ def passed_fingerprints(passed: Sequence[Mapping[str, PartialFingerprint]]) -> d
 def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
     elements, total = sum(part.elements for part in parts), sum(part.total for part in parts)
     return replace(parts[0], elements=elements, total=total % 2**64)
-
-
-def passage_from(reader: BoxReader, *, fingerprints: bool) -> Passage:
-    """Return what elements of a source pass through, and whether they are fingerprinted there."""
-    # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
-    return Passage(group_bytes(reader), fingerprints)
 
 
 @dataclass(slots=True, eq=False)
