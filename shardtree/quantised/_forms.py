@@ -41,23 +41,39 @@ def _to_fp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor,
     return nearest_fp8(_whole(cut * by[..., :, None, :, None])), 1.0 / by
 
 
+def _by_powers(matrix: torch.Tensor, block: tuple[int, int], bits: int, most: float) -> tuple[torch.Tensor, ...]:
+    """Return numbers by the smallest power of two that brings each block within reach, and these powers.
+
+    Args:
+        matrix: matrices of whole blocks.
+        block: their size.
+        bits: how many significant ones the format has.
+        most: the largest number that is still rounded to the format's largest.
+    """
+    cut, largest = _blocks(matrix, block, bits)
+    scale = power_above(torch.where(largest > 0, largest, most) / most)
+    return _whole(cut / scale[..., :, None, :, None]), scale
+
+
 def _to_fp8_by_powers(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return FP8 values, and scales that are powers of two."""
-    cut, largest = _blocks(matrix, block, 4)
-    scale = power_above(torch.where(largest > 0, largest, MOST[FP8]) / MOST[FP8])
-    return nearest_fp8(_whole(cut / scale[..., :, None, :, None])), scale
+    """Return FP8 values, and scales that are powers of two, as transformers chooses them.
+
+    Quantised again, a block whose largest number was rounded down to 224 has other codes for the same numbers.
+    """
+    numbers, scale = _by_powers(matrix, block, 4, MOST[FP8])
+    return nearest_fp8(numbers), scale
 
 
 def _to_mxfp8(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scale = _to_fp8_by_powers(matrix, block)
-    return values, _exponents(scale)
+    # Up to halfway to the next number that there would be: so the largest is more than half of FP8's, before and after
+    # it is rounded, and has the same scale again.
+    numbers, scale = _by_powers(matrix, block, 4, 464.0)
+    return nearest_fp8(numbers), _exponents(scale)
 
 
 def _to_mxfp4(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    cut, largest = _blocks(matrix, block, 2)
-    scale = power_above(torch.where(largest > 0, largest, MOST["fp4"]) / MOST["fp4"])
-    codes = nearest_fp4(_whole(cut / scale[..., :, None, :, None]))
-    return torch.unflatten(codes, -1, (-1, 16)), _exponents(scale)
+    numbers, scale = _by_powers(matrix, block, 2, 7.0)
+    return torch.unflatten(nearest_fp4(numbers), -1, (-1, 16)), _exponents(scale)
 
 
 def _exponents(powers: torch.Tensor) -> torch.Tensor:

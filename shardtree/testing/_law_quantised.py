@@ -26,6 +26,7 @@ def check_quantised(
     held: Held | None = None,
     expected: Mapping[str, torch.Tensor] | None = None,
     most: float = 0.25,
+    same_codes: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Check the laws of quantised weights, and return the weights, as float32, by key.
 
@@ -43,6 +44,8 @@ def check_quantised(
         expected: the weights that were quantised, by key.
         most: how far an element may be from that, as a fraction of the largest of its block: half of a step of FP4 is
             a quarter, of FP8 a sixteenth.
+        same_codes: whether what comes back must be stored as it was, not only have the same values: for what the form
+            itself has quantised.
 
     Raises:
         AssertionError: names the law, and says what differs.
@@ -77,6 +80,8 @@ def check_quantised(
             _check_held(form, own[key], shards, held)
         if form.encode is not None and bool(torch.isfinite(weight).all()):
             _check_comes_back(form, key, weight)
+            if same_codes:
+                _check_codes(form, key, own[key], weight)
         if expected is not None:
             _check_expected(form, key, weight, expected[key].to(torch.float32), most)
     return weights
@@ -116,6 +121,14 @@ def _check_comes_back(form: Form, key: str, weight: torch.Tensor) -> None:
     again = form.dequantise(form.quantise({key: once}), torch.float32)[key]
     wrong = int(((again - once).abs() > once.abs() * 2**-20).sum())
     assert not wrong, f"recoding {key!r} doesn't come back: {wrong} of {once.numel()} elements differ"
+
+
+def _check_codes(form: Form, key: str, tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> None:
+    again = form.quantise({key: weight})
+    pairs = [(each.contiguous().view(torch.uint8), again[name].view(torch.uint8)) for name, each in tensors.items()]
+    wrong = ", ".join(f"{int((one != two).sum())} of {one.numel()}" for one, two in pairs)
+    same = all(torch.equal(one, two) for one, two in pairs)
+    assert same, f"recoding {key!r} doesn't come back: of codes and scales, {wrong} bytes differ"
 
 
 def _check_expected(form: Form, key: str, weight: torch.Tensor, expected: torch.Tensor, most: float) -> None:
