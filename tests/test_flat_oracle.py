@@ -11,7 +11,7 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from shardtree.geometry._boxes import narrow_flat_range
+from shardtree.geometry import narrow_flat_range
 from shardtree.mapping import ShardedTensor
 
 searching = settings(max_examples=3000)  # a planted fault may take long to meet

@@ -13,7 +13,7 @@ import numpy as np
 from .. import layouts
 from ..codec import encode_tree
 from ..errors import CorruptCheckpoint, IntegrityError, MetadataError, error_text, rank_text
-from ..geometry import Column
+from ..geometry import Column, slices
 from ..layouts import ObjectColumns, ShardColumns, TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
@@ -67,7 +67,8 @@ def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank:
         expected, fix = f"ranks 0 to {ranks - 1}", "Pass the rows of the ranks that take part, numbered as they are."
         what = f"{doing}: the layout has shards of ranks that aren't there"
         raise IntegrityError(error_text(what, found=rank_text(beyond), expected=expected, fix=fix))
-    columns = _ordered(_held(layouts.join_columns([layout])))
+    columns = _with_used_keys(layouts.join_columns([layout]))
+    columns = layouts.select_rows(columns, _place_order(columns))
     own = layouts.shard_columns(shards, rank)
     order = _place_order(own)
     given = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
@@ -101,7 +102,7 @@ def check_alike(doing: str, digests: Sequence[str | None]) -> None:
     raise IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
 
 
-def _held(columns: ShardColumns) -> ShardColumns:
+def _with_used_keys(columns: ShardColumns) -> ShardColumns:
     """Return columns without the keys that no row is of, as `select_rows` leaves them."""
     held = np.bincount(columns.key, minlength=len(columns.keys)) > 0
     return replace(
@@ -110,10 +111,6 @@ def _held(columns: ShardColumns) -> ShardColumns:
         kinds=tuple(compress(columns.kinds, held)),
         key=(np.cumsum(held) - 1)[columns.key],
     )
-
-
-def _ordered(columns: ShardColumns) -> ShardColumns:
-    return layouts.select_rows(columns, _place_order(columns))
 
 
 def _place_order(columns: ShardColumns) -> Column:
@@ -140,8 +137,7 @@ def _row(
 def _differences(given: list[_Row], held: list[_Row]) -> Iterator[str]:
     for where, left, right in (("tree", held, given), ("layout", given, held)):
         for key, kind, offset, shape, start, stop, main in (Counter(left) - Counter(right)).elements():
-            box = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
-            place = layouts.place_text(box, None if start < 0 else slice(start, stop))
+            place = layouts.place_text(slices(offset, shape), None if start < 0 else slice(start, stop))
             replica = "main replica" if main else "replica"
             yield f"{key!r}, {kind}: {place}, {replica}, is in the {where} alone"
 

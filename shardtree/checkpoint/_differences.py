@@ -13,6 +13,7 @@ import torch
 
 from ..codec import row_major_bits
 from ..errors import ShapeError, error_text
+from ..geometry import slices
 from ..lazy import LazyTensor
 
 # Cutting a tensor into boxes that follow each other in row-major order
@@ -150,7 +151,7 @@ def value_difference(
 def _box(tensor: torch.Tensor | LazyTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     if isinstance(tensor, LazyTensor):
         return tensor.read_box(offset, shape)
-    return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    return tensor[slices(offset, shape)]
 
 
 def _part_difference(

@@ -15,6 +15,7 @@ from rich.text import Text
 from ..checkpoint import OpenCheckpoint, open_checkpoint
 from ..display import draw, write_text
 from ..errors import CheckpointingException, NotACheckpoint, StrategyError, plural, shorten
+from ..geometry import group_sums
 from ..pictures import (
     Bar,
     Bars,
@@ -287,8 +288,8 @@ def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
     if index is None or not index.chunk_key.size:
         return {}
     files, dtypes = texts(index.file_text, index.file_start), texts(index.dtype_text, index.dtype_start)
-    held = np.zeros((len(files), len(dtypes)), dtype=np.int64)
-    np.add.at(held, (index.chunk_file, index.key_dtype[index.chunk_key]), index.chunk_length)
+    places = index.chunk_file, index.key_dtype[index.chunk_key]
+    held = group_sums(places, index.chunk_length, (len(files), len(dtypes)))
     used = np.flatnonzero(held.any(axis=1)).tolist()
     ranks = [_OF_RANK.fullmatch(files[file]) for file in used]
     names = [f"rank {int(found[1] or found[2])}" if found is not None else "" for found in ranks]

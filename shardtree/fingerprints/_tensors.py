@@ -14,6 +14,7 @@ import torch
 
 from .._ambient import shielded
 from ..errors import IntegrityError, error_text
+from ..geometry import group_sums
 from ..layouts import ShardColumns, TensorKind, shard_columns, tensor_shards
 from ..mapping import ShardedTensor, is_main_replica
 from ._parts import ShardPiece, box_pieces, piece_total, shard_pieces
@@ -151,8 +152,8 @@ def column_parts(columns: ShardColumns, totals: Words) -> dict[str, PartialFinge
         >>> column_parts(st.layouts.shard_columns([shard]), np.array([5], dtype=np.uint64))["w"].total
         5
     """
-    elements, sums = np.zeros(len(columns.keys), dtype=np.int64), np.zeros(len(columns.keys), dtype=np.uint64)
-    np.add.at(elements, columns.key, columns.elements)
+    elements = group_sums(columns.key, columns.elements, len(columns.keys))
+    sums = np.zeros(len(columns.keys), dtype=np.uint64)
     np.add.at(sums, columns.key, totals)
     rows = zip(columns.keys, columns.kinds, elements.tolist(), sums.tolist(), strict=True)
     return {key: PartialFingerprint(kind, count, total) for key, kind, count, total in rows}

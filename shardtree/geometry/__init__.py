@@ -6,20 +6,25 @@ from ._boxes import (
     begins,
     box_column,
     box_slices,
+    check_type,
     distinct,
-    flat_boxes,
+    flat_range,
+    group_sums,
+    integer,
+    integers,
     intersect,
     joined_rows,
-    narrow_flat_range,
     narrowed,
+    refuse,
     row_major_strides,
     row_numbers,
     rows_of,
+    span_numbers,
     volumes,
     widen,
 )
-from ._carve import Carved, carve_boxes, shared_groups
-from ._coverage import coverage_faults, held_elements, overlapping_groups, tiled_groups
+from ._carve import Carved, carve_boxes, flat_boxes
+from ._coverage import coverage_faults, shared_groups, tiled_groups
 from ._grid import (
     Spans,
     cell_index,
@@ -29,15 +34,11 @@ from ._grid import (
     check_flat_range,
     check_lengths,
     check_ranks,
-    check_type,
     cut_spans,
-    flat_range,
     grid_cell,
-    integer,
-    integers,
     narrow_axis,
+    narrow_flat_range,
     narrow_place,
-    refuse,
     slabs,
     slices,
 )

@@ -1,4 +1,4 @@
-"""Boxes in columns: rows of (offset, shape), int64, right-aligned to one number of axes; and flat ranges of boxes.
+"""Numbers in arguments, as ints; and boxes in columns: rows of (offset, shape), int64, right-aligned to one length.
 
 A box of fewer axes is padded on the left with offset 0 and shape 1, so that tensors of any rank share one column and
 row-major order isn't changed by the padding. There is always at least one axis: a scalar is the box ``[0], [1]``.
@@ -6,13 +6,90 @@ row-major order isn't changed by the padding. There is always at least one axis:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from math import prod
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..errors import CheckpointingException, MetadataError, error_text
+
+# Numbers in arguments, converted to ints and tuples of ints, or refused by the argument's name.
+
+
+def refuse(
+    subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
+) -> NoReturn:
+    """Raise `error` with the field that doesn't fit, what was found and expected, and what to do."""
+    raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
+
+
+def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:
+    """Raise MetadataError unless a value has the type.
+
+    Examples:
+        >>> check_type("ShardedTensor 'w'", "allow_shape_mismatch", True, bool, "Pass a bool.")
+    """
+    if not isinstance(value, kind):
+        refuse(subject, field, type(value).__name__, f"a {kind.__name__}", fix, error=MetadataError)
+
+
+def integer(subject: str, field: str, value: Any) -> int:
+    """Return an int-like value as an int; a bool, a float or a string raises MetadataError.
+
+    Examples:
+        >>> import numpy
+        >>> integer("ShardedTensor 'w'", "local_shape[0]", numpy.int64(4))
+        4
+    """
+    try:
+        # A bool is an int to Python; as a size or index it is most likely a misplaced argument.
+        if isinstance(value, bool):
+            raise TypeError
+        # By `__index__`, which NumPy's integers have, and floats and texts don't.
+        return int(operator.index(value))
+    except TypeError:
+        fix = "Convert it with int() where that loses nothing."
+        refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
+
+
+def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
+    """Return a sequence of int-like values as a tuple of ints, or raise MetadataError.
+
+    Examples:
+        >>> integers("ShardedTensor 'w'", "local_shape", [4, 2])
+        (4, 2)
+    """
+    try:
+        items = tuple(values)
+    except TypeError:
+        fix = "Pass one int for each axis."
+        refuse(subject, field, type(values).__name__, "a tuple of ints", fix, error=MetadataError)
+    return tuple(integer(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
+
+
+def flat_range(subject: str, value: Any) -> slice | None:
+    """Return a flat range as slice(start, stop) of ints, None as it is; anything else raises MetadataError.
+
+    Examples:
+        >>> flat_range("ShardedTensor 'w'", slice(2, 5, 1))
+        slice(2, 5, None)
+    """
+    if value is None:
+        return None
+    fix = "Pass slice(start, stop) with 0 <= start <= stop."
+    if not isinstance(value, slice) or value.step not in (None, 1):
+        refuse(subject, "flattened_range", value, "a slice with step 1", fix, error=MetadataError)
+    start = integer(subject, "flattened_range.start", value.start)
+    stop = integer(subject, "flattened_range.stop", value.stop)
+    if not 0 <= start <= stop:
+        refuse(subject, "flattened_range", value, "0 <= start <= stop", fix, error=MetadataError)
+    return slice(start, stop)
+
+
+# Boxes in columns.
 
 Column = NDArray[np.int64]
 Record = TypeVar("Record")
@@ -173,6 +250,41 @@ def begins(*columns: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return new
 
 
+def group_sums(group: Column | tuple[Column, ...], values: Column, groups: int | tuple[int, ...]) -> Column:
+    """Return the sum of each group's values: exact, unlike NumPy's `bincount`, whose weights are floats.
+
+    Args:
+        group: what each value belongs to, int64 (values,); or such a column for each axis of the result.
+        values: int64 (values,).
+        groups: how many there are, the shape of the result.
+
+    Examples:
+        >>> group_sums(np.array([0, 2, 2]), np.array([6, 1, 4]), 3).tolist()
+        [6, 0, 5]
+    """
+    sums = np.zeros(groups, dtype=np.int64)
+    np.add.at(sums, group, values)
+    return sums
+
+
+def span_numbers(first: Column, count: Column) -> tuple[Column, Column]:
+    """Return all numbers of some spans, in order, each with the number of its span.
+
+    Args:
+        first: where the spans begin, int64 (spans,).
+        count: how long they are, int64 (spans,).
+
+    Returns:
+        ``(span, number)``, int64 (numbers,) each.
+
+    Examples:
+        >>> [column.tolist() for column in span_numbers(np.array([5, 0]), np.array([2, 1]))]
+        [[0, 0, 1], [5, 6, 0]]
+    """
+    span = np.repeat(np.arange(count.size), count)
+    return span, np.arange(span.size) + (first - np.cumsum(count) + count)[span]
+
+
 def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record:
     """Return some rows of a record all of whose slots are columns, in the order given.
 
@@ -245,118 +357,3 @@ def _ranks(values: Column) -> tuple[Column, int]:
     number = np.empty(values.size, dtype=np.int64)
     number[order] = np.cumsum(new) - 1
     return number, int(new.sum())
-
-
-# Flat ranges, slices of a row-major flattened box, divided into boxes
-
-
-def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
-    """Return the boxes that flat ranges consist of: at most ``2 * axes - 1`` a range, each contiguous in its range.
-
-    From the last axis to the first, each completes its current row, until whole rows of the axis before it fit;
-    back from the first to the last, each takes the whole rows that fit before the end.
-
-    Args:
-        shape: the flattened boxes, int64 (ranges, axes).
-        start: first element of each range in its flattened box, int64 (ranges,).
-        stop: one past the last element, int64 (ranges,).
-
-    Returns:
-        ``(row, offset, shape, position)``: the range that a box belongs to, its offset within the flattened box,
-        its shape, and the element of the range that it begins at. Ordered by row, then position.
-
-    Examples:
-        >>> row, offset, part, position = flat_boxes(*map(np.array, ([[3, 4]], [2], [9])))
-        >>> for columns in zip(offset.tolist(), part.tolist(), position.tolist()): print(*columns)
-        [0, 2] [1, 2] 0
-        [1, 0] [1, 4] 2
-        [2, 0] [1, 1] 6
-    """
-    axes = shape.shape[1]
-    # Boxes without elements have strides of 0, by which nothing can be divided.
-    strides = np.maximum(row_major_strides(shape), 1)
-    cursor = np.array(start, dtype=np.int64)
-    pieces: list[tuple[Column, Column, Column, Column]] = []
-    climbing = [(axis, True) for axis in range(axes - 1, 0, -1)]
-    for axis, climb in [*climbing, *((axis, False) for axis in range(axes))]:
-        stride = strides[:, axis]
-        until = stop // stride * stride
-        if climb:
-            above = strides[:, axis - 1]
-            until = np.minimum(until, -(-cursor // above) * above)
-        rows = np.flatnonzero(until > cursor)
-        if rows.size:
-            pieces.append(_axis_boxes(shape[rows], strides[rows], axis, rows, cursor[rows], until[rows], start[rows]))
-            # All ranges advance together, axis by axis: the loop is over axes, and not over ranges.
-            cursor = np.maximum(cursor, until)
-    return _in_order(pieces, axes)
-
-
-def _axis_boxes(
-    shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
-) -> tuple[Column, Column, Column, Column]:
-    """Return boxes one row wide above `axis` and whole below it."""
-    offset = begin[:, None] // strides % np.maximum(shape, 1)
-    part = shape.copy()
-    part[:, :axis] = 1
-    part[:, axis] = (until - begin) // strides[:, axis]
-    return rows, offset, part, begin - start
-
-
-def _in_order(pieces: list[tuple[Column, Column, Column, Column]], axes: int) -> tuple[Column, Column, Column, Column]:
-    if not pieces:
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, np.zeros((0, axes), dtype=np.int64), np.zeros((0, axes), dtype=np.int64), empty
-    row, offset, part, position = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    order = np.lexsort((position, row))
-    return row[order], offset[order], part[order], position[order]
-
-
-# Flat ranges of narrowed boxes.
-
-Run = tuple[slice, slice]
-
-
-def narrow_flat_range(
-    local_shape: tuple[int, ...], start: int, stop: int, dim: int, narrow_start: int, length: int
-) -> tuple[Run, ...]:
-    """Return the maximal runs that a flat range and a narrowed box have in common.
-
-    A run is contiguous twice: in the 1-D data that holds elements [start, stop) of the row-major flattened box, and
-    in the row-major flattening of the box narrowed to [narrow_start, narrow_start + length) along `dim`.
-
-    Args:
-        local_shape: the box, before narrowing.
-        start: the first element of the flattened box that the data holds.
-        stop: one past the last element.
-        dim: the axis to narrow, in [0, len(local_shape)).
-        narrow_start: the first index to keep along `dim`.
-        length: how many indices to keep.
-
-    Returns:
-        (slice of the data, slice of the flattened narrowed box) for each run, in the data's order; empty runs are
-        left out, so there may be none.
-
-    Examples:
-        >>> narrow_flat_range((2, 4), 1, 8, 1, 2, 2)  # keep the last two columns of two rows
-        ((slice(1, 3, None), slice(0, 2, None)), (slice(5, 7, None), slice(2, 4, None)))
-        >>> narrow_flat_range((2, 4), 1, 8, 0, 1, 1)  # keep the last row
-        ((slice(3, 7, None), slice(0, 4, None)),)
-        >>> narrow_flat_range((2, 4), 0, 4, 0, 1, 1)
-        ()
-    """
-    if start >= stop or length == 0:
-        return ()
-    if length == local_shape[dim]:  # nothing is cut: one run, where rows would each give one
-        return ((slice(0, stop - start), slice(start, stop)),)
-    return tuple(_row_runs(prod(local_shape[dim + 1 :]), local_shape[dim], start, stop, narrow_start, length))
-
-
-def _row_runs(inner: int, size: int, start: int, stop: int, narrow_start: int, length: int) -> Iterator[Run]:
-    row, kept, skipped = size * inner, length * inner, narrow_start * inner
-    for index in range(start // row, -(-stop // row)):
-        first = max(start, index * row + skipped)
-        last = min(stop, index * row + skipped + kept)
-        if first < last:
-            shift = skipped + index * (row - kept)
-            yield slice(first - start, last - start), slice(first - shift, last - shift)

@@ -1,4 +1,4 @@
-"""Boxes cut out of boxes: the pieces that one list takes of another, and the rest, as disjoint boxes."""
+"""Boxes cut out of boxes: what one list takes of another and the rest, as disjoint boxes; flat ranges as boxes."""
 
 from __future__ import annotations
 
@@ -6,129 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._boxes import Column, begins, distinct, intersect, volumes
-from ._coverage import held_elements, tiled_groups
-from ._pairs import overlapping_pairs, rows_with_elements
-
-# Groups in which two boxes share an element. Input may be adversarial, so no number of boxes may lead to all pairs.
-
-_FEW_TOGETHER = 64
-"""Groups of at most so many boxes are compared in pairs, all groups at once; larger ones, if so many pairs for each
-box suffice."""
-_MOST_PAIRS = 1 << 18
-"""Pairs that are tried at once, which bounds memory."""
-
-
-def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
-    """Return the groups in which two boxes share an element, ascending.
-
-    A group of many boxes is cut in two until each part is decided: by volumes that exceed the smallest box around
-    them, or by trying its pairs, once they are few. So a million equal boxes take no longer than a million that tile.
-
-    Args:
-        group: the group that each box belongs to, int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes).
-
-    Examples:
-        >>> offset, shape = np.array([[0], [2], [0], [1]]), np.array([[2], [2], [2], [2]])
-        >>> shared_groups(np.array([0, 0, 1, 1]), offset, shape).tolist()
-        [1]
-    """
-    rows = rows_with_elements(shape)
-    rows = rows[np.argsort(group[rows], kind="stable")]
-    rows = rows[_untiled(group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0))]
-    group, offset, shape = group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)
-    first = np.flatnonzero(begins(group))
-    names, count = group[first], np.diff(first, append=group.size)
-    small = np.repeat(count <= _FEW_TOGETHER, count)
-    left, right = overlapping_pairs(
-        group[small], offset[small], shape[small], group[small], offset[small], shape[small]
-    )
-    ends = offset + shape
-    large = [
-        number
-        for number, begin, size in zip(names.tolist(), first.tolist(), count.tolist(), strict=True)
-        if size > _FEW_TOGETHER and _shared(offset[begin : begin + size], ends[begin : begin + size])
-    ]
-    return distinct(np.concatenate([group[small][left[left != right]], np.array(large, dtype=np.int64)]))
-
-
-def _untiled(group: Column, offset: Column, shape: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which boxes, sorted by group, are of groups that don't tile a box: only those may share elements."""
-    number = np.cumsum(begins(group)) - 1
-    groups = int(number[-1]) + 1 if number.size else 0
-    is_tiled = tiled_groups(number, offset, shape, groups)
-    return np.asarray(~is_tiled[number])
-
-
-def _shared(begin: Column, end: Column) -> bool:
-    """Return whether two of some boxes, none of them empty, share an element."""
-    if len(begin) < 2 or _overfull(begin, end):
-        return len(begin) > 1
-    crossings = [_crossings(begin[:, axis], end[:, axis]) for axis in range(begin.shape[1])]
-    axis = int(np.argmin(crossings))
-    # Along some axis few boxes are side by side, as in grids: their pairs are cheaper than further cuts.
-    if crossings[axis] <= _FEW_TOGETHER * len(begin):
-        return _any_pair_meets(begin, end, axis)
-    cut = _cut(begin, end)
-    if cut is None:
-        return _any_pair_meets(begin, end, axis)
-    axis, at = cut
-    low, high = begin[:, axis] < at, end[:, axis] > at
-    before, after = end[low].copy(), begin[high].copy()
-    before[:, axis], after[:, axis] = np.minimum(before[:, axis], at), np.maximum(after[:, axis], at)
-    return _shared(begin[low], before) or _shared(after, end[high])
-
-
-def _overfull(begin: Column, end: Column) -> bool:
-    """Return whether boxes hold more elements than the smallest box around them."""
-    around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
-    # By a margin, since these are sums of floats; what is within it is decided by pairs.
-    return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
-
-
-def _crossings(begin: Column, end: Column) -> int:
-    """Return how many pairs of intervals share a point."""
-    return int(np.searchsorted(np.sort(begin), end, side="left").sum()) - len(begin) * (len(begin) + 1) // 2
-
-
-def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
-    """Return the axis and place of the cut that leaves the fewest boxes in the larger part; None if no cut helps."""
-    best, most = None, len(begin)
-    for axis in range(begin.shape[1]):
-        at = int(np.median(np.concatenate([begin[:, axis], end[:, axis]])))
-        parts = max(int((begin[:, axis] < at).sum()), int((end[:, axis] > at).sum()))
-        if parts < most:
-            best, most = (axis, at), parts
-    return best
-
-
-def _any_pair_meets(begin: Column, end: Column, axis: int) -> bool:
-    """Return whether two boxes meet, trying pairs that do so on one axis."""
-    order = np.argsort(begin[:, axis], kind="stable")
-    begin, end = begin[order], end[order]
-    count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
-    before = np.concatenate([[0], np.cumsum(count)])
-    # Few pairs at first, then more at a time: where boxes overlap, one of the first pairs mostly does.
-    row, most = 0, _FEW_TOGETHER * _FEW_TOGETHER
-    while row < len(begin):
-        stop = max(row + 1, int(np.searchsorted(before, before[row] + most, side="right")) - 1)
-        one = np.repeat(np.arange(row, stop), count[row:stop])
-        other = np.arange(one.size) + before[row] - before[one] + one + 1
-        if _any_meets(begin, end, one, other):
-            return True
-        row, most = stop, min(most * 4, _MOST_PAIRS)
-    return False
-
-
-def _any_meets(begin: Column, end: Column, one: Column, other: Column) -> bool:
-    for axis in range(begin.shape[1]):
-        low, high = begin[:, axis], end[:, axis]
-        meets = np.flatnonzero((low[one] < high[other]) & (low[other] < high[one]))
-        one, other = one.take(meets), other.take(meets)
-    return one.size > 0
-
+from ._boxes import Column, group_sums, intersect, row_major_strides, volumes
+from ._coverage import shared_groups
 
 _FEW = 16
 """A box with more pairs is divided first: else each pair would be compared with all pieces left of the box."""
@@ -184,7 +63,7 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
     apart = np.ones(len(offset), dtype=np.bool_)
     apart[shared_groups(left[pair], *hits[1:])] = False
     # Boxes that their cuts tile need no carving: nothing remains of them, and the cuts stay whole.
-    tiled = apart & (held_elements(left[pair], hits[2], len(offset)) == volumes(shape))
+    tiled = apart & (group_sums(left[pair], volumes(hits[2]), len(offset)) == volumes(shape))
     waits = np.flatnonzero(~tiled[left[pair]])
     row = np.flatnonzero(~tiled)
     taken, rest = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
@@ -309,3 +188,70 @@ def _concatenate(parts: list[tuple[Column, Column, Column]]) -> tuple[Column, Co
 def _in_order(row: Column, offset: Column, shape: Column) -> tuple[Column, Column, Column]:
     order = np.lexsort((*offset.T[::-1], row))
     return row[order], offset[order], shape[order]
+
+
+# Flat ranges, slices of a row-major flattened box, divided into boxes.
+
+
+def flat_boxes(shape: Column, start: Column, stop: Column) -> tuple[Column, Column, Column, Column]:
+    """Return the boxes that flat ranges consist of: at most ``2 * axes - 1`` a range, each contiguous in its range.
+
+    From the last axis to the first, each completes its current row, until whole rows of the axis before it fit;
+    back from the first to the last, each takes the whole rows that fit before the end.
+
+    Args:
+        shape: the flattened boxes, int64 (ranges, axes).
+        start: first element of each range in its flattened box, int64 (ranges,).
+        stop: one past the last element, int64 (ranges,).
+
+    Returns:
+        ``(row, offset, shape, position)``: the range that a box belongs to, its offset within the flattened box,
+        its shape, and the element of the range that it begins at. Ordered by row, then position.
+
+    Examples:
+        >>> row, offset, part, position = flat_boxes(*map(np.array, ([[3, 4]], [2], [9])))
+        >>> for columns in zip(offset.tolist(), part.tolist(), position.tolist()): print(*columns)
+        [0, 2] [1, 2] 0
+        [1, 0] [1, 4] 2
+        [2, 0] [1, 1] 6
+    """
+    axes = shape.shape[1]
+    # Boxes without elements have strides of 0, by which nothing can be divided.
+    strides = np.maximum(row_major_strides(shape), 1)
+    cursor = np.array(start, dtype=np.int64)
+    pieces: list[tuple[Column, Column, Column, Column]] = []
+    climbing = [(axis, True) for axis in range(axes - 1, 0, -1)]
+    for axis, climb in [*climbing, *((axis, False) for axis in range(axes))]:
+        stride = strides[:, axis]
+        until = stop // stride * stride
+        if climb:
+            above = strides[:, axis - 1]
+            until = np.minimum(until, -(-cursor // above) * above)
+        rows = np.flatnonzero(until > cursor)
+        if rows.size:
+            pieces.append(_axis_boxes(shape[rows], strides[rows], axis, rows, cursor[rows], until[rows], start[rows]))
+            # All ranges advance together, axis by axis: the loop is over axes, and not over ranges.
+            cursor = np.maximum(cursor, until)
+    return _sorted_pieces(pieces, axes)
+
+
+def _axis_boxes(
+    shape: Column, strides: Column, axis: int, rows: Column, begin: Column, until: Column, start: Column
+) -> tuple[Column, Column, Column, Column]:
+    """Return boxes one row wide above `axis` and whole below it."""
+    offset = begin[:, None] // strides % np.maximum(shape, 1)
+    part = shape.copy()
+    part[:, :axis] = 1
+    part[:, axis] = (until - begin) // strides[:, axis]
+    return rows, offset, part, begin - start
+
+
+def _sorted_pieces(
+    pieces: list[tuple[Column, Column, Column, Column]], axes: int
+) -> tuple[Column, Column, Column, Column]:
+    if not pieces:
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, np.zeros((0, axes), dtype=np.int64), np.zeros((0, axes), dtype=np.int64), empty
+    row, offset, part, position = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    order = np.lexsort((position, row))
+    return row[order], offset[order], part[order], position[order]

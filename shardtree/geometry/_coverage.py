@@ -1,4 +1,4 @@
-"""How often boxes cover the elements of a region: where not at all, and where more than once, as boxes."""
+"""How often boxes cover elements: which tile, which share any, and where a region is covered not at all or twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ._boxes import Column, distinct, volumes
+from ._boxes import Column, begins, distinct, volumes
 from ._pairs import overlapping_pairs, rows_with_elements
 
 # Tiling, tested in one pass over the boxes by a randomised sum.
@@ -92,55 +92,126 @@ def _weight(place: Column, seed: np.uint64) -> _Weights:
     return mixed
 
 
+# Groups in which two boxes share an element. Input may be adversarial, so no number of boxes may lead to all pairs.
+
+_FEW_TOGETHER = 64
+"""Groups of at most so many boxes are compared in pairs, all groups at once; larger ones, if so many pairs for each
+box suffice."""
+_MOST_PAIRS = 1 << 18
+"""Pairs that are tried at once, which bounds memory."""
+
+
+def shared_groups(group: Column, offset: Column, shape: Column) -> Column:
+    """Return the groups in which two boxes share an element, ascending.
+
+    A group of many boxes is cut in two until each part is decided: by volumes that exceed the smallest box around
+    them, or by trying its pairs, once they are few. So a million equal boxes take no longer than a million that tile.
+
+    Args:
+        group: the group that each box belongs to, from 0, int64 (boxes,).
+        offset: int64 (boxes, axes).
+        shape: int64 (boxes, axes).
+
+    Examples:
+        >>> offset, shape = np.array([[0], [2], [0], [1]]), np.array([[2], [2], [2], [2]])
+        >>> shared_groups(np.array([0, 0, 1, 1]), offset, shape).tolist()
+        [1]
+    """
+    rows = rows_with_elements(shape)
+    groups = int(group.max(initial=-1)) + 1
+    tiled = tiled_groups(group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0), groups)
+    rows = rows[~tiled[group[rows]]]
+    rows = rows[np.argsort(group[rows], kind="stable")]
+    group, offset, shape = group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)
+    first = np.flatnonzero(begins(group))
+    names, count = group[first], np.diff(first, append=group.size)
+    small = np.repeat(count <= _FEW_TOGETHER, count)
+    left, right = overlapping_pairs(
+        group[small], offset[small], shape[small], group[small], offset[small], shape[small]
+    )
+    ends = offset + shape
+    large = [
+        number
+        for number, begin, size in zip(names.tolist(), first.tolist(), count.tolist(), strict=True)
+        if size > _FEW_TOGETHER and _shared(offset[begin : begin + size], ends[begin : begin + size])
+    ]
+    return distinct(np.concatenate([group[small][left[left != right]], np.array(large, dtype=np.int64)]))
+
+
+def _shared(begin: Column, end: Column) -> bool:
+    """Return whether two of some boxes, none of them empty, share an element."""
+    if len(begin) < 2 or _overfull(begin, end):
+        return len(begin) > 1
+    crossings = [_crossings(begin[:, axis], end[:, axis]) for axis in range(begin.shape[1])]
+    axis = int(np.argmin(crossings))
+    # Along some axis few boxes are side by side, as in grids: their pairs are cheaper than further cuts.
+    if crossings[axis] <= _FEW_TOGETHER * len(begin):
+        return _any_pair_meets(begin, end, axis)
+    cut = _cut(begin, end)
+    if cut is None:
+        return _any_pair_meets(begin, end, axis)
+    axis, at = cut
+    low, high = begin[:, axis] < at, end[:, axis] > at
+    before, after = end[low].copy(), begin[high].copy()
+    before[:, axis], after[:, axis] = np.minimum(before[:, axis], at), np.maximum(after[:, axis], at)
+    return _shared(begin[low], before) or _shared(after, end[high])
+
+
+def _overfull(begin: Column, end: Column) -> bool:
+    """Return whether boxes hold more elements than the smallest box around them."""
+    around = (end.max(axis=0) - begin.min(axis=0)).astype(np.float64).prod()
+    # By a margin, since these are sums of floats; what is within it is decided by pairs.
+    return bool((end - begin).astype(np.float64).prod(axis=1).sum() > around * 1.001)
+
+
+def _crossings(begin: Column, end: Column) -> int:
+    """Return how many pairs of intervals share a point."""
+    return int(np.searchsorted(np.sort(begin), end, side="left").sum()) - len(begin) * (len(begin) + 1) // 2
+
+
+def _cut(begin: Column, end: Column) -> tuple[int, int] | None:
+    """Return the axis and place of the cut that leaves the fewest boxes in the larger part; None if no cut helps."""
+    best, most = None, len(begin)
+    for axis in range(begin.shape[1]):
+        at = int(np.median(np.concatenate([begin[:, axis], end[:, axis]])))
+        parts = max(int((begin[:, axis] < at).sum()), int((end[:, axis] > at).sum()))
+        if parts < most:
+            best, most = (axis, at), parts
+    return best
+
+
+def _any_pair_meets(begin: Column, end: Column, axis: int) -> bool:
+    """Return whether two boxes meet, trying pairs that do so on one axis."""
+    order = np.argsort(begin[:, axis], kind="stable")
+    begin, end = begin[order], end[order]
+    count = np.searchsorted(begin[:, axis], end[:, axis], side="left") - np.arange(len(begin)) - 1
+    before = np.concatenate([[0], np.cumsum(count)])
+    # Few pairs at first, then more at a time: where boxes overlap, one of the first pairs mostly does.
+    row, most = 0, _FEW_TOGETHER * _FEW_TOGETHER
+    while row < len(begin):
+        stop = max(row + 1, int(np.searchsorted(before, before[row] + most, side="right")) - 1)
+        one = np.repeat(np.arange(row, stop), count[row:stop])
+        other = np.arange(one.size) + before[row] - before[one] + one + 1
+        if _any_meets(begin, end, one, other):
+            return True
+        row, most = stop, min(most * 4, _MOST_PAIRS)
+    return False
+
+
+def _any_meets(begin: Column, end: Column, one: Column, other: Column) -> bool:
+    for axis in range(begin.shape[1]):
+        low, high = begin[:, axis], end[:, axis]
+        meets = np.flatnonzero((low[one] < high[other]) & (low[other] < high[one]))
+        one, other = one.take(meets), other.take(meets)
+    return one.size > 0
+
+
+# How often boxes cover the elements of a region.
+
 Boxes = tuple[Column, Column]
 """Offsets and shapes, int64 (boxes, axes) each."""
 
 _MOST_CELLS = 1 << 18
-
-
-def overlapping_groups(group: Column, offset: Column, shape: Column, size: Column) -> np.ndarray:
-    """Return which groups have boxes that share an element.
-
-    Pairs are searched only where neither equal boxes nor volumes decide: a thousand equal boxes make half a
-    million pairs.
-
-    Args:
-        group: the group that each box belongs to, int64 (boxes,).
-        offset: int64 (boxes, axes).
-        shape: int64 (boxes, axes); every box lies in its group's region.
-        size: how many elements each group's region has, int64 (groups,).
-
-    Returns:
-        bool (groups,).
-
-    Examples:
-        >>> offset, shape = np.array([[0], [2], [0], [1]]), np.array([[2], [2], [2], [2]])
-        >>> overlapping_groups(np.array([0, 0, 1, 1]), offset, shape, np.array([4, 4])).tolist()
-        [False, True]
-    """
-    rows = rows_with_elements(shape)
-    group, offset, shape = group[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)
-    found = held_elements(group, shape, size.size) > size
-    rest = np.flatnonzero(~(found | tiled_groups(group, offset, shape, size.size))[group])
-    group, offset, shape = group[rest], offset.take(rest, axis=0), shape.take(rest, axis=0)
-    found[group[_repeats(np.column_stack([group, offset, shape]))]] = True
-    rest = np.flatnonzero(~found[group])
-    group, offset, shape = group[rest], offset.take(rest, axis=0), shape.take(rest, axis=0)
-    left, right = overlapping_pairs(group, offset, shape, group, offset, shape)
-    found[group[left[left != right]]] = True
-    return found
-
-
-def held_elements(group: Column, shape: Column, groups: int) -> Column:
-    """Return how many elements each group's boxes have together, int64 (groups,).
-
-    Examples:
-        >>> held_elements(np.array([0, 2, 2]), np.array([[3, 2], [1, 1], [2, 2]]), 3).tolist()
-        [6, 0, 5]
-    """
-    held = np.zeros(groups, dtype=np.int64)
-    np.add.at(held, group, volumes(shape))
-    return held
 
 
 def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tuple[Boxes, Boxes]:
@@ -192,8 +263,8 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
 
 def _tiles(begin: Column, end: Column, low: Column, high: Column) -> bool:
     group, size = np.zeros(len(begin), dtype=np.int64), volumes((high - low)[None])
-    tiled = bool(held_elements(group, end - begin, 1) == size)
-    return tiled and not overlapping_groups(group, begin, end - begin, size)[0]
+    tiled = bool(volumes(end - begin).sum() == size)
+    return tiled and not shared_groups(group, begin, end - begin).size
 
 
 def _halves(low: Column, high: Column, axis: int, middle: int) -> tuple[tuple[Column, Column], tuple[Column, Column]]:
@@ -245,10 +316,3 @@ def _merge_neighbours(begin: Column, end: Column) -> Boxes:
         begin, end = begin[first], joined
     order = np.lexsort(begin.T[::-1])
     return begin[order], end[order]
-
-
-def _repeats(rows: Column) -> Column:
-    """Return the numbers of rows that repeat another one."""
-    order = np.lexsort(rows.T)
-    same = (rows[order[1:]] == rows[order[:-1]]).all(axis=1)
-    return np.asarray(order[1:][same])

@@ -1,86 +1,13 @@
-"""Boxes as cells of regular grids, an axis's parts, windows that tile a tensor; and the numbers that describe them."""
+"""Boxes as cells: regular grids, what is narrowed, one axis cut into parts, and windows that tile a tensor."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator
 from math import ceil, prod
-from typing import Any, NoReturn
+from typing import Any
 
-from ..errors import CheckpointingException, MetadataError, ShapeError, error_text
-
-# Numbers in arguments, converted to ints and tuples of ints, or refused by the argument's name.
-
-
-def refuse(
-    subject: str, field: str, found: object, expected: str, fix: str, *, error: type[CheckpointingException]
-) -> NoReturn:
-    """Raise `error` with the field that doesn't fit, what was found and expected, and what to do."""
-    raise error(error_text(f"{subject}: {field} doesn't fit", found=found, expected=expected, fix=fix))
-
-
-def check_type(subject: str, field: str, value: object, kind: type, fix: str) -> None:
-    """Raise MetadataError unless a value has the type.
-
-    Examples:
-        >>> check_type("ShardedTensor 'w'", "allow_shape_mismatch", True, bool, "Pass a bool.")
-    """
-    if not isinstance(value, kind):
-        refuse(subject, field, type(value).__name__, f"a {kind.__name__}", fix, error=MetadataError)
-
-
-def integer(subject: str, field: str, value: Any) -> int:
-    """Return an int-like value as an int; a bool, a float or a string raises MetadataError.
-
-    Examples:
-        >>> import numpy
-        >>> integer("ShardedTensor 'w'", "local_shape[0]", numpy.int64(4))
-        4
-    """
-    try:
-        # A bool is an int to Python; as a size or index it is most likely a misplaced argument.
-        if isinstance(value, bool):
-            raise TypeError
-        # By `__index__`, which NumPy's integers have, and floats and texts don't.
-        return int(operator.index(value))
-    except TypeError:
-        fix = "Convert it with int() where that loses nothing."
-        refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
-
-
-def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
-    """Return a sequence of int-like values as a tuple of ints, or raise MetadataError.
-
-    Examples:
-        >>> integers("ShardedTensor 'w'", "local_shape", [4, 2])
-        (4, 2)
-    """
-    try:
-        items = tuple(values)
-    except TypeError:
-        fix = "Pass one int for each axis."
-        refuse(subject, field, type(values).__name__, "a tuple of ints", fix, error=MetadataError)
-    return tuple(integer(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
-
-
-def flat_range(subject: str, value: Any) -> slice | None:
-    """Return a flat range as slice(start, stop) of ints, None as it is; anything else raises MetadataError.
-
-    Examples:
-        >>> flat_range("ShardedTensor 'w'", slice(2, 5, 1))
-        slice(2, 5, None)
-    """
-    if value is None:
-        return None
-    fix = "Pass slice(start, stop) with 0 <= start <= stop."
-    if not isinstance(value, slice) or value.step not in (None, 1):
-        refuse(subject, "flattened_range", value, "a slice with step 1", fix, error=MetadataError)
-    start = integer(subject, "flattened_range.start", value.start)
-    stop = integer(subject, "flattened_range.stop", value.stop)
-    if not 0 <= start <= stop:
-        refuse(subject, "flattened_range", value, "0 <= start <= stop", fix, error=MetadataError)
-    return slice(start, stop)
-
+from ..errors import MetadataError, ShapeError
+from ._boxes import integers, refuse
 
 # Cells of regular grids: their place, its checks, and narrowing.
 
@@ -243,6 +170,54 @@ def narrow_axis(subject: str, field: str, values: Shape, axis: int, size: int, l
         fix = "Narrow a shard that was made with a regular grid along this axis, or with the whole axis."
         refuse(subject, f"{field}[{axis}]", value, expected, fix, error=ShapeError)
     return (*values[:axis], value // size * length if size else 0, *values[axis + 1 :])
+
+
+Run = tuple[slice, slice]
+
+
+def narrow_flat_range(
+    local_shape: tuple[int, ...], start: int, stop: int, dim: int, narrow_start: int, length: int
+) -> tuple[Run, ...]:
+    """Return the maximal runs that a flat range and a narrowed box have in common.
+
+    A run is contiguous twice: in the 1-D data that holds elements [start, stop) of the row-major flattened box, and
+    in the row-major flattening of the box narrowed to [narrow_start, narrow_start + length) along `dim`.
+
+    Args:
+        local_shape: the box, before narrowing.
+        start: the first element of the flattened box that the data holds.
+        stop: one past the last element.
+        dim: the axis to narrow, in [0, len(local_shape)).
+        narrow_start: the first index to keep along `dim`.
+        length: how many indices to keep.
+
+    Returns:
+        (slice of the data, slice of the flattened narrowed box) for each run, in the data's order; empty runs are
+        left out, so there may be none.
+
+    Examples:
+        >>> narrow_flat_range((2, 4), 1, 8, 1, 2, 2)  # keep the last two columns of two rows
+        ((slice(1, 3, None), slice(0, 2, None)), (slice(5, 7, None), slice(2, 4, None)))
+        >>> narrow_flat_range((2, 4), 1, 8, 0, 1, 1)  # keep the last row
+        ((slice(3, 7, None), slice(0, 4, None)),)
+        >>> narrow_flat_range((2, 4), 0, 4, 0, 1, 1)
+        ()
+    """
+    if start >= stop or length == 0:
+        return ()
+    if length == local_shape[dim]:  # nothing is cut: one run, where rows would each give one
+        return ((slice(0, stop - start), slice(start, stop)),)
+    return tuple(_row_runs(prod(local_shape[dim + 1 :]), local_shape[dim], start, stop, narrow_start, length))
+
+
+def _row_runs(inner: int, size: int, start: int, stop: int, narrow_start: int, length: int) -> Iterator[Run]:
+    row, kept, skipped = size * inner, length * inner, narrow_start * inner
+    for index in range(start // row, -(-stop // row)):
+        first = max(start, index * row + skipped)
+        last = min(stop, index * row + skipped + kept)
+        if first < last:
+            shift = skipped + index * (row - kept)
+            yield slice(first - start, last - start), slice(first - shift, last - shift)
 
 
 # One axis cut into parts, and parts cut again.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ._boxes import Column, begins, distinct
+from ._boxes import Column, begins, distinct, span_numbers
 
 # A filter before any sorting: boxes outside of the bounding box of their group's requests.
 
@@ -213,9 +213,8 @@ def _spans(bounds: Column, begin: Column, end: Column) -> tuple[Column, Column]:
 
 
 def _copied(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
-    row = np.repeat(np.arange(len(boxes)), count)
-    turn = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
-    return GroupedBoxes(boxes.row[row], first[row] + turn, boxes.offset[row], boxes.shape[row])
+    row, group = span_numbers(first, count)
+    return GroupedBoxes(boxes.row[row], group, boxes.offset[row], boxes.shape[row])
 
 
 _PLENTY = 8
@@ -311,15 +310,8 @@ def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]
     counts = np.searchsorted(groups, left.group, side="right") - first
     if counts.sum() > _FEW * (len(left) + len(right)):
         return None
-    one, other = _each_with(first, counts)
+    one, other = span_numbers(first, counts)
     return left.row[one], right.row[order[other]]
-
-
-def _each_with(first: Column, counts: Column) -> tuple[Column, Column]:
-    """Return pairs: each row with each number of its own interval."""
-    one = np.repeat(np.arange(counts.size), counts)
-    within = np.arange(one.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    return one, np.repeat(first, counts) + within
 
 
 def _numbered(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
@@ -350,7 +342,7 @@ def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, Gro
 def _candidates(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
     """Return the pairs that overlap on their group's sorting axis."""
     order, first, counts = _candidate_runs(left, right)
-    one, place = _each_with(first, counts)
+    one, place = span_numbers(first, counts)
     other = order[place]
     same = left.group[one] == right.group[other]
     return left.row[one[same]], right.row[other[same]]

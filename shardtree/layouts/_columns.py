@@ -93,6 +93,11 @@ class ShardColumns:
         """Bytes an element of each key's tensor takes, int64 (keys,)."""
         return np.array([kind.dtype.itemsize for kind in self.kinds], dtype=np.int64)
 
+    @property
+    def nbytes(self) -> Column:
+        """How many bytes each shard holds, int64 (shards,)."""
+        return self.elements * self.item_size[self.key]
+
 
 _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column, Column]
 

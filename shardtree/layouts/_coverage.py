@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .._deferred import notebook_html
 from ..errors import TreeError, error_text, plural, shorten
-from ..geometry import Column, volumes
+from ..geometry import Column, group_sums, volumes
 from ..mapping import ShardedTensor
 from ..trees import apply_factories, leaves_with_paths, refuse_hidden
 from ._columns import ShardColumns, TensorKind, select_rows, shard_columns
@@ -174,8 +174,8 @@ def coverage(trees: RankTrees | ShardColumns) -> Coverage:
     faults = sharding_faults(select_rows(columns, np.flatnonzero(columns.main)))
     size = np.array([prod(kind.global_shape) for kind in columns.kinds], dtype=np.int64)
     twice, missing = (_elements(faults, which, size.size) for which in (faults.doubled, ~faults.doubled))
-    held, shards = np.zeros_like(size), np.bincount(columns.key, minlength=size.size)
-    np.add.at(held, columns.key, columns.elements)
+    held = group_sums(columns.key, columns.elements, size.size)
+    shards = np.bincount(columns.key, minlength=size.size)
     # A tensor without elements has no average; its shards are counted.
     copies = np.where(size > 0, held / np.maximum(size, 1), shards)
     problems = access_problems(columns)
@@ -184,10 +184,8 @@ def coverage(trees: RankTrees | ShardColumns) -> Coverage:
 
 def _elements(faults: Faults, which: NDArray[np.bool_], keys: int) -> Column:
     """Return how many elements the chosen faults have, for each key."""
-    count = np.zeros(keys, dtype=np.int64)
     sizes = np.where(faults.start < 0, volumes(faults.shape), faults.stop - faults.start)
-    np.add.at(count, faults.key[which], sizes[which])
-    return count
+    return group_sums(faults.key[which], sizes[which], keys)
 
 
 def _cells(row: tuple[str, ...], widths: Sequence[int]) -> Iterator[str]:

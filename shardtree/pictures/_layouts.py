@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import KeyMismatch, error_text, plural
-from ..geometry import Column
+from ..geometry import Column, group_sums
 from ..layouts import (
     Mesh,
     PartitionSpec,
@@ -120,8 +120,7 @@ def stored_picture(stored: StoredLayout) -> Picture:
 
 def _file_bars(stored: StoredLayout) -> Bars:
     columns = stored.columns
-    held = np.zeros(len(stored.files), dtype=np.int64)
-    np.add.at(held, columns.rank, columns.elements * columns.item_size[columns.key])
+    held = group_sums(columns.rank, columns.nbytes, len(stored.files))
     used = np.flatnonzero(held).tolist()
     folders = {stored.files[file].rpartition("/")[0] for file in used}
     # A folder that all of them are in is said once.
@@ -179,7 +178,7 @@ def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
     left = len(keys) - len(shown)
     notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left else ()
     held_by = plural(int(np.unique(columns.rank).size), noun)
-    nbytes = int((columns.elements * columns.item_size[columns.key]).sum())
+    nbytes = int(columns.nbytes.sum())
     title = f"{plural(len(keys), 'tensor')} {'in' if noun == 'file' else 'on'} {held_by}, {size_text(nbytes)}"
     return Picture(title, _in_rows(planes, 3), notes, faults_legend(planes))
 
@@ -208,8 +207,7 @@ def tree_picture(columns: ShardColumns) -> Picture:
         >>> picture.title, len(picture.rows[0])
         ("one rank's 2 tensors, 48 B", 2)
     """
-    nbytes = np.zeros(len(columns.keys), dtype=np.int64)
-    np.add.at(nbytes, columns.key, columns.elements * columns.item_size[columns.key])
+    nbytes = group_sums(columns.key, columns.nbytes, len(columns.keys))
     keys = [columns.keys[number] for number in np.argsort(-nbytes, kind="stable").tolist()]
     this = Holders(lambda _: "held here", lambda _: ("held here", "here"), ELSEWHERE)
     mine = replace(columns, main=np.ones(len(columns), dtype=np.bool_), rank=np.zeros(len(columns), dtype=np.int64))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from ..errors import plural
-from ..geometry import Column
+from ..geometry import Column, group_sums
 from ..plans import ReshardPlan, Schedule, size_text
 from ._labels import rank_words
 from ._layouts import checked_key
@@ -56,8 +56,8 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
     links = (_links(plan), totals)
     if not plan.target.keys:
         return Picture(title, (links,), (), legend)
-    total, moves = np.zeros(len(plan.target.keys), dtype=np.int64), plan.transfers.from_rank != plan.transfers.to_rank
-    np.add.at(total, plan.transfers.key[moves], plan.transfers.nbytes[moves])
+    moves = plan.transfers.from_rank != plan.transfers.to_rank
+    total = group_sums(plan.transfers.key[moves], plan.transfers.nbytes[moves], len(plan.target.keys))
     chosen = plan.target.keys[int(total.argmax())] if key is None else checked_key(plan.target.keys, key)
     layouts = _layouts(plan, chosen)
     return Picture(title, (layouts, links), (), (*legend, *faults_legend(layouts)), is_step=True)
@@ -87,10 +87,9 @@ def _links(plan: ReshardPlan) -> Plane:
     edges = np.linspace(0, ranks.size, groups + 1).round().astype(np.int64)
     band = np.repeat(np.arange(groups), np.diff(edges))
     rows, columns = (band[np.searchsorted(ranks, column)] for column in (moves.from_rank, moves.to_rank))
-    sent, stays = np.zeros((groups, groups), dtype=np.int64), np.zeros(groups, dtype=np.int64)
     goes = moves.from_rank != moves.to_rank
-    np.add.at(sent, (rows[goes], columns[goes]), moves.nbytes[goes])
-    np.add.at(stays, columns[~goes], moves.nbytes[~goes])
+    sent = group_sums((rows[goes], columns[goes]), moves.nbytes[goes], (groups, groups))
+    stays = group_sums(columns[~goes], moves.nbytes[~goes], groups)
     names = [ranks[low:high] for low, high in itertools.pairwise(edges)]
     cells = _heat_cells(sent, stays, names)
     labels = tuple(rank_words(each).removeprefix("ranks ").removeprefix("rank ") for each in names)
@@ -134,8 +133,7 @@ def schedule_picture(schedule: Schedule) -> Picture:
         >>> [bar.title for bar in schedule_picture(schedule).rows[0][0].bars]
         ['step 0 moves 12 B', 'step 1 moves 8 B']
     """
-    moved = np.zeros(schedule.steps, dtype=np.int64)
-    np.add.at(moved, schedule.step, schedule.nbytes)
+    moved = group_sums(schedule.step, schedule.nbytes, schedule.steps)
     shown = moved[:_MOST_STEPS].tolist()
     bars = tuple(
         Bar(f"step {step}", amount, size_text(amount), "h6", f"step {step} moves {size_text(amount)}")

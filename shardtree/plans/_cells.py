@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry import Column, distinct, overlapping_pairs, row_numbers, shared_groups
+from ..geometry import Column, distinct, overlapping_pairs, row_numbers, shared_groups, span_numbers
 from ..layouts import ShardColumns, select_rows, shard_boxes
 from ._save import held_places
 
@@ -103,8 +103,7 @@ def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: C
     """
     low, high = np.searchsorted(box, number, side="left"), np.searchsorted(box, number, side="right")
     pieces = high - low + 1
-    row = np.repeat(np.arange(number.size), pieces)
-    turn = np.arange(row.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    row, turn = span_numbers(np.zeros_like(pieces), pieces)
     places = np.append(at, 0)
     before, after = (places[np.minimum(low[row] + turn + side, at.size)] - offset[row] for side in (-1, 0))
     begin = np.where(turn == 0, 0, before)
@@ -189,8 +188,8 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     order = np.argsort(of, kind="stable")
     number = np.concatenate([np.arange(rest.size), rest.size + parts.number])[order]
     first, count = np.searchsorted(of[order], place), np.bincount(of, minlength=places)[place]
-    turn = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return Cells(wanted, cells, np.repeat(np.arange(place.size), count), number[np.repeat(first, count) + turn])
+    row, at = span_numbers(first, count)
+    return Cells(wanted, cells, row, number[at])
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:

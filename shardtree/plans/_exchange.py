@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry import Column, distinct, rows_of
+from ..geometry import Column, distinct, group_sums, rows_of
 from ..layouts import ShardColumns, select_rows
 from ._cells import MOST_CELLS, wanted_cells
 from ._save import Holders, Line, Parts, Rows, dealt_out, find_holders, holder_sets
@@ -45,7 +45,7 @@ class SharedReads:
     @property
     def bytes_read(self) -> Column:
         """How many bytes each rank reads, int64 (ranks,)."""
-        return _by_rank(self.ranks, self.reads.rank, self.reads.elements * self.reads.item_size[self.reads.key])
+        return group_sums(self.reads.rank, self.reads.nbytes, self.ranks)
 
     def __repr__(self) -> str:
         columns = (self.bytes_read.tolist(), self.bytes_sent.tolist(), self.bytes_received.tolist())
@@ -154,11 +154,10 @@ def plan_reads(
     reads = _as_reads(cells.shards, parts, item_size, size)
     # Each rank once, however many of its shards want a cell: what it gets once it copies to the others.
     of, who = np.repeat(held.place, held.count), held.rank
-    wanting = np.zeros(size.size, dtype=np.int64)
-    np.add.at(wanting, of, np.array([each.size for each in alike], dtype=np.int64)[who])
+    wanting = group_sums(of, np.array([each.size for each in alike], dtype=np.int64)[who], size.size)
     length = parts.end - parts.begin
-    sent = _by_rank(ranks, parts.sender, length * (wanting[parts.item] - 1))
-    received = _by_rank(len(alike), who, size[of])[number] - _by_rank(ranks, parts.sender, length)
+    sent = group_sums(parts.sender, length * (wanting[parts.item] - 1), ranks)
+    received = group_sums(who, size[of], len(alike))[number] - group_sums(parts.sender, length, ranks)
     pair, asked = cells.cell * len(alike) + holder, parts.item * len(alike) + number[parts.sender]
     order = np.argsort(pair, kind="stable")
     row = cells.row[order[np.searchsorted(pair[order], asked)]]
@@ -167,12 +166,6 @@ def plan_reads(
     whole &= (reads.start == shard.start) & (reads.stop == shard.stop)
     first = np.searchsorted(columns.rank, number)
     return SharedReads(ranks, cells.wanted, reads, row, first, whole, sent, received)
-
-
-def _by_rank(ranks: int, rank: Column, size: Column) -> Column:
-    total = np.zeros(ranks, dtype=np.int64)
-    np.add.at(total, rank, size)
-    return total
 
 
 def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:

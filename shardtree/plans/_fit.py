@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import plural
-from ..geometry import Column, intersect
+from ..geometry import Column, intersect, slices
 from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
 from ..objects import ShapeChange
@@ -106,7 +106,7 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
     found = []
     for row in np.flatnonzero((shape > 0).all(axis=1)).tolist():
         begin = (offset[row] - boxes.offset[row]).tolist()
-        part = tuple(slice(low, low + size) for low, size in zip(begin, shape[row].tolist(), strict=True))
+        part = slices(begin, shape[row].tolist())
         found.append(Overlap(int(boxes.position[row]), tuple(boxes.shape[row].tolist()), part))
     return tuple(found)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from .. import geometry
-from ..geometry import Column
+from ..geometry import Column, group_sums
 from ..layouts import BoxColumns, ShardColumns, check_columns, shard_boxes
 
 SHORTEST_RUN = 64 * 1024
@@ -229,8 +229,7 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
 
 
 def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
-    piece = np.repeat(np.arange(count.size), count)
-    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    piece, number = geometry.span_numbers(np.zeros_like(count), count)
     at = number[:, None] // geometry.row_major_strides(rows)[piece] % rows[piece]
     item_size = pieces.item_size[piece]
     return Runs(
@@ -290,8 +289,7 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Colum
         [0, 0, 1]
     """
     ranks = int(columns.rank.max(initial=-1)) + 1
-    held = np.zeros((len(columns.keys), ranks), dtype=np.int64)
-    np.add.at(held, (columns.key, columns.rank), columns.elements * columns.item_size[columns.key])
+    held = group_sums((columns.key, columns.rank), columns.nbytes, (len(columns.keys), ranks))
     rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
     for size in held:
         # A round ends for all ranks at once: ranks that exchange what they read must find the same rounds.

@@ -69,7 +69,7 @@ def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows
         wanted: which places need a row, bool (places,).
     """
     size = np.zeros(wanted.size, dtype=np.int64)
-    size[place] = columns.elements * columns.item_size[columns.key]
+    size[place] = columns.nbytes
     chosen = np.full(wanted.size, -1, dtype=np.int64)
     held = find_holders(place, columns.rank, wanted)
     # Places with a single holder leave no choice: their bytes count as load before the others are assigned.

@@ -8,7 +8,7 @@ from itertools import pairwise, starmap
 
 import numpy as np
 
-from ..geometry import Column, joined_rows, rows_of
+from ..geometry import Column, joined_rows, rows_of, span_numbers
 from ..plans import LoadPlan, ReadCost, Runs, Strided
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags, missing, touched
 from ._capabilities import can
@@ -270,8 +270,7 @@ def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
     gap_low, gap_high = gap_low[gaps], gap_high[gaps]
     first = high.searchsorted(gap_low, side="right")
     count = np.maximum(low.searchsorted(gap_high) - first, 0)
-    gap = np.repeat(np.arange(count.size), count)
-    span = first[gap] + np.arange(gap.size) - np.repeat(np.cumsum(count) - count, count)
+    gap, span = span_numbers(first, count)
     begin, end = np.maximum(gap_low[gap], low[span]), np.minimum(gap_high[gap], high[span])
     rows = np.flatnonzero(begin < end)
     if not rows.size:
@@ -312,7 +311,6 @@ def _cells(begin: Column, end: Column, most_bytes: int) -> tuple[Column, Column,
     """Return spans cut where requests end: of each part the number of its span, its begin and its end."""
     first = begin // most_bytes
     count = (end - 1) // most_bytes - first + 1
-    row = np.repeat(np.arange(count.size), count)
-    number = first[row] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+    row, number = span_numbers(first, count)
     low, high = number * most_bytes, (number + 1) * most_bytes
     return row, np.maximum(begin[row], low), np.minimum(end[row], high)

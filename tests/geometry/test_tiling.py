@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, held_elements, tiled_groups
+from shardtree.geometry import Column, group_sums, tiled_groups, volumes
 from tests.trees.samples import assert_caught
 
 Boxes = tuple[Column, Column, Column, int]
@@ -89,7 +89,7 @@ def by_volume(group: Column, offset: Column, shape: Column, groups: int) -> Any:
     for number in np.unique(group).tolist():
         own = group == number
         around[number] = np.prod((offset + shape)[own].max(axis=0) - offset[own].min(axis=0))
-    return held_elements(group, shape, groups) == around
+    return group_sums(group, volumes(shape), groups) == around
 
 
 def without_the_axis(group: Column, offset: Column, shape: Column, groups: int) -> Any:

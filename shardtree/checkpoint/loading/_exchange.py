@@ -129,7 +129,7 @@ def bytes_wanted_twice(wanted: Iterable[ShardColumns]) -> int:
     Args:
         wanted: what all ranks want, in one part or several.
     """
-    return sum(int((one.elements * one.item_size[one.key])[~one.main].sum()) for one in wanted)
+    return sum(int(one.nbytes[~one.main].sum()) for one in wanted)
 
 
 # Ranks that read for each other: which part each reads, and how the others get it.

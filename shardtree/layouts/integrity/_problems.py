@@ -139,8 +139,8 @@ def _reported_in_ranges(shards: ShardColumns, areas: ShardColumns, regions: Colu
     shape = np.concatenate([areas.shape, shards.shape[whole]])
     # Flat ranges and boxes may hold a tensor together, each element once, in areas that overlap: reported in ranges, a
     # legal layout would lack elements.
-    overlap = geometry.overlapping_groups(key, *_clipped(key, offset, shape, regions), _sizes(regions))
-    return np.asarray(in_ranges & ~overlap)
+    in_ranges[geometry.shared_groups(key, *_clipped(key, offset, shape, regions))] = False
+    return in_ranges
 
 
 def _boxes(shards: ShardColumns, areas: ShardColumns, in_ranges: Mask) -> tuple[Column, Column, Column]:
@@ -161,9 +161,9 @@ def _box_faults(group: Column, offset: Column, shape: Column, regions: Column, *
     sizes = _sizes(regions)
     offset, shape = _clipped(group, offset, shape, regions)
     # One vectorised pass over all groups finds which are wrong. Only those are carved up box by box, to name places.
-    wrong = geometry.overlapping_groups(group, offset, shape, sizes)
-    if with_gaps:
-        wrong |= geometry.held_elements(group, shape, sizes.size) != sizes
+    held = geometry.group_sums(group, geometry.volumes(shape), sizes.size)
+    wrong = held != sizes if with_gaps else held > sizes
+    wrong[geometry.shared_groups(group, offset, shape)] = True
     rows = np.flatnonzero(wrong[group])
     rows = rows[np.argsort(group[rows], kind="stable")]
     numbers = np.flatnonzero(wrong)

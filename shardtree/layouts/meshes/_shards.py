@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import ShapeError, error_text
-from ...geometry import Spans, cut_spans, integers
+from ...geometry import Spans, cut_spans, integers, slices
 from ...mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from ...trees import join_data
 from ._mesh import Mesh
@@ -250,7 +250,7 @@ def rank_data(whole: Any, part: RankShard) -> Any:
     if tuple(whole.shape) != part.global_shape:
         found, fix = tuple(whole.shape), "Pass the whole tensor that the part was computed for."
         raise ShapeError(error_text("rank_data: not the tensor", found=found, expected=part.global_shape, fix=fix))
-    boxes = [whole[_slices(box.offset, box.shape)] for box in part.boxes]
+    boxes = [whole[slices(box.offset, box.shape)] for box in part.boxes]
     return boxes[0] if len(boxes) == 1 else _concatenate(boxes, part)
 
 
@@ -289,7 +289,7 @@ class BuildBoxes:
             raise ShapeError(error_text(what, found=tuple(data.shape), expected=self.part.shape, fix=fix))
 
     def _shard(self, key: str, data: Any, replica_id: ReplicaId, box: RankBox) -> ShardedTensor:
-        view = None if data is None else data[_slices(box.local_offset, box.shape)]
+        view = None if data is None else data[slices(box.local_offset, box.shape)]
         dtype = self.dtype if data is None else data.dtype
         place = (box.shape, self.part.global_shape, box.offset, None)
         return ShardedTensor(key, view, dtype, *place, replica_id, allow_shape_mismatch=self.allow_shape_mismatch)
@@ -317,7 +317,3 @@ def _concatenate(boxes: list[Any], part: RankShard) -> Any:
         rows = [boxes[first : first + count] for first in range(0, len(boxes), count)]
         boxes = [row[0] if count == 1 else join_data(torch.cat, row, axis) for row in rows]
     return boxes[0]
-
-
-def _slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 import numpy as np
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
-from ...geometry import Column, box_slices, held_elements, intersect, overlapping_pairs, shared_groups, volumes
+from ...geometry import Column, box_slices, group_sums, intersect, overlapping_pairs, shared_groups, volumes
 from ...layouts import Problem, ShardColumns, TensorKind, place_text, problem_lines, select_rows, write_problems
 from .._fit import convertible
 from .._save import Rows
@@ -97,7 +97,7 @@ def _problems_shown(target: ShardColumns, transfers: Transfers, rows: Column, wh
 
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     """Yield the shards that aren't written once: as many elements as they have, and none of them twice."""
-    written = held_elements(transfers.target, np.maximum(transfers.shape, 0), len(target))
+    written = group_sums(transfers.target, volumes(np.maximum(transfers.shape, 0)), len(target))
     # As many elements as the shard has isn't enough: one written twice would hide another that is missing.
     doubled = np.zeros(len(target), dtype=np.bool_)
     doubled[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
@@ -123,7 +123,7 @@ def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     earlier = transfers.hop[right] < transfers.hop[later[left]]
     left, right = left[earlier], right[earlier]
     _, common = intersect(offset[later[left]], shape[later[left]], offset[right], shape[right])
-    lacks = held_elements(left, common, later.size) < volumes(shape[later])
+    lacks = group_sums(left, volumes(common), later.size) < volumes(shape[later])
     yield from _problems_shown(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...geometry import (
     Column,
     carve_boxes,
-    held_elements,
+    group_sums,
     intersect,
     joined_rows,
     overlapping_pairs,
@@ -154,7 +154,7 @@ def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
     left, right = overlapping_pairs(key, wanted.offset, wanted.shape, held_key, held.offset, held.shape)
     offset, shape = intersect(wanted.offset[left], wanted.shape[left], held.offset[right], held.shape[right])
     found = Pieces(wanted.shard[left], tiles[held.shard[right]], offset, shape)
-    short = np.flatnonzero(held_elements(left, shape, len(key)) < volumes(wanted.shape))
+    short = np.flatnonzero(group_sums(left, volumes(shape), len(key)) < volumes(wanted.shape))
     nowhere = np.full(short.size, NOWHERE)
     lacking = Pieces(wanted.shard[short], nowhere, wanted.offset[short], wanted.shape[short])
     return joined_rows([found, carved_pieces(lacking, key[short], held, held_key)[2]])

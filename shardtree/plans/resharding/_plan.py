@@ -10,7 +10,7 @@ import torch
 
 from ..._deferred import notebook_html
 from ...errors import MetadataError, error_text, plural
-from ...geometry import Column, check_type, integer, joined_rows
+from ...geometry import Column, check_type, group_sums, integer, joined_rows
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
 from ...trees import apply_factories
 from .._text import size_text
@@ -123,8 +123,7 @@ class ReshardPlan:
     def _by_rank(self, rank: Column, *, moving: bool) -> dict[int, int]:
         chosen = (self.transfers.from_rank != self.transfers.to_rank) == moving
         ranks = np.array(self.ranks, dtype=np.int64)
-        total = np.zeros(ranks.size, dtype=np.int64)
-        np.add.at(total, np.searchsorted(ranks, rank[chosen]), self.transfers.nbytes[chosen])
+        total = group_sums(np.searchsorted(ranks, rank[chosen]), self.transfers.nbytes[chosen], ranks.size)
         return dict(zip(ranks.tolist(), total.tolist(), strict=True))
 
     @property
@@ -134,8 +133,7 @@ class ReshardPlan:
         ranks = int(self.transfers.to_rank.max(initial=0)) + 1
         pairs = self.transfers.from_rank[moves] * ranks + self.transfers.to_rank[moves]
         links, number = np.unique(pairs, return_inverse=True)
-        total = np.zeros(links.size, dtype=np.int64)
-        np.add.at(total, number, self.transfers.nbytes[moves])
+        total = group_sums(number, self.transfers.nbytes[moves], links.size)
         return {divmod(link, ranks): count for link, count in zip(links.tolist(), total.tolist(), strict=True)}
 
     def leaving(self, ranks: Iterable[int]) -> int:
@@ -341,12 +339,12 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
     check_type("peak_bytes", "schedule", schedule, Schedule, "Pass what `plan.schedule()` returns.")
     _check_schedule(plan, schedule)
     ranks = np.array(plan.ranks, dtype=np.int64)
-    held = _shard_bytes(plan.source, ranks) + _shard_bytes(plan.target, ranks)
+    sides = (plan.source, plan.target)
+    held = sum(group_sums(np.searchsorted(ranks, side.rank), side.nbytes, ranks.size) for side in sides)
     places = [np.searchsorted(ranks, column) for column in (schedule.from_rank, schedule.to_rank)]
     # Sparse rows of (step, rank): a table of all steps by all ranks would be far larger than the schedule.
     at, number = np.unique(schedule.step * ranks.size + np.stack(places), return_inverse=True)
-    flying = np.zeros(at.size, dtype=np.int64)
-    np.add.at(flying, number.ravel(), np.tile(schedule.nbytes, 2))
+    flying = group_sums(number.ravel(), np.tile(schedule.nbytes, 2), at.size)
     most = np.zeros(ranks.size, dtype=np.int64)
     if at.size:
         np.maximum.at(most, at % ranks.size, flying)
@@ -365,10 +363,3 @@ def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:
     what, fix = "peak_bytes: the schedule is another plan's", "Pass plan.schedule(...) of the same plan."
     found, expected = f"{plural(len(schedule), 'piece')} of other transfers", "pieces of the plan's transfers"
     raise MetadataError(error_text(what, found=found, expected=expected, fix=fix))
-
-
-def _shard_bytes(columns: ShardColumns, ranks: Column) -> Column:
-    """Return the bytes of the shards of each rank."""
-    held = np.zeros(ranks.size, dtype=np.int64)
-    np.add.at(held, np.searchsorted(ranks, columns.rank), columns.elements * columns.item_size[columns.key])
-    return held

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...geometry import Column, check_type, integer, joined_rows, row_numbers, rows_of, volumes
+from ...geometry import Column, check_type, group_sums, integer, joined_rows, row_numbers, rows_of, volumes
 from .._cells import aligned_boxes, first_rows
 from .._save import snapped
 from ._plan import SHORTEST_CUT, ReshardPlan
@@ -70,8 +70,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     place = np.searchsorted(begin, edges, side="right") - 1
     length = np.append(edges[1:], end[-1]) - edges
     interval = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
-    intervals = np.zeros((groups, members), dtype=np.int64)
-    np.add.at(intervals, (group[place], interval), length)
+    intervals = group_sums((group[place], interval), length, (groups, members))
     member = _assigned(intervals, ranks[first])[group[place], interval]
     return Parts(line[place], axis[place], (edges - begin[place]) // row[place], length // row[place], member)
 

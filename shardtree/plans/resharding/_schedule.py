@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._deferred import notebook_html
 from ...errors import MetadataError, plural
-from ...geometry import Column, integer, refuse, row_numbers, rows_of
+from ...geometry import Column, group_sums, integer, refuse, row_numbers, rows_of
 from .._text import size_text
 from ._summary import steps_table
 from ._transfers import Transfers
@@ -349,7 +349,7 @@ def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column
     """Return how much of each pair moves in the next step."""
     rows = _ready(pairs, left)
     one, other, item, wanted = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
-    sends, gets = _sums(one, wanted, pairs.ranks), _sums(other, wanted, pairs.ranks)
+    sends, gets = group_sums(one, wanted, pairs.ranks), group_sums(other, wanted, pairs.ranks)
     taken = np.zeros_like(left)
     # The last step, and the only one of small plans: nothing has to be chosen.
     if (sends + gets).max() <= room:
@@ -360,7 +360,7 @@ def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column
     for_sending = _share(room, sends, sends + gets)
     halves = np.concatenate([for_sending, room - for_sending])
     first = fill(wanted, one, other + pairs.ranks, halves, item)
-    rest = room - _sums(one, first, pairs.ranks) - _sums(other, first, pairs.ranks)
+    rest = room - group_sums(one, first, pairs.ranks) - group_sums(other, first, pairs.ranks)
     taken[rows] = first + fill(wanted - first, one, other, rest, item)
     return taken
 
@@ -381,14 +381,6 @@ def _ready(pairs: Pairs, left: Column) -> Column:
 
 def _order(pairs: Pairs, distance: Column, left: Column, room: int, rows: Column) -> Column:
     """Return in which order pairs are gone through."""
-    load = _sums(pairs.one, left, pairs.ranks) + _sums(pairs.other, left, pairs.ranks)
+    load = group_sums(pairs.one, left, pairs.ranks) + group_sums(pairs.other, left, pairs.ranks)
     urgent = -(-(load[pairs.one[rows]] + load[pairs.other[rows]]) // room)
     return np.lexsort((pairs.one[rows], distance[rows], -urgent, pairs.needs[rows], pairs.priority[rows]))
-
-
-def _sums(rank: Column, nbytes: Column, ranks: int) -> Column:
-    """Return the bytes of each rank."""
-    sums = np.zeros(ranks, dtype=np.int64)
-    # Exact, unlike `bincount`, whose weights are floats.
-    np.add.at(sums, rank, nbytes)
-    return sums

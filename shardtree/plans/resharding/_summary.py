@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten
-from ...geometry import Column, box_slices
+from ...geometry import Column, box_slices, group_sums
 from ...layouts import ShardColumns, TensorKind, place_text, problem_lines
 from ...mapping import ShardedTensor, ShardedTensorFactory
 from ...trees import leaves_with_paths, path_key
@@ -113,8 +113,7 @@ def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column
     rows = [("step", "moves", "fullest rank")]
     for number, begin, end in zip(shown.tolist()[:_SHOWN_STEPS], first, [*first[1:], step.size], strict=False):
         ranks, place = np.unique(np.stack([from_rank[begin:end], to_rank[begin:end]]), return_inverse=True)
-        load = np.zeros(ranks.size, dtype=np.int64)
-        np.add.at(load, place.ravel(), np.tile(nbytes[begin:end], 2))
+        load = group_sums(place.ravel(), np.tile(nbytes[begin:end], 2), ranks.size)
         fullest = int(load.argmax())
         most = f"rank {ranks[fullest]}: {size_text(int(load[fullest]))}"
         rows.append((str(number), size_text(int(nbytes[begin:end].sum())), most))

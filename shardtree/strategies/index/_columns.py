@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...codec import check_storable, dtype_from_name
 from ...errors import UnsupportedValue
-from ...geometry import Column, box_column
+from ...geometry import Column, box_column, span_numbers
 from ...layouts import TensorKind
 from ...mapping import ShardedTensor, whole_tensors
 from ...plans import StoredChunks
@@ -317,7 +317,7 @@ def _rows_of(first: Column, count: Column) -> Column | slice:
     """Return the rows of several ranges; a slice if they are adjacent, since indexing by a slice copies nothing."""
     if first.size and (first[1:] == first[:-1] + count[:-1]).all():
         return slice(int(first[0]), int(first[-1] + count[-1]))
-    return np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    return span_numbers(first, count)[1]
 
 
 def file_at(index: Index, number: int) -> StoredFile:

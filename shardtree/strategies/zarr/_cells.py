@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
-from ...geometry import Column, row_major_strides
+from ...geometry import Column, row_major_strides, span_numbers
 from ...storage import Storage
 from ._array import Shape, StoredArray
 
@@ -58,8 +58,7 @@ def pieces(offset: Column, chunk: Shape, box: Shape) -> Pieces:
     before = _before_last_cut(shape < whole)
     rows = np.where(before, shape, 1)
     count = rows.prod(axis=1)
-    row = np.repeat(np.arange(len(offset)), count)
-    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    row, number = span_numbers(np.zeros_like(count), count)
     at = number[:, None] // row_major_strides(rows)[row] % rows[row]
     element = (at * row_major_strides(whole[None])).sum(axis=1)
     return Pieces(row, offset[row] + at, np.where(before, 1, shape)[row], element)
