@@ -137,7 +137,7 @@ def join(common: Tree, target: Tree) -> Tree:
     joined = _join(common, target, ())
     if joined is HOLE:
         what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
-        raise TreeError(error_text(what, found=describe(target), expected=_described(common), fix=fix))
+        raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
     return joined
 
 
@@ -324,8 +324,8 @@ def _holds_any(target: Tree) -> bool:
 def _conflict(stored: Tree, target: Tree, path: TreePath) -> TreeError:
     what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
     fix = "Give the target the structure that was saved, or take this entry out of it."
-    return TreeError(error_text(what, found=describe(target), expected=_described(stored), fix=fix))
+    return TreeError(error_text(what, found=describe(target), expected=_description(stored), fix=fix))
 
 
-def _described(stored: Tree) -> str:
+def _description(stored: Tree) -> str:
     return f"a record of {stored.type_name[:200]}" if isinstance(stored, Record) else describe(stored)

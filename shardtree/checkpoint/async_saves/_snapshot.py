@@ -67,11 +67,11 @@ def snapshot_shards(shards: Sequence[ShardedTensor], memory: HostMemory = host_m
     """
     tensors = [shard.data.detach() for shard in shards if _is_copied(shard.data)]
     sources = [_source(tensor) for tensor in tensors]
-    copies = _copied({source.identity: source for source in sources}, memory)
+    copies = _copy_all({source.identity: source for source in sources}, memory)
     made = iter(
         [_as_tensor(copies[source.identity], tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
     )
-    return tuple(with_data(shard, next(made)) if _is_copied(shard.data) else _cloned(shard) for shard in shards)
+    return tuple(with_data(shard, next(made)) if _is_copied(shard.data) else _clone(shard) for shard in shards)
 
 
 def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> tor
     return typed.as_strided(tensor.shape, tensor.stride()) if source.is_range else typed.view(tensor.shape)
 
 
-def _cloned(shard: ShardedTensor) -> ShardedTensor:
+def _clone(shard: ShardedTensor) -> ShardedTensor:
     """Return the shard of what has no plain memory: nothing, a lazy tensor, or an instance of a subclass."""
     is_tensor = isinstance(shard.data, torch.Tensor) and shard.data.numel()
     return with_data(shard, shard.data.detach().clone()) if is_tensor else shard
@@ -98,7 +98,7 @@ def _source(tensor: torch.Tensor) -> _Source:
     return _Source(tensor.as_strided((span,), (1,)).view(torch.uint8), True)
 
 
-def _copied(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
+def _copy_all(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
     """Return the bytes of each source, uint8 of (bytes,)."""
     by_device: dict[torch.device, dict[_Identity, _Source]] = {}
     for name, source in sources.items():
@@ -109,9 +109,9 @@ def _copied(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Iden
         for device, part in by_device.items():
             staged = copies_of(device)
             if staged is None:
-                copies |= _copied_here(part, memory)
+                copies |= _copy_here(part, memory)
                 continue
-            made = _room(part, staged.host_memory(_aligned(part)))
+            made = _room(part, staged.host_memory(_aligned_bytes(part)))
             in_progress.append(
                 (staged, staged.start([(_like(made[name], own), own.elements) for name, own in part.items()]))
             )
@@ -124,7 +124,7 @@ def _copied(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Iden
     return copies
 
 
-def _aligned(sources: dict[_Identity, _Source]) -> int:
+def _aligned_bytes(sources: dict[_Identity, _Source]) -> int:
     """Return the bytes of a block for all of these."""
     return sum(-(-source.elements.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources.values())
 
@@ -142,9 +142,9 @@ def _like(copy: torch.Tensor, source: _Source) -> torch.Tensor:
     return copy.view(source.elements.dtype).view(source.elements.shape)
 
 
-def _copied_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
+def _copy_here(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Identity, torch.Tensor]:
     """Return the bytes of sources in the host's memory, or in that of a device that torch copies whole."""
-    copies = _room(sources, memory.lend(_aligned(sources)))
+    copies = _room(sources, memory.lend(_aligned_bytes(sources)))
     ranges = list[_Pair]()
     for name, source in sources.items():
         if source.is_range and source.elements.is_cpu:

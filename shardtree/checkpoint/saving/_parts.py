@@ -107,10 +107,10 @@ def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None =
         UnsupportedValue: as `take_apart`; or a value of the common state can't be copied.
     """
     parts = take_apart(tree, content_metadata)
-    return replace(parts, common=_copied(parts.common))
+    return replace(parts, common=_common_copy(parts.common))
 
 
-def _copied(common: Any) -> Any:
+def _common_copy(common: Any) -> Any:
     leaves = leaves_with_paths(common)
     # Tensors aren't left to deepcopy: it refuses those with a gradient graph, and copies a view's whole storage.
     memo = {id(leaf): leaf.detach().clone() for _, leaf in leaves if type(leaf) is torch.Tensor}
@@ -240,13 +240,13 @@ def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str
             check_common([commons[rank] for rank in first])
             return common, {}
         # This rank's own values win: what was decoded has records where these have instances of classes.
-        union, _ = unite({0: common, 1: _united(commons, first, call.world.rank, tree)})
+        union, _ = unite({0: common, 1: _union(commons, first, call.world.rank, tree)})
         return union, united(list(commons.values()))
 
     return agree(call.world, "save: check common states", checked)
 
 
-def _united(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
+def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
     """Return the union of all ranks' common trees, of dicts by key.
 
     Args:

@@ -273,7 +273,7 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
         record = sound_record(root, folder)
         if is_being_removed(root, folder, record):
             return None
-        time = _changed(root, folder, strategies) if record.time is None or record.removing else record.time
+        time = _time_saved(root, folder, strategies) if record.time is None or record.removing else record.time
     except StorageError:
         if is_folder(root, folder):
             raise
@@ -311,7 +311,7 @@ def mark(root: Storage, folder: str, name: str) -> FileMark | None:
     return None if length is None else FileMark(name, length, root.changed(full))
 
 
-def _changed(root: Storage, folder: str, strategies: Strategies | None) -> float:
+def _time_saved(root: Storage, folder: str, strategies: Strategies | None) -> float:
     """Return when a checkpoint without a record was saved: the time of the files by which it is recognised."""
     decider = root.changed(f"{folder}/{METADATA_FILE}")
     if decider is not None:

@@ -153,12 +153,12 @@ def _remove_steps(
     # Where requests are dear, one listing and a few removals in batches serve all steps; else each step is done first.
     gone: list[int] = []
     for items in [going] if isinstance(root, Listed) else [[item] for item in going]:
-        gone += [item.number for item in _removed(root, items, failures)]
+        gone += [item.number for item in _remove_together(root, items, failures)]
     _raise_failures(root, failures)
     return tuple(gone)
 
 
-def _removed(root: Storage, items: list[StepFiles], failures: list[str]) -> list[StepFiles]:
+def _remove_together(root: Storage, items: list[StepFiles], failures: list[str]) -> list[StepFiles]:
     """Remove steps side by side, each phase of all before the next; return those that were removed."""
     for phase in (_is_as_planned, _note, *_PHASES):
         items = [item for item in items if _attempt(root, item.folder, partial(phase, root, item), failures)]

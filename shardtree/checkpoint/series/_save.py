@@ -84,7 +84,7 @@ def folder_for(root: Storage, names: str, number: int) -> str:
     return folder
 
 
-def recorded(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
+def with_record(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     """Return a save that leaves a record of its step, written on rank 0."""
     if request.world.rank != 0:
         return request.add_finalize_fn(nothing)  # ranks finalize together: each has as many functions

@@ -24,14 +24,14 @@ from ..saving import save
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, check_removal, clean, drop_after, plan_removal, remove_steps
-from ._save import Place, change_record, checked_step, folder_for, nothing, recorded
+from ._save import Place, change_record, checked_step, folder_for, nothing, with_record
 
 logger = logging.getLogger("shardtree")
 
 T = TypeVar("T")
 
 
-def _checked(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
+def _check_save(step: object, metrics: Mapping[str, Any] | None, options: object) -> tuple[int, Mapping[str, float]]:
     check_options("series: save", options, SaveOptions)
     return checked_step(step), checked_metrics(metrics)
 
@@ -206,7 +206,7 @@ class CheckpointSeries:
         if self.queue is not None:
             # First, so that its memory is free before this save takes as much.
             self.queue.maybe_finalize_async_calls()
-        check = partial(_checked, step, metrics, keywords.get("options"))
+        check = partial(_check_save, step, metrics, keywords.get("options"))
         # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
         later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
         alike = {"step": step, "names": self.names, "pinned": bool(pinned), **_each(metrics)}
@@ -221,7 +221,7 @@ class CheckpointSeries:
             given["options"] = replace(given.get("options") or SaveOptions(), snapshot=False)
         request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
         place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
-        noting = recorded(request, place)
+        noting = with_record(request, place)
         if self.keep is not None:
             noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
         if self.queue is not None:
