@@ -113,6 +113,14 @@ def test_the_check_of_flipped_bits_sees_a_load_that_does_not_verify():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0", lambda data: b""])
+def test_a_cut_or_longer_file_is_detected(kind, change):
+    name = name_of(kind)
+    with pytest.raises(CheckpointingException):
+        read_all(folder_of(FILES | {name: change(FILES[name])}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_is_gone_is_named(kind):
     folder = folder_of(FILES)
     folder.remove(name_of(kind))
@@ -159,7 +167,14 @@ def appended(column, value):
     return np.concatenate([column, np.array([value], dtype=column.dtype)])
 
 
+MOST = 2**63 - 1
 ROWS = {
+    "many elements": lambda: changed(key_shape=at(INDEX.key_shape, (1, -1), MOST)),
+    "many axes": lambda: changed(key_axes=at(INDEX.key_axes, 0, MOST)),
+    "negative axes": lambda: changed(key_axes=at(INDEX.key_axes, 0, -1)),
+    "negative shape": lambda: changed(key_shape=at(INDEX.key_shape, (0, 0), -5)),
+    "prepended": lambda: changed(key_prepended=at(INDEX.key_prepended, 0, 2)),
+    "dtype out of range": lambda: changed(key_dtype=at(INDEX.key_dtype, 0, 99)),
     "unknown dtype": lambda: changed(**texts("dtype", "float31", "int8")),
     "quantised dtype": lambda: changed(**texts("dtype", "float32", "qint8")),
     "duplicate keys": lambda: changed(**texts("key", "w", "w")),
@@ -167,8 +182,21 @@ ROWS = {
     "keys of no text": lambda: changed(key_text=np.array([0xFF, 0x62], dtype=np.uint8)),
     "duplicate objects": lambda: changed(**texts("object", "o/shard_0_2", "o/shard_0_2")),
     "object names": lambda: changed(**texts("object", "o", "o/shard_x_y")),
+    "text beyond its column": lambda: changed(key_start=at(INDEX.key_start, -1, 9)),
     "empty key": lambda: changed(key_start=at(INDEX.key_start, 1, 0)),
+    "chunk of no key": lambda: changed(chunk_key=at(INDEX.chunk_key, -1, 7)),
     "chunk beyond its tensor": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), 60_000)),
+    "negative offset": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), -1)),
+    "offset that wraps": lambda: changed(chunk_offset=at(INDEX.chunk_offset, (2, 0), MOST)),
+    "flat range": lambda: changed(chunk_start=at(INDEX.chunk_start, 1, 5)),
+    "chunk of no file": lambda: changed(chunk_file=at(INDEX.chunk_file, 0, 2)),
+    "negative file": lambda: changed(chunk_file=at(INDEX.chunk_file, 0, -1)),
+    "chunk beyond its file": lambda: changed(chunk_byte=at(INDEX.chunk_byte, 0, MOST)),
+    "negative byte": lambda: changed(chunk_byte=at(INDEX.chunk_byte, 0, -8)),
+    "chunk's length": lambda: changed(chunk_length=at(INDEX.chunk_length, 0, 1)),
+    "object's length": lambda: changed(object_length=at(INDEX.object_length, 0, MOST)),
+    "file's length": lambda: changed(file_length=at(INDEX.file_length, 0, 2**60)),
+    "blocks": lambda: changed(file_block=at(INDEX.file_block, 1, 0)),
     "missing hashes": lambda: changed(block_hash=INDEX.block_hash[:-1]),
     "one row more": lambda: changed(chunk_byte=appended(INDEX.chunk_byte, 0)),
     "a column of another kind": lambda: changed(chunk_start=INDEX.chunk_start.astype(np.uint64)),
