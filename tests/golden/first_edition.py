@@ -1,7 +1,7 @@
-"""Makes tests/golden/first-edition, which the first edition of shardtree (commit 8777a4f) wrote, in every format.
+"""What tests/golden/first-edition holds, by values. The first edition of shardtree (commit 8777a4f) wrote it.
 
-The checkpoints are frozen: every later version loads them bit for bit. They were made once, in a checkout of that
-commit, by ``python tests/golden/first_edition.py FOLDER``. What they hold is described here by values.
+The checkpoints are frozen, and every later version loads them bit for bit. The script that made them was run in a
+checkout of that commit; they can't be made again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import os
-import sys
 import zlib
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +17,6 @@ import torch
 import shardtree as st
 
 RANKS = 2
-BACKENDS = {
-    "safetensors": ("safetensors", 1),
-    "torch_dist": ("torch_dist", 1),
-    "dcp": ("dcp", 1),
-    "zarr": ("zarr", 3),
-    "huggingface": ("huggingface", 1),
-}
 HOLDERS = (0, 1)
 DTYPES = "bool int8 int64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn float8_e5m2".split()
 
@@ -143,21 +132,3 @@ def tree(rank: int, holder: int, backend: str) -> dict[str, Any]:
         state["mixed"] = [replicated("mixed.0", rank), 3, (replicated("mixed.1", rank), "x")]
         state["moment"] = Moment(replicated("moment.mu", rank), 5)
     return state
-
-
-def make(folder: str, backend: str, tree_of: Callable[[int], dict[str, Any]]) -> None:
-    """Write one checkpoint, of which each rank holds a tree."""
-    common = ("safetensors", 1) if backend == "huggingface" else None
-    os.makedirs(folder)
-    st.simulate(
-        RANKS,
-        lambda world: st.save(tree_of(world.rank), folder, BACKENDS[backend], common_strategy=common, world=world),
-    )
-
-
-if __name__ == "__main__":
-    sys.modules["first_edition"] = sys.modules["__main__"]  # torch.save looks classes up by their names
-    for _backend in BACKENDS:
-        for _holder in HOLDERS:
-            _tree = partial(tree, holder=_holder, backend=_backend)
-            make(os.path.join(sys.argv[1], f"{_backend}-{_holder}"), _backend, _tree)

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 
 import shardtree as st
-from shardtree.errors import NotACheckpoint, UnsupportedValue
+from shardtree.errors import UnsupportedValue
 from shardtree.quantised import FORMS, recode
 
 hf_storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage")
@@ -52,11 +52,6 @@ def test_a_model_of_its_hugging_face_writer_opens(options: dict[str, Any], tmp_p
     found = st.load_plain_tensors(saved(tmp_path / "model", **options))
     assert found.keys() == STATE.keys()
     assert all(torch.equal(found[key], each) for key, each in STATE.items())
-
-
-def test_parts_that_it_left_unconsolidated_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint, match=r"HuggingFaceStorageWriter saves them\n.*enable_consolidation=True"):
-        st.open_checkpoint(saved(tmp_path / "parts", save_distributed=True))
 
 
 class Application:

@@ -166,16 +166,6 @@ def test_the_file_is_byte_for_byte_what_the_library_writes(lie, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == safetensors_torch.save(tensors, {"format": "pt"})
 
 
-def test_safe_open_reads_slices(tmp_path):
-    tensors = {"w": torch.randn(40, 24), "b": torch.randn(7).bfloat16()}
-    save_from_ranks(tensors, tmp_path, columns)
-    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert sorted(file.keys()) == ["b", "w"]
-        assert file.metadata() == {"format": "pt"}
-        assert torch.equal(file.get_slice("w")[3:9, 5:], tensors["w"][3:9, 5:])
-    assert_same(safetensors_torch.load_file(tmp_path / "model.safetensors"), tensors)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [MINILM, MINILM / "model.safetensors"], ids=["folder", "file"])
 def test_real_weights_open_and_load(place):
