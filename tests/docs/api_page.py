@@ -95,13 +95,17 @@ def texts_of_values(room: str) -> dict[str, str]:
 
 
 def text_of(room: str, name: str) -> str:
-    """Return what is said of a public name, in one sentence."""
+    """Return what is said of a public name, in a few words."""
     value = getattr(importlib.import_module(f"shardtree.{room}"), name)
     own = inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, ModuleType)
     text = texts_of_values(room).get(name) or (inspect.getdoc(value) if own else None) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence = re.match(r".*?[.:;](?= [A-Z]|$)", paragraph)
-    return (sentence[0] if sentence else paragraph).rstrip(":;.")
+    whole = (sentence[0] if sentence else paragraph).rstrip(":;.")
+    # What comes before a colon says what it is, unless that is a word or two; that functions return goes without saying.
+    first = re.split(r"[:;] ", whole)[0]
+    short = (first if len(first.split()) > 4 else whole).removeprefix("Return ")
+    return short[0].upper() + short[1:]
 
 
 def names_of(room: str) -> list[str]:
