@@ -134,3 +134,26 @@ def test_one_batch_is_read_at_a_time() -> None:
     assert gate.locked()
     second.end()
     assert not gate.locked()
+
+
+def test_what_is_read_for_a_request_that_is_not_run_keeps_no_other_batch_waiting() -> None:
+    row = (st.strategies.StrategyAction.SAVE_SHARDED, "safetensors", 1)
+
+    def save_sharded(pending: Any, shards: Any) -> Any:
+        for shard in shards:
+            if isinstance(shard.data, st.LazyTensor):
+                shard.data[:1].read()
+        return st.default_strategies[row](pending, shards)
+
+    rounds, table = Rounds(60), st.default_strategies | {row: save_sharded}
+    st.save(TREE, rounds.source)
+    options: dict[str, Any] = {"backend": "safetensors", "max_bytes_in_flight": NBYTES, "strategies": table}
+
+    def replace(name: str, data: bytes, *, durable: bool) -> None:
+        rounds.folder.replace(name, data, durable=durable)
+        if name.endswith("000000.done"):
+            raise StorageError("killed")
+
+    with pytest.raises(StorageError, match="killed"):
+        convert(rounds.source, wrapped(rounds.folder, replace=replace), **options)
+    assert convert(rounds.source, rounds.folder, **options).resumed == 1

@@ -217,6 +217,8 @@ def write_batches(batches: Batches, world: World) -> int:
         batches.first = batches.prepared(0)
         known = {number: recall(journal, number) for number in recorded(journal) & {*range(len(plan.batches))}}
         results.update((number, result) for number, result in known.items() if result is not HOLE)
+        if 0 in results:
+            batches.first[-1].end()  # a format may have read something for its request, which isn't run
         return sorted(results)
 
     def write(numbers: Sequence[int]) -> dict[int, Any]:
