@@ -40,9 +40,8 @@ def eager_and_traced(function: Callable[[Tensors], Tensors], given: Tensors = GI
     {
         "item, bool, int or float": lambda w: w[0, 0].item(),
         "bool": lambda w: bool(w[0, 0]),
-        "eq": lambda w: w == 0,
-        "ne": lambda w: w != w,
-        "lt": lambda w: w < 1,
+        "any": lambda w: (w == 0).any(),
+        "all": lambda w: (w != 0).all(),
         "sum": lambda w: w.sum(),
         "max": lambda w: w.max(),
         "sort": lambda w: w.sort(),
@@ -88,6 +87,13 @@ def test_the_error_names_the_operation_the_tensor_and_the_line() -> None:
     assert first == "trace: max needs elements of 'w', 'v', which has none while it is traced"
     assert second.strip().startswith("found at ")
     assert second.endswith(f"test_recording.py:{load.__code__.co_firstlineno + 1} in load")
+
+
+def test_comparisons_are_functions_of_each_element_and_their_truth_is_refused() -> None:
+    eager_and_traced(lambda tensors: {"w": torch.where(tensors["w"] < tensors["v"][None, :3], 0.0, tensors["w"])})
+    for ask in (lambda w: bool(w[0, 0] == 0), lambda w: w[w < 1]):
+        with pytest.raises(TraceError, match="which has none while it is traced"):
+            st.trace(lambda tensors, ask=ask: {"w": ask(tensors["w"])}, GIVEN)
 
 
 # Trap 2: `param.data = tracer`.
