@@ -2,6 +2,7 @@
 
 from ._boxes import (
     Column,
+    Mask,
     as_int64,
     begins,
     box_column,

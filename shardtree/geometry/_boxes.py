@@ -92,6 +92,7 @@ def flat_range(subject: str, value: Any) -> slice | None:
 # Boxes in columns.
 
 Column = NDArray[np.int64]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Record = TypeVar("Record")
 
 
@@ -232,7 +233,7 @@ def distinct(values: Column) -> Column:
     return ordered[begins(ordered)]
 
 
-def begins(*columns: Column) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def begins(*columns: Column) -> Mask:
     """Return which rows of sorted columns differ from the row before, bool (rows,).
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ._boxes import Column, group_sums, intersect, row_major_strides, volumes
+from ._boxes import Column, Mask, group_sums, intersect, row_major_strides, volumes
 from ._coverage import shared_groups
 
 _FEW = 16
@@ -132,9 +132,7 @@ def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, 
     return _concatenate(parts), np.concatenate(nodes), np.concatenate(members)
 
 
-def _middles(
-    boxes: _Boxes, node: Column, offset: Column, shape: Column
-) -> tuple[Column, Column, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+def _middles(boxes: _Boxes, node: Column, offset: Column, shape: Column) -> tuple[Column, Column, Mask]:
     """Return, for each box, the axis along which most cuts have an edge inside, the middle edge, and if any exists."""
     count, axes = boxes[0].size, range(offset.shape[1])
     edges, twice = np.concatenate([offset, offset + shape]), np.tile(node, 2)

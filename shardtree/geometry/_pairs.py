@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ._boxes import Column, begins, distinct, span_numbers
+from ._boxes import Column, Mask, begins, distinct, span_numbers
 
 # A filter before any sorting: boxes outside of the bounding box of their group's requests.
 
@@ -286,7 +286,7 @@ def _boxes_at(rows: Column, group: Column, offset: Column, shape: Column) -> Gro
 
 def _meets(
     left_offset: Column, left_shape: Column, left: Column, right_offset: Column, right_shape: Column, right: Column
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+) -> Mask:
     """Return whether two rows of boxes share an element, bool (pairs,)."""
     meets = np.ones(left.size, dtype=np.bool_)
     for axis in range(left_offset.shape[1]):

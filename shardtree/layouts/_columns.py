@@ -12,17 +12,7 @@ import torch
 
 from .._deferred import notebook_html
 from ..errors import IntegrityError, MetadataError, error_text, plural
-from ..geometry import (
-    Column,
-    as_int64,
-    box_column,
-    check_type,
-    flat_boxes,
-    narrowed,
-    refuse,
-    volumes,
-    widen,
-)
+from ..geometry import Column, Mask, as_int64, box_column, check_type, flat_boxes, narrowed, refuse, volumes, widen
 from ..mapping import ShardedTensor, is_main_replica
 
 _Fields: TypeAlias = tuple[torch.dtype, tuple[int, ...], int]
@@ -65,7 +55,7 @@ class ShardColumns:
     start: Column
     stop: Column
     rank: Column
-    main: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    main: Mask
 
     def __len__(self) -> int:
         return len(self.key)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..geometry import Column, distinct, group_sums, rows_of
+from ..geometry import Column, Mask, distinct, group_sums, rows_of
 from ..layouts import ShardColumns, select_rows
 from ._cells import MOST_CELLS, wanted_cells
-from ._save import Holders, Line, Parts, Rows, dealt_out, find_holders, holder_sets
+from ._save import Holders, Line, Parts, dealt_out, find_holders, holder_sets
 from ._text import size_text, table_lines
 from .resharding import ReshardPlan, plan_reshard
 
@@ -38,7 +38,7 @@ class SharedReads:
     reads: ShardColumns
     row: Column
     first: Column
-    is_whole: Rows
+    is_whole: Mask
     bytes_sent: Column
     bytes_received: Column
 

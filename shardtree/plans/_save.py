@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry import Column, begins, distinct, joined_rows, row_numbers
+from ..geometry import Column, Mask, begins, distinct, joined_rows, row_numbers
 from ..layouts import ShardColumns, check_columns
 
-Rows = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-
-def main_writes(columns: ShardColumns) -> Rows:
+def main_writes(columns: ShardColumns) -> Mask:
     """Return which shards are written when no rank knows the others' layouts: the main replicas, all of them.
 
     Returns:
@@ -29,7 +27,7 @@ def main_writes(columns: ShardColumns) -> Rows:
     return columns.main
 
 
-def level_writes(columns: ShardColumns, ranks: int) -> Rows:
+def level_writes(columns: ShardColumns, ranks: int) -> Mask:
     """Return which shards are written when every rank knows all layouts, so that writers have about as many bytes each.
 
     Shards that lie on the same set of ranks are sorted by size and assigned to these ranks in snake order (0 1 2 2 1
@@ -59,7 +57,7 @@ def level_writes(columns: ShardColumns, ranks: int) -> Rows:
     return balanced_rows(columns, ranks, place, wanted)
 
 
-def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Rows) -> Rows:
+def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Mask) -> Mask:
     """Return one row for each wanted place, chosen so that ranks have about as many bytes each.
 
     Args:
@@ -117,7 +115,7 @@ class Holders:
     rank: Column
 
 
-def find_holders(place: Column, rank: Column, wanted: Rows) -> Holders:
+def find_holders(place: Column, rank: Column, wanted: Mask) -> Holders:
     ranks = int(rank.max(initial=0)) + 1
     # Place and rank as one integer sort many times faster than as two columns.
     pairs = distinct((place * ranks + rank)[wanted[place]])
@@ -138,7 +136,7 @@ def holder_sets(held: Holders) -> Iterator[tuple[Column, Column]]:
             yield held.place[chosen[part]], members[part[0]]
 
 
-def _first_row_of(place: Column, rank: Column, writer: Column) -> Rows:
+def _first_row_of(place: Column, rank: Column, writer: Column) -> Mask:
     rows = np.flatnonzero(writer[place] == rank)
     # A rank may hold a place twice, as replicas on one rank do, and must write it once.
     _, first = np.unique(place[rows], return_index=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...errors import MetadataError, rank_text
-from ...geometry import Column, box_column, refuse, widen
+from ...geometry import Column, Mask, box_column, refuse, widen
 from ...mapping import ShardedObject, is_main_replica
 from .._columns import ShardColumns, TensorKind, select_rows
 from ._problems import Problem, fault_problems, sharding_faults
@@ -37,7 +37,7 @@ class ObjectColumns:
     key: Column
     offset: Column
     rank: Column
-    main: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    main: Mask
 
     def __len__(self) -> int:
         return len(self.key)

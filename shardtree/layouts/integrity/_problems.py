@@ -14,15 +14,13 @@ import numpy as np
 
 from ... import geometry
 from ...errors import TreePath, plural, rank_text, render_path
-from ...geometry import Column
+from ...geometry import Column, Mask
 from .._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
 _ROUNDED = 2.0**62
 """Products that are this large as floats are computed again as Python ints: an int64 could overflow."""
 _COLUMNS = ("key", "offset", "shape", "start", "stop", "doubled")
-
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

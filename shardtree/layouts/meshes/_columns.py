@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import IntegrityError, MetadataError, error_text
-from ...geometry import Column, box_column, refuse, widen
+from ...geometry import Column, Mask, box_column, refuse, widen
 from .._columns import ShardColumns, TensorKind
 from ._mesh import Mesh
 from ._shards import mesh_shards
@@ -40,7 +40,7 @@ class _Rows:
     offset: Column
     shape: Column
     rank: Column
-    main: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    main: Mask
 
 
 def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str, PartitionSpec]) -> ShardColumns:

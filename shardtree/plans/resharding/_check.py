@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable, Iterator
 import numpy as np
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
-from ...geometry import Column, box_slices, group_sums, intersect, overlapping_pairs, shared_groups, volumes
+from ...geometry import Column, Mask, box_slices, group_sums, intersect, overlapping_pairs, shared_groups, volumes
 from ...layouts import Problem, ShardColumns, TensorKind, place_text, problem_lines, select_rows, write_problems
 from .._fit import convertible
-from .._save import Rows
 from .._text import near_names
 from ._pieces import NOWHERE, Pieces
 from ._transfers import Transfers, sending_shards, shard_memory
@@ -71,7 +70,7 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
 
 def _wrong_places(
     shard: ShardColumns, transfers: Transfers, memory: tuple[Column, Column], which: str
-) -> dict[str, Rows]:
+) -> dict[str, Mask]:
     """Return which boxes aren't in the shards given for them, and which aren't where their memory is stated to be."""
     last = transfers.offset + transfers.shape
     outside = ((transfers.offset < shard.offset) | (last > shard.offset + shard.shape)).any(axis=1)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...geometry import (
     Column,
+    Mask,
     carve_boxes,
     group_sums,
     intersect,
@@ -19,7 +20,7 @@ from ...geometry import (
     widen,
 )
 from ...layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
-from .._save import Line, Parts, Rows, dealt_out, find_holders, held_places, holder_sets
+from .._save import Line, Parts, dealt_out, find_holders, held_places, holder_sets
 from ._transfers import Routes, renumbered
 
 # Places before resharding: each box once, with all ranks that hold a replica.
@@ -38,7 +39,7 @@ class Places:
     """
 
     shards: ShardColumns
-    main: Rows
+    main: Mask
     first: Column
     holder: Column
     row: Column
@@ -73,7 +74,7 @@ class Holdings:
     rank: Column
 
 
-def find_holdings(places: Places, chosen: Rows) -> Holdings:
+def find_holdings(places: Places, chosen: Mask) -> Holdings:
     """Return what ranks hold at the chosen places."""
     place = np.repeat(np.arange(len(chosen)), places.holders)
     numbers = np.flatnonzero(chosen[place])

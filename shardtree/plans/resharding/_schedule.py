@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._deferred import notebook_html
 from ...errors import MetadataError, plural
-from ...geometry import Column, group_sums, integer, refuse, row_numbers, rows_of
+from ...geometry import Column, Mask, group_sums, integer, refuse, row_numbers, rows_of
 from .._text import size_text
 from ._summary import steps_table
 from ._transfers import Transfers
@@ -262,7 +262,7 @@ def _running_sums(ends: Column, amount: Column) -> Column:
     return sums.reshape(ends.shape)
 
 
-def _first(ends: Column, places: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _first(ends: Column, places: int) -> Mask:
     """Return which rows are the first at both of their places."""
     number = np.arange(len(ends))
     first = np.full(places, len(ends))
