@@ -36,17 +36,13 @@ def shielded(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _is_swayed():
+        modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+        if not (modes or torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled()):
             return function(*args, **kwargs)
         with _without_modes():
             return function(*args, **kwargs)
 
     return call
-
-
-def _is_swayed() -> bool:
-    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    return bool(modes) or torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled()
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 from ...errors import MetadataError, error_text
@@ -101,7 +100,9 @@ def with_record(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
         while before:
             _take_back(place, before.pop())
 
-    confirm = partial(_confirm, place)
+    def confirm() -> None:
+        write_record(place.root, place.folder, replace(place.record, time=time.time()))
+
     return replace(request, async_fn=write, finalize_fns=(*request.finalize_fns, confirm), abandon=abandon)
 
 
@@ -119,10 +120,6 @@ def _announce(place: Place, before: list[bytes | None]) -> None:
         record = Record(pinned=pinned)
     before[:] = [found]  # first: where the write fails, the old one is to be restored
     write_record(place.root, place.folder, record)
-
-
-def _confirm(place: Place) -> None:
-    write_record(place.root, place.folder, replace(place.record, time=time.time()))
 
 
 def _take_back(place: Place, before: bytes | None) -> None:
