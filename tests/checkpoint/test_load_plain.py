@@ -40,11 +40,11 @@ def load(target: Any, folder: Any, **options: Any) -> tuple[Any, ReadReport]:
 
 @pytest.mark.parametrize("backend", FORMATS)
 def test_the_state_dict_of_a_module_is_a_target(backend: tuple[str, int]) -> None:
-    saved, fresh = module().state_dict(), module().state_dict()
-    folder = saved({"model": shards(saved), "step": 1}, backend)
+    state, fresh = module().state_dict(), module().state_dict()
+    folder = saved({"model": shards(state), "step": 1}, backend)
     loaded, report = load({"model": fresh, "step": 0}, folder, strict="raise_all")
-    assert list(loaded["model"]) == list(saved) and loaded["step"] == 1 and report.unfilled == ()
-    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in saved.items())
+    assert list(loaded["model"]) == list(state) and loaded["step"] == 1 and report.unfilled == ()
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in state.items())
 
 
 def test_what_dcp_saved_comes_back_whole_and_through_dtensors(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_common_state_fills_what_no_tensor_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "said"),
+    ("tree", "said"),
     [
         ({"model": {"w": whole("decoder.w", W)}}, "'model.w' isn't stored, but a shard .* perhaps 'decoder.w'"),
         ({"model": {"w": whole("decoder.w", W), "n": 1}}, ".*but a shard or object was saved there"),
@@ -90,8 +90,8 @@ def test_the_common_state_fills_what_no_tensor_does() -> None:
     ],
 )
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
-def test_a_tensor_that_is_stored_under_another_key_is_an_error(saved: Any, said: str, strict: str) -> None:
-    folder, target = saved(saved), {"model": {"w": torch.zeros(3, 4)}}
+def test_a_tensor_that_is_stored_under_another_key_is_an_error(tree: Any, said: str, strict: str) -> None:
+    folder, target = saved(tree), {"model": {"w": torch.zeros(3, 4)}}
     with pytest.raises(KeyMismatch, match=rf"(?s)another key.*tree\['model'\]\['w'\]: {said}"):
         st.load(target, folder, strict=strict)
     assert st.explain(target, folder, strict=strict).ok is False
