@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import shardtree as st
 from shardtree.checkpoint.conversion._single import SingleFile
-from shardtree.errors import AlreadyACheckpoint, StorageError, StrategyError, UnsupportedValue
+from shardtree.errors import AlreadyACheckpoint, StorageError, StrategyError
 from shardtree.storage import LocalStorage
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
 from shardtree.world import World, simulate
@@ -211,10 +211,3 @@ def test_what_another_conversion_has_not_moved_yet_is_kept_and_finished(
     assert f".{file.name}.convert" in str(error.value)
     st.convert(source, file, backend="huggingface")  # as the error advises
     check(file)
-
-
-def test_a_common_state_is_refused_as_in_a_folder(tmp_path: Path) -> None:
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 7}, tmp_path / "source")
-    with pytest.raises(UnsupportedValue, match=r"tree\['step'\]"):
-        st.convert(tmp_path / "source", tmp_path / "w.safetensors", backend="huggingface")
-    assert not (tmp_path / "w.safetensors").exists()

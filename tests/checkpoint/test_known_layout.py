@@ -32,6 +32,7 @@ from shardtree.layouts import (
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, check_roundtrip, global_states, rank_tree, state_layouts
 from shardtree.world import World
+from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
 from tests.world.passing_on import PassingOn
@@ -277,18 +278,6 @@ def test_a_key_that_a_layout_has_no_rows_of_is_not_in_it() -> None:
 # Other paths
 
 
-def test_an_asynchronous_save_knows_the_layout_too() -> None:
-    folder = MemoryStorage()
-
-    def save(world: World) -> None:
-        with st.AsyncCallsQueue() as queue:
-            request = st.save(TREES[world.rank], folder, world=world, layout=LAYOUT, async_sharded_save=True)
-            queue.schedule_async_request(request)
-
-    st.simulate(MESH.size, save)
-    assert torch.equal(st.load_plain_tensors(folder)["w1"], torch.arange(24.0).view(4, 6) + 1)
-
-
 def test_what_is_left_out_converted_or_padded_is_told_where_layouts_are_known() -> None:
     folder = MemoryStorage()
     st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world, layout=LAYOUT))
@@ -316,14 +305,15 @@ def test_what_is_left_out_converted_or_padded_is_told_where_layouts_are_known() 
             assert torch.equal(padded[shard.key], shard.data)
 
 
-def test_other_formats_get_the_layout_too() -> None:
-    for backend in ("torch_dist", "dcp", "zarr", "huggingface"):
-        trees = [{key: leaf for key, leaf in tree.items() if key != "step"} for tree in TREES]
-        folder = MemoryStorage()
-        version = 3 if backend == "zarr" else 1
+@pytest.mark.parametrize("backend", ALL_FORMATS, ids=str)
+def test_asynchronous_saves_of_every_format_get_the_layout_too(backend: tuple[str, int]) -> None:
+    trees = [{key: leaf for key, leaf in tree.items() if key != "step"} for tree in TREES]
+    folder = MemoryStorage()
 
-        def save(world: World) -> None:
-            st.save(trees[world.rank], folder, (backend, version), world=world, layout=LAYOUT)  # noqa: B023
+    def save(world: World) -> None:
+        with st.AsyncCallsQueue() as queue:
+            request = st.save(trees[world.rank], folder, backend, world=world, layout=LAYOUT, async_sharded_save=True)
+            queue.schedule_async_request(request)
 
-        st.simulate(MESH.size, save)
-        assert torch.equal(st.load_plain_tensors(folder)["w1"], torch.arange(24.0).view(4, 6) + 1), backend
+    st.simulate(MESH.size, save)
+    assert torch.equal(st.load_plain_tensors(folder)["w1"], torch.arange(24.0).view(4, 6) + 1)

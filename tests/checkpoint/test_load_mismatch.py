@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, RemoteError, ShapeError
+from shardtree.errors import KeyMismatch, ShapeError
 from shardtree.plans import convertible, read_rounds
 from shardtree.testing import PRINTABLE_DTYPES, Layout, Piece, bits, cut, layouts
 from tests.checkpoint.parts import saved_tensors, whole
@@ -173,18 +173,6 @@ def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtyp
     folder = saved_tensors(w=torch.tensor([1, value], dtype=before))
     with pytest.raises(ShapeError, match=f"'w' can't be converted[\\s\\S]*{value}"):
         st.load({"w": whole("w", torch.empty(2, dtype=after))}, folder, cast=True)
-
-
-@pytest.mark.parametrize("exchange", ["never", "always"])
-def test_on_several_ranks_all_hear_of_it(exchange: Any) -> None:
-    folder = saved_tensors(w=torch.tensor([1, 300]))
-
-    def on_rank(world: st.World) -> None:
-        half = whole("w", torch.empty(1, dtype=torch.uint8), (0, world.rank, 2))
-        with pytest.raises(RemoteError, match="rank 1: ShapeError"):
-            st.load({"w": half}, folder, cast=True, world=world, options=st.LoadOptions(exchange=exchange))
-
-    st.simulate(2, on_rank)
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])

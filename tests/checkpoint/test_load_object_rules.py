@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import IntegrityError, KeyMismatch, RemoteError, ShapeError, TreeError, UnsafeFile
+from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, UnsafeFile
 from shardtree.storage import MemoryStorage
 from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
@@ -180,40 +180,6 @@ def test_cells_that_are_not_stored_are_named() -> None:
         loaded(folder, 2, st.objects.replicate_objects)
     with pytest.raises(KeyMismatch, match="not stored: 'seen/shard_1_4'"):
         loaded(folder, 4)
-
-
-def test_a_rule_that_fails_on_one_rank_fails_the_load_on_all() -> None:
-    def on_rank(world: st.World) -> str:
-        def rule(array: st.objects.ObjectArray, shape: Any) -> Any:
-            if world.rank == 1:
-                raise ValueError("no such state")
-            return [None, None]
-
-        item = st.ShardedObject("seen", None, (2,), (world.rank,))
-        with pytest.raises(RemoteError) as caught:
-            st.load([item], folder, world=world, options=st.LoadOptions(object_rules={"seen": rule}))
-        return str(caught.value)
-
-    folder = saved()
-    assert all("load: read objects" in text and "no such state" in text for text in st.simulate(2, on_rank))
-
-
-def test_explain_tells_of_another_shape_and_of_rules() -> None:
-    explanation = st.explain(asked(2), saved())
-    (problem,) = explanation.reshaped
-    assert explanation.problems == (problem,) == (st.objects.ShapeChange("seen", ((4,),), (2,)),)
-    assert str(problem) == "objects 'seen': of shape (4,), asked for in shape (2,)"
-    assert st.explain(asked(2), saved(), options=st.LoadOptions(object_rules={"seen": st.objects.drop_objects})).ok
-    ranks = st.explain_ranks(
-        [asked(2)["seen"][:1], asked(2)["seen"][1:]],
-        saved(),
-        options=st.LoadOptions(object_rules={"**": st.objects.drop_objects}),
-    )
-    assert ranks.ok and [one.objects for one in ranks.reads] == [1, 1]
-    (failed,) = st.explain(
-        asked(2), saved(), options=st.LoadOptions(object_rules={"sene": st.objects.drop_objects})
-    ).failed
-    assert failed.error is TreeError and "name nothing" in failed.text
 
 
 def test_a_users_own_loading_of_tensors_leaves_objects_to_their_rules() -> None:

@@ -77,14 +77,8 @@ def test_a_donated_parameter_still_requires_grad_and_autograd_knows(contiguous):
         product.backward()
 
 
-def test_a_donated_expanded_tensor_is_refused_before_anything_is_read():
-    target = torch.zeros(1, 4).expand(3, 4)
-    with pytest.raises(ShapeError, match=r"'w' share memory[\s\S]*expand"):
-        load({"w": whole("w", target)}, donate=True)
-    assert not target.any()
-
-
 OVERLAPPING = {
+    "expanded": lambda: torch.zeros(1, 4).expand(3, 4),
     "unfold": lambda: torch.zeros(6).unfold(0, 4, 1),
     "steps of one": lambda: torch.zeros(6).as_strided((3, 4), (1, 1)),
     "folded": lambda: torch.zeros(20).as_strided((3, 4), (3, 1)),
@@ -94,7 +88,7 @@ OVERLAPPING = {
 @pytest.mark.parametrize("case", OVERLAPPING)
 def test_a_donated_tensor_whose_elements_overlap_is_refused(case):
     target = OVERLAPPING[case]()
-    with pytest.raises(ShapeError, match="share memory"):
+    with pytest.raises(ShapeError, match="'w' share memory"):
         load({"w": whole("w", target)}, donate=True)
     assert not target.any()
     assert torch.equal(load({"w": whole("w", target)})["w"], W)
@@ -237,10 +231,10 @@ def test_nonpersistent_objects_are_unwrapped_and_plain_values_ignored():
     assert list(loaded) == ["w", "step", "local"]
 
 
-@pytest.mark.parametrize("saved", [list, tuple])
+@pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("make", [lambda shard: [shard], lambda shard: (shard,), lambda shard: {"w": shard}])
-def test_a_root_of_nothing_but_shards_may_be_of_any_shape(saved, make):
-    folder = saved(saved(whole("w", part, (0, number, 3)) for number, part in enumerate(W.split(1))))
+def test_a_root_of_nothing_but_shards_may_be_of_any_shape(kind, make):
+    folder = saved(kind(whole("w", part, (0, number, 3)) for number, part in enumerate(W.split(1))))
     loaded = load(make(whole("w", torch.zeros(3, 4))), folder)
     assert str(loaded) == str(make(W))
 

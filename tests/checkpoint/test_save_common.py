@@ -85,18 +85,6 @@ def test_ranks_that_differ_are_told_where(one, other, path):
     assert not st.is_checkpoint(folder) and not folder.names()
 
 
-def test_every_difference_and_rank_is_told():
-    def on_rank(world):
-        with pytest.raises(IntegrityError) as caught:
-            st.save({"a": world.rank, "b": [world.rank % 2]}, folder, world=world)
-        return str(caught.value)
-
-    folder = MemoryStorage()
-    for text in st.simulate(3, on_rank):
-        assert "tree['a']: rank 0 has 0, rank 1 has 1, rank 2 has 2" in text
-        assert "tree['b'][0]: ranks 0, 2 have 0, rank 1 has 1" in text
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -114,15 +102,6 @@ def test_what_does_not_count_is_no_difference(one, other):
 def test_without_validation_common_states_are_not_compared_and_rank_zeros_counts():
     folder = saved_by([{"step": rank, "w": shard(rank, 2)} for rank in range(2)], validate_access_integrity=False)
     assert st.load_common_state_dict(folder) == {"step": 0}
-
-
-def test_preprocessing_leaves_things_out_of_the_comparison_only():
-    def without_time(common):
-        return {key: value for key, value in common.items() if key != "time"}
-
-    trees = [{"time": rank, "step": 3, "w": shard(rank, 2)} for rank in range(2)]
-    folder = saved_by(trees, preprocess_common_before_consistancy_check=without_time)
-    assert st.load_common_state_dict(folder) == {"time": 0, "step": 3}
 
 
 def test_preprocessing_that_changes_its_argument_does_not_change_what_is_saved():

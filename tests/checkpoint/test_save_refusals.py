@@ -54,16 +54,6 @@ def freed(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.nn.Parameter])
-@pytest.mark.parametrize("keyword", [{}, {"sharded_strategy": ("torch_dist", 1)}, {"async_sharded_save": True}])
-def test_a_tensor_whose_storage_was_freed_is_refused(kind: Any, keyword: Any) -> None:
-    folder = st.storage.MemoryStorage()
-    tree = {"v": shard("v", torch.ones(2)), "w": shard("w", freed(kind(torch.ones(2, 3))[1:]))}
-    with pytest.raises(st.CheckpointingException, match=r"without data\n  'w' at tree\['w'\], whose storage is freed"):
-        st.save(tree, folder, **save_keywords(**keyword))
-    assert not folder.names()
-
-
 @pytest.mark.parametrize("backend", ALL_FORMATS)
 def test_a_tensor_whose_storage_is_freed_before_a_request_runs_is_refused(backend: tuple[str, int]) -> None:
     if backend[0] == "zarr":

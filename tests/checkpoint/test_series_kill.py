@@ -127,18 +127,14 @@ def template() -> MemoryStorage:
     return storage
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stride", [pytest.param(13, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
-def test_a_removal_that_dies_leaves_nothing_half_done(template: MemoryStorage, fault: Callable[..., Any]) -> None:
-    assert check_removals(lambda: copy(template), remove, fault, stride=13) > 50
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", [killed_at, failing_at], ids=["killed", "one call fails"])
-def test_a_removal_that_dies_at_any_call_leaves_nothing_half_done(
-    template: MemoryStorage, fault: Callable[..., Any]
+def test_a_removal_that_dies_leaves_nothing_half_done(
+    template: MemoryStorage, fault: Callable[..., Any], stride: int
 ) -> None:
-    check_removals(lambda: copy(template), remove, fault)
+    assert check_removals(lambda: copy(template), remove, fault, stride) > 50
 
 
 @pytest.mark.slow

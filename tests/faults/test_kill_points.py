@@ -117,17 +117,12 @@ def counts(points: list[Point], left: list[float | None]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["over an old one, ranks 1", "into an empty folder, ranks 1"])
-def test_a_save_killed_at_a_call_leaves_the_old_checkpoint_or_the_new(name: str, saver: Saver, tmp_path: Path) -> None:
-    check_points(saver, SCENARIOS[name], tmp_path, partial(sample, count=8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["over an old one, ranks 2", "into an empty folder, ranks 2"])
-def test_a_save_of_two_ranks_killed_at_a_call_leaves_the_old_checkpoint_or_the_new(
-    name: str, saver: Saver, tmp_path: Path
+@pytest.mark.parametrize(("ranks", "count"), [(1, 8), (2, 4)])
+@pytest.mark.parametrize("place", ["over an old one", "into an empty folder"])
+def test_a_save_killed_at_a_call_leaves_the_old_checkpoint_or_the_new(
+    place: str, ranks: int, count: int, saver: Saver, tmp_path: Path
 ) -> None:
-    check_points(saver, SCENARIOS[name], tmp_path, partial(sample, count=4))
+    check_points(saver, SCENARIOS[f"{place}, ranks {ranks}"], tmp_path, partial(sample, count=count))
 
 
 @pytest.mark.exhaustive

@@ -186,30 +186,19 @@ def traced(tmp_path: Path, form: str, ranks: int, *, before: str = "", durable: 
     return events[names.index(f"{folder}.begin") + 1 : names.index(f"{folder}.end")], folder
 
 
+EVERY_FORMAT = [
+    ("", form, n) for form in ("native", "torch_dist", "dcp", "zarr", "huggingface", "both") for n in (1, 2)
+]
+OVERWRITES = [("native", "native", 2), ("dcp", "torch_dist", 2), ("native", "zarr", 2), ("zarr", "huggingface", 2)]
+
+
 @pytest.mark.slow
-def test_all_is_on_the_medium_before_the_checkpoint_counts(tmp_path: Path) -> None:
-    events, folder = traced(tmp_path, "native", 2)
+@pytest.mark.parametrize(
+    ("before", "form", "ranks"), [("", "native", 2), *usually(EVERY_FORMAT, 1), *usually(OVERWRITES, 1)]
+)
+def test_all_is_on_the_medium_before_the_checkpoint_counts(tmp_path: Path, before: str, form: str, ranks: int) -> None:
+    events, folder = traced(tmp_path, form, ranks, before=before)
     assert sum(event.kind == "sync" for event in events) > 5
-    check_order(events, folder, commit_of(events, folder))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "ranks"),
-    usually([(form, n) for form in ("native", "torch_dist", "dcp", "zarr", "huggingface", "both") for n in (1, 2)], 1),
-)
-def test_of_every_format_all_is_on_the_medium_before_it_counts(tmp_path: Path, form: str, ranks: int) -> None:
-    events, folder = traced(tmp_path, form, ranks)
-    check_order(events, folder, commit_of(events, folder))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "form"),
-    usually([("native", "native"), ("dcp", "torch_dist"), ("native", "zarr"), ("zarr", "huggingface")], 1),
-)
-def test_of_every_overwrite_all_is_on_the_medium_before_it_counts(tmp_path: Path, before: str, form: str) -> None:
-    events, folder = traced(tmp_path, form, 2, before=before)
     check_order(events, folder, commit_of(events, folder))
 
 

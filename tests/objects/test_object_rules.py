@@ -99,41 +99,6 @@ def test_the_law_of_dealing_catches(broken: Rule) -> None:
     assert_caught(everything_is_dealt_out_in_order, broken, arrays())
 
 
-def joining_the_parts_again_is_joining_the_whole(rule: Rule, drawn: Reshaping) -> None:
-    array, shape = drawn
-    dealt = st.objects.ObjectArray(array.key, shape, tuple(rule(array, shape)))
-    assert same(st.objects.concatenate_objects(dealt, ()), st.objects.concatenate_objects(array, ()))
-
-
-@given(arrays())
-def test_concatenating_what_was_redistributed_is_concatenating(drawn: Reshaping) -> None:
-    joining_the_parts_again_is_joining_the_whole(st.objects.redistribute_objects, drawn)
-
-
-def test_the_law_of_joining_catches_what_is_left_over() -> None:
-    assert_caught(joining_the_parts_again_is_joining_the_whole, equal_parts_only, arrays())
-
-
-def there_and_back_is_identity(rule: Rule, counts: tuple[int, int]) -> None:
-    here, there = counts
-    values = tuple([there * place + number for number in range(there)] for place in range(here))
-    array = st.objects.ObjectArray("seen", (here,), values)
-    dealt = st.objects.ObjectArray("seen", (there,), tuple(rule(array, (there,))))
-    assert list(rule(dealt, (here,))) == list(values)
-
-
-@given(some.tuples(some.integers(1, 6), some.integers(1, 6)))
-def test_redistributing_even_lists_there_and_back_is_identity(counts: tuple[int, int]) -> None:
-    there_and_back_is_identity(st.objects.redistribute_objects, counts)
-
-
-def test_the_law_of_there_and_back_catches_another_order() -> None:
-    def backwards(array: st.objects.ObjectArray, shape: Any) -> list[Any]:
-        return list(st.objects.redistribute_objects(array, shape))[::-1]
-
-    assert_caught(there_and_back_is_identity, backwards, some.tuples(some.integers(1, 6), some.integers(1, 6)))
-
-
 Fold = Callable[[Callable[[Any, Any], Any]], Rule]
 
 
