@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 import shardtree
 from shardtree import (
     LocalNonpersistentObject,
-    Mesh,
-    PartitionSpec,
     ReshardPlan,
     ShardedObject,
     ShardedTensor,
@@ -274,28 +272,6 @@ def test_shards_of_one_rank_that_want_the_same_all_get_it(relay: bool) -> None:
     for got in simulate(3, on_rank)[1:]:
         assert torch.equal(got["w"].data, WHOLE) and torch.equal(got["again"].data, WHOLE)
         assert torch.equal(got["rows"].data, WHOLE.chunk(2)[1])
-
-
-def test_what_comes_back_can_be_saved_and_redistributed_again() -> None:
-    mesh, spec = Mesh(dp=2, tp=2), {"w": PartitionSpec("tp")}
-    trees = shardtree.shard({"w": WHOLE, "step": 3}, mesh, spec)
-    engines = shardtree.abstract({"w": WHOLE, "step": 0}, Mesh(tp=2), {"w": PartitionSpec(None, "tp")})
-    trainers = shardtree.abstract({"w": WHOLE, "step": 0}, mesh, spec)
-    storage = shardtree.storage.MemoryStorage()
-
-    def on_rank(world: World) -> Any:
-        there = redistribute(
-            trees[world.rank] if world.rank < 4 else {},
-            engines[world.rank - 4] if world.rank > 3 else None,
-            world=world,
-        )
-        back = redistribute(there, trainers[world.rank] if world.rank < 4 else None, world=world)
-        shardtree.save({} if back is None else back, storage, world=world, validate_access_integrity=False)
-        return back
-
-    got = simulate(6, on_rank)
-    assert outline(got[:4]) == outline(trees)
-    assert torch.equal(shardtree.load_plain_tensors(storage)["w"], WHOLE)
 
 
 def test_objects_and_local_values_go_along() -> None:
