@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardtree as st
-from shardtree.storage import HostMemory, MemoryStorage, _buffers, _staging, host_memory
+from shardtree.storage import HostMemory, MemoryStorage, _buffers, _transports, host_memory
 from shardtree.storage._buffers import DeviceCopies, copies_by_device
 from shardtree.testing import STORABLE_DTYPES, bits, outline, random_bits
 from tests.storage.late_copies import LateDevice, memory_used_again
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def small_parts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_buffers, "STAGED_BYTES", 64)
-    patch.setattr(_staging, "PART_BYTES", 100)
+    patch.setattr(_transports, "PART_BYTES", 100)
 
 
 @pytest.fixture(params=["late copies", pytest.param("cuda", marks=pytest.mark.cuda)])

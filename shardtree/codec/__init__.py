@@ -30,3 +30,4 @@ from ._header import (
 )
 from ._nodes import named_types
 from ._tree import decode_tree, encode_tree
+from ._values import is_unicode

@@ -133,14 +133,6 @@ def _encode_text(value: np.str_ | np.bytes_, child: Child) -> Node:
     }
 
 
-def _decode_str(fields: dict[str, Any], child: Child, take: Take) -> np.str_:
-    return np.str_(exactly(str, child(fields["value"])))
-
-
-def _decode_bytes_scalar(fields: dict[str, Any], child: Child, take: Take) -> np.bytes_:
-    return np.bytes_(exactly(bytes, child(fields["value"])))
-
-
 def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
     name = exactly(str, fields["dtype"])
     # Matched first: NumPy's own parser also accepts objects, which are pointers, records and deprecated names.
@@ -151,18 +143,6 @@ def _numpy_dtype(fields: dict[str, Any]) -> np.dtype[Any]:
 
 def _shape(fields: dict[str, Any]) -> tuple[int, ...]:
     return tuple(exactly(int, length) for length in exactly(list, fields["shape"]))
-
-
-def _encode_bytes(value: bytes | bytearray, child: Child) -> Node:
-    return {"$": type(value).__name__, "entry": plain_blob(value)}
-
-
-def _decode_bytes(fields: dict[str, Any], child: Child, take: Take) -> bytes:
-    return bytes(_take_bytes(fields, take))
-
-
-def _decode_bytearray(fields: dict[str, Any], child: Child, take: Take) -> bytearray:
-    return bytearray(_take_bytes(fields, take))
 
 
 def _encode_buffer(value: BytesIO, child: Child) -> Node:
@@ -193,8 +173,7 @@ ENCODERS: dict[type, Encoder] = {
     **dict.fromkeys(NUMPY_SCALARS, _encode_scalar),
     np.str_: _encode_text,
     np.bytes_: _encode_text,
-    bytes: _encode_bytes,
-    bytearray: _encode_bytes,
+    **dict.fromkeys((bytes, bytearray), lambda value, child: {"$": type(value).__name__, "entry": plain_blob(value)}),
     BytesIO: _encode_buffer,
 }
 
@@ -204,9 +183,9 @@ DECODERS: dict[str, Decoder] = {
     "ndarray": (("entry",), _decode_array),
     "ndarray of bytes": (("dtype", "shape", "entry"), _decode_array_of_bytes),
     "numpy scalar": (("dtype", "bits"), _decode_scalar),
-    "numpy.str_": (("value",), _decode_str),
-    "numpy.bytes_": (("value",), _decode_bytes_scalar),
-    "bytes": (("entry",), _decode_bytes),
-    "bytearray": (("entry",), _decode_bytearray),
+    "numpy.str_": (("value",), lambda fields, child, take: np.str_(exactly(str, child(fields["value"])))),
+    "numpy.bytes_": (("value",), lambda fields, child, take: np.bytes_(exactly(bytes, child(fields["value"])))),
+    "bytes": (("entry",), lambda fields, child, take: bytes(_take_bytes(fields, take))),
+    "bytearray": (("entry",), lambda fields, child, take: bytearray(_take_bytes(fields, take))),
     "io.BytesIO": (("position", "entry"), _decode_buffer),
 }

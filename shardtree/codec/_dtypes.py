@@ -261,7 +261,12 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether memory of the CPU holds a tensor's elements in row-major order, as they are."""
+    """Return whether a tensor's memory holds its elements in row-major order, on the CPU; an assignment fills it.
+
+    Examples:
+        >>> is_plain_memory(torch.eye(2)), is_plain_memory(torch.eye(2, 3).t())
+        (True, False)
+    """
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

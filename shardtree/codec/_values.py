@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import torch
 
 from ._dtypes import dtype_from_name, dtype_name
-from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, step_of
+from ._nodes import Child, Decoder, Encoder, Node, Take, exactly, step_of
 
-_PATHS: dict[str, type[PurePath]] = {
+_BOUNDS = ("start", "stop", "step")
+
+PATHS: dict[str, type[PurePath]] = {
     kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
 }
 
@@ -43,19 +45,6 @@ def _encode_float(value: float, child: Child) -> Node:
     return value if math.isfinite(value) else {"$": "float", "bits": struct.pack(">d", value).hex()}
 
 
-def _decode_float(fields: dict[str, Any], child: Child, take: Take) -> float:
-    (value,) = _doubles(fields["bits"], 1)
-    return value
-
-
-def _encode_complex(value: complex, child: Child) -> Node:
-    return {"$": "complex", "bits": struct.pack(">dd", value.real, value.imag).hex()}
-
-
-def _decode_complex(fields: dict[str, Any], child: Child, take: Take) -> complex:
-    return complex(*_doubles(fields["bits"], 2))
-
-
 def _doubles(bits: Any, count: int) -> tuple[float, ...]:
     data = _unhex(bits)
     if len(data) != 8 * count:
@@ -65,10 +54,6 @@ def _doubles(bits: Any, count: int) -> tuple[float, ...]:
 
 def _encode_str(value: str, child: Child) -> Node:
     return value if is_unicode(value) else {"$": "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
-
-
-def _decode_str(fields: dict[str, Any], child: Child, take: Take) -> str:
-    return _unhex(fields["hex"]).decode("utf-8", "surrogatepass")
 
 
 def is_unicode(text: str) -> bool:
@@ -88,36 +73,8 @@ def _unhex(text: Any) -> bytes:
     return bytes.fromhex(exactly(str, text))
 
 
-def _encode_range(value: range, child: Child) -> Node:
-    return {"$": "range", "start": child(value.start), "stop": child(value.stop), "step": child(value.step)}
-
-
-def _decode_range(fields: dict[str, Any], child: Child, take: Take) -> range:
-    return range(*(exactly(int, child(fields[name])) for name in ("start", "stop", "step")))
-
-
-def _encode_slice(value: slice, child: Child) -> Node:
-    return {"$": "slice", "start": child(value.start), "stop": child(value.stop), "step": child(value.step)}
-
-
-def _decode_slice(fields: dict[str, Any], child: Child, take: Take) -> slice:
-    return slice(*(child(fields[name]) for name in ("start", "stop", "step")))
-
-
-def _encode_dtype(value: torch.dtype, child: Child) -> Node:
-    return {"$": "torch.dtype", "name": dtype_name(value)}
-
-
-def _decode_dtype(fields: dict[str, Any], child: Child, take: Take) -> torch.dtype:
-    return dtype_from_name(exactly(str, fields["name"]))
-
-
-def _encode_device(value: torch.device, child: Child) -> Node:
-    return {"$": "torch.device", "name": str(value)}
-
-
-def _decode_device(fields: dict[str, Any], child: Child, take: Take) -> torch.device:
-    return device_of(exactly(str, fields["name"]))
+def _encode_bounds(value: range | slice, child: Child) -> Node:
+    return {"$": type(value).__name__, **{name: child(getattr(value, name)) for name in _BOUNDS}}
 
 
 def device_of(name: str) -> torch.device:
@@ -135,23 +92,19 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _encode_size(value: torch.Size, child: Child) -> Node:
-    return {"$": "torch.Size", "lengths": [child(length) for length in value]}
+def path_of(kind: type[PurePath], *segments: Any) -> PurePath:
+    """Return a path of a class; one of another platform's files, which can't be made here, only names them.
 
+    Raises:
+        TypeError: a segment isn't a string.
 
-def _decode_size(fields: dict[str, Any], child: Child, take: Take) -> torch.Size:
-    return torch.Size([exactly(int, child(length)) for length in exactly(list, fields["lengths"])])
-
-
-def _encode_path(value: PurePath, child: Child) -> Node:
-    return {"$": "path", "type": type(value).__name__, "text": child(str(value))}
-
-
-def _decode_path(fields: dict[str, Any], child: Child, take: Take) -> PurePath:
-    kind = _PATHS[exactly(str, fields["type"])]
-    if issubclass(kind, Path) and kind is not type(Path()):  # a path of another platform can't be made
+    Examples:
+        >>> path_of(WindowsPath, "runs", "step_10")
+        PureWindowsPath('runs/step_10')
+    """
+    if issubclass(kind, Path) and kind is not type(Path()):
         kind = PurePosixPath if issubclass(kind, PurePosixPath) else PureWindowsPath
-    return kind(exactly(str, child(fields["text"])))
+    return kind(*(exactly(str, segment) for segment in segments))
 
 
 # Containers: lists, tuples, sets, dicts and similar ones
@@ -197,18 +150,6 @@ def _decode_items(fields: dict[str, Any], child: Child) -> list[Any]:
     return _encode_items(exactly(list, fields["items"]), child)
 
 
-def _encode_tuple(value: tuple[Any, ...], child: Child) -> Node:
-    return {"$": "tuple", "items": _encode_items(value, child)}
-
-
-def _decode_tuple(fields: dict[str, Any], child: Child, take: Take) -> tuple[Any, ...]:
-    return tuple(_decode_items(fields, child))
-
-
-def _encode_deque(value: deque[Any], child: Child) -> Node:
-    return {"$": "deque", "maxlen": value.maxlen, "items": _encode_items(value, child)}
-
-
 def _decode_deque(fields: dict[str, Any], child: Child, take: Take) -> deque[Any]:
     items, limit = _decode_items(fields, child), fields["maxlen"]
     if limit is not None and exactly(int, limit) < len(items):
@@ -223,11 +164,7 @@ def _encode_set(value: set[Any] | frozenset[Any], child: Child) -> Node:
 
 
 def _text(node: Node) -> str:
-    return json.dumps(node, default=_blob_text)
-
-
-def _blob_text(blob: Blob) -> str:
-    return bytes(memoryview(blob.data)).hex()
+    return json.dumps(node, default=lambda blob: bytes(memoryview(blob.data)).hex())
 
 
 def _decode_set_of(kind: type[A]) -> Callable[[dict[str, Any], Child, Take], A]:
@@ -280,26 +217,6 @@ def _pair(key: Node, item: Node) -> tuple[Node, Node]:
     return key, item
 
 
-def _decode_dict(fields: dict[str, Any], child: Child, take: Take) -> dict[Any, Any]:
-    return _fill({}, fields, child)
-
-
-def _decode_ordered(fields: dict[str, Any], child: Child, take: Take) -> OrderedDict[Any, Any]:
-    return _fill(OrderedDict(), fields, child)
-
-
-def _decode_counter(fields: dict[str, Any], child: Child, take: Take) -> Counter[Any]:
-    return _fill(Counter(), fields, child)
-
-
-def _decode_defaultdict(fields: dict[str, Any], child: Child, take: Take) -> defaultdict[Any, Any]:
-    return _fill(defaultdict(_FACTORIES[fields["factory"]]), fields, child)
-
-
-def _encode_namespace(value: Namespace, child: Child) -> Node:
-    return {"$": "argparse.Namespace", "fields": child(vars(value))}
-
-
 def _decode_namespace(fields: dict[str, Any], child: Child, take: Take) -> Namespace:
     value = Namespace()
     vars(value).update(decode_fields(fields["fields"], child))  # not as keyword arguments: a name may be "self"
@@ -325,44 +242,57 @@ ENCODERS: dict[type, Encoder] = {
     bool: _itself,
     int: _encode_int,
     float: _encode_float,
-    complex: _encode_complex,
+    complex: lambda value, child: {"$": "complex", "bits": struct.pack(">dd", value.real, value.imag).hex()},
     str: _encode_str,
-    range: _encode_range,
-    slice: _encode_slice,
-    torch.dtype: _encode_dtype,
-    torch.device: _encode_device,
-    torch.Size: _encode_size,
-    **dict.fromkeys(_PATHS.values(), _encode_path),
+    range: _encode_bounds,
+    slice: _encode_bounds,
+    torch.dtype: lambda value, child: {"$": "torch.dtype", "name": dtype_name(value)},
+    torch.device: lambda value, child: {"$": "torch.device", "name": str(value)},
+    torch.Size: lambda value, child: {"$": "torch.Size", "lengths": [child(length) for length in value]},
+    **dict.fromkeys(
+        PATHS.values(), lambda value, child: {"$": "path", "type": type(value).__name__, "text": child(str(value))}
+    ),
     list: _encode_items,
-    tuple: _encode_tuple,
-    deque: _encode_deque,
+    tuple: lambda value, child: {"$": "tuple", "items": _encode_items(value, child)},
+    deque: lambda value, child: {"$": "deque", "maxlen": value.maxlen, "items": _encode_items(value, child)},
     set: _encode_set,
     frozenset: _encode_set,
     dict: _encode_dict,
     OrderedDict: _encode_named,
     Counter: _encode_named,
     defaultdict: _encode_defaultdict,
-    Namespace: _encode_namespace,
+    Namespace: lambda value, child: {"$": "argparse.Namespace", "fields": child(vars(value))},
 }
 
 DECODERS: dict[str, Decoder] = {
     "int": (("hex",), _decode_int),
-    "float": (("bits",), _decode_float),
-    "complex": (("bits",), _decode_complex),
-    "str": (("hex",), _decode_str),
-    "range": (("start", "stop", "step"), _decode_range),
-    "slice": (("start", "stop", "step"), _decode_slice),
-    "torch.dtype": (("name",), _decode_dtype),
-    "torch.device": (("name",), _decode_device),
-    "torch.Size": (("lengths",), _decode_size),
-    "path": (("type", "text"), _decode_path),
-    "tuple": (("items",), _decode_tuple),
+    "float": (("bits",), lambda fields, child, take: _doubles(fields["bits"], 1)[0]),
+    "complex": (("bits",), lambda fields, child, take: complex(*_doubles(fields["bits"], 2))),
+    "str": (("hex",), lambda fields, child, take: _unhex(fields["hex"]).decode("utf-8", "surrogatepass")),
+    "range": (_BOUNDS, lambda fields, child, take: range(*(exactly(int, child(fields[name])) for name in _BOUNDS))),
+    "slice": (_BOUNDS, lambda fields, child, take: slice(*(child(fields[name]) for name in _BOUNDS))),
+    "torch.dtype": (("name",), lambda fields, child, take: dtype_from_name(exactly(str, fields["name"]))),
+    "torch.device": (("name",), lambda fields, child, take: device_of(exactly(str, fields["name"]))),
+    "torch.Size": (
+        ("lengths",),
+        lambda fields, child, take: torch.Size(
+            [exactly(int, child(each)) for each in exactly(list, fields["lengths"])]
+        ),
+    ),
+    "path": (
+        ("type", "text"),
+        lambda fields, child, take: path_of(PATHS[exactly(str, fields["type"])], child(fields["text"])),
+    ),
+    "tuple": (("items",), lambda fields, child, take: tuple(_decode_items(fields, child))),
     "deque": (("maxlen", "items"), _decode_deque),
     "set": (("items",), _decode_set_of(set)),
     "frozenset": (("items",), _decode_set_of(frozenset)),
-    "dict": (("items",), _decode_dict),
-    "OrderedDict": (("items",), _decode_ordered),
-    "Counter": (("items",), _decode_counter),
-    "defaultdict": (("factory", "items"), _decode_defaultdict),
+    "dict": (("items",), lambda fields, child, take: _fill({}, fields, child)),
+    "OrderedDict": (("items",), lambda fields, child, take: _fill(OrderedDict(), fields, child)),
+    "Counter": (("items",), lambda fields, child, take: _fill(Counter(), fields, child)),
+    "defaultdict": (
+        ("factory", "items"),
+        lambda fields, child, take: _fill(defaultdict(_FACTORIES[fields["factory"]]), fields, child),
+    ),
     "argparse.Namespace": (("fields",), _decode_namespace),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import geometry
 from ..geometry import Column, group_sums
@@ -104,6 +105,16 @@ class LoadPlan:
         """How many bytes of tensors the plan reads."""
         strided = geometry.volumes(self.strided.shape) * self.strided.item_size
         return int(self.runs.length.sum() + strided.sum())
+
+    @property
+    def files(self) -> list[int]:
+        """The numbers of the files that the plan reads, ascending."""
+        numbers: list[int] = np.union1d(self.runs.file, self.strided.file).tolist()
+        return numbers
+
+    def select(self, runs: Column | NDArray[np.bool_], strided: Column | NDArray[np.bool_]) -> LoadPlan:
+        """Return the plan of some runs and some boxes, given by their numbers or by flags."""
+        return replace(self, runs=geometry.rows_of(self.runs, runs), strided=geometry.rows_of(self.strided, strided))
 
 
 def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int = SHORTEST_RUN) -> LoadPlan:

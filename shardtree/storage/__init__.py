@@ -14,6 +14,8 @@ from ._blocks import (
     hash_column,
     hashed,
     in_parts,
+    reported,
+    reported_parts,
 )
 from ._buffers import (
     STAGED_BYTES,
@@ -31,6 +33,7 @@ from ._capabilities import (
     Function,
     abort_open_uploads,
     can,
+    files_in,
     is_folder,
     is_link,
     make_folder,
@@ -46,7 +49,7 @@ from ._capabilities import (
 from ._checked import ByteRanges, ReadReport, StoredFile, Verify, joined_crc32, read_crc32
 from ._fetch import fetch, fetch_run
 from ._folders import Directory, NewFolder, crosses_network, folder_in, is_same_place, new_folder, storage_at
-from ._fsspec import FsspecStorage, fsspec_storage
+from ._fsspec import FsspecStorage
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
 from ._object_store import ObjectStorage
@@ -55,7 +58,7 @@ from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_note, process_token, release
 from ._requests import fetch_cost
 from ._storage import AnyBuffer, Buffer, Reader, Sibling, SizedBuffers, Storage, byte_view, is_left_over, is_temporary
-from ._threads import Begun, background_threads, in_threads, in_turn, read_ahead, usual_threads
+from ._threads import Task, background_threads, in_threads, in_turn, read_ahead, usual_threads
 from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
 __all__ = [

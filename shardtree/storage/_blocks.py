@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import numpy as np
 import xxhash
@@ -236,3 +236,38 @@ def block_hashes(buffers: Iterable[Buffer]) -> Hashes:
     for _ in hashed(buffers, hasher):
         pass
     return hash_column(hasher)
+
+
+# Reporting a file's bytes while they are written.
+
+_REPORTED_BYTES = 1024 * 1024
+
+
+def reported(buffers: Iterable[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
+    """Yield buffers unchanged, and call `progress` with the length of each once it is written.
+
+    Examples:
+        >>> sizes = []
+        >>> _ = list(reported([memoryview(b"ab"), memoryview(b"c")], sizes.append))
+        >>> sizes
+        [2, 1]
+    """
+    for buffer in buffers:
+        yield buffer
+        progress(buffer.nbytes)
+
+
+def reported_parts(
+    parts: Iterable[tuple[int, Buffer]], progress: Callable[[int], None]
+) -> Iterator[tuple[int, Buffer]]:
+    """Yield parts of a file, each with its first byte, unchanged, and call `progress` once a MiB or all is written."""
+    # Not a call for each part: a shard of columns has one for every row.
+    done = 0
+    for byte, buffer in parts:
+        yield byte, buffer
+        done += buffer.nbytes
+        if done >= _REPORTED_BYTES:
+            progress(done)
+            done = 0
+    if done:
+        progress(done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
@@ -200,6 +200,35 @@ def is_link(storage: Storage, name: str) -> bool:
     """Return whether a name is a symbolic link; False on storages without links."""
     look = can(storage).is_link
     return look is not None and look(name)
+
+
+_DEEPEST = 64  # levels of folders that are entered, so that the recursion is bounded
+
+
+def files_in(
+    storage: Storage, folder: str = "", takes: Callable[[str], object] = bool, depth: int = 0
+) -> Iterator[str]:
+    """Yield the names of all files in a folder and in folders in it, and of links without following them.
+
+    Args:
+        storage: where they are.
+        folder: in it; "" for all.
+        takes: whether what has some last part of its name is looked at.
+        depth: of the folder.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> _ = storage.write("a/b", [memoryview(b"c")], durable=False)
+        >>> list(files_in(storage))
+        ['a/b']
+    """
+    for last in filter(takes, storage.names(folder)):
+        name = f"{folder}/{last}" if folder else last
+        if depth == _DEEPEST or is_link(storage, name) or not is_folder(storage, name):
+            yield name
+        else:
+            yield from files_in(storage, name, takes, depth + 1)
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:

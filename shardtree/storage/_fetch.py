@@ -21,11 +21,10 @@ from ._buffers import host_memory, is_staged
 from ._capabilities import can
 from ._checked import ReadReport, StoredFile, Verify, damaged, range_crc32, run_blocks
 from ._requests import STEP_BYTES, WINDOW_BYTES, Checks, Request, cut_of, requests_of
-from ._staging import cut_for_devices, read_to_devices
 from ._storage import Buffer, Storage
 from ._strided import copy_piece, wide_reads
 from ._threads import run_workers
-from ._transports import Source, Transport, transport_of
+from ._transports import Source, Transport, cut_for_devices, read_to_devices, transport_of
 
 Sums = dict[int, Any]
 """Checksums found in a file. Of blocks that came whole: number → hash, -1 if it came twice with different bytes. Of

@@ -71,7 +71,7 @@ class ObjectStorage:
             "abort_uploads",
         )
         facts = {"latency": _latencies.get(self._place), "request_scale": self.request_scale}
-        return Capabilities.of(self, *names, "abort_uploads", late_requests=True, **facts)
+        return Capabilities.of(self, *names, late_requests=True, **facts)
 
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""

@@ -129,7 +129,7 @@ def _worked(
         wait([other for other in begun if not other.cancel()])
 
 
-class Begun(Generic[Result]):
+class Task(Generic[Result]):
     """Work that another thread does, unless all are busy until its result is asked for: then it is done there.
 
     So nothing waits for threads that are busy, and nothing is lost while the interpreter ends.
@@ -138,7 +138,7 @@ class Begun(Generic[Result]):
         work: called once at most.
 
     Examples:
-        >>> total = Begun(lambda: sum(range(5)))
+        >>> total = Task(lambda: sum(range(5)))
         >>> total.result()
         10
     """
@@ -208,14 +208,14 @@ def read_ahead(
                     break
         return found, clock() - begin > _QUICK_SECONDS + size / _QUICK_BYTES
 
-    following: Begun[tuple[list[Buffer], bool]] | None = None
+    following: Task[tuple[list[Buffer], bool]] | None = None
     try:
         while True:
             made, is_slow = some(1) if following is None else following.result()
             if not made:
                 return
             # What comes quickly is used by the core that made it: from another's cache it would come half as fast.
-            following = Begun(partial(some, nbytes)) if is_slow else None
+            following = Task(partial(some, nbytes)) if is_slow else None
             yield from made
     finally:
         if following is not None:

@@ -193,7 +193,7 @@ class Listed:
 
     def changed(self, name: str) -> float | None:
         plain = self._plain(name)
-        if not self._deep or self._beyond(plain):
+        if not self._deep:
             return self.inner.changed(plain)
         if plain in self._entries():
             return self._entries()[plain].changed

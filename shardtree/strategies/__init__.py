@@ -3,27 +3,7 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
-from ._actions import (
-    PROTOCOLS,
-    Commit,
-    Copies,
-    Describe,
-    ListFiles,
-    LoadCommon,
-    LoadMetadata,
-    LoadObjects,
-    LoadSharded,
-    Parse,
-    Recognize,
-    RemoveSharded,
-    Resolution,
-    SaveCommon,
-    SaveSharded,
-    Strategies,
-    Strategy,
-    StrategyAction,
-    VerifyFiles,
-)
+from ._actions import PROTOCOLS, Commit, Copies, Describe, Recognize, Resolution, Strategies, Strategy, StrategyAction
 from ._checks import IN_COMMON, check_fit, misfit, old_unique_key
 from ._findings import Damage, Finding, Region, Unchecked, VerifyReport, by_reason, stored_parts
 from ._manifest import MANIFEST_FILE, manifest_findings
@@ -73,7 +53,6 @@ from ._values import (
     call_in_turn,
 )
 from .base import (
-    ENTRY_POINT_GROUP,
     StrategyTable,
     deciding_files,
     default_strategies,

@@ -1,12 +1,18 @@
-"""Checks that all formats share: that a checkpoint has what a target asks for, in the same kind."""
+"""Checks that all formats share: a checkpoint has what a target asks for, and masters, rounded, are the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Any, TypeGuard
 
-from ..errors import IntegrityError, KeyMismatch, ShapeError, UnsupportedValue, error_text
+import numpy as np
+import torch
+
+from ..codec import bit_view
+from ..errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, StorageError, UnsupportedValue, error_text
 from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor, lacks_memory
 from ..objects import OBJECT_RULES, ShapeChange
@@ -21,6 +27,7 @@ from ..plans import (
     prefix_difference,
     wants_names,
 )
+from ..storage import ReadReport, Storage
 
 
 def check_taken(untaken: Mapping[str, str], keys: Collection[str]) -> None:
@@ -75,20 +82,8 @@ def check_fit(problems: Sequence[Misfit]) -> None:
     raise ShapeError(text)
 
 
-def _is_object(problem: Misfit) -> bool:
-    return isinstance(problem, Unexpected) and problem.is_object
-
-
 def _is_unknown(problem: Misfit) -> bool:
     return isinstance(problem, Unexpected) and not problem.is_object and problem.path is None
-
-
-def _wants_names(problem: Misfit) -> bool:
-    return isinstance(problem, Unexpected) and wants_names(problem)
-
-
-def _is_in_common(problem: Misfit) -> bool:
-    return isinstance(problem, Unexpected) and problem.path is not None
 
 
 def _has_other_axes(problem: Misfit) -> bool:
@@ -112,31 +107,26 @@ def _has_another_dtype(problem: Misfit) -> TypeGuard[Mismatch]:
     return isinstance(problem, Mismatch) and problem.stored.dtype != problem.asked.dtype
 
 
-def _is_reshaped(problem: Misfit) -> bool:
-    return isinstance(problem, ShapeChange)
-
-
-def _is_gap(problem: Misfit) -> bool:
-    return isinstance(problem, Gap)
-
-
 IN_COMMON = "Leave plain tensors of the common state out of the target: `load` returns them where they are."
 """What to do about a tensor that is asked for as shards and stored as a plain one."""
 
 _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_is_unknown, "Leave out what isn't stored, or pass a strict mode that does, as 'log_unexpected'."),
     (
-        _wants_names,
+        lambda problem: isinstance(problem, Unexpected) and wants_names(problem),
         "States stand under numbers there: pass LoadOptions(parameter_names=[...]), in the optimizer's order.",
     ),
-    (_is_in_common, IN_COMMON),
-    (_is_object, "Ask for objects in the grid that was saved, or leave them out."),
-    (_is_reshaped, f"Name a rule in object_rules: {OBJECT_RULES}."),
+    (lambda problem: isinstance(problem, Unexpected) and problem.path is not None, IN_COMMON),
+    (
+        lambda problem: isinstance(problem, Unexpected) and problem.is_object,
+        "Ask for objects in the grid that was saved, or leave them out.",
+    ),
+    (lambda problem: isinstance(problem, ShapeChange), f"Name a rule in object_rules: {OBJECT_RULES}."),
     (_has_other_axes, "Load with as many axes as are stored, and reshape what is loaded."),
     (_has_another_shape, "Set allow_shape_mismatch on the shard of a padded tensor."),
     (_could_be_converted, "Pass cast=True to convert the stored dtype."),
     (_must_stay, "Load in the stored dtype."),
-    (_is_gap, "The checkpoint was saved without all ranks; load only what is there."),
+    (lambda problem: isinstance(problem, Gap), "The checkpoint was saved without all ranks; load only what is there."),
 )
 _LAST = "`explain` lists all, without reading."
 
@@ -179,6 +169,20 @@ def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> No
     check_fit([Unexpected(key, is_object=True) for key, known in zip(unique_keys, found, strict=True) if not known])
 
 
+def is_object(name: str) -> bool:
+    """Return whether a name is the unique key of a sharded object.
+
+    Examples:
+        >>> is_object("rng_state/shard_0.1_1.2"), is_object("optimizer.step")
+        (True, False)
+    """
+    try:
+        ShardedObject.empty_from_unique_key(name)
+    except MetadataError:
+        return False
+    return True
+
+
 def old_unique_key(item: ShardedObject) -> str:
     """Return the name that old releases of Megatron-Core gave an object, without what follows its last dot.
 
@@ -215,6 +219,26 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
         raise IntegrityError(error_text("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
 
 
+def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) -> None:
+    """Raise unless rank 0 sees files as they were written, before any checkpoint names them.
+
+    Args:
+        storage: the folder, as rank 0 sees it.
+        files: name and length in bytes of each.
+        writer: who wrote them, for messages.
+
+    Raises:
+        StorageError: one isn't there, or has another length.
+    """
+    # Each node may have mounted a disk of its own at the same path, or another save's clean-up removed a file.
+    for name, length in files:
+        found = storage.length(name)
+        if found != length:
+            what = f"save: rank 0 doesn't see {storage.where(name)!r} as {writer} wrote it"
+            fix = "Every rank must see the same folder; use shared storage."
+            raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
+
+
 def checked_data(shard: ShardedTensor) -> Any:
     """Return a shard's data, which may be lazy.
 
@@ -224,3 +248,107 @@ def checked_data(shard: ShardedTensor) -> Any:
     if found := misfit(shard):
         raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
     return shard.data
+
+
+_PIECE_ELEMENTS = 4 * 1024 * 1024
+"""Masters are read into memory of their own, at most so many elements at a time."""
+
+Read = Callable[[Sequence[ShardedTensor]], ReadReport]
+"""Fills the shards' data in place, and returns what was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What shows that a state's bytes belong to its parameter.
+
+    Attributes:
+        master: the key of the parameter's master, whose bytes lie in the same files as the state's.
+        weight: the key of the parameter; the master, rounded, is equal to it.
+    """
+
+    master: str
+    weight: str
+
+
+def first_difference(
+    read: Read, pair: Comparison, box: ShardedTensor, dtype: torch.dtype
+) -> tuple[tuple[int, ...] | None, ReadReport]:
+    """Return where a master, rounded, first differs from its weight; None if nowhere.
+
+    Args:
+        read: reads stored tensors.
+        pair: the master and the weight.
+        box: a part of the tensor, as a shard of either.
+        dtype: of the weight.
+
+    Returns:
+        The indices in the global tensor, and what was read.
+    """
+    report = ReadReport()
+    for piece in pieces_of(replace(box, data=None)):
+        master = replace(piece, key=pair.master, dtype=torch.float32, data=memory_of(piece))
+        weight = replace(piece, key=pair.weight, dtype=dtype, data=memory_of(piece, dtype))
+        report += read([master, weight])
+        element = _first_unlike(master.data, weight.data)
+        if element is not None:
+            return _place(piece, element), report
+    return None, report
+
+
+def _first_unlike(master: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Return the number of the first element where a master, rounded, isn't the weight; None if there is none."""
+    if master.dtype == weight.dtype:  # a copy that nothing has rounded: bit for bit
+        item = master.element_size()
+        unlike = (bit_view(master) != bit_view(weight)).view(-1, item).any(dim=1)
+    else:
+        rounded = master.to(weight.dtype)
+        unlike = ((rounded != weight) & ~(rounded.isnan() & weight.isnan())).flatten()
+    return int(unlike.nonzero()[0]) if bool(unlike.any()) else None
+
+
+def _place(shard: ShardedTensor, element: int) -> tuple[int, ...]:
+    """Return the indices in the global tensor of a shard's element."""
+    if shard.flattened_range is not None:
+        element += shard.flattened_range.start
+    inside = [int(at) for at in np.unravel_index(element, shard.local_shape)] if shard.local_shape else []
+    inside = [0] * shard.prepend_axis_num + inside
+    return tuple(begin + at for begin, at in zip(shard.global_offset, inside, strict=True))
+
+
+def memory_of(shard: ShardedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return new memory for a shard's elements."""
+    return torch.empty(shard.data_shape, dtype=dtype, device="cpu")
+
+
+def pieces_of(shard: ShardedTensor) -> Iterator[ShardedTensor]:
+    """Yield a shard in pieces of a few million elements, whose data are contiguous views of its data.
+
+    A padded tensor's shard is one piece.
+    """
+    if shard.allow_shape_mismatch or prod(shard.data_shape) <= _PIECE_ELEMENTS:
+        yield shard
+        return
+    if shard.flattened_range is not None:
+        start = shard.flattened_range.start
+        for at in range(0, shard.data_shape[0], _PIECE_ELEMENTS):
+            stop = min(at + _PIECE_ELEMENTS, shard.data_shape[0])
+            yield replace(
+                shard,
+                data=None if shard.data is None else shard.data[at:stop],
+                flattened_range=slice(start + at, start + stop),
+            )
+        return
+    axis = next(axis for axis, length in enumerate(shard.local_shape) if length > 1)
+    step = max(1, _PIECE_ELEMENTS // prod(shard.local_shape[axis + 1 :]))
+    for at in range(0, shard.local_shape[axis], step):
+        yield from pieces_of(_part(shard, axis, at, min(step, shard.local_shape[axis] - at)))
+
+
+def _part(shard: ShardedTensor, axis: int, start: int, length: int) -> ShardedTensor:
+    """Return a part of a box along a local axis: of the same global tensor, where `narrow` makes a smaller one."""
+    offset, shape = list(shard.global_offset), list(shard.local_shape)
+    offset[shard.prepend_axis_num + axis] += start
+    shape[axis] = length
+    data = None if shard.data is None else shard.data.narrow(axis, start, length)
+    box, begin = tuple(shape), tuple(offset)
+    return replace(shard, data=data, local_shape=box, global_offset=begin, axis_fragmentations=None)

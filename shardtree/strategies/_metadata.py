@@ -339,6 +339,12 @@ def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) ->
     return {"name": name, "length": len(data), "digest": digest(data)}
 
 
+def checked_name(checkpoint: Checkpoint, field: str) -> str:
+    """Return the name of the file that `read_checked` reads; that of metadata.json if this names none."""
+    entry = checkpoint.fields.get(field)
+    return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
+
+
 def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
     """Return the bytes of a file that metadata.json describes in one of its fields, and the file's name.
 

@@ -49,6 +49,18 @@ _FIXED_NAME = re.compile(
 _NO_UPLOAD_TAKES = 6 * 3600.0  # seconds
 
 
+@contextmanager
+def abandoning(place: str) -> Iterator[None]:
+    """Remove within it what a failed save wrote to a place; where that fails, the log says so.
+
+    The save's own error is being raised, and must not be hidden. A later save removes what stays, or overwrites it.
+    """
+    try:
+        yield
+    except Exception as error:
+        logger.warning("save: what a failed save wrote stays in %s: %s", place, error)
+
+
 def is_save_folder(name: str) -> bool:
     """Return whether a folder's name is one that a save gives.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import MemoryStorage, _staging
+from shardtree.storage import MemoryStorage, _transports
 from shardtree.storage._buffers import copies_by_device
 from tests.options import load_keywords
 from tests.storage.late_copies import LateDevice
@@ -57,7 +57,7 @@ def test_a_device_without_the_host_s_memory_is_filled_part_by_part(monkeypatch: 
     device = LateDevice()
     folder = stored()
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_staging, "PART_BYTES", 16)
+    monkeypatch.setattr(_transports, "PART_BYTES", 16)
     assert torch.equal(st.load({"w": st.without_data(SHARD)}, folder, device="cpu")["w"], W)
     assert device.log.count("start") > 1
 

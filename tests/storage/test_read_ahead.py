@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.storage import Begun, Buffer, in_threads, read_ahead
+from shardtree.storage import Buffer, Task, in_threads, read_ahead
 from tests.trees.samples import assert_caught
 
 PIECES = st.lists(st.binary(max_size=5), max_size=12)
@@ -102,8 +102,8 @@ def test_lazy_data_is_computed_in_the_mode_of_the_caller() -> None:
 
 
 def test_busy_threads_delay_nobody() -> None:
-    done, busy = threading.Event(), [Begun(lambda: done.wait(60)) for _ in range(20)]
-    assert Begun(lambda: 7).result() == 7
+    done, busy = threading.Event(), [Task(lambda: done.wait(60)) for _ in range(20)]
+    assert Task(lambda: 7).result() == 7
     assert in_threads(abs, [-1, 2, -3], threads=2) == [1, 2, 3]
     done.set()
     for one in busy:
@@ -112,8 +112,8 @@ def test_busy_threads_delay_nobody() -> None:
 
 def test_what_no_thread_has_begun_is_dropped_undone() -> None:
     done, begun = threading.Event(), list[int]()
-    busy = [Begun(lambda: done.wait(60)) for _ in range(20)]
-    Begun(lambda: begun.append(1)).drop()
+    busy = [Task(lambda: done.wait(60)) for _ in range(20)]
+    Task(lambda: begun.append(1)).drop()
     done.set()
     for one in busy:
         one.drop()
@@ -125,15 +125,15 @@ def test_work_is_done_where_no_thread_takes_any(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
-    assert Begun(lambda: 7).result() == 7
+    assert Task(lambda: 7).result() == 7
     same_buffers(read_ahead, [b"ab", b"c"], 1, repeat(True))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_has_threads_of_its_own() -> None:
-    assert Begun(lambda: 7).result() == 7
+    assert Task(lambda: 7).result() == 7
     child = os.fork()
     if not child:
         names = {threading.current_thread().name, *in_threads(lambda _: threading.current_thread().name, range(50), 2)}
-        os._exit(0 if names and Begun(lambda: 7).result() == 7 else 1)
+        os._exit(0 if names and Task(lambda: 7).result() == 7 else 1)
     assert os.waitpid(child, 0)[1] == 0

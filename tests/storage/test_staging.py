@@ -12,7 +12,7 @@ from hypothesis import strategies as draw
 
 import shardtree as st
 from shardtree.plans import Runs, runs_plan
-from shardtree.storage import BlockHasher, MemoryStorage, StoredFile, _buffers, _staging, hashed, tensor_buffers
+from shardtree.storage import BlockHasher, MemoryStorage, StoredFile, _buffers, _transports, hashed, tensor_buffers
 from shardtree.storage._buffers import DeviceCopies, copies_by_device, plain_copies, staged_buffers
 from shardtree.storage._requests import Cut, requests_of
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
@@ -148,7 +148,7 @@ def test_a_load_to_a_device_is_a_load(
     plain: list[st.storage.ReadReport] = []
     load(asked, storage, options=st.LoadOptions(verify=verify, report=plain.append))
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_staging, "PART_BYTES", part)
+    monkeypatch.setattr(_transports, "PART_BYTES", part)
     staged: list[st.storage.ReadReport] = []
     options = st.LoadOptions(verify=verify, report=staged.append)
     loaded = load(asked, storage, donate=donate, options=options)
@@ -163,7 +163,7 @@ def test_it_shows_when_the_host_s_memory_is_read_into_too_early(monkeypatch: pyt
     device = LateDevice(memory_used_again(1, 2**20))
     asked, storage = targets()
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_staging, "PART_BYTES", 1000)
+    monkeypatch.setattr(_transports, "PART_BYTES", 1000)
     assert not torch.equal(load({"w": asked["w"]}, storage)["w"], expected()["w"])
 
 
@@ -173,7 +173,7 @@ def test_a_load_to_a_device_has_two_parts_in_the_host_s_memory(monkeypatch: pyte
     whole = torch.arange(2**16)
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", whole)}, storage)
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_staging, "PART_BYTES", 2**14)
+    monkeypatch.setattr(_transports, "PART_BYTES", 2**14)
     target = st.ShardedTensor.from_rank_offsets("w", torch.zeros_like(whole))
     assert torch.equal(st.load({"w": target}, storage)["w"], whole)
     assert device.most <= 2 * 2**14 and device.log[:4] == ["start", "start", "wait", "start"]
@@ -190,7 +190,7 @@ def test_every_block_that_a_load_reads_whole_is_checked(size: int, part: int) ->
     st.load(target, storage, options=st.LoadOptions(report=reports.append))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(copies_by_device, "cpu", LateDevice().copies)
-        patch.setattr(_staging, "PART_BYTES", part)
+        patch.setattr(_transports, "PART_BYTES", part)
         st.load(target, storage, options=st.LoadOptions(report=reports.append))
     assert reports[0] == reports[1] and reports[0].blocks_unchecked <= 1
 
@@ -204,7 +204,7 @@ def test_a_failure_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) ->
             data[-1] ^= 1
             storage.replace(name, bytes(data), durable=False)
     monkeypatch.setitem(copies_by_device, "cpu", device.copies)
-    monkeypatch.setattr(_staging, "PART_BYTES", 2**20)
+    monkeypatch.setattr(_transports, "PART_BYTES", 2**20)
     with pytest.raises(st.errors.CorruptCheckpoint):
         load(asked, storage)
     assert device.log.count("start") == device.log.count("wait")
@@ -256,6 +256,6 @@ def test_targets_on_the_host_and_on_devices_come_out_of_one_plan() -> None:
     target_byte = np.array([0, 0, 0, size])
     plan = runs_plan(Runs(np.zeros(4, dtype=np.int64), byte, target, target_byte, np.full(4, size)))
     [request], _ = requests_of({0: StoredFile("f", 4 * size)}, plan, None, Cut(2**20, whole=False))
-    staged = _staging.stage(request, np.array([True, False, True]), 0)
+    staged = _transports.stage(request, np.array([True, False, True]), 0)
     assert staged.request.runs.target.tolist() == [3, 3, 1, 3] and staged.runs.target.tolist() == [2, 0, 2]
     assert staged.request.runs.target_byte.tolist() == [0, 1024, 0, 2048] and staged.end == 3 * 1024

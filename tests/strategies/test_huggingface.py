@@ -27,8 +27,8 @@ from shardtree.errors import (
 )
 from shardtree.storage import MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
-from shardtree.strategies.huggingface._contents import read_headers
 from shardtree.strategies.huggingface._listing import Listing
+from shardtree.strategies.huggingface._load import read_headers
 from shardtree.testing import GlobalState, check_roundtrip, even_layout, layouts, random_bits, shapes
 from tests.options import save_keywords
 from tests.storage.storages import STORAGES

@@ -30,7 +30,7 @@ from shardtree.errors import CheckpointingException
 from shardtree.strategies.torch_dist import _metadata_file as file_module
 from shardtree.strategies.torch_dist import _metadata_scan as scan_module
 from shardtree.strategies.torch_dist import _pickled_columns as columns_module
-from shardtree.strategies.torch_dist._metadata_names import metadata_classes
+from shardtree.strategies.torch_dist._metadata_content import metadata_classes
 
 NUMBERS = hs.one_of(hs.integers(0, 3), hs.sampled_from([255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**40, 2**59]))
 BROKEN = (CheckpointingException, ValueError, TypeError, KeyError, OverflowError)
@@ -106,7 +106,7 @@ def content(found: file_module.MetadataFile) -> Any:
 
 def carefully(data: bytes) -> Any:
     root = read_pickle(data, metadata_classes(), what="careful")
-    return content(file_module._parse(root, scan_module.Taken()))
+    return content(file_module._parse(root, scan_module.ScanColumns()))
 
 
 def taken(data: bytes) -> Any:

@@ -10,14 +10,14 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, RemoteError
-from shardtree.strategies.huggingface import _contents
+from shardtree.strategies.huggingface import _load
 from shardtree.strategies.torch_dist import _listing
 from shardtree.world import World, simulate
 
 RANKS = 3
 WHOLE = {"a": torch.arange(12.0).reshape(6, 2), "b": torch.arange(3)}
 FORMATS = {"torch_dist": (_listing, "read_metadata_file"), "dcp": (_listing, "read_metadata_file")}
-FORMATS |= {"huggingface": (_contents, "read_listing")}
+FORMATS |= {"huggingface": (_load, "read_listing")}
 
 
 def saved(folder: Path, backend: str) -> Path:

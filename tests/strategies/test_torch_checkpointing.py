@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
-from shardtree.strategies.torch_checkpointing._listing import recognize
+from shardtree.strategies.torch_checkpointing import recognize
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE
 from tests.faults.test_wrong_values import foreign

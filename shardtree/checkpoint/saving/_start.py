@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from ...errors import AlreadyACheckpoint, CorruptCheckpoint, MetadataError, StorageError, error_text
 from ...layouts import ShardColumns
 from ...storage import (
-    Begun,
     Claim,
     Directory,
     NewFolder,
     Storage,
+    Task,
     can,
     claim,
     is_folder,
@@ -201,7 +201,7 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, running: Running
     save_id = _new_save_id()
     # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
     at_once = call.overwrite and can(storage).replace_if is not None and _in_save_folder(backends, call.strategies)
-    made = Begun(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
+    made = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
         with step("save: look at the folder"):
             start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite, save_id=save_id)
@@ -275,7 +275,7 @@ def inspect_folder(
 
 def beside(storage: Storage, look: Callable[[], T]) -> Callable[[], T]:
     """Return a look at a storage, which is begun at once, in another thread, if it takes a request."""
-    return look if can(storage).entries is None else Begun(look).result
+    return look if can(storage).entries is None else Task(look).result
 
 
 def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:

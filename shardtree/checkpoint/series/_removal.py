@@ -11,7 +11,7 @@ from functools import partial
 from ..._deferred import notebook_html
 from ...errors import CorruptCheckpoint, NotACheckpoint, StrategyError, plural
 from ...retention import SavedStep
-from ...storage import Storage, folder_in, is_folder, is_link, is_temporary, siblings
+from ...storage import Storage, files_in, folder_in, is_folder, is_link, is_temporary, siblings
 from ...strategies import (
     METADATA_FILE,
     Strategies,
@@ -114,8 +114,6 @@ def _moment(time: float) -> str:
 STALE_AFTER = 3600.0
 """Seconds without a change after which a save counts as interrupted, if its process can't be seen."""
 
-_DEEPEST = 64  # levels of folders that are entered, so that the recursion is bounded
-
 
 def step_files(root: Storage, folder: str, number: int, strategies: Strategies | None) -> StepFiles | str:
     """Return the files that go when a step is removed and those that stay, or why it can't be removed.
@@ -141,7 +139,7 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
         return "it is gone"
     if is_being_saved(storage, own):
         return "a save to it is in progress"
-    found = tuple(_walk(root, folder))
+    found = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
     # What a crash left of this step's own saves goes too, and only names that a save gives.
     ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
     # Removing through a link could empty another checkpoint.
@@ -181,16 +179,6 @@ def _own(storage: Storage, strategies: Strategies | None) -> set[str]:
     if storage.length(METADATA_FILE) is not None and is_of_others(storage.read(METADATA_FILE)):
         own.discard(METADATA_FILE)
     return own
-
-
-def _walk(root: Storage, folder: str, inside: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield the names of all files in a folder, and of links without following them."""
-    for last in root.names(f"{folder}/{inside}"):
-        name = f"{inside}{last}"
-        if depth == _DEEPEST or is_link(root, f"{folder}/{name}") or not is_folder(root, f"{folder}/{name}"):
-            yield name
-        else:
-            yield from _walk(root, folder, f"{name}/", depth + 1)
 
 
 def _order(decided_by: tuple[str, ...], name: str) -> tuple[int, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from io import BytesIO
-from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, error_text
 from .._header import MAX_INT
 from .._nodes import exactly
-from .._values import device_of
+from .._values import PATHS, device_of, path_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
@@ -45,16 +45,9 @@ def _items(items: Any = ()) -> list[Any]:
     return list(items)
 
 
-def _set(items: Any = ()) -> set[Any]:
-    return set(_items(items))
-
-
-def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_items(items))
-
-
-def _tuple(items: Any = ()) -> tuple[Any, ...]:
-    return tuple(_items(items))
+def _made_of(kind: Callable[[Any], Any], part: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return the constructor of a container whose one argument, which may be left out, is checked first."""
+    return lambda contents=(): kind(part(contents))
 
 
 def _keys(pairs: Any = ()) -> Iterable[Any]:
@@ -65,20 +58,8 @@ def _dict(pairs: Any = ()) -> dict[Any, Any]:
     return dict(pairs) if type(pairs) is dict else dict(_items(pairs))
 
 
-def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    return OrderedDict(_dict(pairs))
-
-
 def _ignore_state(value: Any, state: Any) -> None:
     """Ignore the attributes of a dict, such as ``_metadata`` of a module's state dict."""
-
-
-def _layout(name: Any) -> torch.layout:
-    return _LAYOUTS[exactly(str, name)]
-
-
-def _counter(counts: Any = ()) -> Counter[Any]:
-    return Counter(_dict(counts))
 
 
 def _deque(items: Any = (), limit: Any = None) -> deque[Any]:
@@ -98,10 +79,6 @@ def _bytes(*args: Any) -> bytes:
 
 def _bytearray(*args: Any) -> bytearray:
     return bytearray(args[0] if len(args) == 1 and type(args[0]) is bytes else _bytes(*args))
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    return complex(exactly(float, real), exactly(float, imaginary))
 
 
 def _range(start: Any, stop: Any, step: Any) -> range:
@@ -124,16 +101,6 @@ def _fill_buffer(value: BytesIO, state: Any) -> None:
     value.seek(position)
 
 
-def _path(kind: type[PurePath]) -> Callable[..., PurePath]:
-    if issubclass(kind, Path) and kind is not type(Path()):  # another platform's files can only be named here
-        kind = PurePosixPath if issubclass(kind, PurePosixPath) else PureWindowsPath
-
-    def make(*segments: Any) -> PurePath:
-        return kind(*(exactly(str, segment) for segment in segments))
-
-    return make
-
-
 def _size(lengths: Any = ()) -> torch.Size:
     return torch.Size([exactly(int, length) for length in _items(lengths)])
 
@@ -145,14 +112,14 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 _BUILTINS: dict[str, Constructor] = {
     **{kind.__name__: Constructor(_not_callable(kind.__name__)) for kind in FACTORIES},
-    "set": Constructor(_set, keys=_items),
-    "frozenset": Constructor(_frozenset, keys=_items),
+    "set": Constructor(_made_of(set, _items), keys=_items),
+    "frozenset": Constructor(_made_of(frozenset, _items), keys=_items),
     "list": Constructor(_items),
-    "tuple": Constructor(_tuple),
+    "tuple": Constructor(_made_of(tuple, _items)),
     "dict": Constructor(_dict, keys=_keys),
     "bytes": Constructor(_bytes),
     "bytearray": Constructor(_bytearray),
-    "complex": Constructor(_complex),
+    "complex": Constructor(lambda real, imaginary: complex(exactly(float, real), exactly(float, imaginary))),
     "range": Constructor(_range),
     "xrange": Constructor(_range),
     "slice": Constructor(_slice),
@@ -166,29 +133,25 @@ def _defaultdict(factory: Any = None, pairs: Any = ()) -> defaultdict[Any, Any]:
     return defaultdict(None if factory is None else _FACTORY_OF[factory], _dict(pairs))
 
 
-_PATHS: dict[str, type[PurePath]] = {
-    kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
-}
-
 VALUES: dict[tuple[str, str], Any] = {
     **{(module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")},
     ("_codecs", "encode"): Constructor(_bytes),
-    ("collections", "OrderedDict"): Constructor(_ordered, _ignore_state, _keys),
+    ("collections", "OrderedDict"): Constructor(_made_of(OrderedDict, _dict), _ignore_state, _keys),
     ("collections", "defaultdict"): Constructor(_defaultdict, keys=lambda factory=None, pairs=(): _keys(pairs)),
-    ("collections", "Counter"): Constructor(_counter, keys=_keys),
+    ("collections", "Counter"): Constructor(_made_of(Counter, _dict), keys=_keys),
     ("collections", "deque"): Constructor(_deque),
     ("argparse", "Namespace"): Constructor(Namespace, _fill_namespace),
     ("types", "SimpleNamespace"): Constructor(SimpleNamespace, _fill_namespace),
     ("_io", "BytesIO"): Constructor(BytesIO, _fill_buffer),
     ("io", "BytesIO"): Constructor(BytesIO, _fill_buffer),
     **{
-        (module, name): Constructor(_path(kind))
-        for name, kind in _PATHS.items()
+        (module, name): Constructor(partial(path_of, kind))
+        for name, kind in PATHS.items()
         for module in ("pathlib", "pathlib._local")
     },
     ("torch", "Size"): Constructor(_size),
     ("torch", "device"): Constructor(_device),
-    ("torch.serialization", "_get_layout"): Constructor(_layout),
+    ("torch.serialization", "_get_layout"): Constructor(lambda name: _LAYOUTS[exactly(str, name)]),
 }
 
 _CLASSES: dict[tuple[str, str], Any] = {**VALUES, **NAMED, **NUMPY, **REBUILDERS, **STORAGE_KINDS, **DTYPES}

@@ -56,7 +56,7 @@ class DTensorParts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wrapped:
+class TensorSubclass:
     """A subclass of a tensor before its state is known.
 
     Attributes:
@@ -86,14 +86,14 @@ class Wrapped:
         return fields["_local_tensor"], DTensorParts(placements, sizes, position, _rank(mesh, sizes, position, ints))
 
 
-def _wrapped(kind: Any, dtype: Any, shape: Any, *rest: Any) -> Wrapped:
+def _wrapped(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
     if kind is not _DTENSOR:
         raise TypeError("a subclass of torch.Tensor that isn't a DTensor")
     lengths = tuple(exactly(int, length) for length in _items(shape))
     if type(dtype) is not torch.dtype:
         raise TypeError("a DTensor without a dtype")
     element_count(lengths)
-    return Wrapped(dtype, lengths)
+    return TensorSubclass(dtype, lengths)
 
 
 def _fields(state: Any) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def describe_archive(
         **constructors(types),
     }
     pickled = archive.checked("data.pkl")
-    refused = frozenset({StorageKind, StorageReference, DescribedTensor, Wrapped})
+    refused = frozenset({StorageKind, StorageReference, DescribedTensor, TensorSubclass})
     value = read_pickle(pickled, known, what=what, persistent_load=storage_reference, fix=_FIX, refused=refused)
     return Description(value, tuple(archive.records.values()))
 
@@ -348,7 +348,7 @@ class _Places:
         made = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
         if type(made) is StoredTensor and kind is _TENSOR:
             return made  # attributes of the object, such as DeepSpeed's ids, aren't needed
-        if type(made) is not Wrapped:
+        if type(made) is not TensorSubclass:
             raise TypeError("a tensor's subclass that isn't known")
         local, parts = made.placed(state, self._ints)
         if type(local) is not StoredTensor or local.dtype != made.dtype or len(made.shape) > _MOST_AXES:

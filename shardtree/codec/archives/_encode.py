@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from math import prod
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from .._arrays import NUMPY_NAME, NUMPY_SCALARS
 from .._crc32 import crc32
 from .._dtypes import byte_buffer, check_storable, is_dense, is_quantised, row_major_bits
 from .._nodes import MAX_DEPTH, Child, path_to, plainer, record_of, step_of, type_name
+from .._values import PATHS
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
 from ._payload import serialization_id
@@ -38,7 +38,7 @@ LEAVES: frozenset[type] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, bytearray, range),
         *(torch.dtype, torch.device, torch.Size, np.str_, np.bytes_, *NUMPY_SCALARS),
-        *(PurePosixPath, PureWindowsPath, PosixPath, WindowsPath),
+        *PATHS.values(),
     }
 )
 

@@ -177,10 +177,6 @@ def _none(writer: PickleWriter, value: None, depth: int) -> None:
     writer.out.append(b"N")
 
 
-def _bool(writer: PickleWriter, value: bool, depth: int) -> None:
-    writer.out.append(b"\x88" if value else b"\x89")
-
-
 def _int(writer: PickleWriter, value: int, depth: int) -> None:
     if 0 <= value < 256:
         writer.out.append(b"K" + bytes([value]))
@@ -191,10 +187,6 @@ def _int(writer: PickleWriter, value: int, depth: int) -> None:
     else:
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         writer.out.append((b"\x8a" + bytes([len(data)]) if len(data) < 256 else b"\x8b" + _U32.pack(len(data))) + data)
-
-
-def _float(writer: PickleWriter, value: float, depth: int) -> None:
-    writer.out.append(pack(">cd", b"G", value))
 
 
 def _str(writer: PickleWriter, value: str, depth: int) -> None:
@@ -301,9 +293,9 @@ def _persistent(writer: PickleWriter, value: Persistent, depth: int) -> None:
 
 _WRITERS: dict[type, Callable[[PickleWriter, Any, int], None]] = {
     type(None): _none,
-    bool: _bool,
+    bool: lambda writer, value, depth: writer.out.append(b"\x88" if value else b"\x89"),
     int: _int,
-    float: _float,
+    float: lambda writer, value, depth: writer.out.append(pack(">cd", b"G", value)),
     str: _str,
     bytes: _bytes,
     tuple: _tuple,

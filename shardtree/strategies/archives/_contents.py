@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, box_column, volumes
 from ...layouts import ShardColumns, TensorKind
 from ...storage import ByteRanges, StoredFile
-from .._masters import Comparison
+from .._checks import Comparison
 from .._values import Checkpoint
 from ..index import Index, build_index
 from ._copies import Copy, Stored, same_by_checksum
@@ -241,28 +242,17 @@ def _check_tiled(
     files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
 ) -> None:
     """Raise unless each tensor has as many elements as its pieces; which boxes they are, formats know."""
-    held = dict.fromkeys(kinds, 0)
+    found = dict.fromkeys(kinds, 0)
     shapes = box_column([piece.shape for piece in pieces], fill=1)
     for piece, volume in zip(pieces, volumes(shapes).tolist(), strict=True):
-        held[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
-    known = {piece.key: piece.file for piece in pieces}
+        found[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
+    last = {piece.key: where(files[piece.file].name) for piece in pieces}
     wrong = [
-        f"{key!r}: {held[key]} of {_volume(kind)} elements{_in_file(files, known.get(key), where)}"
+        f"{key!r}: {found[key]} of {prod(kind.global_shape)} elements, some of them in {last[key]!r}"
         for key, kind in kinds.items()
-        if key in known and held[key] != _volume(kind)
+        if key in last and found[key] != prod(kind.global_shape)
     ]
     if wrong:
         what = "open: the ranks' files don't hold these tensors exactly once"
         fix = "A rank's file is missing, or of another save; copy all of one save's files, or load another checkpoint."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
-
-
-def _in_file(files: Sequence[ArchiveFile], number: int | None, where: Callable[[str], str]) -> str:
-    return "" if number is None else f", some of them in {where(files[number].name)!r}"
-
-
-def _volume(kind: TensorKind) -> int:
-    whole = 1
-    for length in kind.global_shape:
-        whole *= length
-    return whole

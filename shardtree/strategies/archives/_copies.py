@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,6 @@ from ...storage import Buffer, Reader
 from .._actions import Copies, Resolution
 from .._values import Checkpoint
 from ._files import filled, opened_at
-
-if TYPE_CHECKING:
-    from ._contents import Contents
 
 _STEP_BYTES = 1024 * 1024
 
@@ -65,6 +62,10 @@ class Copy(NamedTuple):
         return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
 
 
+AllCopies = Mapping[str, Sequence[Copy]]
+"""By the key of a tensor."""
+
+
 def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
     """Return whether two files' values are copies of each other, bit for bit; None where only reading tells.
 
@@ -110,50 +111,30 @@ def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
     return not copy.same
 
 
-def differing_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str]) -> dict[str, str]:
+def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[str]) -> dict[str, str]:
     """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
     known = checkpoint.once(Seen).copies
-    found = dict.fromkeys(key for key in keys if key in contents.copies)
+    found = dict.fromkeys(key for key in keys if key in copies)
     for key in found.keys() - known.keys():
-        known[key] = next((copy.reason for copy in contents.copies[key] if _differs(checkpoint, copy)), "")
+        known[key] = next((copy.reason for copy in copies[key] if _differs(checkpoint, copy)), "")
     return {key: known[key] for key in found if known[key]}
 
 
-def refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[str], *, reads: bool) -> dict[str, str]:
-    """Return why some of these tensors can't be loaded.
-
-    Args:
-        checkpoint: where they are; with ``verify=None`` copies aren't compared.
-        contents: of it.
-        keys: of the tensors that are meant.
-        reads: whether copies are compared whose checksums don't say whether they are equal.
-    """
-    wanted = dict.fromkeys(keys)
-    refused = {key: contents.refused[key] for key in wanted if key in contents.refused}
-    if checkpoint.options.verify is None:
-        return refused
-    if reads:
-        return differing_among(checkpoint, contents, wanted) | refused
-    copies = ((key, copy) for key in wanted for copy in contents.copies.get(key, ()))
-    unlike = [(key, copy.reason) for key, copy in copies if copy.same is False]
-    return dict(reversed(unlike)) | refused  # the first of a tensor's copies that differs is named
-
-
-def resolution(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> Resolution | None:
+def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
     """Return how ranks compare all copies together, each a share by bytes; None where there are none to compare."""
-    if checkpoint.options.verify is None or keys.isdisjoint(contents.copies):
+    if checkpoint.options.verify is None or keys.isdisjoint(copies):
         return None
-    copies = [(key, copy) for key, each in sorted(contents.copies.items()) for copy in each if not copy.same]
-    keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in copies])
-    find = partial(_differing, checkpoint, [copy for _, copy in copies])
-    return Resolution(find, keep, partial(_readable, checkpoint, contents))
+    unsure = [(key, copy) for key, each in sorted(copies.items()) for copy in each if not copy.same]
+    keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in unsure])
+    find = partial(_differing, checkpoint, [copy for _, copy in unsure])
+    return Resolution(find, keep, partial(_readable, checkpoint, copies))
 
 
-def _readable(checkpoint: Checkpoint, contents: Contents) -> Iterator[Copies]:
+def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
     """Yield the boxes of which copies may differ, with all that have one."""
-    for key, copies in sorted(contents.copies.items()):
+    for key, each in sorted(copies.items()):
         boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
-        for one, other, places, offset, _ in copies:
+        for one, other, places, offset, _ in each:
             held = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
             held.append((places[1], partial(_read, checkpoint, other)))
         yield from (Copies(key, offset, held) for offset, held in boxes.items())

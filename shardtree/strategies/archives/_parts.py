@@ -1,17 +1,78 @@
-"""Parts of tensors in the ranks' files: which box of a tensor each is, and which are copies."""
+"""Parts of tensors in the ranks' files: which box of a tensor each is, by its place on the mesh; which are copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
-from ...codec.archives import StoredDTensor, StoredTensor
+from ...codec.archives import DTensorParts, StoredDTensor, StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from .._values import Checkpoint
 from ._contents import Piece, Tensors
 from ._files import ArchiveFile
-from ._placement import Box, placed_box
 
-Held = tuple[int, StoredTensor | StoredDTensor]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+def chunk(length: int, pieces: int, number: int) -> tuple[int, int]:
+    """Return where a piece of an interval begins, and how long it is, cut as torch.chunk does.
+
+    Pieces of the length divided by their number, rounded up, then a shorter one, then empty ones.
+
+    Examples:
+        >>> [chunk(10, 4, number) for number in range(4)], [chunk(3, 4, number)[1] for number in range(4)]
+        ([(0, 3), (3, 3), (6, 3), (9, 1)], [1, 1, 1, 0])
+    """
+    size = -(-length // pieces)
+    begin = min(number * size, length)
+    return begin, min(size, length - begin)
+
+
+def placed_box(shape: tuple[int, ...], parts: DTensorParts) -> Box:
+    """Return the box that a rank holds.
+
+    Args:
+        shape: of the global tensor.
+        parts: the placements, and the rank's position.
+
+    Raises:
+        ValueError: the rank holds terms of a sum, or the placements contradict each other or the shape.
+
+    Examples:
+        >>> from shardtree.codec.archives import Placement
+        >>> rows, left = Placement("shard", 0), Placement("strided", 0, 2)
+        >>> placed_box((8, 6), DTensorParts((rows,), (4,), (1,), 1))
+        ((2, 0), (2, 6))
+        >>> placed_box((8, 6), DTensorParts((left, rows), (2, 2), (1, 0), 2))  # FSDP2 over tensor parallelism
+        ((2, 0), (2, 6))
+    """
+    offset, lengths = [0] * len(shape), list(shape)
+    for axis in _in_order(parts, len(shape)):
+        dim = parts.placements[axis].dim
+        begin, lengths[dim] = chunk(lengths[dim], parts.sizes[axis], parts.position[axis])
+        offset[dim] += begin
+    return tuple(offset), tuple(lengths)
+
+
+def _in_order(parts: DTensorParts, axes: int) -> list[int]:
+    """Return the mesh's axes that cut, in the order in which they do."""
+    cuts = [axis for axis, placement in enumerate(parts.placements) if placement.kind in ("shard", "strided")]
+    for axis, placement in enumerate(parts.placements):
+        if placement.kind == "partial":
+            raise ValueError("a Partial placement: ranks hold terms of a sum, not parts of a tensor")
+        if axis in cuts and not 0 <= placement.dim < axes:
+            raise ValueError(f"a cut of axis {placement.dim} of a tensor with {axes} axes")
+        # FSDP2 over tensor parallelism: it cuts what the axes to its right left, though it stands to their left.
+        right = [other for other in cuts if other > axis and parts.placements[other].dim == placement.dim]
+        if placement.kind == "strided" and placement.split_factor != prod(parts.sizes[other] for other in right):
+            raise ValueError(f"a _StridedShard with split_factor {placement.split_factor} left of {len(right)} cuts")
+    plain = [axis for axis in cuts if parts.placements[axis].kind == "shard"]
+    strided = [axis for axis in cuts if parts.placements[axis].kind == "strided"]
+    return [*plain, *reversed(strided)]
+
+
+RankPart = tuple[int, StoredTensor | StoredDTensor]
 """The number of the file, and what a rank has of a tensor."""
 
 
@@ -34,7 +95,7 @@ def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | St
 
 
 def place_parts(
-    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], tensors: Tensors, files: Sequence[ArchiveFile]
+    checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
     """Add a tensor, with what each rank has of it, to `tensors`; or with the reason why it can't be read."""
     tensors.add(key, local_part(ranks[0][1]).dtype, ranks[0][1].shape)
@@ -44,10 +105,10 @@ def place_parts(
 
 
 def _place(
-    checkpoint: Checkpoint, key: str, ranks: Sequence[Held], tensors: Tensors, files: Sequence[ArchiveFile]
+    checkpoint: Checkpoint, key: str, ranks: Sequence[RankPart], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> str:
     """Add the pieces of a tensor, one for each box; return why it can't be read, empty if it can."""
-    boxes: dict[Box, Held] = {}
+    boxes: dict[Box, RankPart] = {}
     reason, one = "", ranks[0][1]
     first = checkpoint.storage.where(files[ranks[0][0]].name)
     for number, tensor in ranks:

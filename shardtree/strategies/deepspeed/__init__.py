@@ -2,9 +2,9 @@
 
 from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
+from ..archives import ACTIONS
 from ._listing import LATEST, LATEST_UNIVERSAL, UNIVERSAL, ZERO, recognize
 
-_ACTIONS = ("load_common", "load_sharded", "load_objects", "load_metadata", "verify", "resolve")
 _DECIDED_BY = (LATEST, LATEST_UNIVERSAL, "*_model_states.pt", "*_optim_states.pt")
 
 ROWS: StoredRows = {
@@ -12,6 +12,6 @@ ROWS: StoredRows = {
     (StrategyAction.DESCRIBE, *ZERO): lambda: FormatTraits(decided_by=_DECIDED_BY),
     (StrategyAction.RECOGNIZE, *UNIVERSAL): "deepspeed._universal:recognize",
     (StrategyAction.DESCRIBE, *UNIVERSAL): lambda: FormatTraits(decided_by=_DECIDED_BY),
-    **{(StrategyAction(action), *ZERO): f"deepspeed._contents:{action}" for action in _ACTIONS},
-    **{(StrategyAction(action), *UNIVERSAL): f"deepspeed._universal:{action}" for action in _ACTIONS},
+    **{(action, *ZERO): f"deepspeed._contents:{action.value}" for action in ACTIONS},
+    **{(action, *UNIVERSAL): f"deepspeed._universal:{action.value}" for action in ACTIONS},
 }

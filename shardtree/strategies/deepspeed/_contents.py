@@ -12,7 +12,7 @@ import torch
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import in_threads, threads_of
-from .._masters import Comparison
+from .._checks import Comparison
 from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
@@ -25,10 +25,9 @@ from ..archives import (
     rows_from_contents,
     state_key,
 )
+from ._files import CLASSES, Model, Optimizer, check_flat, check_length, plain, read_model, read_optimizer
 from ._flat import Parameter, Vector, group_pieces, split_length, split_paddings, split_pieces
 from ._listing import check_count, tag_folder, zero_files
-from ._model import CLASSES, Model, check_flat, check_length, plain, read_model
-from ._optimizer import Optimizer, read_optimizer
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from ...storage import Storage, is_folder
-from .._values import Fields
+from .._values import Fields, fields_of_backend
 
 ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 
@@ -52,13 +52,7 @@ def recognize(storage: Storage) -> Fields | None:
     names = () if found is None else storage.names(found.rstrip("/"))
     if not any(map(_is_model, names)) or "zero" in names:
         return None
-    return fields_of(*ZERO)
-
-
-def fields_of(backend: str, version: int) -> Fields:
-    """Return the fields of metadata.json that name a format."""
-    names = {f"{kind}_backend": backend for kind in ("sharded", "common")}
-    return names | {f"{kind}_backend_version": version for kind in ("sharded", "common")}
+    return fields_of_backend(*ZERO)
 
 
 def _is_model(name: str) -> bool:

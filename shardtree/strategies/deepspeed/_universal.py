@@ -10,8 +10,8 @@ from typing import Any
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage
-from .._masters import Comparison
-from .._values import Checkpoint, Fields
+from .._checks import Comparison
+from .._values import Checkpoint, Fields, fields_of_backend
 from ..archives import (
     ArchiveFile,
     Contents,
@@ -23,9 +23,9 @@ from ..archives import (
     rows_from_contents,
     state_key,
 )
+from ._files import CLASSES, Model, plain, read_model
 from ._flat import Parameter
-from ._listing import LATEST, LATEST_UNIVERSAL, UNIVERSAL, fields_of, tag_folder, zero_files
-from ._model import CLASSES, Model, plain, read_model
+from ._listing import LATEST, LATEST_UNIVERSAL, UNIVERSAL, tag_folder, zero_files
 
 STATES = "zero"
 """The folder of the parameters' folders."""
@@ -42,7 +42,7 @@ def recognize(storage: Storage) -> Fields | None:
         >>> recognize(MemoryStorage()) is None
         True
     """
-    return None if universal_folder(storage) is None else fields_of(*UNIVERSAL)
+    return None if universal_folder(storage) is None else fields_of_backend(*UNIVERSAL)
 
 
 def universal_folder(storage: Storage) -> str | None:

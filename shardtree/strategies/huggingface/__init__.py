@@ -11,7 +11,7 @@ ROWS: StoredRows = {
     (StrategyAction.LOAD_COMMON, "huggingface", 1): "huggingface._load:load_common",
     (StrategyAction.LOAD_SHARDED, "huggingface", 1): "huggingface._load:load_sharded",
     (StrategyAction.LOAD_METADATA, "huggingface", 1): "huggingface._load:load_metadata",
-    (StrategyAction.PARSE, "huggingface", 1): "huggingface._contents:parse",
+    (StrategyAction.PARSE, "huggingface", 1): "huggingface._load:parse",
     (StrategyAction.SAVE_COMMON, "huggingface", 1): "huggingface._save:save_common",
     (StrategyAction.SAVE_SHARDED, "huggingface", 1): "huggingface._save:save_sharded",
     (StrategyAction.COMMIT, "huggingface", 1): "huggingface._save:commit",

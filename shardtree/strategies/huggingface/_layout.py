@@ -9,12 +9,12 @@ from math import prod
 import numpy as np
 
 from ...codec import Entry, encode_header, format_tag, is_tagged
-from ...errors import ShapeError, UnsupportedValue, error_text
+from ...errors import UnsupportedValue, error_text
 from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
 from ...layouts import TensorKind
 from ...mapping import ShardedTensor
 from ...storage import Buffer, tensor_buffers
-from .._checks import misfit
+from .._checks import checked_data
 
 HEADER_BYTES = 64 * 1024 * 1024
 """A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
@@ -134,9 +134,7 @@ def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer
         >>> [(byte, bytes(piece)) for byte, piece in shard_pieces(right, 100)]
         [(101, b'\x01'), (103, b'\x02')]
     """
-    if misfit(shard):
-        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=misfit(shard)))
-    buffers = tensor_buffers(shard.data)
+    buffers = tensor_buffers(checked_data(shard))
     buffer, at = memoryview(b""), 0
     for byte, length in shard_runs(shard):
         place, end = begin + byte, begin + byte + length

@@ -1,20 +1,245 @@
-"""Loading from a Hugging Face model, and checking one as far as its format allows."""
+"""Loading a Hugging Face model, by an index of its files' headers, and checking it as far as the format allows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ...errors import CheckpointingException
+import numpy as np
+
+from ..._ambient import collector_paused
+from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_length
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...geometry import box_column
+from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import ReadReport, Storage
+from ...storage import Reader, ReadReport, Storage, StoredFile, in_threads, opened, threads_of
 from .._checks import check_taken
 from .._findings import Damage, Finding, Unchecked, untaken_findings
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
-from ..index import IndexMetadata, load_from_index
-from ._contents import WeightFile, absent, contents, read_contents, read_header
+from ..index import Index, IndexMetadata, build_index, load_from_index
 from ._listing import Listing, are_tied, find_weights, read_listing
+
+# Reading the header of a safetensors file of any writer
+
+_FIRST_BYTES = 64 * 1024  # enough for most headers: one read in place of two
+_MOST_REQUESTS = 256
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """The header of a file.
+
+    Attributes:
+        name: in the checkpoint's storage.
+        length: in bytes.
+        data_start: the byte from which `Entry.start` counts.
+        entries: in the order of their bytes.
+        texts: the strings beside the tensors.
+    """
+
+    name: str
+    length: int
+    data_start: int
+    entries: tuple[Entry, ...]
+    texts: dict[str, str]
+
+
+def read_header(storage: Storage, name: str) -> WeightFile:
+    """Return the header of a file.
+
+    Raises:
+        CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
+    """
+    found = _header_if_there(storage, name)
+    if found is None:
+        what, fix = f"open: {storage.where(name)!r} belongs to the checkpoint", "Fetch it again, or load another one."
+        raise CorruptCheckpoint(error_text(what, found="no such file", fix=fix))
+    return found
+
+
+def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
+    where, known = storage.where(name), storage.length(name)
+    if known is None:
+        return None
+    with opened(storage, name, known) as reader:
+        length = reader.length
+        first = _bytes(reader, 0, min(length, _FIRST_BYTES))
+        try:
+            end = 8 + header_length(first, length)
+            data = first + _bytes(reader, len(first), end) if end > len(first) else first
+            entries, data_start, texts = decode_header_and_metadata(data, length)
+            return WeightFile(name, length, data_start, entries, texts)
+        except CorruptCheckpoint as error:
+            found, fix = str(error), "It was damaged, or not fetched to its end; fetch it again, or load another one."
+            if first.startswith(_POINTER):  # as in a model that was cloned without git-lfs
+                found, fix = "a pointer of git-lfs", "Fetch the file itself: git lfs pull."
+            what = f"open: {where!r} is not a sound safetensors file"
+            raise CorruptCheckpoint(error_text(what, found=found, fix=fix)) from error
+
+
+def read_headers(storage: Storage, listing: Listing) -> list[WeightFile]:
+    """Return the headers of a model's files, read side by side: where each is a request, all of them at once.
+
+    Of a model with an index, files may be missing, as in a download that wasn't finished; not all of them.
+
+    Raises:
+        CorruptCheckpoint: as `read_header`.
+    """
+    names, threads = listing.files, threads_of(storage, None, _MOST_REQUESTS)
+    found = in_threads(partial(_header_if_there, storage), names, threads)
+    if listing.weight_map is None or not any(found):
+        return [
+            read_header(storage, name) if header is None else header for name, header in zip(names, found, strict=True)
+        ]
+    return [header for header in found if header is not None]
+
+
+def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
+    data = bytearray(end - begin)
+    reader.read_into(begin, [memoryview(data)])
+    return data
+
+
+_MOST_AXES = 64  # NumPy's limit
+_MOST_NUMBERS = (
+    2**25
+)  # in a column: boxes get as many axes as the widest tensor, so one crafted entry could fill memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What is in a model's files.
+
+    Attributes:
+        index: its tensors, each as one chunk.
+        refused: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
+        texts: the strings that the files keep beside their tensors, without the framework's name.
+    """
+
+    index: Index
+    refused: Mapping[str, str]
+    texts: Mapping[str, str]
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in a model's files; their headers are read once.
+
+    Raises:
+        CorruptCheckpoint: the index or a header isn't sound, they don't fit each other, or a file is missing.
+    """
+    return checkpoint.once(parse)
+
+
+def parse(checkpoint: Checkpoint) -> Contents:
+    """Return what one rank reads of a model for all, so that not every rank reads every file's header."""
+    # An entry for each tensor and no garbage, through which the collector would look again and again.
+    with collector_paused():
+        listing = read_listing(checkpoint)
+        return contents(listing, read_headers(checkpoint.storage, listing))
+
+
+def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
+    """Return what is in a model's files, given their headers.
+
+    A tensor that the index doesn't list isn't part of the model, whatever file it lies in. One that it lists and that
+    isn't in its file, such as a tied one, or whose file isn't there, is missing; the others load.
+
+    Raises:
+        CorruptCheckpoint: a tensor is in two files, or in another one than is listed; or none is there.
+    """
+    rows = _rows(listing, files)
+    refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
+    kept = sorted(((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name)
+    if len(kept) * max((len(entry.shape) for _, entry in kept), default=0) > _MOST_NUMBERS:
+        raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
+    byte = [files[file].data_start + entry.start for file, entry in kept]
+    index = build_index(
+        _columns([entry for _, entry in kept]),
+        np.array([file for file, _ in kept], dtype=np.int64),
+        np.array(byte, dtype=np.int64),
+        files=[StoredFile(file.name, file.length) for file in files],
+    )
+    return Contents(index, refused, _texts(files))
+
+
+def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
+    """Return the entries that belong to the model, each with the number of its file."""
+    rows: dict[str, tuple[int, Entry]] = {}
+    for number, file in enumerate(files):
+        for entry in file.entries:
+            if listing.weight_map is not None and listing.weight_map.get(entry.name) != file.name:
+                continue
+            if entry.name in rows:
+                other = files[rows[entry.name][0]].name
+                what = f"open: tensor {entry.name[:200]!r} is in two files"
+                raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}"))
+            rows[entry.name] = number, entry
+    listed, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
+    wrong = [
+        f"{key[:200]!r} in {file!r}" for key, file in listed.items() if key not in rows and (key in there or not rows)
+    ]
+    if wrong:
+        what = f"open: {listing.name!r} lists tensors that aren't in their files"
+        fix = "Files and index are of different saves; fetch them again."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+    return list(rows.values())
+
+
+def absent(listing: Listing, files: Sequence[WeightFile]) -> dict[str, str]:
+    """Return why tensors aren't there that the index lists, by key."""
+    there = {file.name: {entry.name for entry in file.entries} for file in files}
+    lacking = {key: file for key, file in (listing.weight_map or {}).items() if key not in there.get(file, ())}
+    return {
+        key: f"{listing.name!r} lists it, and {file!r} " + ("doesn't have it" if file in there else "isn't there")
+        for key, file in lacking.items()
+    }
+
+
+def _refusal(entry: Entry) -> str:
+    """Return why a tensor can't be loaded; an empty text if it can."""
+    # An error of this tensor alone: the others of the model still load.
+    if not entry.name:
+        return "it has no name"
+    if len(entry.shape) > _MOST_AXES:
+        return f"it has {len(entry.shape)} axes"
+    try:
+        dtype_from_tag(entry.tag)
+    except UnsupportedValue as error:
+        return str(error)
+    return ""
+
+
+def _columns(entries: Sequence[Entry]) -> ShardColumns:
+    shapes = [entry.shape for entry in entries]
+    shape = box_column(shapes, fill=1)
+    # A model repeats few kinds in many layers; each is one object.
+    known = {kind: TensorKind(dtype_from_tag(kind[0]), kind[1], 0) for kind in {entry[1:3] for entry in entries}}
+    whole, zero = np.full(len(entries), -1, dtype=np.int64), np.zeros(len(entries), dtype=np.int64)
+    return ShardColumns(
+        keys=tuple(entry.name for entry in entries),
+        kinds=tuple(known[entry[1:3]] for entry in entries),
+        key=np.arange(len(entries)),
+        offset=np.zeros_like(shape),
+        shape=shape,
+        start=whole,
+        stop=whole,
+        rank=zero,
+        main=np.ones(len(entries), dtype=np.bool_),
+    )
+
+
+def _texts(files: Sequence[WeightFile]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for file in files:
+        for name, text in file.texts.items():
+            if name != "format":
+                found.setdefault(name, text)
+    return found
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:

@@ -6,7 +6,6 @@ The alternatives were a rank that gathers whole tensors, or files that are writt
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,30 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import (
-    AlreadyACheckpoint,
-    MetadataError,
-    StorageError,
-    StrategyError,
-    UnsupportedValue,
-    error_text,
-    render_path,
-)
+from ...errors import AlreadyACheckpoint, MetadataError, StrategyError, UnsupportedValue, error_text, render_path
 from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
-from ...storage import Buffer, can, make_folder, move, remove_folder, sync_folder, write_parts
+from ...storage import Buffer, can, make_folder, move, remove_folder, reported_parts, sync_folder, write_parts
 from ...trees import HOLE, leaves_with_paths
 from .._actions import SaveSharded
+from .._checks import check_seen
 from .._metadata import replace_metadata
+from .._save_folders import abandoning
 from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, draft_name, file_name
 
 # The commit: files get the names by which a model is recognised, the one that makes it a model last
-
-logger = logging.getLogger("shardtree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +118,17 @@ def abandon(pending: PendingSave, saving: Saving) -> None:
     if pending.world.rank != 0:
         return
     files = saving.model.files
-    try:
+    with abandoning(pending.storage.where(pending.save_id)):
         for number in range(len(files)):
             pending.storage.remove(draft_name(pending.save_id, number, len(files)))
         remove_folder(pending.storage, pending.save_id)
         if not any(pending.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
             while saving.moved:
                 pending.storage.remove(saving.moved.pop())
-    except Exception as error:
-        # The save's own error is being raised, and must not be hidden; a later save removes what stays.
-        logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
 MAX_FILE_BYTES = 5 * 10**9
 """The most bytes of tensors in one file, as in the tools of the Hub."""
-
-_PROGRESS_BYTES = 1024 * 1024
 
 _NATIVE_COMMON = "name common_strategy=('safetensors', 1), which keeps them in files of their own beside the model"
 
@@ -268,7 +254,7 @@ def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) 
     for number, file in enumerate(files):
         has_head = model.head_writer[number] == rank
         if has_head or number in own:
-            parts = _with_progress(_parts(file, own.get(number, []), has_head=has_head), pending)
+            parts = reported_parts(_parts(file, own.get(number, []), has_head=has_head), pending.options.progress)
             name = draft_name(pending.save_id, number, len(files))
             write_parts(pending.storage, name, file.length, parts, durable=pending.options.durable)
 
@@ -286,26 +272,8 @@ def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) 
         yield from shard_pieces(shard, file.bytes_before[shard.key])
 
 
-def _with_progress(parts: Iterator[tuple[int, Buffer]], pending: PendingSave) -> Iterator[tuple[int, Buffer]]:
-    # Not a call for each part: a shard of columns has one for every row.
-    done = 0
-    for byte, buffer in parts:
-        yield byte, buffer
-        done += buffer.nbytes
-        if done >= _PROGRESS_BYTES:
-            pending.options.progress(done)
-            done = 0
-    if done:
-        pending.options.progress(done)
-
-
 def _check_lengths(pending: PendingSave, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
     """Raise unless rank 0 sees the files that all ranks wrote."""
-    for number, file in enumerate(files):
-        name = draft_name(pending.save_id, number, len(files))
-        found = pending.storage.length(name)
-        if found != file.length:
-            what = f"save: rank 0 doesn't see {pending.storage.where(name)!r} as it was written"
-            fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
+    names = (draft_name(pending.save_id, number, len(files)) for number in range(len(files)))
+    check_seen(pending.storage, zip(names, (file.length for file in files), strict=True), "the ranks")
     return {}

@@ -2,7 +2,6 @@
 
 from ._columns import (
     COLUMNS,
-    OPTIONAL_COLUMNS,
     Index,
     chunks_of,
     file_at,
@@ -14,16 +13,13 @@ from ._columns import (
     text_columns,
     texts,
     whole_shard,
-    whole_shards,
 )
-from ._damage import bounding_box, file_contents, files_damage, regions_between
+from ._damage import bounding_box, file_contents, files_damage, regions_between, whole_damage
 from ._file import (
     ObjectRow,
-    blocks_problem,
     build_index,
     decode_index,
     encode_index,
-    index_name,
     index_problem,
     read_index,
     sound_index,
@@ -32,7 +28,6 @@ from ._file import (
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
 from ._metadata import DeferredMetadata, IndexMetadata, reasoned, stored_fingerprints, untaken_of
 from ._rows import (
-    ReadIndex,
     list_files,
     objects_from_index,
     remove_sharded,

@@ -8,10 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from ...errors import CheckpointingException
+from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
 from ...storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
 from .._findings import Damage, Finding, Region, Unchecked
+from .._metadata import checked_name, read_checked
 from .._values import Checkpoint
 from ._columns import Index, file_at, item_sizes, text_at
 
@@ -157,7 +158,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Checked:
+class _PieceResult:
     """The result of a piece: the numbers of blocks with another hash, or why it can't be read."""
 
     piece: _Piece
@@ -190,6 +191,16 @@ class _Describer:
         around = " (the file's header lies in it)" if begin < first else ""
         around = around or (" (it goes on after the file's last tensor)" if end > contents.end else "")
         return replace(found, what=found.what + around)
+
+
+def whole_damage(checkpoint: Checkpoint, field: str) -> Iterator[Damage]:
+    """Yield what is wrong with a file that metadata.json describes, as a whole, in one of its fields."""
+    try:
+        data, _ = read_checked(checkpoint, field)
+    except CorruptCheckpoint as error:
+        yield Damage(checked_name(checkpoint, field), str(error))
+    else:
+        checkpoint.options.progress(data.nbytes)
 
 
 def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
@@ -233,14 +244,14 @@ def _pieces(file: StoredFile) -> Iterator[_Piece]:
         yield _Piece(file, begin // BLOCK_BYTES, begin, min(file.length, begin + _PIECE_BYTES))
 
 
-def _checked(checkpoint: Checkpoint, piece: _Piece) -> _Checked:
+def _checked(checkpoint: Checkpoint, piece: _Piece) -> _PieceResult:
     try:
         found = _hashes(checkpoint, piece)
     except CheckpointingException as error:
-        return _Checked(piece, error=str(error))
+        return _PieceResult(piece, error=str(error))
     assert piece.file.hashes is not None
     known = piece.file.hashes[piece.first : -(-piece.end // BLOCK_BYTES)].tolist()
-    return _Checked(piece, [block for block, value in enumerate(known, piece.first) if found.get(block) != value])
+    return _PieceResult(piece, [block for block, value in enumerate(known, piece.first) if found.get(block) != value])
 
 
 def _hashes(checkpoint: Checkpoint, piece: _Piece) -> dict[int, int]:

@@ -15,7 +15,6 @@ from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns
 from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
 from .._metadata import read_checked, write_checked
-from .._traits import METADATA_FILE
 from .._values import Checkpoint, Fields, PendingSave
 from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, item_sizes, text_columns, texts
 
@@ -167,12 +166,6 @@ def write_index(pending: PendingSave, index: Index) -> Fields:
     name = f"{pending.save_id}/index-0.safetensors"
     entry = write_checked(pending.storage, name, encode_index(index), durable=pending.options.durable)
     return {"save_id": pending.save_id, "index": entry}
-
-
-def index_name(checkpoint: Checkpoint) -> str:
-    """Return the name of the index file; that of metadata.json if this names none."""
-    entry = checkpoint.fields.get("index")
-    return str(entry.get("name")) if isinstance(entry, dict) else METADATA_FILE
 
 
 # Whether an index that was read is sound: its columns fit together, so that loads are planned without more checks. Rows

@@ -274,8 +274,7 @@ def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories:
         plan: what to read.
         memories: for each requested shard its memory, a contiguous tensor, written in place.
     """
-    numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
-    files = {number: file_at(index, number) for number in numbers}
+    files = {number: file_at(index, number) for number in plan.files}
     options = checkpoint.options
     read = partial(fetch, checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
     if can(checkpoint.storage).read_range is None:
@@ -312,7 +311,8 @@ def explain_from_index(
     kinds, misfits = _misfits(index, shards, cast=cast, refused=refused)
     wrong = {misfit.key for misfit in misfits}
     known = (shard for shard in shards if shard.key in kinds and shard.key not in wrong)
-    fit = [_as_stored(shard, kinds[shard.key].dtype) for shard in known]
+    dtypes = ((shard, kinds[shard.key].dtype) for shard in known)
+    fit = [shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype) for shard, dtype in dtypes]
     columns = shard_columns(fit)
     chosen = find_texts(index.key_text, index.key_start, columns.keys)
     plan = plans.plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
@@ -320,10 +320,6 @@ def explain_from_index(
     cost = partial(planned_cost, checkpoint, index, plan) if stored.cost is None else partial(stored.cost, fit, plan)
     problems = (*misfits, *doubled, *plans.find_gaps(fit, plan.covered, kinds))
     return plans.Prospect(problems, cost, tuple(stored.uncompared(keys)))
-
-
-def _as_stored(shard: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
-    return shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype)
 
 
 def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.ReadCost:
@@ -337,7 +333,6 @@ def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.
     Raises:
         CorruptCheckpoint: a file isn't there, or is longer or shorter.
     """
-    numbers = np.union1d(plan.runs.file, plan.strided.file).tolist()
-    files = {number: file_at(index, number) for number in numbers}
+    files = {number: file_at(index, number) for number in plan.files}
     check_lengths(checkpoint, files.values())
     return fetch_cost(files, plan, verify=checkpoint.options.verify, storage=checkpoint.storage)

@@ -20,13 +20,13 @@ from ...storage import ReadReport, Storage, can, remove_files, sync_folder
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
-from .._metadata import read_metadata, replace_metadata, write_checked
+from .._metadata import checked_name, read_metadata, replace_metadata, write_checked
 from .._save_folders import is_save_file, noted
 from .._traits import FormatTraits
 from .._values import Checkpoint
 from ._columns import Index, find_texts, text_columns, texts
 from ._damage import files_damage
-from ._file import encode_index, index_name, read_index
+from ._file import encode_index, read_index
 from ._load import load_from_index, read_planned
 from ._metadata import IndexMetadata
 
@@ -115,10 +115,10 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     read_planned(replace(checkpoint, options=options), index, plan, memories)
-    return [_decoded(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
+    return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
 
 
-def _decoded(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
+def _decoded_object(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
     options = checkpoint.options
     try:
         return decode_tree(memoryview(memory.numpy()), types=options.types, allow_pickle=options.allow_pickle)
@@ -137,7 +137,7 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
     try:
         index = checkpoint.once(read_index)
     except CorruptCheckpoint as error:
-        return (Damage(index_name(checkpoint), str(error)),)
+        return (Damage(checked_name(checkpoint, "index"), str(error)),)
     return tuple(files_damage(checkpoint, index))
 
 
@@ -198,7 +198,9 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
     kept_keys, key_start = text_columns([key for key, keep in zip(keys, keep_key, strict=True) if keep])
     kept_objects, object_start = text_columns([key for key, keep in zip(objects, keep_object, strict=True) if keep])
     kept = (
-        _chosen(index, "key_", keep_key) | _chosen(index, "chunk_", keep_chunk) | _chosen(index, "object_", keep_object)
+        _columns_of_group(index, "key_", keep_key)
+        | _columns_of_group(index, "chunk_", keep_chunk)
+        | _columns_of_group(index, "object_", keep_object)
     )
     texts_of: dict[str, Any] = {
         "key_text": kept_keys,
@@ -212,7 +214,7 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
     return _without_unused_files(replace(thinner, chunk_key=renumbered, x_fingerprint=fingerprints))
 
 
-def _chosen(index: Index, group: str, rows: Rows) -> dict[str, Any]:
+def _columns_of_group(index: Index, group: str, rows: Rows) -> dict[str, Any]:
     names = [name for name in Index.__slots__ if name.startswith(group) and name not in _TEXTS]
     return {name: getattr(index, name)[rows] for name in names}
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...codec import check_storable, encode_tree
-from ...errors import CheckpointingException, StorageError, error_text
+from ...errors import CheckpointingException, StorageError
 from ...fingerprints import add_fingerprints, column_parts
 from ...geometry import Column, as_int64, narrowed
 from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
@@ -33,8 +33,8 @@ from ...storage import (
     sync_folder,
     tensor_buffers,
 )
-from .._checks import check_objects_written, checked_data
-from .._save_folders import remove_orphaned, remove_unless_committed
+from .._checks import check_objects_written, check_seen, checked_data
+from .._save_folders import abandoning, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
 from ._file import build_index, write_index
@@ -117,7 +117,7 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
         >>> sorted(request.execute_sync())
         ['index', 'save_id']
     """
-    seen = _Seen(pending.storage)
+    seen = _FolderView(pending.storage)
     return AsyncRequest(
         world=pending.world,
         async_fn=write,
@@ -129,7 +129,7 @@ def save_with_index(pending: PendingSave, write: Callable[[], RankFiles]) -> Asy
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class _FolderView:
     """The folder, or where each look at it is a request, what was listed of it right before the commit."""
 
     storage: Storage
@@ -284,7 +284,7 @@ def _joined(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-def _commit(pending: PendingSave, seen: _Seen, written: Sequence[RankFiles]) -> Fields:
+def _commit(pending: PendingSave, seen: _FolderView, written: Sequence[RankFiles]) -> Fields:
     index = partial(write_index, pending, collect_index(written))
     if can(pending.storage).entries is None:
         _check_written(pending.storage, written)
@@ -299,28 +299,18 @@ def _commit(pending: PendingSave, seen: _Seen, written: Sequence[RankFiles]) -> 
 
 def _check_written(storage: Storage, written: Sequence[RankFiles]) -> None:
     for rank, part in enumerate(written):
-        for name, length in zip(part.files, part.lengths, strict=True):
-            found = storage.length(name)
-            # Each node may have mounted a disk of its own at the same path, or another save's clean-up removed a file.
-            if found != length:
-                where = storage.where(name)
-                fix = "Every rank must see the same folder; use shared storage."
-                what = f"save: rank 0 doesn't see {where!r} as rank {rank} wrote it"
-                raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
+        check_seen(storage, zip(part.files, part.lengths, strict=True), f"rank {rank}")
 
 
 def _abandon(pending: PendingSave) -> None:
     """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
     if pending.world.rank != 0:
         return
-    try:
+    with abandoning(pending.storage.where(pending.save_id)):
         remove_unless_committed(pending.storage, pending.save_id)
-    except Exception as error:
-        # The save's own error is about to be raised, and says more; a later save removes what stays.
-        logger.warning("save: what a failed save wrote stays in %s: %s", pending.storage.where(pending.save_id), error)
 
 
-def _clean_up(pending: PendingSave, seen: _Seen) -> None:
+def _clean_up(pending: PendingSave, seen: _FolderView) -> None:
     if pending.world.rank != 0:
         return
     try:

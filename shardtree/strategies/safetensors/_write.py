@@ -1,10 +1,10 @@
-"""Saving in the native format: one rank's data files, each written by a thread of its own, up to a few."""
+"""Saving in the native format: a rank's data files, each written by a thread of its own; and checking a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from ..._ambient import collector_paused
 from ...codec import decode_tree, encode_tree
 from ...errors import CheckpointingException, error_text
-from ...fingerprints import piece_total, run_pieces
+from ...fingerprints import add_fingerprints, piece_total, run_pieces
 from ...geometry import Column
 from ...layouts import ShardColumns, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
@@ -32,20 +32,32 @@ from ...storage import (
     in_turn,
     is_in_place,
     make_folder,
+    reported,
     sync_folder,
     tensor_buffers,
     usual_threads,
 )
 from .._checks import checked_data
-from .._metadata import read_checked, write_checked
+from .._findings import Damage, Finding, stored_parts
+from .._metadata import checked_name, read_checked, write_checked
 from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
-from ..index import RankFiles, rank_file, save_with_index
-from ._layout import Entries, Part, Source, gathered, parts, together
+from ..index import (
+    IndexMetadata,
+    RankFiles,
+    load_from_index,
+    rank_file,
+    read_index,
+    save_with_index,
+    stored_fingerprints,
+    verify_index,
+    whole_damage,
+)
+from ._layout import Entries, Part, gathered, parts, together
 
 # Fingerprints of what a save writes, added up from the bytes as they are written: no second pass over memory
 
 
-def with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
+def _with_total(buffers: Iterator[Buffer], shard: ShardedTensor, totals: list[int]) -> Iterator[Buffer]:
     """Yield a shard's buffers unchanged, and append their share of the tensor's fingerprint to a list.
 
     Args:
@@ -129,7 +141,7 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
-        buffers = _with_progress(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
+        buffers = reported(_part_buffers(part, totals if pending.options.fingerprint else None), progress)
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
             try:
@@ -168,9 +180,11 @@ def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
         if len(sources) > 1:
             yield gathered([source for source in sources if isinstance(source, ShardedTensor)])
             continue
-        buffers = _source_buffers(sources[0])
-        if totals is not None and isinstance(sources[0], ShardedTensor):
-            buffers = with_total(buffers, sources[0], totals)
+        if isinstance(source := sources[0], bytes):
+            buffers: Iterator[Buffer] = iter([memoryview(source)])
+        else:
+            buffers = tensor_buffers(checked_data(source))
+            buffers = buffers if totals is None else _with_total(buffers, source, totals)
         size = 0
         for buffer in buffers:
             size += buffer.nbytes
@@ -183,19 +197,6 @@ def _part_buffers(part: Part, totals: list[int] | None) -> Iterator[Buffer]:
 
 def _each(entries: Entries) -> Iterator[slice]:
     return (slice(row, row + 1) for row in range(len(entries)))
-
-
-def _source_buffers(source: Source) -> Iterator[Buffer]:
-    if isinstance(source, bytes):
-        yield memoryview(source)
-    else:
-        yield from tensor_buffers(checked_data(source))
-
-
-def _with_progress(buffers: Iterator[Buffer], progress: Callable[[int], None]) -> Iterator[Buffer]:
-    for buffer in buffers:
-        yield buffer
-        progress(buffer.nbytes)
 
 
 # The rows of the native format: data files by each rank, the index by rank 0, and the common state as one file
@@ -234,3 +235,48 @@ def _in_memory(shard: ShardedTensor) -> bool:
     """Return whether several threads can write such data at a time, without a large copy or a device's stream each."""
     data = shard.data
     return isinstance(data, torch.Tensor) and data.is_cpu and (is_in_place(data) or data.nbytes <= STAGED_BYTES)
+
+
+def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Return what is damaged: common state and index as wholes, data files by blocks, then tensors by fingerprints."""
+    found: list[Finding] = []
+    if checkpoint.fields["common_backend"] == "safetensors":
+        found += whole_damage(checkpoint, "common")
+    if checkpoint.fields["sharded_backend"] != "safetensors":
+        return tuple(found)
+    damage = list(whole_damage(checkpoint, "index"))
+    if damage:
+        return (*found, *damage)  # without the index, the data files' hashes aren't known
+    files = verify_index(checkpoint, read_index)
+    name = checked_name(checkpoint, "index")
+    damaged = {key for one in files if isinstance(one, Damage) for key in one.keys}
+    if any(isinstance(one, Damage) and one.file == name for one in files):
+        return (*found, *files)  # it can't be read
+    return (*found, *files, *_fingerprint_damage(checkpoint, name, damaged))
+
+
+def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[str]) -> Iterator[Damage]:
+    """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
+
+    All bytes may be as they were written: this shows that they also lie where the index says.
+
+    Args:
+        checkpoint: of the native format.
+        name: the index file's.
+        damaged: keys whose bytes are known to be damaged; these aren't read again.
+    """
+    index = checkpoint.once(read_index)
+    metadata = IndexMetadata(index)
+    known = stored_fingerprints(metadata)
+    tensors = [shard for key in known if key not in damaged and isinstance(shard := metadata[key], ShardedTensor)]
+    # Not verified a second time: the blocks' hashes were checked just before.
+    load = partial(load_from_index, replace(checkpoint, options=replace(checkpoint.options, verify=None)), index)
+    try:
+        found = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))
+    except CheckpointingException as error:
+        yield Damage(name, str(error))
+        return
+    for key in found:
+        if found[key] != known[key]:
+            what = f"the elements have the fingerprint {found[key]:016x}, not the stored {known[key]:016x}"
+            yield Damage(name, what, keys=(key,))

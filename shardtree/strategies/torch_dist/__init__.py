@@ -3,7 +3,7 @@
 from ...storage import Storage
 from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
-from .._values import Fields
+from .._values import Fields, fields_of_backend
 
 
 def recognize(storage: Storage) -> Fields | None:
@@ -11,8 +11,7 @@ def recognize(storage: Storage) -> Fields | None:
     # With a common.pt it is a checkpoint of Megatron-Core without its last file, metadata.json: never finished.
     if storage.length(".metadata") is None or storage.length("common.pt") is not None:
         return None
-    sharded = {"sharded_backend": "dcp", "sharded_backend_version": 1}
-    return sharded | {"common_backend": "dcp", "common_backend_version": 1}
+    return fields_of_backend("dcp", 1)
 
 
 ROWS: StoredRows = {
@@ -28,7 +27,7 @@ ROWS: StoredRows = {
     (StrategyAction.RESOLVE, "torch_dist", 1): "torch_dist._load:resolve",
     (StrategyAction.SAVE_COMMON, "torch_dist", 1): "torch_dist._save:save_common",
     (StrategyAction.SAVE_SHARDED, "torch_dist", 1): "torch_dist._save:save_sharded",
-    (StrategyAction.COMMIT, "torch_dist", 1): "torch_dist._commit:commit",
+    (StrategyAction.COMMIT, "torch_dist", 1): "torch_dist._save:commit",
     (StrategyAction.VERIFY, "torch_dist", 1): "torch_dist._verify:verify_files",
     (StrategyAction.LIST_FILES, "torch_dist", 1): "torch_dist._listing:list_files",
     (StrategyAction.RECOGNIZE, "dcp", 1): recognize,
@@ -39,7 +38,7 @@ ROWS: StoredRows = {
     (StrategyAction.PARSE, "dcp", 1): "torch_dist._listing:parse",
     (StrategyAction.SAVE_COMMON, "dcp", 1): "torch_dist._save:save_dcp_common",
     (StrategyAction.SAVE_SHARDED, "dcp", 1): "torch_dist._save:save_dcp_sharded",
-    (StrategyAction.COMMIT, "dcp", 1): "torch_dist._commit:commit_dcp",
+    (StrategyAction.COMMIT, "dcp", 1): "torch_dist._save:commit_dcp",
     (StrategyAction.VERIFY, "dcp", 1): "torch_dist._verify:verify_files",
     (StrategyAction.LIST_FILES, "dcp", 1): "torch_dist._listing:list_files",
     (StrategyAction.DESCRIBE, "torch_dist", 1): lambda: FormatTraits(

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
 from ...trees import HOLE, is_hollow, is_subclass, leaves_with_paths, path_key, without_holes
+from .._checks import is_object
 from .._values import Checkpoint
 from ..torch import load_archive
-from ._listing import COMMON_OBJECT, META_FILE, has_meta, is_object, read_listing
+from ._listing import COMMON_OBJECT, META_FILE, has_meta, read_listing
 from ._load import unboxed
-from ._metadata_file import INDEX_FILE
+from ._metadata_file import INDEX_FILE, unsound
 from ._payloads import decoded
 
 _MOST_GAPS = 100_000
@@ -51,9 +52,7 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
         state = nested({paths.get(name, (name,)): value for name, value in leaves.items()})
         return _with_meta(state, load_archive(checkpoint, META_FILE)) if has_meta(checkpoint) else state
     except ValueError as error:
-        what = f"open: {checkpoint.storage.where(INDEX_FILE)!r} is not sound"
-        fix = "It was damaged or made by another program; load another checkpoint."
-        raise CorruptCheckpoint(error_text(what, found=error, fix=fix)) from error
+        raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
 
 
 def _with_meta(state: dict[str, Any], meta: Any) -> dict[str, Any]:

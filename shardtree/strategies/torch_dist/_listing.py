@@ -11,16 +11,16 @@ import numpy as np
 
 from ..._ambient import collector_paused
 from ...codec import check_storable
-from ...errors import CheckpointingException, CorruptCheckpoint, MetadataError, error_text
+from ...errors import CheckpointingException
 from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind
-from ...mapping import ShardedObject
 from ...storage import StoredFile
+from .._checks import is_object
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, index_problem, text_columns
 from ._metadata_content import MetadataFile, Places, TensorEntry
-from ._metadata_file import INDEX_FILE, read_metadata_file
+from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
 from ._pickled_columns import Ints
 
 # Archives of torch.save in data files, numbered in the order of files and bytes
@@ -240,10 +240,7 @@ def parse(checkpoint: Checkpoint) -> Listing:
         with collector_paused():
             return _listing(read_metadata_file(checkpoint), _hidden(checkpoint))
     except (ValueError, OverflowError) as error:
-        where = checkpoint.storage.where(INDEX_FILE)
-        fix = "It was damaged or made by another program; load another checkpoint."
-        text = error_text(f"open: {where!r} is not sound", found=str(error)[:300], fix=fix)
-        raise CorruptCheckpoint(text) from error
+        raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
 
 
 def index_on_files(listing: Listing, index: Index) -> Index:
@@ -267,20 +264,6 @@ def index_on_files(listing: Listing, index: Index) -> Index:
         file_length=length,
         file_block=np.zeros(len(archives.files) + 1, dtype=np.int64),
     )
-
-
-def is_object(name: str) -> bool:
-    """Return whether a name is the unique key of a sharded object.
-
-    Examples:
-        >>> is_object("rng_state/shard_0.1_1.2"), is_object("optimizer.step")
-        (True, False)
-    """
-    try:
-        ShardedObject.empty_from_unique_key(name)
-    except MetadataError:
-        return False
-    return True
 
 
 def _hidden(checkpoint: Checkpoint) -> frozenset[str]:

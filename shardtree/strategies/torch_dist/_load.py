@@ -15,16 +15,16 @@ from ...errors import UnsupportedValue, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, ReadCost, Runs, Strided, runs_plan
+from ...plans import LoadPlan, ReadCost, runs_plan
 from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
 from .._actions import Copies, Resolution
-from .._checks import check_objects_known, check_taken
+from .._checks import check_objects_known, check_taken, is_object
 from .._findings import Damage
 from .._values import Checkpoint
 from ..index import DeferredMetadata, Index, IndexMetadata, plan_shards
 from ._buckets import is_bucket, is_groups
-from ._listing import Listing, index_on_files, is_object, read_listing
-from ._model_states import FIX, Compared, differing, refuse, refused_among, states_among
+from ._listing import Listing, index_on_files, read_listing
+from ._model_states import FIX, Comparisons, differing, refuse, refused_among, states_among
 from ._optimizer import STEP, States, optimizer_index, state_copies
 from ._payloads import (
     SCATTERED,
@@ -37,8 +37,6 @@ from ._payloads import (
     open_data_file,
     payloads_of,
 )
-
-Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def read_archives(
@@ -60,13 +58,13 @@ def read_archives(
     payloads = payloads_of(checkpoint, listing, numbers)
     in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
     # Row-major payloads are read straight from the data files, as in any other format; others are decoded whole.
-    direct = _selected(plan, run_in_order, piece_in_order)
+    direct = plan.select(run_in_order, piece_in_order)
     relocated = _relocated(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
     files = _files(listing, payloads, numbers[in_order])
     options = checkpoint.options
     report = fetch(checkpoint.storage, files, relocated, memories, verify=options.verify, progress=options.progress)
     for number in numbers[~in_order].tolist():
-        report += _read_decoded(checkpoint, listing, number, _selected(plan, run == number, piece == number), memories)
+        report += _read_decoded(checkpoint, listing, number, plan.select(run == number, piece == number), memories)
     return report
 
 
@@ -94,22 +92,13 @@ def archives_cost(
         check_reach(checkpoint, listing, file, numbers[archives.file[numbers] == file].tolist())
     # An archive that is shorter than its tensor holds an expanded one (stride 0), and is decoded whole.
     repeats = archives.payload > archives.length
-    direct, begin = _selected(plan, ~repeats[run], ~repeats[piece]), archives.start[numbers]
+    direct, begin = plan.select(~repeats[run], ~repeats[piece]), archives.start[numbers]
     ranges = ByteRanges(begin, begin + archives.payload[numbers], np.ones_like(begin))
     virtual = replace(archives.virtual, ranges=ranges)
     found = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
     decoded = int(archives.length[numbers[repeats[numbers]]].sum())
     files = np.unique(archives.file[numbers]).size
     return replace(found, bytes_wanted=plan.bytes_read, bytes_read=found.bytes_read + decoded, files=files)
-
-
-def _selected(plan: LoadPlan, runs: Flags, pieces: Flags) -> LoadPlan:
-    """Return some rows of a plan."""
-    return replace(
-        plan,
-        runs=Runs(*(getattr(plan.runs, name)[runs] for name in Runs.__slots__)),
-        strided=Strided(*(getattr(plan.strided, name)[pieces] for name in Strided.__slots__)),
-    )
 
 
 def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
@@ -256,7 +245,7 @@ def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
         return tuple(states)
-    compared = checkpoint.once(Compared)
+    compared = checkpoint.once(Comparisons)
     if states and not compared.all_alike:
         refuse(checkpoint, _differing(checkpoint, listing, 0, 1))
         compared.all_alike = True
@@ -283,7 +272,7 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
 
     def keep(found: Sequence[Mapping[str, str]]) -> None:
         refuse(checkpoint, {key: reason for each in reversed(found) for key, reason in each.items()})
-        checkpoint.once(Compared).all_alike = True
+        checkpoint.once(Comparisons).all_alike = True
 
     return Resolution(partial(_differing, checkpoint, listing), keep)
 

@@ -15,10 +15,19 @@ from ...storage import read_if_there
 from .._manifest import check_listed
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
-from ._metadata_content import MetadataFile, Paths, Places, TensorEntries
-from ._metadata_names import field_of, is_a, kind_of, metadata_classes, read_trusted
-from ._metadata_scan import MetadataScan, Taken
-from ._pickled_columns import Ints, matched, without_repeated
+from ._metadata_content import (
+    MetadataFile,
+    Paths,
+    Places,
+    TensorEntries,
+    field_of,
+    is_a,
+    kind_of,
+    metadata_classes,
+    read_trusted,
+)
+from ._metadata_scan import MetadataScan, ScanColumns
+from ._pickled_columns import Ints, match_pairs, without_repeated
 
 INDEX_FILE = ".metadata"
 """The file that lists which archive lies where."""
@@ -53,11 +62,16 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
     read = read_trusted if checkpoint.options.allow_pickle else read_pickle
     root = read(data, metadata_classes(), what=where)
     try:
-        return _parse(root, Taken())
+        return _parse(root, ScanColumns())
     except (ValueError, TypeError, KeyError, OverflowError) as error:
-        fix = "It was damaged or made by another program; load another checkpoint."
-        what = f"open: {where!r} is not sound"
-        raise CorruptCheckpoint(error_text(what, found=str(error)[:300] or type(error).__name__, fix=fix)) from error
+        raise unsound(where, error) from error
+
+
+def unsound(where: str, error: Exception) -> CorruptCheckpoint:
+    """Return the error for a `.metadata` that contradicts itself."""
+    fix = "It was damaged or made by another program; load another checkpoint."
+    found = str(error)[:300] or type(error).__name__
+    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, fix=fix))
 
 
 def parse_metadata(data: bytes, where: str) -> MetadataFile:
@@ -77,13 +91,13 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
     return _parse(root, scan.taken)
 
 
-def _parse(root: Any, taken: Taken) -> MetadataFile:
+def _parse(root: Any, taken: ScanColumns) -> MetadataFile:
     if not (is_a(root, "Metadata") or is_a(root, "MCoreMetadata")):
         raise ValueError(f"{kind_of(root)} where Metadata should be")
     entries, stored = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise ValueError("no state_dict_metadata or storage_data")
-    listed, places = _Listed(taken), _Stored(taken)
+    listed, places = _TensorTable(taken), _PlaceTable(taken)
     for found, pairs in ((listed, entries), (places, stored)):
         for key, entry in pairs.items():
             if type(key) is Run:
@@ -98,10 +112,10 @@ def _parse(root: Any, taken: Taken) -> MetadataFile:
     return _content(listed, places, field_of(root, "mcore_data"), _paths(field_of(root, "planner_data")))
 
 
-class _Listed:
+class _TensorTable:
     """The tensors and values that `.metadata` lists, their chunks as rows of the table of shapes."""
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: ScanColumns) -> None:
         self.taken = taken
         self.keys: list[str] = []
         self.kinds: list[Any] = []
@@ -175,10 +189,10 @@ class _Listed:
 _NONE: Column = np.zeros(0, dtype=np.int64)
 
 
-class _Stored:
+class _PlaceTable:
     """The places that `.metadata` lists: whose each is, and where."""
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: ScanColumns) -> None:
         self.taken = taken
         self.key: list[str] = []
         self.file: list[str] = []
@@ -235,7 +249,7 @@ def _refusal(file: str, transforms: Any) -> str:
 
 
 def _content(
-    listed: _Listed, stored: _Stored, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
+    listed: _TensorTable, stored: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
     """Return what is listed with its places, shapes looked up in the table."""
     axes, table = listed.taken.shapes.table(_MOST_NUMBERS)
@@ -253,7 +267,7 @@ def _content(
     pairs = np.flatnonzero((of_pair >= 0) & (named >= 0))
     pairs = pairs[axes[named[pairs]] == axes[shape[of_pair[pairs]]]]
     chunks = np.column_stack([tensor, table[offset]])
-    place, first = matched(np.column_stack([of_pair[pairs], table[named[pairs]]]), chunks)
+    place, first = match_pairs(np.column_stack([of_pair[pairs], table[named[pairs]]]), chunks)
     if place.size and place.min() < 0:
         row = int(np.argmin(place))
         missing = tuple(table[offset[row], : int(axes[offset[row]])].tolist())

@@ -17,8 +17,19 @@ import numpy as np
 
 from ...codec.pickles import Constructor, Irregular, Machine, Run, Stub
 from ...geometry import Column
-from ._metadata_records import REFERENCE, Patterns, patterns_of, reference, scanner
-from ._pickled_columns import Ints, PickledShapes, Shapes, no_shapes, numbers, shapes_in
+from ._pickled_columns import (
+    REFERENCE,
+    Ints,
+    Patterns,
+    PickledShapes,
+    Shapes,
+    no_shapes,
+    numbers,
+    patterns_of,
+    reference,
+    scanner,
+    shapes_in,
+)
 
 _LEAST, _MOST, _MOST_BYTES = 1_000, 65_536, 2**24
 """Bytes and records that are taken at once: fewer are read faster one by one, more would fill memory."""
@@ -31,7 +42,7 @@ _MOST_SHORT = 100_000
 
 
 @dataclass(slots=True)
-class Taken:
+class ScanColumns:
     """What a scan took, in columns; a `Run` names the rows of one of the three tables.
 
     Attributes:
@@ -75,7 +86,7 @@ class MetadataScan:
     """
 
     def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
-        self.taken = Taken()
+        self.taken = ScanColumns()
         self._names = {made: name for (_, name), made in classes.items() if isinstance(made, Constructor)}
         self._short = 0
         self._kinds: dict[str, Callable[[Machine, int], int]] = {

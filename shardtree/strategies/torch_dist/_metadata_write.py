@@ -150,7 +150,7 @@ def _write_entries(archives: Mapping[str, Archive], columns: ShardColumns, write
         shape = kind.dtype, kind.global_shape
         head = heads.get(shape)
         if head is None:
-            head = heads[shape] = _known(writer, _tensor(kind, [])).removesuffix(b"ub")
+            head = heads[shape] = _plain_opcodes(writer, _tensor(kind, [])).removesuffix(b"ub")
         parts = (head, b"(", chunks.part(begin, end), b"eub") if begin < end else (head, b"ub")
         writer.out += parts
 
@@ -162,8 +162,8 @@ def _boxes(columns: ShardColumns, kind: TensorKind, begin: int, end: int) -> lis
 
 
 def _chunk_records(writer: PickleWriter, columns: ShardColumns) -> Records:
-    begin, sizes = _begin(writer, _class(_METADATA, "ChunkStorageMetadata"), "offsets"), _known(writer, "sizes")
-    axes, size = _axes(columns), _known(writer, _SIZE)
+    begin, sizes = _begin(writer, _class(_METADATA, "ChunkStorageMetadata"), "offsets"), _plain_opcodes(writer, "sizes")
+    axes, size = _axes(columns), _plain_opcodes(writer, _SIZE)
 
     def fields(rows: slice) -> Iterator[Field]:
         yield _constant(begin + size)
@@ -209,7 +209,7 @@ def _place_records(writer: PickleWriter, stored: Stored) -> Records:
     within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
     begin = _begin(writer, _class(_METADATA, "MetadataIndex"), "fqn")
     between = b"\x85Rub" + _begin(writer, _class(_FILESYSTEM, "_StorageInfo"), "relative_path")
-    index, offset, length, size = (_known(writer, name) for name in ("index", "offset", "length", _SIZE))
+    index, offset, length, size = (_plain_opcodes(writer, name) for name in ("index", "offset", "length", _SIZE))
     names = _file_names(writer, stored.files, stored.file[1:])
 
     def fields(rows: slice) -> Iterator[Field]:
@@ -255,10 +255,10 @@ def _axes(columns: ShardColumns) -> Column:
 
 def _begin(writer: PickleWriter, cls: Global, field: str) -> bytes:
     """Return how an object and its state begin: up to its first field's name."""
-    return _known(writer, cls) + b")\x81}(" + _known(writer, field)
+    return _plain_opcodes(writer, cls) + b")\x81}(" + _plain_opcodes(writer, field)
 
 
-def _known(writer: PickleWriter, value: Any) -> bytes:
+def _plain_opcodes(writer: PickleWriter, value: Any) -> bytes:
     """Return the opcodes of a value that names nothing new."""
     before = len(writer.memo)
     code = _opcodes(writer, value)

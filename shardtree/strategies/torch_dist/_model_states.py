@@ -18,13 +18,13 @@ from ...codec import dtype_name
 from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column
 from ...mapping import ShardedTensor
-from .._masters import Comparison, Read, first_difference
+from .._checks import Comparison, Read, first_difference
 from .._values import Checkpoint
 from ..index import Index, find_texts, kind_at, text_at, texts, whole_shard
 from ._listing import TORCH_DIST, Listing, read_listing
 
 
-class Compared:
+class Comparisons:
     """Whether the masters of an open checkpoint are known to be its weights."""
 
     __slots__ = ("all_alike",)

@@ -147,13 +147,13 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
         left = [reading for reading in each if len(each) == 1 or all(_has_form(unit, gated) for unit in reading)]
         fitting = [reading for reading in left if any(_descends(reading, order) for order in orders)]
         left = fitting or left
-        if len({tuple(_held(reading)) for reading in left}) != 1 or len(each) == MOST_READINGS:
+        if len({tuple(_pieces_of(reading)) for reading in left}) != 1 or len(each) == MOST_READINGS:
             raise _unclear({unit for reading in left or each for unit in reading}, orders)
         found += left[0]
     return found
 
 
-def _held(reading: Reading) -> Iterator[Hashable]:
+def _pieces_of(reading: Reading) -> Iterator[Hashable]:
     """Yield what is where by a reading: where a slice ends between a pair's halves, these may be read one by one."""
     for unit in reading:
         pieces = unit.candidates[0] if _is_one(unit) else (unit.candidates,)

@@ -1,35 +1,160 @@
-"""Saving shards as archives in one file for each rank: for Megatron-Core's `torch_dist` and for plain DCP."""
+"""Saving shards as archives in a file for each rank, for Megatron-Core's `torch_dist` and for plain DCP; the commit."""
 
 from __future__ import annotations
 
-import logging
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ...errors import CheckpointingException, StrategyError, TreePath, error_text, render_path
+from ...geometry import Column
+from ...layouts import ShardColumns, check_stored_shards, join_columns, select_rows
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Buffer, remove_folder
+from ...storage import Buffer, Storage, remove_folder
+from .._checks import check_objects_written, check_seen
+from .._save_folders import abandoning
 from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
 from . import recognize
-from ._commit import Saving, StoredValue, collect, stored_by
 from ._common import check_names, named_values, without_hollow
 from ._listing import DCP, META_FILE, TORCH_DIST
 from ._metadata_file import INDEX_FILE
-from ._write import Written, data_file, file_layout, write_file
+from ._metadata_write import Archive, Stored, encode_index_file
+from ._write import RankFile, data_file, file_layout, write_file
 
-logger = logging.getLogger("shardtree")
+# What all ranks wrote, combined and checked on rank 0 before any file refers to it
 
 
-def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def collect(storage: Storage, written: Sequence[RankFile]) -> Stored:
+    """Return what all ranks wrote, given by rank, as one value.
+
+    Raises:
+        StorageError: a file isn't there as its rank wrote it.
+        IntegrityError: ranks disagree about a tensor, two wrote the same element or object, or a tensor is named like
+            an object.
+    """
+    for rank, part in enumerate(written):
+        check_seen(storage, () if part.file is None else [(part.file, part.file_length)], f"rank {rank}")
+    columns = join_columns([part.columns for part in written])
+    check_stored_shards(columns)
+    # A rank with nothing to write has no file, and no number.
+    number = np.cumsum([0, *(part.file is not None for part in written)])
+    file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])
+    # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
+    rows = _sorted_once(columns)
+    return Stored(
+        select_rows(columns, rows),
+        tuple(part.file for part in written if part.file is not None),
+        file[rows],
+        np.concatenate([part.byte for part in written])[rows],
+        np.concatenate([part.length for part in written])[rows],
+        _objects(written, columns.keys),
+    )
+
+
+def _sorted_once(columns: ShardColumns) -> Column:
+    """Return the rows by key, then offset, each place once."""
+    # Only chunks without elements can repeat a place, and readers look archives up by place.
+    order = np.lexsort((*columns.offset.T[::-1], columns.key))
+    place = np.column_stack([columns.key, columns.offset])[order]
+    again = np.zeros(order.size, dtype=np.bool_)
+    again[1:] = (place[1:] == place[:-1]).all(axis=1)
+    return order[~again]
+
+
+def _objects(written: Sequence[RankFile], keys: Sequence[str]) -> dict[str, Archive]:
+    rows = sorted((key, part.file or "", byte, length) for part in written for key, byte, length in part.objects)
+    check_objects_written([row[0] for row in rows], keys)
+    return {key: (file, byte, length) for key, file, byte, length in rows}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A plain value of the common state.
+
+    Attributes:
+        name: its path, joined by dots.
+        path: where it stands in the common tree.
+        archive: where it is stored.
+    """
+
+    name: str
+    path: TreePath
+    archive: Archive
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """What the rows of one save have found out and done on a rank, for those that come after.
+
+    Attributes:
+        backend: of the two, the one that the shards are saved in.
+        stored: what all ranks have stored, once rank 0 has checked it.
+        values: the plain values of the common state, once they are written.
+        names: of the files that rank 0 has begun to write before the commit; a save that fails removes them.
+    """
+
+    backend: str
+    stored: Stored | None = None
+    values: tuple[StoredValue, ...] = ()
+    names: list[str] = field(default_factory=list)
+
+
+def stored_by(pending: PendingSave, backend: str) -> tuple[Saving, Stored]:
+    """Return the state of a save whose shards are in a backend's format, and what was stored of these.
+
+    Raises:
+        StrategyError: another strategy wrote the shards.
+    """
+    state = pending.state
+    if isinstance(state, Saving) and state.backend == backend and state.stored is not None:
+        return state, state.stored
+    fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
+    raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
+
+
+_MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
+
+
+def commit(pending: PendingSave, fields: Fields) -> None:
+    """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
+    # No field of our own: Megatron-Core refuses a metadata.json with any other.
+    (saving, stored), durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
+    remove_folder(pending.storage, pending.save_id)
+    saving.names.append(INDEX_FILE)
+    # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
+    pending.storage.replace(INDEX_FILE, encode_index_file(stored, pending.save_id), durable=durable)
+    # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
+    # checkpoint can't be Megatron-Core's in any case.
+    if fields["common_backend"] == "torch":
+        data = json.dumps({name: fields[name] for name in _MEGATRON_FIELDS}).encode()
+        pending.storage.replace(METADATA_FILE, data, durable=durable)
+
+
+def commit_dcp(pending: PendingSave, fields: Fields) -> None:
+    """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
+    saving, stored = stored_by(pending, DCP[0])
+    remove_folder(pending.storage, pending.save_id)
+    # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
+    paths = {key: (key,) for key in (*stored.columns.keys, *stored.objects)}
+    paths |= {value.name: value.path for value in saving.values}
+    archives = {value.name: value.archive for value in saving.values}
+    data = encode_index_file(stored, pending.save_id, archives, paths)
+    pending.storage.replace(INDEX_FILE, data, durable=pending.options.durable)
+
+
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFile]:
     """Prepare the data file of a rank's shards, and return the request that writes it."""
     return _request(pending, shards, TORCH_DIST[0])
 
 
-def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFile]:
     """Prepare the data file of a rank's shards, and return the request that writes it.
 
     Raises:
@@ -44,7 +169,7 @@ def save_dcp_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | Shar
 
 def _request(
     pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject], backend: str
-) -> AsyncRequest[Written]:
+) -> AsyncRequest[RankFile]:
     layout = file_layout(shards, pending.world.rank, allow_pickle=pending.options.allow_pickle)
     saving = Saving(backend)
     return AsyncRequest(
@@ -56,7 +181,7 @@ def _request(
     )
 
 
-def _commit(pending: PendingSave, saving: Saving, written: Sequence[Written]) -> Fields:
+def _commit(pending: PendingSave, saving: Saving, written: Sequence[RankFile]) -> Fields:
     """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
     saving.stored = collect(pending.storage, written)
     return {}
@@ -66,16 +191,13 @@ def _abandon(pending: PendingSave, noted: Sequence[str]) -> None:
     """Remove the files of a failed save, unless the folder has a checkpoint: this save's, or one made meanwhile."""
     # File names are fixed: with a checkpoint there, they may be its own.
     storage = pending.storage
-    try:
+    with abandoning(storage.where()):
         if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in noted and recognize(storage) is not None):
             return
         # The index first: as long as it is there, the folder may be recognised as a checkpoint.
         for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
             storage.remove(name)
         remove_folder(storage, pending.save_id)
-    except Exception as error:
-        # The save's own error is being raised, and must not be hidden.
-        logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
 
 
 # Saving the common state: Megatron-Core's common.pt, or a file of plain values for torch.distributed.checkpoint

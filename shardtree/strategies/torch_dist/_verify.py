@@ -54,45 +54,46 @@ class LargeRecord:
 
 
 @dataclass(slots=True, eq=False)
-class ArchiveCheck:
-    """What is known of one archive.
+class _BatchResult:
+    """What is known of archives of one file.
 
     Attributes:
-        wrong: what is wrong with it, and from which byte of the file up to which.
+        file: its number.
+        damage: of the archives.
         compared: the byte ranges of the file that have a CRC32.
         large: records among them that haven't been read yet.
     """
 
-    wrong: list[tuple[str, int, int]] = field(default_factory=list)
+    file: int
+    damage: list[Damage] = field(default_factory=list)
     compared: list[tuple[int, int]] = field(default_factory=list)
     large: list[LargeRecord] = field(default_factory=list)
 
 
-def check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> ArchiveCheck:
-    """Return what is known of one archive of an open file."""
-    archives, found = listing.archives, ArchiveCheck()
+def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, found: _BatchResult) -> None:
+    """Add what is known of one archive of an open file."""
+    archives = listing.archives
     if number in archives.refused:
-        return found
+        return
     begin, length = int(archives.byte[number]), int(archives.length[number])
     what = archive_name(checkpoint, listing, number)
     try:
-        _check_records(listing, reader, number, what, found)
-        if not found.wrong:
+        if _records_are_right(listing, reader, number, what, found):
             _check_value(checkpoint, listing, reader, number, what)
     except (UnsafeFile, UnsupportedValue):
         pass  # a value that can't be read here may still be what was saved
     except CheckpointingException as error:
-        found.wrong.append((str(error), begin, begin + length))
-    return found
+        found.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
 
 
-def _check_records(listing: Listing, reader: Reader, number: int, what: str, found: ArchiveCheck) -> None:
-    archives = listing.archives
-    byte, length, file = int(archives.byte[number]), int(archives.length[number]), int(archives.file[number])
+def _records_are_right(listing: Listing, reader: Reader, number: int, what: str, found: _BatchResult) -> bool:
+    """Add the ranges of an archive's records, and return whether those that are read now have their CRC32."""
+    byte, length = int(listing.archives.byte[number]), int(listing.archives.length[number])
     try:
         records = archive_records(partial(part_of, reader, byte), length, what=what)
     except CorruptCheckpoint:
-        return  # torch may have written it in another form: decoding, which follows, raises if it is damaged
+        return True  # torch may have written it in another form: decoding, which follows, raises if it is damaged
+    damages = len(found.damage)
     for record in records:
         begin, end = byte + record.begin, byte + record.begin + record.nbytes
         wrong = f"the CRC32 of record {record.name[:100]!r} of an archive differs"
@@ -100,9 +101,10 @@ def _check_records(listing: Listing, reader: Reader, number: int, what: str, fou
             continue  # none was recorded
         found.compared.append((begin, end))
         if record.nbytes > _LARGE_BYTES:
-            found.large.append(LargeRecord(file, number, begin, end, record.crc32, wrong))
+            found.large.append(LargeRecord(found.file, number, begin, end, record.crc32, wrong))
         elif read_crc32(reader, begin, end) != record.crc32:
-            found.wrong.append((wrong, begin, end))
+            found.damage.append(archive_damage(listing, number, wrong, begin, end))
+    return len(found.damage) == damages
 
 
 def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, what: str) -> None:
@@ -137,16 +139,6 @@ class _Batch:
     file: int
     length: int
     numbers: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class _Checked:
-    """The results of a batch: damage, byte ranges that have a CRC32, and large records that haven't been read yet."""
-
-    file: int
-    damage: list[Damage] = field(default_factory=list)
-    compared: list[tuple[int, int]] = field(default_factory=list)
-    large: list[LargeRecord] = field(default_factory=list)
 
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -220,9 +212,9 @@ def _begins_an_archive(reader: Reader, byte: int) -> bool:
     return bytes(part_of(reader, byte, 0, end - byte)) == _ARCHIVE
 
 
-def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Checked:
+def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _BatchResult:
     archives, name = listing.archives, listing.archives.files[batch.file]
-    found = _Checked(batch.file)
+    found = _BatchResult(batch.file)
     try:
         with opened(checkpoint.storage, name, batch.length) as reader:
             inside = [
@@ -236,11 +228,9 @@ def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Ch
                     what = f"the file ends at byte {reader.length}"
                     found.damage.append(archive_damage(listing, number, what, begin, end))
                     continue
-                result = check_archive(checkpoint, listing, reader, number)
-                found.compared.extend(result.compared)
-                found.large.extend(result.large)
-                found.damage.extend(archive_damage(listing, number, *wrong) for wrong in result.wrong)
-                checkpoint.options.progress(end - begin - sum(large.end - large.begin for large in result.large))
+                put_off = len(found.large)
+                _check_archive(checkpoint, listing, reader, number, found)
+                checkpoint.options.progress(end - begin - sum(each.end - each.begin for each in found.large[put_off:]))
     except CheckpointingException as error:
         found.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
     return found
@@ -275,7 +265,7 @@ def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
     return tuple(region for regions in found for region in regions)
 
 
-def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[LargeRecord]:
+def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_BatchResult]) -> Iterator[LargeRecord]:
     """Yield the large records whose CRC32 differs; several threads read each."""
     large = [record for one in checked for record in one.large]
     # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
@@ -303,7 +293,7 @@ def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int
     return found
 
 
-def _unchecked(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Checked]) -> Iterator[Unchecked]:
+def _unchecked(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_BatchResult]) -> Iterator[Unchecked]:
     """Yield the bytes of each file that have no CRC32."""
     compared: dict[int, list[tuple[int, int]]] = {}
     for one in checked:

@@ -12,13 +12,13 @@ import torch
 
 from ...codec import check_storable, crc32, crc32_thread_bytes
 from ...codec.archives import archive_head, archive_length, archive_tail, encode_archive
-from ...errors import CheckpointingException, ShapeError, error_text
+from ...errors import CheckpointingException, error_text
 from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Begun, Buffer, SizedBuffers, make_folder, sync_folder, tensor_buffers
-from .._checks import misfit
+from ...storage import Buffer, SizedBuffers, Task, make_folder, reported, sync_folder, tensor_buffers
+from .._checks import checked_data
 from .._values import PendingSave
 
 # The layout of one rank's data file, known before a byte is written
@@ -130,7 +130,7 @@ _ZEROS = memoryview(bytes(64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class RankFile:
     """What one rank wrote, sent to rank 0 for the commit.
 
     Attributes:
@@ -160,7 +160,7 @@ def data_file(rank: int, number: int = 0) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def write_file(pending: PendingSave, layout: FileLayout) -> Written:
+def write_file(pending: PendingSave, layout: FileLayout) -> RankFile:
     """Write a rank's data file, if it has something to write, and return what it wrote. No collective."""
     # Made again: an abandoned request, whose folder was removed, may be run once more.
     make_folder(pending.storage, pending.save_id, durable=pending.options.durable)
@@ -168,13 +168,13 @@ def write_file(pending: PendingSave, layout: FileLayout) -> Written:
     places = zip(layout.byte[:count].tolist(), layout.length[:count].tolist(), strict=True)
     objects = tuple((key, *place) for (key, _), place in zip(layout.objects, places, strict=True))
     name, length = (None, 0) if not layout.byte.size else (data_file(pending.world.rank), _write(pending, layout))
-    return Written(name, length, layout.columns, layout.byte[count:], layout.length[count:], objects)
+    return RankFile(name, length, layout.columns, layout.byte[count:], layout.length[count:], objects)
 
 
 def _write(pending: PendingSave, layout: FileLayout) -> int:
     name, durable = data_file(pending.world.rank), pending.options.durable
     nbytes = int(layout.byte[-1] + layout.length[-1])
-    buffers = SizedBuffers(nbytes, _with_progress(_buffers(layout), pending))
+    buffers = SizedBuffers(nbytes, reported(_buffers(layout), pending.options.progress))
     length = pending.storage.write(name, buffers, durable=durable)
     if durable:
         sync_folder(pending.storage)
@@ -195,10 +195,7 @@ def _buffers(layout: FileLayout) -> Iterator[Buffer]:
 
 def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     """Yield the bytes of a piece's archive; its CRC32 is computed by another thread, one buffer behind at most."""
-    if misfit(piece.shard):
-        raise ShapeError(
-            error_text("save: a tensor was changed while it waited to be written", found=misfit(piece.shard))
-        )
+    checked_data(piece.shard)
     head = archive_head(piece.shard.dtype, piece.shape)
     yield memoryview(head)
     written = len(head)
@@ -218,10 +215,4 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
 def _checksum(buffer: Buffer, before: int) -> Callable[[], int]:
     """Return a function that returns the CRC32 with one more buffer; for a large one, another thread computes it."""
     compute = partial(crc32, buffer, before)
-    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Begun(compute).result
-
-
-def _with_progress(buffers: Iterator[Buffer], pending: PendingSave) -> Iterator[Buffer]:
-    for buffer in buffers:
-        yield buffer
-        pending.options.progress(buffer.nbytes)
+    return partial(int, compute()) if buffer.nbytes < crc32_thread_bytes() else Task(compute).result

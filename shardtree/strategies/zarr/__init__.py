@@ -4,7 +4,7 @@ from ...codec import parse_json
 from ...storage import Storage
 from .._actions import StoredRows, StrategyAction
 from .._traits import FormatTraits
-from .._values import Fields
+from .._values import Fields, fields_of_backend
 
 
 def recognize(storage: Storage) -> Fields | None:
@@ -18,28 +18,23 @@ def recognize(storage: Storage) -> Fields | None:
         is_group = isinstance(node, dict) and node.get("node_type") == "group"
         if not is_group or (isinstance(attributes, dict) and "shardtree" in attributes):
             return None
-    return {
-        "sharded_backend": "zarr",
-        "sharded_backend_version": 3,
-        "common_backend": "zarr",
-        "common_backend_version": 3,
-    }
+    return fields_of_backend("zarr", 3)
 
 
 ROWS: StoredRows = {
     (StrategyAction.LOAD_SHARDED, "zarr", 1): "zarr._load:load_sharded",
-    (StrategyAction.LOAD_OBJECTS, "zarr", 1): "zarr._legacy:load_legacy_objects",
+    (StrategyAction.LOAD_OBJECTS, "zarr", 1): "zarr._load:load_legacy_objects",
     (StrategyAction.LOAD_METADATA, "zarr", 1): "zarr._load:load_metadata",
-    (StrategyAction.VERIFY, "zarr", 1): "zarr._legacy:verify_legacy_files",
+    (StrategyAction.VERIFY, "zarr", 1): "zarr._verify:verify_files",
     (StrategyAction.LIST_FILES, "zarr", 1): "zarr._verify:list_files",
     (StrategyAction.RECOGNIZE, "zarr", 3): recognize,
-    (StrategyAction.LOAD_COMMON, "zarr", 3): "zarr._blobs:load_common",
+    (StrategyAction.LOAD_COMMON, "zarr", 3): "zarr._own:load_common",
     (StrategyAction.LOAD_SHARDED, "zarr", 3): "zarr._load:load_sharded",
     (StrategyAction.LOAD_OBJECTS, "zarr", 3): "zarr._load:load_objects",
     (StrategyAction.LOAD_METADATA, "zarr", 3): "zarr._load:load_metadata",
-    (StrategyAction.SAVE_COMMON, "zarr", 3): "zarr._blobs:save_common",
+    (StrategyAction.SAVE_COMMON, "zarr", 3): "zarr._own:save_common",
     (StrategyAction.SAVE_SHARDED, "zarr", 3): "zarr._save:save_sharded",
-    (StrategyAction.REMOVE_SHARDED, "zarr", 3): "zarr._verify:remove_sharded",
+    (StrategyAction.REMOVE_SHARDED, "zarr", 3): "zarr._own:remove_sharded",
     (StrategyAction.COMMIT, "zarr", 3): "zarr._save:commit",
     (StrategyAction.VERIFY, "zarr", 3): "zarr._verify:verify_files",
     (StrategyAction.LIST_FILES, "zarr", 3): "zarr._verify:list_files",

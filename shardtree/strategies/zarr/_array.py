@@ -166,7 +166,7 @@ def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
         (torch.int16, torch.bfloat16, None)
     """
     if isinstance(name, str) and (name in _V3 or name in _EXTENSIONS):
-        return _found(name)
+        return _dtype_if_known(name)
     named = name.get("name") if isinstance(name, dict) else name
     # Any other name may be an extension of another program's; only those of zarr's own families are known to be wrong.
     if not isinstance(named, str) or not named or (_V3_FAMILY.fullmatch(named) and named not in _V3_FOREIGN):
@@ -198,10 +198,10 @@ def dtype_of_v2(text: Any, what: str) -> tuple[torch.dtype | None, bool]:
     name = "bool" if kind == "b" and size == "1" else f"{_V2_KINDS[kind]}{int(size) * 8}"
     if name not in _V3:
         raise unsound_array(what, f"dtype {text!r}"[:200], "a dtype of NumPy's, such as '<f4'")
-    return _found(name), order != ">"
+    return _dtype_if_known(name), order != ">"
 
 
-def _found(name: str) -> torch.dtype | None:
+def _dtype_if_known(name: str) -> torch.dtype | None:
     try:
         return dtype_from_name(name)
     except UnsupportedValue:  # a torch that is older than the dtype

@@ -1,11 +1,21 @@
-"""Codecs: whether chunks are plain bytes, and which other codecs the zarr package may decode."""
+"""Codecs: which the zarr package may decode, and what a chunk says of its own length before its decoder runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bz2
+import lzma
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
-from ...errors import CorruptCheckpoint, UnsafeFile, error_text
+import numpy as np
+
+from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
+from ._array import StoredArray
+from ._cells import inner_counts
 
 _HARMLESS = {
     *("bytes", "transpose", "sharding_indexed", "gzip", "zstd", "blosc", "crc32c"),
@@ -97,3 +107,210 @@ def is_plain(codecs: list[Any], item_size: int, what: str) -> bool:
 
 def _no_codec(found: Any, what: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{found!r}"[:200], expected="a codec"))
+
+
+_STEP_BYTES = 1024 * 1024
+_SLACK_BYTES = 1024 * 1024
+_TIMES_WIDER = 16
+"""A filter may store elements in a wider type."""
+
+_BLOSC = struct.Struct("<BBBBIII")
+"""A blosc header: versions of format and compressor, flags, bytes an item, lengths decoded, of a block, and packed."""
+_BLOSC_MOST_BYTES = 2**31 - 1 - _BLOSC.size
+_BLOSC_RAW = 2
+
+_ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
+_ZSTD_BLOCK_BYTES = 128 * 1024
+_ZSTD_SKIPPED = range(0x184D2A50, 0x184D2A60)
+_CHECKSUM_BYTES = 4
+_NOT_STORED = 2**64 - 1
+
+_STREAMS: dict[str, Callable[[], Any]] = {
+    "zlib": zlib.decompressobj,
+    "gzip": partial(zlib.decompressobj, 31),
+    "bz2": bz2.BZ2Decompressor,
+    "lzma": partial(lzma.LZMADecompressor, memlimit=2**30),
+}
+
+
+def check_headers(array: StoredArray, data: bytes, what: str) -> None:
+    """Raise unless a chunk file is as long as its codecs' headers say, and about as long as its elements once decoded.
+
+    Args:
+        array: whose codecs are to be undone.
+        data: the file's content.
+        what: the file, for messages.
+
+    Raises:
+        CorruptCheckpoint: it is cut off, would become much longer, or its compressor can't have written it.
+        UnsupportedValue: there are several compressors, a codec after the compressor, or chunks in inner chunks.
+
+    Examples:
+        >>> import torch
+        >>> document = {"filters": None, "compressor": {"id": "zlib"}}
+        >>> array = StoredArray("w", "w", torch.float32, (2,), (2,), document=document)
+        >>> check_headers(array, zlib.compress(bytes(8)), "'w/0'")
+        >>> check_headers(array, zlib.compress(bytes(2**22)), "'w/0'")
+        Traceback (most recent call last):
+        ...
+        shardtree.errors.CorruptCheckpoint: load: 'w/0' would decode to more than a chunk holds
+          expected at most 1048704 bytes
+          The file was damaged, or made to fill the memory; load another checkpoint.
+    """
+    fields = array.document
+    if "codecs" not in fields:
+        last = fields.get("compressor")
+        codecs = [*(fields.get("filters") or []), *([] if last is None else [last])]
+    else:
+        codecs = fields["codecs"]
+    name, configuration = codec_parts(codecs[0], what) if codecs else ("", {})
+    if name == "sharding_indexed" and len(codecs) == 1:
+        _check_inner(array, configuration, data, what)
+    else:
+        _check_chunk(codecs, data, array.file_bytes, what)
+
+
+def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> None:
+    parts = [codec_parts(codec, what) for codec in codecs]
+    names = [name.removeprefix("numcodecs.") for name, _ in parts]
+    if "sharding_indexed" in names:
+        found, fix = ", ".join(names)[:200], "Rewrite it with sharding as the only codec."
+        raise UnsupportedValue(
+            error_text(f"load: {what} has chunks in chunks, and codecs around", found=found, fix=fix)
+        )
+    if names and names[-1] == "crc32c":
+        # Zarr v2 and v3 have this in different places, and each passes over the other's.
+        if isinstance(codecs[-1], dict) and "start" in (codecs[-1].get("location"), parts[-1][1].get("location")):
+            fix = "Rewrite it with its checksum at the end."
+            raise UnsupportedValue(error_text(f"load: {what} begins with its checksum", fix=fix))
+        names, data = names[:-1], data[:-_CHECKSUM_BYTES]
+    if not _DECODED_LENGTHS.keys() & set(names):
+        return
+    # What a second compressor makes of the first one's output can't be known without decoding that.
+    if _DECODED_LENGTHS.keys() & set(names[:-1]):
+        found, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
+        raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=found, fix=fix))
+    # Decoders are asked how long the result is, or run in steps, before anything allocates that much: a guard against
+    # decompression bombs.
+    most = _TIMES_WIDER * nbytes + _SLACK_BYTES
+    try:
+        length = _DECODED_LENGTHS[names[-1]](data, most)
+    except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, IndexError, struct.error) as error:
+        fix = "The file was damaged or cut off; load another checkpoint."
+        text = error_text(f"load: {what} can't be decoded", found=str(error)[:200], fix=fix)
+        raise CorruptCheckpoint(text) from error
+    if length > most:
+        fix = "The file was damaged, or made to fill the memory; load another checkpoint."
+        text = f"load: {what} would decode to more than a chunk holds"
+        raise CorruptCheckpoint(error_text(text, expected=f"at most {most} bytes", fix=fix))
+
+
+# The length of the decoded bytes, by compressor; where it is more than `most`, any number above that
+
+
+def _streamed_length(stream: Callable[[], Any], data: bytes, most: int) -> int:
+    # These formats don't store their length, or can lie about it: decode in steps, and keep nothing.
+    length = 0
+    # A gzip file may be several streams, one after the other.
+    while data and length <= most:
+        one = stream()
+        while not one.eof and length <= most:
+            step = len(one.decompress(data, _STEP_BYTES))
+            data = one.unconsumed_tail if hasattr(one, "unconsumed_tail") else b""
+            if not step and not data and not one.eof:
+                return length  # the data is cut off, which the decoding itself will report
+            length += step
+        data = one.unused_data.lstrip(b"\0")  # gzip may be padded
+    return length
+
+
+def _blosc_length(data: bytes, most: int) -> int:
+    """Return the length in a blosc header, after comparing the packed one with the bytes that are there.
+
+    References:
+        C-Blosc, README_CHUNK_FORMAT.rst.
+    """
+    *_, flags, _, length, block, packed = _BLOSC.unpack_from(data)
+    # c-blosc asks neither: it isn't told how many bytes there are, and holds lengths as signed numbers.
+    if packed > len(data) or length > _BLOSC_MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes, whose header says {packed}, decoded {length}")
+    # What didn't get shorter is stored raw; else the first thing is where each block begins.
+    blocks = -(-length // block) if block else 0
+    least = length if flags & _BLOSC_RAW else 4 * blocks
+    if packed < _BLOSC.size + least:
+        raise ValueError(f"a header of {packed} bytes packed, where {_BLOSC.size + least} is the least")
+    return int(length)
+
+
+def _lz4_length(data: bytes, most: int) -> int:
+    (length,) = struct.unpack_from("<I", data)
+    # lz4 grows by 255 bytes a byte at most.
+    if length > 255 * len(data):
+        raise ValueError(f"{len(data)} bytes, whose header says {length} decoded")
+    return int(length)
+
+
+def _zstd_length(data: bytes, most: int) -> int:
+    """Return the sum of the lengths in zstd frames' headers, or else the most that their blocks can decode to.
+
+    References:
+        RFC 8878, section 3.1.1.
+    """
+    length, at = 0, 0
+    while at < len(data) and length <= most:
+        if int.from_bytes(data[at : at + 4], "little") in _ZSTD_SKIPPED:
+            at += 8 + int.from_bytes(data[at + 4 : at + 8], "little")
+            continue
+        if data[at : at + 4] != _ZSTD_FRAME:
+            raise ValueError("not a zstd frame")
+        flags = data[at + 4]
+        is_single = bool(flags & 0x20)
+        size = (1 if is_single else 0, 2, 4, 8)[flags >> 6]
+        at += 5 + (not is_single) + (0, 1, 2, 4)[flags & 3]
+        said = int.from_bytes(data[at : at + size], "little") + (256 if size == 2 else 0)
+        at += size
+        blocks, at = _zstd_blocks(data, at)
+        at += _CHECKSUM_BYTES if flags & 4 else 0
+        length += said if size else blocks
+    return length
+
+
+def _zstd_blocks(data: bytes, at: int) -> tuple[int, int]:
+    """Return the most that a zstd frame's blocks decode to, and the byte after the last one."""
+    length, is_last = 0, False
+    while not is_last:
+        header = int.from_bytes(data[at : at + 3], "little")
+        kind, count, is_last = header >> 1 & 3, header >> 3, bool(header & 1)
+        # A raw or repeated block has its length in its own header, others decode to 128 KiB at most.
+        length += count if kind < 2 else _ZSTD_BLOCK_BYTES
+        at += 3 + (1 if kind == 1 else count)
+        if at > len(data):
+            raise ValueError(f"{len(data)} bytes, whose zstd blocks end at {at} or later")
+    return length, at
+
+
+_DECODED_LENGTHS: dict[str, Callable[[bytes, int], int]] = {
+    **{name: partial(_streamed_length, stream) for name, stream in _STREAMS.items()},
+    "blosc": _blosc_length,
+    "lz4": _lz4_length,
+    "zstd": _zstd_length,
+}
+
+
+def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes, what: str) -> None:
+    """Check each inner chunk of a file."""
+    # Only an index that we can read as the zarr package does: else chunks would be decoded unchecked.
+    index, inside = (codec_list(configuration.get(name), what) for name in ("index_codecs", "codecs"))
+    names = [codec_parts(codec, what)[0] for codec in index]
+    if names not in (["bytes"], ["bytes", "crc32c"]) or not is_plain(index[:1], 8, what):
+        found, fix = ", ".join(names)[:200], "Rewrite it with an index of little-endian bytes and crc32c."
+        raise UnsupportedValue(error_text(f"load: {what} has inner chunks in an unknown form", found=found, fix=fix))
+    count = prod(inner_counts(array))
+    size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)
+    if size > len(data):
+        expected = f"an index of {size} bytes"
+        raise CorruptCheckpoint(error_text(f"load: {what} is cut off", found=f"{len(data)} bytes", expected=expected))
+    start = 0 if configuration.get("index_location") == "start" else len(data) - size
+    entries = np.frombuffer(data, "<u8", 2 * count, start).reshape(count, 2)
+    for begin, length in entries[(entries != _NOT_STORED).any(axis=1)].tolist():
+        _check_chunk(inside, data[begin : begin + length], array.file_bytes // count, what)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ...codec import parse_json
-from ...errors import CorruptCheckpoint, MetadataError, error_text
+from ...codec import is_unicode, parse_json
+from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, volumes, widen
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
 from ...storage import Storage, StoredFile, is_folder
+from .._checks import is_object
 from ..index import Index, build_index
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
@@ -276,16 +277,8 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
         return
     for name in names:
         inner = f"{folder}/{name}" if folder else name
-        if _is_text(name) and is_folder(storage, inner):
+        if is_unicode(name) and is_folder(storage, inner):
             yield from _folders(storage, inner, depth + 1)
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # bytes of a file name that aren't UTF-8
-        return False
-    return True
 
 
 def read_node(storage: Storage, folder: str) -> Node:
@@ -324,7 +317,7 @@ def _objects(storage: Storage, folder: str, names: tuple[str, ...]) -> tuple[lis
     for name in names if folder else ():
         length = storage.length(f"{folder}/{name}") if name.endswith(_OBJECT_SUFFIX) else None
         unique_key = f"{folder}/{name.removesuffix(_OBJECT_SUFFIX)}"
-        if length is not None and _is_unique_key(unique_key):
+        if length is not None and is_object(unique_key):
             files[unique_key] = (f"{folder}/{name}", length)
         elif length is not None:
             others.append(f"{folder}/{name}")
@@ -353,11 +346,3 @@ def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
     if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
         return {unique_key: unique_key for unique_key in unique_keys}
     return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
-
-
-def _is_unique_key(text: str) -> bool:
-    try:
-        ShardedObject.empty_from_unique_key(text)
-    except MetadataError:
-        return False
-    return True

@@ -14,27 +14,20 @@ import numpy as np
 import torch
 
 from ...codec import dtype_name
+from ...codec.archives import decode_archive
 from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
-from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import LoadPlan, ReadCost, Runs, Strided
-from ...storage import MemoryStorage, ReadReport, Storage, fetch
-from .._checks import check_taken
+from ...plans import LoadPlan, ReadCost
+from ...storage import Buffer, MemoryStorage, ReadReport, Storage, fetch
+from .._checks import check_objects_known, check_taken, old_unique_key
 from .._metadata import check_lengths, read_checked
-from .._values import Checkpoint, Fields
-from ..index import (
-    IndexMetadata,
-    file_at,
-    objects_from_index,
-    plan_shards,
-    planned_cost,
-    read_planned,
-)
+from .._values import Checkpoint
+from ..index import IndexMetadata, file_at, find_texts, objects_from_index, plan_shards, planned_cost, read_planned
 from ._array import Shape, StoredArray, fill_item, zarr_name
-from ._blobs import decode_columns
-from ._chunk_headers import check_headers
+from ._codecs import check_headers
 from ._group import Group, find_arrays, read_group
+from ._own import MEGATRON, decode_columns, is_own
 
 # Chunks that aren't plain bytes: the zarr package decodes them, one at a time
 
@@ -162,9 +155,7 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
     """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
     plain, made = _split(group, plan)
-    numbers = [
-        number for number in np.union1d(made.runs.file, made.strided.file).tolist() if group.made[number][1] is not None
-    ]
+    numbers = [number for number in made.files if group.made[number][1] is not None]
     lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
     pieces = len(made.runs.file) + len(made.strided.file)
     decoded_cost = ReadCost(made.bytes_read, sum(lengths), pieces, len(numbers))
@@ -175,7 +166,7 @@ def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
     """Return the part of a plan that is read as it is stored, and the part from virtual files."""
     made = np.array(sorted(group.made), dtype=np.int64)
     runs, strided = np.isin(plan.runs.file, made), np.isin(plan.strided.file, made)
-    return _part(plan, ~runs, ~strided), _part(plan, runs, strided)
+    return plan.select(~runs, ~strided), plan.select(runs, strided)
 
 
 def _read_made(
@@ -195,37 +186,15 @@ def _read_made(
 
 def _by_file(plan: LoadPlan) -> list[tuple[int, LoadPlan]]:
     """Return a plan's rows file by file."""
-    numbers = np.union1d(plan.runs.file, plan.strided.file)
+    numbers = np.array(plan.files, dtype=np.int64)
     runs, strided = (np.argsort(rows.file, kind="stable") for rows in (plan.runs, plan.strided))
     ends = np.append(numbers, numbers[-1:] + 1)
     of_runs = np.searchsorted(plan.runs.file[runs], ends).tolist()
     of_strided = np.searchsorted(plan.strided.file[strided], ends).tolist()
     return [
-        (number, _part(plan, runs[slice(*one)], strided[slice(*other)]))
+        (number, plan.select(runs[slice(*one)], strided[slice(*other)]))
         for number, one, other in zip(numbers.tolist(), pairwise(of_runs), pairwise(of_strided), strict=True)
     ]
-
-
-def _part(
-    plan: LoadPlan,
-    runs: Column | np.ndarray[tuple[int], np.dtype[np.bool_]],
-    strided: Column | np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> LoadPlan:
-    return LoadPlan(
-        Runs(*(getattr(plan.runs, name)[runs] for name in Runs.__slots__)),
-        Strided(*(getattr(plan.strided, name)[strided] for name in Strided.__slots__)),
-        plan.covered,
-        plan.doubled,
-    )
-
-
-_MEGATRON = 1
-"""The version of what Megatron-Core's old releases wrote."""
-
-
-def is_own(fields: Fields) -> bool:
-    """Return whether a save of ours wrote the arrays, as metadata.json says."""
-    return "index" in fields
 
 
 def read_arrays(checkpoint: Checkpoint) -> Group:
@@ -235,11 +204,11 @@ def read_arrays(checkpoint: Checkpoint) -> Group:
 
 
 def _read_arrays(checkpoint: Checkpoint) -> Group:
-    if checkpoint.fields["sharded_backend_version"] == _MEGATRON:
-        # Without fill values for v2 arrays: a missing chunk is an error there.
-        return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
     if is_own(checkpoint.fields):
         return Group(decode_columns(*read_checked(checkpoint, "index")), (), {})
+    if checkpoint.fields["sharded_backend_version"] == MEGATRON:
+        # Without fill values for v2 arrays: a missing chunk is an error there.
+        return read_group(checkpoint.storage, *find_arrays(checkpoint.storage))
     arrays, _, untaken = find_arrays(checkpoint.storage)
     return read_group(checkpoint.storage, [_with_fill(array) for array in arrays], untaken=untaken)
 
@@ -263,3 +232,38 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
     return objects_from_index(checkpoint, read_arrays(checkpoint).index, objects) if objects else []
+
+
+# Objects of Megatron-Core's old format, in a file each
+
+
+def load_legacy_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
+    """Return the data of each sharded object, in order.
+
+    Raises:
+        KeyMismatch: the checkpoint lacks some.
+        UnsafeFile: an object needs a class that isn't known to be harmless, and pickles aren't allowed.
+        CorruptCheckpoint: a file isn't sound.
+    """
+    index = read_arrays(checkpoint).index
+    keys, old_keys = [item.unique_key for item in objects], [old_unique_key(item) for item in objects]
+    # By both names: old releases of Megatron-Core left out the last number.
+    exact, old = (find_texts(index.object_text, index.object_start, names) for names in (keys, old_keys))
+    numbers = [one if one >= 0 else other for one, other in zip(exact, old, strict=True)]
+    check_objects_known(keys, [number >= 0 for number in numbers])
+    names = [file_at(index, int(index.object_file[number])).name for number in numbers]
+    return [decoded_object(checkpoint, name, object_bytes(checkpoint, name)) for name in names]
+
+
+def object_bytes(checkpoint: Checkpoint, name: str) -> Buffer:
+    """Read the file of an object of Megatron-Core's old format."""
+    with checkpoint.storage.open(name) as reader:
+        data = reader.read()
+    checkpoint.options.progress(data.nbytes)
+    return data
+
+
+def decoded_object(checkpoint: Checkpoint, name: str, data: Buffer) -> Any:
+    """Return the value of such a file."""
+    what, options = checkpoint.storage.where(name), checkpoint.options
+    return decode_archive(data, what=what, types=options.types, allow_pickle=options.allow_pickle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,8 +9,8 @@ from math import prod
 
 import numpy as np
 
-from ...codec import canonical_json, encode_tree
-from ...errors import CheckpointingException, IntegrityError, StorageError, StrategyError, error_text
+from ...codec import canonical_json
+from ...errors import IntegrityError, StrategyError, error_text
 from ...geometry import Column
 from ...layouts import ShardColumns, check_stored_shards, select_rows, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
@@ -25,19 +24,20 @@ from ...storage import (
     hashed,
     make_folder,
     remove_folder,
+    reported,
     sync_folder,
 )
-from .._checks import check_objects_written
+from .._checks import check_objects_written, check_seen
 from .._metadata import replace_metadata
+from .._save_folders import abandoning
 from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
-from ..index import build_index
-from ._blobs import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
+from ..index import build_index, encoded_object
 from ._cells import inner_counts
-from ._files import ChunkFile, chunk_files, reported, write_chunk_file
 from ._group import Rows, array_columns, chunk_rows, inner_cells
-from ._layout import ArrayLayout, array_layouts
+from ._layout import ArrayLayout, ChunkFile, array_layouts, chunk_files, write_chunk_file
 from ._metadata import NODE_FILE, OURS, encode_v3
+from ._own import FOLDER, Document, blob, encode_columns, group_document, write_blob, write_document
 
 # The commit, on rank 0: the index of all chunk files, then the group, then metadata.json
 
@@ -56,7 +56,7 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class RankFiles:
     """What one rank wrote.
 
     Attributes:
@@ -69,7 +69,7 @@ class Written:
     objects: tuple[tuple[str, int, int], ...]
 
 
-def write_index(pending: PendingSave, saving: Saving, written: Sequence[Written]) -> Fields:
+def write_index(pending: PendingSave, saving: Saving, written: Sequence[RankFiles]) -> Fields:
     """Write the index, and return its fields of metadata.json; on rank 0.
 
     Args:
@@ -83,7 +83,8 @@ def write_index(pending: PendingSave, saving: Saving, written: Sequence[Written]
     """
     columns = saving.columns
     files = {name: StoredFile(name, length, hashes) for part in written for name, length, hashes in part.files}
-    _check_seen(pending, files)
+    for rank, part in enumerate(written):
+        check_seen(pending.storage, ((name, length) for name, length, _ in part.files), f"rank {rank}")
     number = {name: position for position, name in enumerate(files)}
     parts = sorted(array_layouts(columns), key=lambda part: part.array.key)
     rows = [_rows(part, number) for part in parts]
@@ -104,17 +105,6 @@ def write_index(pending: PendingSave, saving: Saving, written: Sequence[Written]
     return {"save_id": pending.save_id, "index": {"name": name, "length": len(data), "digest": digest(data)}}
 
 
-def _check_seen(pending: PendingSave, files: dict[str, StoredFile]) -> None:
-    # Before the index: a file that another save's clean-up has removed, or that lies in another folder on another
-    # machine, must not be named by a checkpoint that counts.
-    for file in files.values():
-        found = pending.storage.length(file.name)
-        if found != file.length:
-            what = f"save: rank 0 doesn't see {pending.storage.where(file.name)!r} as it was written"
-            fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(error_text(what, found=found, expected=f"{file.length} bytes", fix=fix))
-
-
 def _rows(part: ArrayLayout, number: dict[str, int]) -> Rows:
     array, cells = part.array, part.cells
     file = np.array([number[array.file_name(tuple(cell))] for cell in cells.tolist()], dtype=np.int64)
@@ -127,7 +117,7 @@ def _rows(part: ArrayLayout, number: dict[str, int]) -> Rows:
     return chunk_rows(array, places, array.inner, np.repeat(file, each), begin)
 
 
-def _members(parts: Sequence[ArrayLayout], written: Sequence[Written]) -> dict[str, Document]:
+def _members(parts: Sequence[ArrayLayout], written: Sequence[RankFiles]) -> dict[str, Document]:
     members = {part.array.name: encode_v3(part.array) for part in parts}
     for rank, part in enumerate(written):
         if part.objects:
@@ -163,9 +153,6 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     replace_metadata(pending.storage, pending.before, {**fields, "group": entry}, durable=pending.options.durable)
 
 
-logger = logging.getLogger("shardtree")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """What one rank writes.
@@ -181,7 +168,7 @@ class Work:
     objects: tuple[tuple[str, bytes], ...]
 
 
-def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[Written]:
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFiles]:
     """Prepare the chunk files of a rank's shards, and return the request that writes them.
 
     Raises:
@@ -235,19 +222,13 @@ def _work(pending: PendingSave, written: ShardColumns, own: Column, objects: Seq
         numbers = own[part.rows]
         if (numbers >= 0).any():
             files += chunk_files(part, rank, numbers)
-    encoded = tuple((item.unique_key, _encoded(item, pending)) for item in objects)
+    encoded = tuple(
+        (item.unique_key, encoded_object(item, allow_pickle=pending.options.allow_pickle)) for item in objects
+    )
     return Work(tuple(files), tuple(documents), encoded)
 
 
-def _encoded(item: ShardedObject, pending: PendingSave) -> bytes:
-    try:
-        return encode_tree(item.data, allow_pickle=pending.options.allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
-        raise
-
-
-def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -> Written:
+def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -> RankFiles:
     storage, options = pending.storage, pending.options
     durable = options.durable
     folders = sorted({name.rpartition("/")[0] for name in _names(work)})
@@ -268,7 +249,7 @@ def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -
     if durable:
         for folder in folders:
             sync_folder(storage, folder)
-    return Written(tuple(files), objects)
+    return RankFiles(tuple(files), objects)
 
 
 def _write_objects(
@@ -295,7 +276,7 @@ def _names(work: Work) -> list[str]:
 def _abandon(pending: PendingSave, work: Work) -> None:
     """Remove the files of a failed save, so that a full disk has room for the next one. Never raises."""
     storage = pending.storage
-    try:
+    with abandoning(storage.where()):
         if storage.length(METADATA_FILE) is not None:
             return  # committed: what failed came after, and the files are the checkpoint's
         own = object_blob(pending.world.rank, 0, [])[0]
@@ -305,15 +286,8 @@ def _abandon(pending: PendingSave, work: Work) -> None:
             storage.remove(name)
         for folder in sorted({name.rpartition("/")[0] for name in names}, reverse=True):
             remove_folder(storage, folder)
-        _remove_groups(pending)
-    except Exception as error:
-        # The save's own error is being raised, and must not be hidden; the next save overwrites what stays.
-        logger.warning("save: what a failed save wrote stays in %s: %s", storage.where(), error)
-
-
-def _remove_groups(pending: PendingSave) -> None:
-    if pending.world.rank == 0:
-        for name in (NODE_FILE, f"{FOLDER}/{NODE_FILE}", f"{FOLDER}/objects/{NODE_FILE}"):
-            pending.storage.remove(name)
-        for folder in (f"{FOLDER}/objects", FOLDER, pending.save_id):
-            remove_folder(pending.storage, folder)
+        if pending.world.rank == 0:
+            for name in (NODE_FILE, f"{FOLDER}/{NODE_FILE}", f"{FOLDER}/objects/{NODE_FILE}"):
+                storage.remove(name)
+            for folder in (f"{FOLDER}/objects", FOLDER, pending.save_id):
+                remove_folder(storage, folder)

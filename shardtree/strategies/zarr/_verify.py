@@ -1,42 +1,31 @@
-"""The files of a zarr folder: checking them against hashes and codecs, listing them, and removing tensors."""
+"""The files of a zarr folder: checking them against hashes and codecs, and listing them."""
 
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
 
-from ...codec import canonical_json, parse_json
-from ...errors import CheckpointingException, CorruptCheckpoint, StrategyError, UnsupportedValue, error_text
+from ...codec import canonical_json
+from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
 from ...geometry import Column
-from ...storage import (
-    Storage,
-    can,
-    digest,
-    in_threads,
-    is_folder,
-    read_if_there,
-    remove_files,
-    remove_folder,
-    threads_of,
-)
+from ...storage import Storage, files_in, in_threads, is_folder, read_if_there, threads_of
 from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
 from .._manifest import MANIFEST_FILE
-from .._metadata import read_checked, read_metadata, replace_metadata
-from .._values import Checkpoint, ReadCache
-from ..index import Index, files_damage, texts, without_prefix
+from .._metadata import checked_name
+from .._values import Checkpoint
+from ..index import file_at, files_damage, whole_damage
+from ..torch import archive_unchecked
 from ._array import Shape, StoredArray
-from ._blobs import FOLDER, Document, blob, decode_columns, encode_columns, group_document, write_blob
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells
 from ._codecs import codec_list, codec_parts
 from ._group import Group, find_arrays, metadata_files
-from ._layout import array_name
-from ._load import decoded, is_own, read_arrays
+from ._load import decoded, decoded_object, object_bytes, read_arrays
 from ._metadata import NODE_FILE
+from ._own import group_members, is_own
 
 # Checking arrays of other programs: the lengths of chunk files, and checksums of codecs
 
@@ -68,7 +57,7 @@ class _Chunk:
         return Damage(self.name, what, 0, end, (self.array.key,), (region,))
 
 
-def group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
+def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
     """Return which chunk files are missing, have another length, can't be decoded, or have no checksum."""
     found: list[Finding] = []
     chunks: list[_Chunk] = []
@@ -155,100 +144,17 @@ def _metadata(storage: Storage) -> Iterator[Unchecked]:
             yield Unchecked(name, _METADATA, length)
 
 
-# Removing tensors and objects from a folder of ours: a new index first, then the arrays that became unused
-
-_CHUNK_FILE = re.compile(r"(?P<folder>.+)/c(\.\d+)*")
-_INDEX_FOLDER = re.compile(rf"{FOLDER}/index(-(?P<number>\d{{1,9}}))?")
-_NUMBERS = 10**9
-
-
-def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
-    """Remove every stored tensor and object whose key begins with a prefix, and the arrays that become unused.
-
-    Raises:
-        StrategyError: another program wrote the arrays.
-    """
-    storage = checkpoint.storage
-    if not is_own(checkpoint.fields):
-        fix = "Remove the arrays' folders."
-        raise StrategyError(error_text(f"remove: no save of ours wrote {storage.where()!r}", fix=fix))
-    before, fields = read_metadata(storage)
-    current = replace(checkpoint, fields=fields, cache=ReadCache())
-    old = decode_columns(*read_checked(current, "index"))
-    new = without_prefix(old, key_prefix)
-    if new is old:
-        return
-    members, unused = group_members(current), _unused(old, new)
-    gone = (_folders(old, new) | folders_of(unused)).intersection(members)
-    old_index = str(fields["index"]["name"]).rpartition("/")[0]
-    data = encode_columns(new)
-    name, document = blob(_next_index(old_index, storage), len(data))
-    write_blob(storage, name, [memoryview(data)], document, durable=True)
-    gone.add(old_index)
-    kept = {folder: each for folder, each in members.items() if folder not in gone}
-    kept[name.rpartition("/")[0]] = document
-    group = canonical_json(group_document({folder: kept[folder] for folder in sorted(kept)}))
-    fields["index"] = {"name": name, "length": len(data), "digest": digest(data)}
-    fields["group"] = {"name": NODE_FILE, "length": len(group), "digest": digest(group)}
-    # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
-    # interrupted, every array that is listed anywhere is there.
-    replace_metadata(storage, before, fields, durable=True)
-    storage.replace(NODE_FILE, group, durable=True)
-    _remove(storage, unused, gone)
-
-
-def _unused(old: Index, new: Index) -> set[str]:
-    """Return the files that only the old index refers to."""
-    return set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
-
-
-def _folders(old: Index, new: Index) -> set[str]:
-    """Return the folders of the tensors that only the old index has."""
-    keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
-    return {array_name(key) for key in keys}
-
-
-def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
-    """Return the metadata of all arrays and groups, by folder, from the group's zarr.json.
-
-    Raises:
-        CorruptCheckpoint: the file isn't what was saved.
-    """
-    data, where = read_checked(checkpoint, "group")
-    node: Any = parse_json(data, where)
-    for name in ("consolidated_metadata", "metadata"):
-        node = node.get(name) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", expected="the metadata of all arrays"))
-    return node
-
-
-def folders_of(files: Iterable[str]) -> set[str]:
-    """Return the folders of the files that are named like chunks.
-
-    Examples:
-        >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
-        ['s', 'w']
-    """
-    return {found["folder"] for found in map(_CHUNK_FILE.fullmatch, files) if found}
-
-
-def _next_index(folder: str, storage: Storage) -> str:
-    """Return the name of the index that follows the one in a folder."""
-    found = _INDEX_FOLDER.fullmatch(folder)
-    number = int(found["number"] or 0) + 1 if found else 1
-    # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
-    more = secrets.randbelow(_NUMBERS - 1) if can(storage).late_requests else 0
-    return f"index-{(number + more) % _NUMBERS}"
-
-
-def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> None:
-    # Guards against a crafted index that names other files: only names that a save gives are removed.
-    remove_files(storage, sorted(name for name in files if _CHUNK_FILE.fullmatch(name)))
-    nodes = [f"{folder}/{NODE_FILE}" for folder in sorted(folders)]
-    remove_files(storage, [*nodes, *(f"{folder}/c.0" for folder in folders if _INDEX_FOLDER.fullmatch(folder))])
-    for folder in sorted(folders):
-        remove_folder(storage, folder)
+def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
+    """Yield what the files of Megatron-Core's old objects show: a record with another CRC, or without one."""
+    for number in group.index.object_file.tolist():
+        name = file_at(group.index, number).name
+        try:
+            data = object_bytes(checkpoint, name)
+            with suppress(UnsafeFile):  # a class that we won't make: the bytes may still be what was saved
+                decoded_object(checkpoint, name, data)
+            yield from archive_unchecked(name, data)
+        except CheckpointingException as error:
+            yield Damage(name, str(error))
 
 
 # Checking a folder of ours: every chunk file against its hashes, every zarr.json against the group's
@@ -257,41 +163,30 @@ def _remove(storage: Storage, files: Iterable[str], folders: Iterable[str]) -> N
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is damaged: small files as wholes, chunk files block by block.
 
-    A file that several ranks wrote has no hashes, and neither have arrays of other programs: of these, files that are
+    A file that several ranks wrote has no hashes, and neither have arrays of other programs, Megatron-Core's among
+    them: of these, files that are
     missing or cut, that can't be decoded, or that a codec's own checksum finds wrong are reported.
     """
     if not is_own(checkpoint.fields):
         try:
-            return group_findings(checkpoint, read_arrays(checkpoint))
+            group = read_arrays(checkpoint)
         except CheckpointingException as error:
             return (Damage("", str(error)),)
-    found = [*_whole(checkpoint, "common"), *_documents(checkpoint)]
+        return (*_group_findings(checkpoint, group), *_object_findings(checkpoint, group))
+    found = list(whole_damage(checkpoint, "common")) if "common" in checkpoint.fields else []
+    found += _documents(checkpoint)
     try:
         index = read_arrays(checkpoint).index
     except CheckpointingException as error:
         # The chunk files' hashes are in the index.
-        return (*found, Damage(_name(checkpoint, "index"), str(error)))
+        return (*found, Damage(checked_name(checkpoint, "index"), str(error)))
     checkpoint.options.progress(int(checkpoint.fields["index"]["length"]))
     return (*found, *files_damage(checkpoint, index))
 
 
-def _whole(checkpoint: Checkpoint, field: str) -> Iterator[Damage]:
-    try:
-        if field in checkpoint.fields:
-            data, _ = read_checked(checkpoint, field)
-            checkpoint.options.progress(data.nbytes)
-    except CorruptCheckpoint as error:
-        yield Damage(_name(checkpoint, field), str(error))
-
-
-def _name(checkpoint: Checkpoint, field: str) -> str:
-    entry = checkpoint.fields[field]
-    return str(entry.get("name")) if isinstance(entry, dict) else ""
-
-
 def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
     """Yield which zarr.json files differ from what the group's says of them."""
-    damage = list(_whole(checkpoint, "group"))
+    damage = list(whole_damage(checkpoint, "group"))
     yield from damage
     if damage:
         return
@@ -308,7 +203,6 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
 
 _NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 _CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
-_DEEPEST = 64
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -322,16 +216,5 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
     groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
     nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
-    chunks = [name for folder in sorted(folders) for name in _chunks(storage, folder)]
+    chunks = [name for folder in sorted(folders) for name in files_in(storage, folder, _CHUNK_PART.fullmatch)]
     return (*_NODES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))
-
-
-def _chunks(storage: Storage, folder: str, depth: int = 0) -> Iterator[str]:
-    for last in storage.names(folder):
-        name = f"{folder}/{last}"
-        if _CHUNK_PART.fullmatch(last) is None:
-            continue
-        if is_folder(storage, name) and depth < _DEEPEST:
-            yield from _chunks(storage, name, depth + 1)
-        else:
-            yield name

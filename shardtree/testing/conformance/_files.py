@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from ...checkpoint import is_checkpoint, load_common_state_dict, load_sharded_metadata, open_checkpoint, verify
 from ...errors import AlreadyACheckpoint, CheckpointingException
-from ...storage import LocalStorage, MemoryStorage, Storage, can, is_folder, make_folder, storage_at
+from ...storage import LocalStorage, MemoryStorage, Storage, can, files_in, make_folder, storage_at
 from ...strategies import (
     METADATA_FILE,
     OWNER_FILE,
@@ -42,11 +42,7 @@ def file_names(storage: Storage, folder: str = "") -> set[str]:
         >>> file_names(storage)
         {'a/b'}
     """
-    found: set[str] = set()
-    for last in storage.names(folder):
-        name = f"{folder}/{last}" if folder else last
-        found |= file_names(storage, name) if is_folder(storage, name) else {name}
-    return found
+    return set(files_in(storage, folder))
 
 
 def is_not_owner_note(name: str) -> bool:

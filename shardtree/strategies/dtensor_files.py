@@ -1,18 +1,24 @@
-"""What is in the ranks' files: DTensors as boxes, plain tensors as replicas, optimizer states by name or number."""
+"""A file for each rank with its parts of DTensors, as verl and hand-written FSDP2 loops save them with torch.save."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...codec.archives import StoredDTensor, StoredTensor
-from ...errors import TreeError, error_text
-from ...mapping import ShardedObject
-from .._values import Checkpoint
-from ..archives import (
+from ..codec.archives import StoredDTensor, StoredTensor
+from ..errors import CorruptCheckpoint, TreeError, error_text
+from ..mapping import ShardedObject
+from ..storage import Storage
+from ._actions import Strategies, StrategyAction
+from ._traits import FormatTraits
+from ._values import Checkpoint, Fields, fields_of_backend
+from .archives import (
+    ACTIONS,
     ArchiveFile,
     Contents,
-    Held,
+    RankPart,
     Tensors,
     ValueAt,
     check_rank,
@@ -22,7 +28,86 @@ from ..archives import (
     rows_from_contents,
     state_key,
 )
-from ._listing import rank_files
+
+BACKEND, VERSION = "dtensor_files", 1
+
+_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
+
+PATTERNS = ("model_world_size_*_rank_*.pt", "optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of a checkpoint.
+
+    Attributes:
+        world_size: how many ranks saved it.
+        names: by kind ("model", "optim", "extra_state"), each rank's file, by rank; a kind without files isn't there.
+    """
+
+    world_size: int
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def recognize(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a folder of ranks' files; None for anything else.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize(MemoryStorage()) is None
+        True
+    """
+    if storage.length("") is not None or not any(_is_parameters(name) for name in storage.names()):
+        return None
+    return fields_of_backend(BACKEND, VERSION)
+
+
+def _is_parameters(name: str) -> bool:
+    found = _NAME.fullmatch(name)
+    return found is not None and found[1] != "extra_state"
+
+
+def rank_files(names: Iterable[str], where: str) -> RankFiles:
+    """Return a checkpoint's files, by rank as a number.
+
+    Args:
+        names: in the folder.
+        where: the folder, for messages.
+
+    Raises:
+        CorruptCheckpoint: they are of several world sizes, or a rank's file is missing.
+
+    Examples:
+        >>> rank_files(["model_world_size_2_rank_1.pt", "model_world_size_2_rank_0.pt"], "example").names["model"][1]
+        'model_world_size_2_rank_1.pt'
+    """
+    found: dict[int, dict[str, dict[int, str]]] = {}
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            found.setdefault(int(match[2]), {}).setdefault(match[1], {})[int(match[3])] = name
+    if len(found) != 1:
+        sizes = ", ".join(f"of {size} ranks" for size in sorted(found))
+        fix = "Move the other save's files away: only you know which belong together."
+        what = f"open: {where!r} has ranks' files of several saves"
+        raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one world size", fix=fix))
+    ((size, kinds),) = found.items()
+    missing = [
+        f"{kind}_world_size_{size}_rank_{rank}.pt"
+        for kind, ranks in kinds.items()
+        for rank in range(min(size, 100_000))
+        if rank not in ranks
+    ]
+    beyond = [name for ranks in kinds.values() for rank, name in ranks.items() if rank >= size]
+    if missing or beyond:
+        what = (
+            f"open: {where!r} lacks ranks' files" if missing else f"open: {where!r} has files of more ranks than saved"
+        )
+        fix = "Copy every rank's file; without one, the rows that it holds are missing."
+        raise CorruptCheckpoint(error_text(what, offenders=missing or beyond, fix=fix))
+    names_of = {kind: tuple(ranks[rank] for rank in range(size)) for kind, ranks in kinds.items()}
+    return RankFiles(size, names_of)
+
 
 Entries = Callable[[ArchiveFile], Iterable[tuple[str, Any]]]
 """Returns keys and values of a file."""
@@ -44,12 +129,12 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         kind: list(enumerate(files))[number * listed.world_size : (number + 1) * listed.world_size]
         for number, kind in enumerate(kinds)
     }
-    model, others = _held(of_kind.get("model", []), _named)
+    model, others = _by_tensor(of_kind.get("model", []), _named)
     shapes = {key: ranks[0][1].shape for key, ranks in model.items()}
     optimizers = of_kind.get("optim", [])
     names = _names(checkpoint, optimizers, shapes) if optimizers else {}
     tensors = Tensors()
-    states, other_states = _held(optimizers, lambda file: _states(file, names, tensors))
+    states, other_states = _by_tensor(optimizers, lambda file: _states(file, names, tensors))
     for key, ranks in {**model, **states}.items():
         place_parts(checkpoint, key, ranks, tensors, files)
     extra = [file.value for _, file in of_kind.get("extra_state", [])]
@@ -62,12 +147,14 @@ def _named(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
     return ((key, one.value) for key, one in file.saved.members(str).items())
 
 
-def _held(files: Sequence[tuple[int, ArchiveFile]], entries: Entries) -> tuple[dict[str, list[Held]], dict[str, Any]]:
+def _by_tensor(
+    files: Sequence[tuple[int, ArchiveFile]], entries: Entries
+) -> tuple[dict[str, list[RankPart]], dict[str, Any]]:
     """Return what ranks have of each tensor, by rank, and other values, as extra states, of the first that has them.
 
     A rank may lack a tensor, as of another pipeline stage.
     """
-    found: dict[str, list[Held]] = {}
+    found: dict[str, list[RankPart]] = {}
     others: dict[str, Any] = {}
     for rank, (number, file) in enumerate(files):
         for key, value in entries(file):
@@ -164,4 +251,11 @@ def _objects(extra: Sequence[Any]) -> dict[str, Any]:
     return {ShardedObject("rng", None, (count,), (rank,)).unique_key: state for rank, state in enumerate(states)}
 
 
-load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)
+ROWS: Strategies = {
+    (StrategyAction.RECOGNIZE, BACKEND, VERSION): recognize,
+    (StrategyAction.DESCRIBE, BACKEND, VERSION): lambda: FormatTraits(decided_by=PATTERNS),
+    **{
+        (action, BACKEND, VERSION): function
+        for action, function in zip(ACTIONS, rows_from_contents(read_contents), strict=True)
+    },
+}

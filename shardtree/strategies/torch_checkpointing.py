@@ -1,0 +1,285 @@
+"""torch_checkpointing's folders, to which torchtitan moves from DCP: a file of torch.save for each item and rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..codec.archives import StoredDTensor, StoredTensor
+from ..codec.pickles import contents, read_pickle
+from ..errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text
+from ..mapping import ShardedObject
+from ..storage import Storage
+from ..trees import HOLE, diff
+from ._actions import Strategies, StrategyAction
+from ._traits import FormatTraits
+from ._values import Checkpoint, Fields, fields_of_backend
+from .archives import (
+    ACTIONS,
+    ArchiveFile,
+    Contents,
+    Piece,
+    Tensors,
+    ValueAt,
+    check_rank,
+    contents_of,
+    local_part,
+    place_parts,
+    read_archives,
+    rows_from_contents,
+)
+
+BACKEND, VERSION = "torch_checkpointing", 1
+METADATA, PATTERN = "metadata.pkl", "*_0.pt"
+_NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt", re.DOTALL)
+_TORCH = "TorchSerialization"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listing:
+    """What a folder's names, and its metadata.pkl, say.
+
+    Attributes:
+        files: by item, the file of each rank that has one, by rank.
+        boxes: by item and path, as JSON, what metadata.pkl says of tensors that are no DTensors but parts of a global
+            one: by rank, the global shape, and its boxes: their offsets in that, and in the rank's tensor, and shapes.
+    """
+
+    files: Mapping[str, Mapping[int, str]]
+    boxes: Mapping[tuple[str, str], Mapping[int, ValueAt]]
+
+
+def recognize(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a folder of items' files; None for anything else.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize(MemoryStorage()) is None
+        True
+    """
+    if storage.length("") is not None:
+        return None
+    names = storage.names()
+    items = by_item(names)
+    # Without metadata.pkl, which not each save writes, only names say it: each rank has a file of some item.
+    ranks = {rank for item in items.values() for rank in item}
+    named = bool(ranks) and ranks == set(range(len(ranks))) and all(0 in item for item in items.values())
+    if METADATA not in names and not named:
+        return None
+    return fields_of_backend(BACKEND, VERSION)
+
+
+def by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Return the files that are named as items of ranks are.
+
+    Examples:
+        >>> by_item(["model_0.pt", "model_1.pt", "lr_scheduler_0.pt", "notes.txt"])
+        {'model': {0: 'model_0.pt', 1: 'model_1.pt'}, 'lr_scheduler': {0: 'lr_scheduler_0.pt'}}
+    """
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            found.setdefault(match[1], {})[int(match[2])] = name
+    return found
+
+
+def listed(storage: Storage) -> Listing:
+    """Return which files there are, and should be.
+
+    Raises:
+        CorruptCheckpoint: the save wasn't finished; metadata.pkl contradicts itself; a rank's file is missing.
+        UnsafeFile: metadata.pkl names something that isn't data.
+        UnsupportedValue: an item was written by another serialization than torch.save.
+    """
+    where = storage.where()
+    if where.replace("\\", "/").rstrip("/").rpartition("/")[2].startswith("tmp_"):
+        fix = "Take an earlier step. If you know that each rank had finished, give the folder its final name."
+        found = "a folder named tmp_…, from which torch_checkpointing takes the name away when all ranks have written"
+        raise CorruptCheckpoint(error_text(f"open: the save of {where!r} wasn't finished", found=found, fix=fix))
+    names = storage.names()
+    files: dict[str, dict[int, str]] = by_item(names)
+    boxes: dict[tuple[str, str], dict[int, ValueAt]] = {}
+    size = 0
+    if METADATA in names:
+        place = storage.where(METADATA)
+        saved = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
+        size = saved.member("world_size").count()
+        if saved.member("version", "1.0").of(str) != "2.0":
+            fix = "Load it with torch_checkpointing, and save it anew."
+            raise UnsupportedValue(error_text(f"open: {place!r} is of version 1.0 of its format", fix=fix))
+        for item, one in saved.member("metadata").members(str).items():
+            layouts = one.member("rank_to_layout_info").members(int, str)
+            files[item] = {int(rank): _file(item, int(rank), layout) for rank, layout in layouts.items()}
+            for path, groups in one.member("nested_path_to_metadata").members(str).items():
+                boxes |= {(item, path): held} if (held := _boxes(groups)) else {}
+    size = size or 1 + max((rank for ranks in files.values() for rank in ranks), default=-1)
+    # An item may be one rank's alone; one that several ranks have, each has.
+    missing = [
+        f"{item}_{rank}.pt"
+        for item, ranks in files.items()
+        for rank in range(min(size, 100_000))
+        if len(ranks) > 1 and rank not in ranks
+    ]
+    if missing:
+        what, fix = f"open: {where!r} lacks ranks' files", "Copy every rank's file, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=missing, fix=fix))
+    return Listing({item: dict(sorted(ranks.items())) for item, ranks in sorted(files.items())}, boxes)
+
+
+def _file(item: str, rank: int, layout: ValueAt) -> str:
+    if layout.value is None:
+        return f"{item}_{rank}.pt"
+    kind = layout.member("serialization_format").member("type").of(str)
+    name: str = layout.member("file_path").of(str)
+    if kind != _TORCH:
+        fix = "Load it with torch_checkpointing; of its serializations torch.save's is read here."
+        raise UnsupportedValue(error_text(f"open: {layout.file!r}: {name!r} is written by {kind}", fix=fix))
+    return name
+
+
+def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
+    """Return by rank what is said of a tensor that isn't a DTensor; a DTensor says itself where it lies."""
+    found: dict[int, ValueAt] = {}
+    for group in groups.items():
+        sharding = group.member("sharding_metadata")
+        if sharding.member("type").of(str) == "default_tensor_v1":
+            found |= {rank.count(): sharding.member("data") for rank in group.member("ranks").items()}
+    return found
+
+
+RankPart = tuple[int, int, StoredTensor | StoredDTensor]
+"""A rank, the number of its file, and what it has of a tensor."""
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """Return what is in the items' files, after comparing what several ranks have.
+
+    Raises:
+        CorruptCheckpoint: the save wasn't finished, a rank's file is missing, or the files contradict each other.
+        UnsafeFile: a file names something that isn't data.
+        UnsupportedValue: an item was written by another serialization than torch.save.
+    """
+    listing = listed(checkpoint.storage)
+    files = read_archives(checkpoint, [name for ranks in listing.files.values() for name in ranks.values()], {})
+    numbered = iter(enumerate(files))
+    tensors, common, objects = Tensors(), dict[str, Any](), dict[str, Any]()
+    for item, ranks in listing.files.items():
+        found: dict[TreePath, list[RankPart]] = {}
+        rest: dict[int, Any] = {}
+        for rank in ranks:
+            number, file = next(numbered)
+            for path, tensor in _tensors(file.value, ()):
+                check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
+                found.setdefault(path, []).append((rank, number, tensor))
+            rest[rank] = _without_tensors(file.value)
+            _refuse_hidden(rest[rank], file.where)
+        for path, held in found.items():
+            key = ".".join([item, *map(str, path)])
+            boxes = listing.boxes.get((item, json.dumps(list(path), separators=(",", ":"), default=str)))
+            if boxes is None:
+                place_parts(checkpoint, key, [each[1:] for each in held], tensors, files)
+            else:
+                _place_boxes(key, held, boxes, tensors, files)
+        first = next(iter(rest.values()))
+        if any(diff(first, other) for other in rest.values()):
+            cells = {rank: ShardedObject(item, None, (len(rest),), (cell,)) for cell, rank in enumerate(rest)}
+            objects |= {cells[rank].unique_key: {} if value is HOLE else value for rank, value in rest.items()}
+        elif first is not HOLE:
+            common[item] = first
+    return contents_of(files, tensors, common=common, objects=objects, where=checkpoint.storage.where)
+
+
+def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTensor | StoredDTensor]]:
+    if isinstance(value, (StoredTensor, StoredDTensor)):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for at, member in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(member, (*path, at))
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return a value with holes for its tensors, and without what holds nothing else; a hole where all are tensors."""
+    if isinstance(value, (StoredTensor, StoredDTensor)):
+        return HOLE
+    if isinstance(value, dict):
+        members = {key: rest for key, member in value.items() if (rest := _without_tensors(member)) is not HOLE}
+        return members if members or not value else HOLE
+    if type(value) in (list, tuple):
+        rests = [_without_tensors(member) for member in value]
+        return HOLE if rests and all(rest is HOLE for rest in rests) else type(value)(rests)
+    return value
+
+
+def _refuse_hidden(value: Any, where: str) -> None:
+    """Raise if a value has tensors where no path leads: in a set, as a dict's key, in an object.
+
+    Raises:
+        UnsupportedValue: it has.
+    """
+    left, seen = [value], set[int]()
+    while left:
+        one = left.pop()
+        if isinstance(one, (StoredTensor, StoredDTensor)):
+            what = f"open: {where!r} has tensors outside of dicts, lists and tuples"
+            fix = "Load it with torch_checkpointing, and save these tensors in a dict."
+            raise UnsupportedValue(error_text(what, found="one in a set or an object, or as a key", fix=fix))
+        if id(one) not in seen:
+            seen.add(id(one))
+            left.extend(contents(one))
+
+
+def _place_boxes(
+    key: str, held: Sequence[RankPart], boxes: Mapping[int, ValueAt], tensors: Tensors, files: Sequence[ArchiveFile]
+) -> None:
+    """Add a tensor of which ranks have boxes that metadata.pkl describes; or the reason why it can't be read."""
+    whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(held[0][2]).dtype
+    tensors.add(key, dtype, whole)
+    placed = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()
+    for rank, number, tensor in held:
+        if rank not in boxes or not isinstance(tensor, StoredTensor) or tensor.dtype != dtype:
+            tensors.refused[key] = f"{files[number].where!r} has another kind of it than metadata.pkl says"
+            return
+        names = ("global_offsets", "local_offsets", "local_sizes")
+        rows = [[each.shape() for each in boxes[rank].member(name).items()] for name in names]
+        if boxes[rank].member("global_shape").shape() != whole or len({*map(len, rows)}) > 1:
+            tensors.refused[key] = f"what metadata.pkl says of {files[number].where!r} contradicts itself"
+            return
+        for offset, inner, size in zip(*rows, strict=True):
+            if not _is_rows(tensor, inner, size) or not _is_inside(offset, size, whole):
+                tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't rows of the rank's tensor"
+                return
+            first, other = placed.setdefault((offset, size), (number, tensor))
+            if first == number:
+                begin = tensor.begin + (inner[0] * prod(size[1:]) if inner else 0) * dtype.itemsize
+                tensors.pieces.append(Piece(key, number, begin, offset, size))
+            elif tensor.shape != size or other.shape != size:  # checksums are of whole tensors
+                tensors.refused[key] = f"{files[number].where!r} has a copy of a part of {files[first].where!r}"
+                return
+            else:
+                tensors.add_copy([key], other, tensor, (files[first].where, files[number].where), offset)
+
+
+def _is_rows(tensor: StoredTensor, inner: Sequence[int], size: Sequence[int]) -> bool:
+    fits = len(inner) == len(size) == len(tensor.shape) and tuple(size[1:]) == tensor.shape[1:]
+    return fits and tensor.is_row_major and not any(inner[1:]) and _is_inside(inner, size, tensor.shape)
+
+
+def _is_inside(offset: Sequence[int], size: Sequence[int], whole: Sequence[int]) -> bool:
+    if not len(offset) == len(size) == len(whole):
+        return False
+    return all(low + length <= end for low, length, end in zip(offset, size, whole, strict=True))
+
+
+ROWS: Strategies = {
+    (StrategyAction.RECOGNIZE, BACKEND, VERSION): recognize,
+    (StrategyAction.DESCRIBE, BACKEND, VERSION): lambda: FormatTraits(decided_by=(METADATA, PATTERN)),
+    **{
+        (action, BACKEND, VERSION): function
+        for action, function in zip(ACTIONS, rows_from_contents(read_contents), strict=True)
+    },
+}
