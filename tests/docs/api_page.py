@@ -102,7 +102,7 @@ def text_of(room: str, name: str) -> str:
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence = re.match(r".*?[.:;](?= [A-Z]|$)", paragraph)
     whole = (sentence[0] if sentence else paragraph).rstrip(":;.")
-    # What comes before a colon says what it is, unless that is a word or two; that functions return goes without saying.
+    # What comes before a colon says what it is, unless that is a word or two; functions return, as all do.
     first = re.split(r"[:;] ", whole)[0]
     short = (first if len(first.split()) > 4 else whole).removeprefix("Return ")
     return short[0].upper() + short[1:]
