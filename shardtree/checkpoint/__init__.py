@@ -37,6 +37,8 @@ __all__ = [
 
 # A save needs no conversion, a load no series: each is imported when it is asked for.
 if typing.TYPE_CHECKING:
+    from ._comparison import CheckpointDifference, KindDifference, compare
+    from ._differences import ValueDifference
     from ._fingerprint import fingerprint
     from ._no_checkpoint import step_prefix as step_prefix
     from ._open import (
@@ -50,7 +52,6 @@ if typing.TYPE_CHECKING:
     from ._replicas import ReplicaDifference, check_replicas
     from ._verify import verify
     from .async_saves import AsyncCallsQueue, async_calls
-    from .comparison import CheckpointDifference, KindDifference, ValueDifference, compare
     from .conversion import ConversionReport, convert
     from .loading import StrictHandling, load, load_plain_tensors
     from .loading._explain import explain, explain_ranks
@@ -64,20 +65,20 @@ else:
         __name__,
         {
             "AsyncCallsQueue": ".async_saves",
-            "CheckpointDifference": ".comparison",
+            "CheckpointDifference": "._comparison",
             "CheckpointSeries": ".series",
             "ConversionReport": ".conversion",
             "FileMark": ".series",
-            "KindDifference": ".comparison",
+            "KindDifference": "._comparison",
             "OpenCheckpoint": ".opened",
             "Removal": ".series",
             "ReplicaDifference": "._replicas",
             "StepFiles": ".series",
             "StrictHandling": ".loading",
-            "ValueDifference": ".comparison",
+            "ValueDifference": "._differences",
             "async_calls": ".async_saves",
             "check_replicas": "._replicas",
-            "compare": ".comparison",
+            "compare": "._comparison",
             "convert": ".conversion",
             "explain": ".loading._explain",
             "explain_ranks": ".loading._explain",

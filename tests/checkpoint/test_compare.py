@@ -17,8 +17,8 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree import LoadOptions
 from shardtree.checkpoint import _differences
+from shardtree.checkpoint._comparison import CheckpointDifference, KindDifference, compare
 from shardtree.checkpoint._differences import ValueDifference, boxes_within
-from shardtree.checkpoint.comparison._compare import CheckpointDifference, KindDifference, compare
 from shardtree.errors import UnsafeFile
 from shardtree.layouts import TensorKind
 from shardtree.storage import MemoryStorage

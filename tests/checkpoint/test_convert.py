@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree import SaveOptions
-from shardtree.checkpoint.comparison._compare import compare
+from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import (
     IntegrityError,

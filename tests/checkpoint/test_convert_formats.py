@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import CheckpointDifference, compare
+from shardtree.checkpoint._comparison import CheckpointDifference, compare
 from shardtree.checkpoint.conversion import convert
 from shardtree.errors import IntegrityError
 from shardtree.storage import LocalStorage, MemoryStorage

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import compare
+from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, _write, convert
 from shardtree.errors import IntegrityError, StorageError, WorldError
 from shardtree.storage import MemoryStorage

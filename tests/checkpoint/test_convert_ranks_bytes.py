@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import compare
+from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.storage import MemoryStorage
 from shardtree.world import simulate

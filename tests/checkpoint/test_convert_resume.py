@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.comparison._compare import compare
+from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage

@@ -17,9 +17,8 @@ from ...plans import grouped
 from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, values_only
 from ...world import World, agree, gather, on_rank_zero
+from .._comparison import BoxReader, group_bytes, plain_difference, value_differences
 from .._differences import ValueDifference, boxes_within, combined
-from ..comparison._compare import plain_difference
-from ..comparison._values import BoxReader, group_bytes, value_differences
 from ..opened import OpenCheckpoint
 from ._passage import Passage, passed_fingerprints
 from ._plan import Plan

@@ -36,10 +36,9 @@ from ...strategies import (
 )
 from ...trees import HOLE
 from ...world import World, agree, on_rank_zero, one_process, share
+from .._comparison import MOST_BYTES, group_bytes
 from .._dispatch import alike, backends_of, given_options
 from .._open import read_fields, recognized
-from ..comparison._compare import MOST_BYTES
-from ..comparison._values import group_bytes
 from ..opened import tree_of
 from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written

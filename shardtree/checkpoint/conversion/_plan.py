@@ -20,9 +20,9 @@ from ...plans import grouped, near_patterns
 from ...strategies.index import untaken_of
 from ...traces import Trace, transformed
 from ...trees import HOLE, key_matcher, leaves_with_paths
+from .._comparison import BoxReader
 from .._differences import box_shape, boxes
 from .._open import load_common
-from ..comparison._values import BoxReader
 from ..opened import OpenCheckpoint
 from ..saving._parts import take_apart
 from ._source import COMMON, Shard, SourceKey, StoredObject, note_shell_patterns, source_tree

@@ -22,8 +22,8 @@ from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
 from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
 from ...world import World, one_process, share
+from .._comparison import BoxReader
 from .._open import load_common, open_at, parse_together
-from ..comparison._values import BoxReader
 from ..opened import OpenCheckpoint
 
 COMMON = "common"
