@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
@@ -20,7 +20,7 @@ from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids
 from ..mapping import ShardedObject, ShardedTensor
 from ..plans import near_patterns
-from ..storage import LocalStorage, MemoryStorage, Storage
+from ..storage import LocalStorage, MemoryStorage, Storage, file_lengths
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, reasoned, texts, untaken_of
 from ..trees import HOLE, Record, key_matcher, shell_differences
 
@@ -369,15 +369,5 @@ def files_in(storage: Storage) -> Files:
     """
     most = _MOST if isinstance(storage, LocalStorage | MemoryStorage) else _MOST_REMOTE
     # One more than are counted, to know whether there are more.
-    found = list(islice(_lengths(storage, ""), most + 1))
+    found = list(islice((length for _, length in file_lengths(storage)), most + 1))
     return Files(min(len(found), most), sum(found[:most]), len(found) <= most)
-
-
-def _lengths(storage: Storage, name: str) -> Iterator[int]:
-    # Only files have a length; other names are folders.
-    length = storage.length(name)
-    if length is not None:
-        yield length
-        return
-    for inner in storage.names(name):
-        yield from _lengths(storage, f"{name}/{inner}" if name else inner)

@@ -33,6 +33,7 @@ from ._capabilities import (
     Function,
     abort_open_uploads,
     can,
+    file_lengths,
     files_in,
     is_folder,
     is_link,

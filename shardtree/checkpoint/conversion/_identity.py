@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...codec import canonical_json, dtype_name, encode_tree, row_major_bits
 from ...errors import CheckpointingException
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...storage import Storage, digest, listed
+from ...storage import digest, file_lengths, listed
 from ...strategies import Checkpoint
 from .._dispatch import Backends
 from ..opened import StoredBoxes
@@ -48,16 +48,8 @@ def _identity(source: Checkpoint) -> Any:
     if isinstance(known, str):
         return known
     with listed(source.storage) as seen:
-        return [source.storage.where(), *_files(seen, "")]
-
-
-def _files(storage: Storage, name: str) -> Iterator[Any]:
-    length = storage.length(name)
-    if length is not None:
-        yield name, length, str(storage.changed(name))
-        return
-    for child in storage.names(name):
-        yield from _files(storage, f"{name}/{child}" if name else child)
+        files = [(name, length, str(seen.changed(name))) for name, length in file_lengths(seen)]
+    return [source.storage.where(), *files]
 
 
 def _tensor(shard: ShardedTensor, known: dict[int, str], nonce: str) -> Any:
