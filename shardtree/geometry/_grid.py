@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, prod
 from typing import Any
 
@@ -316,7 +316,7 @@ def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield (start, *offset), (count, *part)
 
 
-def slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     """Return the index of a box in its tensor.
 
     Examples:
