@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
 
-from ..checkpoint import CheckpointSeries, OpenCheckpoint
-from ..checkpoint.opened import StoredBoxes, index_of, largest_tensors
-from ..errors import MetadataError, StrategyError, TreeError, error_text, shorten
-from ..layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
-from ..lazy import LazyTensor
-from ..mapping import ShardedTensor, ShardedTensorFactory
-from ..pictures import (
+from .checkpoint import CheckpointSeries, OpenCheckpoint
+from .checkpoint.opened import StoredBoxes, index_of, largest_tensors
+from .errors import MetadataError, StrategyError, TreeError, error_text, shorten
+from .layouts import Mesh, ShardColumns, StoredLayout, shard_columns, tensor_shards, tree_columns
+from .lazy import LazyTensor
+from .mapping import ShardedTensor, ShardedTensorFactory
+from .pictures import (
     Picture,
     factory_picture,
     layout_picture,
@@ -33,10 +33,12 @@ from ..pictures import (
     trace_picture,
     tree_picture,
 )
-from ..plans import ReshardPlan, Schedule
-from ..retention import SavedStep
-from ..storage import storage_at
-from ..traces import Trace
+from .plans import ReshardPlan, Schedule
+from .retention import SavedStep
+from .storage import storage_at
+from .traces import Trace
+
+__all__ = ["Drawing", "draw"]
 
 _SHOWN = 6  # of an open checkpoint's tensors
 
