@@ -2,10 +2,9 @@
 
 from ..lazy import Box
 from ._boxes import View, view_of
-from ._coverage import coverage
 from ._local import Local, check_written, localized, transformed, whole_shard
 from ._moves import Loop, Move, Moves
-from ._problems import Difference, Problem
+from ._problems import Difference, Problem, coverage
 from ._recording import trace
 from ._steps import Computed, Constant, Kind
 from ._text import axis_of, factored

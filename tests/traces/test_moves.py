@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from shardtree.traces._coverage import coverage
 from shardtree.traces._moves import Move, Moves, Written, in_place, normal, rolled
-from shardtree.traces._problems import same
+from shardtree.traces._problems import coverage, same
 from tests.traces.programs import all_places, places, random_view
 
 seeds = draw.integers(0, 2**32)
