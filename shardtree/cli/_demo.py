@@ -23,8 +23,7 @@ from ..strategies import LoadOptions, SaveOptions
 from ..trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
 from ..world import World, one_process, run_processes
 from ._one_tensor import show_picture
-from ._output import Output, pace, show_verdict, size
-from ._table import Heading, show_table
+from ._output import Heading, Output, pace, show_table, show_verdict, size
 
 _DRAWN = "embeddings.word_embeddings.weight"
 

@@ -16,8 +16,7 @@ from ..layouts import TensorKind
 from ..strategies import LoadOptions, Strategies, StrategyAction, default_strategies
 from ..trees import Difference, Record
 from ._contents import Contents, TensorRow, brief, check_patterns, contents_at, kind_of, matcher, plain, select
-from ._output import Output, bar, json_text, show_verdict, size, working
-from ._table import Heading, Table, show_table
+from ._output import Heading, Output, Table, bar, json_text, show_table, show_verdict, size, working
 
 # The output: tables for people, a document for programs.
 

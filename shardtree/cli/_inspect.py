@@ -34,9 +34,8 @@ from ._contents import (
 )
 from ._one_tensor import show_pieces, show_values
 from ._outline import COMMON, KEYS, common_rows, key_rows
-from ._output import Output, json_text, printable, size, spellable, working
+from ._output import Heading, Output, Table, json_text, printable, show_table, size, spellable, working
 from ._series import find_steps, run_series
-from ._table import Heading, Table, show_table
 
 # The output: tables for people, a document for programs.
 

@@ -21,8 +21,7 @@ from ..strategies import LoadOptions
 from ..strategies.index import find_texts, reasoned, texts, untaken_of
 from ._contents import plain, shape_text, stored_index
 from ._layouts import chunk_shard
-from ._output import Output, json_text, printable, size
-from ._table import Heading, show_table
+from ._output import Heading, Output, json_text, printable, show_table, size
 
 _MOST = 64 * 2**20  # bytes that are printed: more is a mistake
 _INDEXED = re.compile(r"(?P<key>.+)\[(?P<index>[^\[\]]*)\]", re.DOTALL)

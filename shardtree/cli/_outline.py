@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, shape_text
-from ._output import size
-from ._table import Heading
+from ._output import Heading, size
 
 KEYS = (
     Heading("key", style="bold"),

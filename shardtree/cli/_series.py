@@ -14,8 +14,7 @@ from ..retention import SavedStep
 from ..storage import folder_in, listed, storage_at
 from ..world import one_process
 from ._contents import Files, files_in, plain
-from ._output import Output, json_text, printable, size
-from ._table import Heading, show_table
+from ._output import Heading, Output, json_text, printable, show_table, size
 
 
 @dataclass(frozen=True, slots=True)

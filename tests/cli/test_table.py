@@ -15,8 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shardtree.cli._names import size_named
-from shardtree.cli._output import printable, size
-from shardtree.cli._table import Heading, show_table
+from shardtree.cli._output import Heading, printable, show_table, size
 from tests.trees.samples import assert_caught
 
 NUMBERS = st.integers(0, 10**12).map(str)
