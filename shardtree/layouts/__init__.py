@@ -13,8 +13,7 @@ from ._columns import (
     unpacked_kinds,
 )
 from ._coverage import Coverage, RankTrees, coverage, tensor_shards, tree_columns, trees_by_rank
-from ._grid import Grid, chunk_grids
-from ._stored import StoredLayout
+from ._stored import Grid, StoredLayout, chunk_grids
 from ._unshard import unshard
 from .integrity import (
     Faults,
