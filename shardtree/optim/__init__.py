@@ -14,9 +14,9 @@ from ._convert import (
     sharding_state_to_optim_state,
 )
 from ._leaf import OptimizerRule, OptimizerState, make_sharded_optimizer_tensor
-from ._params import get_param_id_to_name_map, get_param_id_to_sharded_param_map, sharded_params_by_name
 from ._per_parameter import per_parameter
 from ._rules import block_scales, on_mesh, one_per_parameter, one_per_shard, square_preconditioners
+from ._state_dict import get_param_id_to_name_map, get_param_id_to_sharded_param_map, sharded_params_by_name
 
 __all__ = [
     "OptimizerRule",

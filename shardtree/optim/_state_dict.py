@@ -1,12 +1,15 @@
-"""The parts of an optimizer's state dict, by ids or by names, and checks that it is one."""
+"""An optimizer's state dict: its parts by ids or by names, checks that it is one, and the parameter of each id."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
+
 from ..errors import TreeError, error_text
-from ..mapping import ShardedTensor, ShardedTensorFactory
+from ..mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from ..trees import leaves_with_paths, path_key
 
 ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
 ParamId: TypeAlias = int | str
@@ -165,3 +168,161 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
     if not isinstance(keys, Iterable):
         raise TreeError(error_text(f"{doing}: exclude_keys", found=repr(exclude_keys), expected="state keys"))
     return set(keys)
+
+
+# Parameters by id: found by identity, never by order or shape.
+
+_KEEP_VARS = (
+    "Let the tree's data be the model's own parameters, `model.state_dict(keep_vars=True)`: a detached one is another "
+    "tensor. Where the parameter is transformed, use a factory with it as data."
+)
+
+
+def get_param_id_to_sharded_param_map(
+    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer
+) -> dict[int, ShardedParam]:
+    """Return the sharded parameter of each of an optimizer's ids.
+
+    A shard is a parameter's if its data is that very object; shapes, names and memory don't count. Of tied parameters,
+    one tensor under several keys, the first key in alphabetical order counts, the same on every rank.
+
+    Args:
+        model_sharded_state_dict: the model's shards and factories, in any structure.
+        optim_params_iter: the optimizer, whose own order counts; or its parameters in exactly that order.
+
+    Returns:
+        Shards and factories by id. A parameter that the tree lacks is absent.
+
+    Raises:
+        TreeError: none of the optimizer's parameters is in the tree, or some aren't tensors, or are DTensors.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> tree = {"w": ShardedTensor.from_rank_offsets("w", weight, (0, 1, 4))}
+        >>> get_param_id_to_sharded_param_map(tree, [torch.nn.Parameter(torch.zeros(2)), weight])
+        {1: ShardedTensor(key='w', data=<float32 (2,) cpu>, ...)}
+
+    References:
+        megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1.
+    """
+    doing = "get_param_id_to_sharded_param_map"
+    params = _listed(doing, optim_params_iter)
+    numbers = _numbers(params)
+    leaves = [leaf for _, leaf in leaves_with_paths(model_sharded_state_dict) if _is_param(leaf)]
+    found: dict[int, ShardedParam] = {}
+    # By key and not by position: ranks' dicts may have other orders, and all must choose the same of tied parameters.
+    for leaf in sorted(leaves, key=lambda leaf: leaf.key):
+        if id(leaf.data) in numbers:
+            found.setdefault(numbers[id(leaf.data)], leaf)
+    # Megatron-Core only warns here, and then fails on the first state, far from the cause: detached data.
+    if params and not found:
+        what = f"{doing}: no shard's data is a parameter of the optimizer"
+        counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
+        raise TreeError(error_text(what, found=counts[0], expected=counts[1], fix=_KEEP_VARS))
+    return dict(sorted(found.items()))
+
+
+def get_param_id_to_name_map(
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer,
+) -> dict[int, str]:
+    """Return the name of each of an optimizer's ids.
+
+    Args:
+        named_parameters: what `model.named_parameters()` gives. Of several names of one tensor the first counts.
+        optim_params_iter: the optimizer, or its parameters in its own order.
+
+    Raises:
+        TreeError: names each of the optimizer's parameters that has no name; or these aren't names with parameters.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 3)
+        >>> groups = [{"params": [model.bias]}, {"params": [model.weight]}]
+        >>> get_param_id_to_name_map(model.named_parameters(), torch.optim.SGD(groups))
+        {0: 'bias', 1: 'weight'}
+    """
+    doing = "get_param_id_to_name_map"
+    params = _listed(doing, optim_params_iter)
+    names: dict[int, str] = {}
+    for name, param in _pairs(doing, named_parameters):
+        names.setdefault(id(param), name)
+    numbers = {number: params[number] for number in _numbers(params).values()}
+    lost = [f"id {number}: {tuple(param.shape)}" for number, param in numbers.items() if id(param) not in names]
+    if lost:
+        fix = "Give the names of all modules whose parameters the optimizer has."
+        raise TreeError(error_text(f"{doing}: parameters without a name", offenders=lost, fix=fix))
+    return {number: names[id(param)] for number, param in numbers.items()}
+
+
+def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[str, ShardedParam]:
+    """Return a model's shards and factories by their names: their paths in the tree, with dots.
+
+    Args:
+        model_sharded_state_dict: the model's own tree, as ``{"decoder.weight": shard}`` or nested.
+
+    Raises:
+        TreeError: two paths make one name.
+
+    Examples:
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> list(sharded_params_by_name({"decoder": {"weight": shard}, "step": 3}))
+        ['decoder.weight']
+    """
+    pairs = [(path_key(path), leaf) for path, leaf in leaves_with_paths(model_sharded_state_dict) if _is_param(leaf)]
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = [repr(name) for name in found if names.count(name) > 1]
+        raise TreeError(error_text("sharded_params_by_name: two paths make one name", offenders=twice))
+    return found
+
+
+def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return names with their parameters."""
+    given = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+    pairs = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+    wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
+    if wrong:
+        fix = "Pass `model.named_parameters()`."
+        raise TreeError(error_text(f"{doing}: not names with parameters", offenders=wrong, fix=fix))
+    return pairs
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and _is_tensor(pair[1])
+
+
+def _is_param(leaf: Any) -> bool:
+    return isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
+
+
+def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the first position of each parameter, by identity."""
+    numbers: dict[int, int] = {}
+    for number, param in enumerate(params):
+        numbers.setdefault(id(param), number)
+    return numbers
+
+
+def _listed(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
+    """Return an optimizer's parameters in its order."""
+    groups = getattr(optim_params_iter, "param_groups", None)
+    # Ids are positions in the optimizer's groups. `model.parameters()` has that order only with a single group.
+    given = optim_params_iter if groups is None else [param for group in groups for param in group["params"]]
+    many = isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, str))
+    params = list(given) if many else []
+    wrong = [f"item {place}: {type(param).__name__}" for place, param in enumerate(params) if not _is_tensor(param)]
+    wrong += [] if many else [f"a single {type(given).__name__}"]
+    if wrong:
+        fix = "Pass the optimizer, or the parameters in its order."
+        raise TreeError(error_text(f"{doing}: not an optimizer's parameters", offenders=wrong, fix=fix))
+    # Recognised by an attribute: importing the class would load torch.distributed.
+    cut = [f"item {place}: {tuple(param.shape)}" for place, param in enumerate(params) if hasattr(param, "placements")]
+    if cut:
+        fix = "Use `from_dtensors` of shardtree.interop.dtensor on the optimizer's state: DTensors know their layout."
+        raise TreeError(error_text(f"{doing}: parameters that are DTensors", offenders=cut, fix=fix))
+    return params
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
