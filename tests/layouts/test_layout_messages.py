@@ -36,7 +36,7 @@ from shardtree.layouts import (
     unshard,
 )
 from shardtree.layouts.meshes import placed_columns
-from shardtree.layouts.meshes._columns import Placement
+from shardtree.layouts.meshes._placement import Placement
 from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.objects import (
     ObjectArray,

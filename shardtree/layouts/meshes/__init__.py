@@ -1,8 +1,7 @@
 """Layouts that follow from a mesh of ranks and a partition spec for each tensor."""
 
-from ._columns import Placement, mesh_columns, placed_columns
-from ._keyed import KeyFunction
 from ._mesh import Mesh
+from ._placement import KeyFunction, Placement, mesh_columns, placed_columns
 from ._shard import abstract, abstract_at, from_local, layout_of, shard, shard_at
 from ._shards import RankBox, RankShard, mesh_shard, mesh_shards, rank_data, rank_leaf
 from ._specs import AxisSplit, P, PartitionSpec, SpecEntry, SpecFunction, Specs, check_spec, specs_by_pattern, splits

@@ -14,9 +14,8 @@ from ...geometry import integers
 from ...mapping import ShardedObject, ShardedTensor
 from ...trees import HOLE, empty_data, flatten_with_paths, prune, refuse_hidden, without_data
 from .._columns import ShardColumns, TensorKind
-from ._columns import placed_columns
-from ._keyed import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_leaves
 from ._mesh import Mesh, check_mesh
+from ._placement import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_columns, placed_leaves
 from ._shards import RankShard, mesh_shard, rank_data, rank_leaf
 from ._specs import PartitionSpec, Specs, check_patterns, check_spec, spec_finder, splits
 
