@@ -27,7 +27,6 @@ from ._layouts import (
     regular_layouts,
     replicas,
 )
-from ._meshes import MeshCase, mesh_cases, meshes, partition_specs
 from ._optimizer_states import (
     OptimizerState,
     check_held_once,
@@ -48,7 +47,18 @@ from ._states import (
     state_layouts,
     target_tree,
 )
-from ._tensors import PRINTABLE_DTYPES, STORABLE_DTYPES, dtypes, random_bits, shapes, tensors
+from ._tensors import (
+    PRINTABLE_DTYPES,
+    STORABLE_DTYPES,
+    MeshCase,
+    dtypes,
+    mesh_cases,
+    meshes,
+    partition_specs,
+    random_bits,
+    shapes,
+    tensors,
+)
 from ._watched import Call, watched
 from .conformance import RefusedCase, StrategyReport, check_strategy
 from .conformance._row_cases import check_rows
