@@ -12,8 +12,8 @@ from hypothesis import strategies as draw
 
 import shardtree as st
 from shardtree.errors import KeyMismatch
-from shardtree.pictures import Flow, _traces
-from shardtree.pictures._traces import trace_picture
+from shardtree.pictures import Flow, _flows
+from shardtree.pictures._flows import trace_picture
 from tests.traces import programs
 
 
@@ -26,7 +26,7 @@ def check_rows(seed: int) -> None:
         if name in found.tied or not tensor.numel():
             continue
         tensor = tensor.reshape(tensor.shape or (1,))
-        axis, rows = _traces._along_best_axis(found, name)
+        axis, rows = _flows._along_best_axis(found, name)
         drawn = np.zeros(tensor.shape[axis], dtype=bool)
         for others, run in rows:
             drawn[run.start : run.start + run.rows] = True
@@ -48,12 +48,12 @@ def test_rows_are_those_that_are_named(seed: int) -> None:
 
 
 def test_the_law_catches_rows_that_are_one_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = _traces._spans
+    spans = _flows._spans
 
     def shifted(place: int, loops: object, shape: tuple[int, ...]) -> object:
         return spans(place + (place + 1 < np.prod(shape)), loops, shape)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_traces, "_spans", shifted)
+    monkeypatch.setattr(_flows, "_spans", shifted)
     with pytest.raises((AssertionError, IndexError)):
         _ = [check_rows(seed) for seed in range(50)]
 
