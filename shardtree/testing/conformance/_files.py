@@ -24,8 +24,7 @@ from .._layouts import even_layout
 from .._states import GlobalState
 from .._watched import Call, watched
 from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, WHOLE, numbers
-from ._report import Refused
-from ._subject import Case, Layouts, Promise, Subject, Trees, check_there, saved, trees_of
+from ._subject import Case, Layouts, Promise, Refused, Subject, Trees, check_there, saved, trees_of
 
 
 class ProcessDied(Exception):

@@ -18,8 +18,7 @@ from ...strategies import StrategyAction
 from .._layouts import Layout, Piece, even_layout
 from .._states import GlobalState, state_layouts
 from .._tensors import shapes, tensors
-from ._report import Refused
-from ._subject import Case, Promise, Subject, check_reloaded
+from ._subject import Case, Promise, Refused, Subject, check_reloaded
 
 SHAPE = (4, 6)
 LOADS = frozenset({StrategyAction.LOAD_SHARDED})

@@ -10,16 +10,22 @@ from typing import Any
 from ...checkpoint import is_checkpoint
 from ...checkpoint import load as st_load
 from ...checkpoint import save as st_save
+from ...errors import RemoteError, StorageError, StrategyError, UnsupportedValue
 from ...storage import Directory, Storage, storage_at
 from ...strategies import SaveOptions, Strategies, Strategy, StrategyAction, find_strategy
 from ...world import simulate
 from .._layouts import Layout
 from .._states import GlobalState, check_loaded, rank_tree, ranks_of, target_tree
-from ._report import Refused, first_line, is_refusal
+
+_REFUSALS = (UnsupportedValue, StrategyError, StorageError)
 
 Layouts = Mapping[str, Layout]
 Trees = Sequence[Any]
 Writer = Callable[[Trees, Directory], None]
+
+
+class Refused(Exception):
+    """A backend refused a state that its format can't represent, with an error of ours and without a checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,13 +144,20 @@ def saved(subject: Subject, trees: Trees, place: Directory | None = None, **opti
             save = saver(subject)
             simulate(len(trees), lambda world: save(trees[world.rank], to, world=world, **options))
     except Exception as error:
-        if not is_refusal(error):
+        if not isinstance(error, _REFUSALS):
             raise
         # A refusal must come before the commit, or the checkpoint would count without what was refused.
         left = place is None and is_checkpoint(to, strategies=subject.strategies)
-        assert not left, f"it was refused ({first_line(error)}), and there is a checkpoint"
-        raise Refused(first_line(error)) from error
+        assert not left, f"it was refused ({_first_line(error)}), and there is a checkpoint"
+        raise Refused(_first_line(error)) from error
     return to
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; for a RemoteError, that of the first rank that failed."""
+    if isinstance(error, RemoteError) and error.failures:
+        return next(iter(error.failures.values())).splitlines()[0]
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def loaded(subject: Subject, targets: Trees, place: Directory, **options: Any) -> list[Any]:

@@ -1,17 +1,20 @@
-"""`check_strategy`: tries every promise of a backend's rows, and reports all that are broken at once."""
+"""`check_strategy`: tries every promise of a backend's rows, and reports all that are broken at once, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
-from ...errors import StrategyError, error_text
+from ...errors import CheckpointingException, RemoteError, StrategyError, error_text, plural
 from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
 from . import _files as _file_cases
 from . import _layout_cases, _row_cases, _tensor_cases, _value_cases
-from ._report import Broken, Refused, RefusedCase, StrategyReport, failure_reason, failure_text
-from ._subject import Case, Promise, Subject, Writer, raising
+from ._subject import Case, Promise, Refused, Subject, Writer, raising
 
 # Plain named cases first, Hypothesis last: it finds unexpected cases, but that flat ranges, replicas and empty
 # shards are where formats break is known. Named cases run in the same order each time, fail with a name, and need no
@@ -23,6 +26,70 @@ _PROMISES: tuple[Promise, ...] = (
     *_value_cases.PROMISES,
     *_file_cases.PROMISES,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedCase:
+    """A case that a format can't represent.
+
+    Attributes:
+        promise: of the case.
+        case: its name.
+        why: the first line of the error.
+    """
+
+    promise: str
+    case: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyReport:
+    """The result of `check_strategy`; `str` returns it as a list.
+
+    Attributes:
+        backend: the format's name and version.
+        kept: the promises that it keeps, in order.
+        refused: the cases that it can't represent.
+        left_out: the promises that it doesn't make, with the reason.
+    """
+
+    backend: tuple[str, int]
+    kept: tuple[str, ...]
+    refused: tuple[RefusedCase, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return what was kept, refused and left out, one line for each.
+
+        Examples:
+            >>> print(StrategyReport(("cards", 1), ("scalars come back",), left_out={"objects come back": "no row"}))
+            ('cards', 1) keeps 1 promise
+              kept: scalars come back
+              left out: objects come back: no row
+        """
+        cases: dict[tuple[str, str], list[str]] = {}
+        for refusal in self.refused:
+            cases.setdefault((refusal.promise, refusal.why), []).append(refusal.case)
+        lines = [f"kept: {promise}" for promise in self.kept]
+        lines += [f"refused: {promise}: {', '.join(names)}: {why}" for (promise, why), names in cases.items()]
+        lines += [f"left out: {promise}: {why}" for promise, why in self.left_out.items()]
+        return "\n  ".join([f"{self.backend} keeps {plural(len(self.kept), 'promise')}", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class _Broken:
+    """A promise that isn't kept.
+
+    Attributes:
+        promise: its name.
+        tried: how many cases there are.
+        cases: the names of those that fail, simple ones first, each with what is wrong.
+    """
+
+    promise: str
+    tried: int
+    cases: tuple[tuple[str, str], ...]
 
 
 def check_strategy(
@@ -69,7 +136,7 @@ def check_strategy(
     if not any(subject.has(action) for action in StrategyAction):
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
-    kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[Broken]()
+    kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[_Broken]()
     for promise in _selected(only):
         reason = _why_left_out(promise, subject)
         if not reason and promise in _layout_cases.RANDOM and broken:
@@ -87,7 +154,7 @@ def check_strategy(
         else:
             kept.append(promise.name)
     if broken:
-        raise AssertionError(failure_text((backend, version), broken, kept))
+        raise AssertionError(_failure_text((backend, version), broken, kept))
     return StrategyReport((backend, version), tuple(kept), tuple(refused), left_out)
 
 
@@ -127,7 +194,7 @@ def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
         yield Case("what all cases begin with", partial(raising, error))
 
 
-def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[RefusedCase], int]:
+def _run_cases(promise: Promise, subject: Subject) -> tuple[_Broken | None, list[RefusedCase], int]:
     """Run a promise's cases; return what is broken (or None), what was refused, and the number of cases."""
     failed, refused = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
@@ -139,7 +206,80 @@ def _run_cases(promise: Promise, subject: Subject) -> tuple[Broken | None, list[
             if not case.required:
                 refused.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
-            failed.append((case.name, failure_reason(error)))
+            failed.append((case.name, _failure_reason(error)))
         except Exception as error:
-            failed.append((case.name, failure_reason(error)))
-    return (Broken(promise.name, len(cases), tuple(failed)) if failed else None), refused, len(cases)
+            failed.append((case.name, _failure_reason(error)))
+    return (_Broken(promise.name, len(cases), tuple(failed)) if failed else None), refused, len(cases)
+
+
+# Texts of failures.
+
+_SHOWN = 3  # cases of one promise
+_LONGEST = 300  # characters of what was raised: a traceback says the rest
+_FRAMES = 6  # of that traceback, the innermost
+_PACKAGE = Path(__file__).parents[2]
+_PYTHON = sysconfig.get_path("stdlib")
+
+
+def _failure_text(backend: tuple[str, int], broken: Sequence[_Broken], kept: Sequence[str]) -> str:
+    """Return the error's text: every broken promise, each with its simplest cases, and the names of those kept.
+
+    What fails for a reason that was given before is only named: a backend's first fault often breaks most promises.
+
+    Examples:
+        >>> why = chr(10).join(["raised a raw KeyError: 'w'", "in load_sharded"])
+        >>> broken = [_Broken("scalars come back", 2, (("a zero", why),)), _Broken("objects do", 1, (("one", why),))]
+        >>> print(_failure_text(("cards", 1), broken, ["tensors do"]))
+        ('cards', 1) breaks 2 of 3 promises
+          scalars come back: not in 1 of 2 cases
+            a zero: raised a raw KeyError: 'w'
+              in load_sharded
+          objects do: not in 1 of 1 case
+            one: as above: raised a raw KeyError: 'w'
+          kept: tensors do
+    """
+    lines, given = [f"{backend} breaks {len(broken)} of {plural(len(broken) + len(kept), 'promise')}"], set[str]()
+    for promise in broken:
+        lines.append(f"  {promise.promise}: not in {len(promise.cases)} of {plural(promise.tried, 'case')}")
+        for name, why in promise.cases[:_SHOWN]:
+            first, *others = why.splitlines() or [""]
+            text = f"as above: {first}" if others and why in given else "\n      ".join(why.splitlines())
+            lines.append(f"    {name}: {text}")
+            given.add(why)
+        if len(promise.cases) > _SHOWN:
+            lines.append(f"    and {len(promise.cases) - _SHOWN} more")
+    if kept:
+        lines.append(f"  kept: {'; '.join(kept)}")
+    return "\n".join(lines)
+
+
+def _failure_reason(error: BaseException) -> str:
+    """Return what is wrong, in words: a law's message, or the exception that was raised."""
+    if isinstance(error, Refused):
+        return f"was refused, which no format may: {error}"
+    if isinstance(error, AssertionError):
+        return str(error) or "a check failed"
+    if isinstance(error, RemoteError) and error.__cause__ is not None:
+        error = error.__cause__  # the exception of this rank itself
+    kind, raw = "our" if isinstance(error, CheckpointingException) else "a raw", _foreign_error(error)
+    text = f"raised {kind} {type(error).__name__}: {str(error)[:_LONGEST]}"
+    return text if raw is None else f"{text}\n{_traceback_of(raw)}"
+
+
+def _foreign_error(error: BaseException) -> BaseException | None:
+    """Return the original exception, of this or another rank, if it isn't an error of ours."""
+    while isinstance(error, RemoteError) and error.__cause__ is not None:
+        error = error.__cause__
+    return None if isinstance(error, CheckpointingException) else error
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the end of a traceback, from the backend's first frame: that is what its author has to look at."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if not _is_internal(frame.filename)), 0)
+    return "".join(traceback.format_list(frames[max(first, len(frames) - _FRAMES) :])).rstrip()
+
+
+def _is_internal(filename: str) -> bool:
+    is_format = filename.startswith(str(_PACKAGE / "strategies")) or "site-packages" in filename
+    return filename.startswith((str(_PACKAGE), _PYTHON)) and not is_format
