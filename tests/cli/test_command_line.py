@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import shardtree as st
 from tests.quick_python.command import quick_python
 
 ROOT = Path(__file__).parents[2]
@@ -17,21 +16,6 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
     """Run the command line, or code, where nothing is a terminal and warnings are errors."""
     command = [*quick_python(), "-W", "error", *(("-c", code) if code else ("-m", "shardtree")), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-
-
-@pytest.mark.slow
-def test_version() -> None:
-    assert run("--version").stdout == f"shardtree {st.__version__}\n"
-
-
-@pytest.mark.slow
-def test_help_names_the_commands() -> None:
-    assert "demo" in run("--help").stdout
-
-
-@pytest.mark.slow
-def test_an_unknown_command_is_an_error() -> None:
-    assert run("dome").returncode == 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 import shardtree as st
 from shardtree import SaveOptions
 from shardtree.checkpoint import convert
-from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
+from tests.cli.checkpoints import document, run, save_training_state
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +30,6 @@ def test_a_converted_checkpoint_equals_its_source(folder: Path, tmp_path: Path, 
     assert run("diff", folder, tmp_path / "b").exit_code == 0
     found = document("inspect", tmp_path / "b")["format"]
     assert found["sharded_backend"] == backend.partition(":")[0]
-
-
-def test_there_and_back_through_a_format_for_models(folder: Path, tmp_path: Path) -> None:
-    words = ["--leave-out", "rng", "--leave-out", "common"]
-    assert run("convert", folder, tmp_path / "hf", "--to", "huggingface", *words).exit_code == 0
-    assert run("convert", tmp_path / "hf", tmp_path / "back", "--to", "safetensors").exit_code == 0
-    for other in ("hf", "back"):
-        keys = ["--key", "model.*", "--key", "step"]
-        assert run("diff", folder, tmp_path / other, *keys).exit_code == 0
-        found = document("inspect", tmp_path / other)
-        assert (found["totals"]["tensors"], found["totals"]["objects"]) == (5, 0)
-        assert all(row["cut"]["kind"] == "whole" for row in found["tensors"])
 
 
 def test_the_common_state_may_go_to_another_format(folder: Path, tmp_path: Path) -> None:
@@ -142,17 +130,6 @@ def test_the_same_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: P
     assert run("diff", folder, tmp_path / "b").exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["megatron_0161_tp2", "megatron_main202608_tp2", "megatron_0140_torch_dist_flat", "megatron_old_zarr"],
-)
-def test_what_other_programs_wrote(tmp_path: Path, name: str) -> None:
-    source = ROOT / "tests" / "fixtures" / name
-    done = run("convert", source, tmp_path / "b", "--to", "safetensors")
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert run("diff", source, tmp_path / "b").exit_code == 0
-
-
 def test_urls(folder: Path) -> None:
     assert run("convert", f"file://{folder}", "memory://convert/b", "--to", "safetensors").exit_code == 0
     assert run("diff", folder, "memory://convert/b").exit_code == 0
@@ -207,10 +184,3 @@ def test_pickled_values_are_converted_only_when_allowed(tmp_path: Path) -> None:
     allowed = run("convert", tmp_path / "a", tmp_path / "b", "--to", "safetensors", "--allow-pickle")
     assert allowed.exit_code == 0
     assert allowed.stderr.startswith("warning: --allow-pickle")
-
-
-@pytest.mark.slow
-def test_as_a_process(folder: Path, tmp_path: Path) -> None:
-    done = process("convert", folder, tmp_path / "b", "--to", "safetensors")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout

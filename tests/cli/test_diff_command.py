@@ -11,7 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint import compare
-from tests.cli.checkpoints import document, process, run, save_training_state, training_state
+from tests.cli.checkpoints import document, run, save_training_state, training_state
 
 Change = Callable[[dict[str, Any], int], None]
 
@@ -171,11 +171,3 @@ def test_damage_is_trouble_not_a_difference(folder: Path, tmp_path: Path) -> Non
     done = run("diff", folder, tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
     assert path.name in done.stderr
-
-
-@pytest.mark.slow
-def test_as_a_process(folder: Path, tmp_path: Path) -> None:
-    other = save_changed(tmp_path / "changed", another_value)
-    done = process("diff", folder, f"file://{other}")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "\x1b" not in done.stdout

@@ -219,29 +219,6 @@ def test_an_encoding_without_our_signs_gets_others(folder: Path) -> None:
     assert done.stdout.isascii()
 
 
-def test_a_checkpoint_of_megatron(tmp_path: Path) -> None:
-    found = document("inspect", ROOT / "tests" / "fixtures" / "megatron_0161_tp2")
-    assert {row["key"]: (row["shape"], row["dtype"], row["cut"]["counts"]) for row in found["tensors"]} == {
-        "decoder.final_layernorm.weight": ([16], "float32", [1]),
-        "decoder.layers.mlp.linear_fc1.weight": ([4, 64, 16], "float32", [4, 4, 1]),
-        "decoder.layers.mlp.linear_fc2.bias": ([4, 16], "bfloat16", [4, 1]),
-        "decoder.layers.mlp.linear_fc2.weight": ([4, 16, 32], "float32", [4, 1, 2]),
-        "decoder.layers.self_attention.linear_qkv.weight": ([4, 48, 16], "float32", [4, 2, 1]),
-        "embedding.word_embeddings.weight": ([24, 16], "float32", [2, 1]),
-        **{f"het.layers.{layer}.weight": ([16, 16], "float16", [2, 1]) for layer in range(4)},
-        "step": ([], "int64", []),
-        "uneven.weight": ([30, 5], "float32", [2, 1]),
-    }
-    assert [row["unique_key"] for row in found["objects"]] == [
-        *(f"decoder.layers.self_attention._extra_state/shard_{layer}_4" for layer in range(4)),
-        "rng_state/shard_0.0_1.2",
-        "rng_state/shard_0.1_1.2",
-    ]
-    assert {row["name"] for row in found["common"]} >= {"args", "iteration", "optimizer"}
-    assert found["content_metadata"]["distrib_optim_sharding_type"] == "dp_reshardable"
-    assert found["format"]["sharded_backend"] == "torch_dist"
-
-
 BUCKETS = ROOT / "tests" / "fixtures" / "megatron_0161_dp_reshardable_tp2dp2" / "checkpoint"
 
 
@@ -260,7 +237,9 @@ def test_a_pattern_that_means_states_lists_them() -> None:
     assert "buckets  " not in run("inspect", str(BUCKETS), "--key", "optimizer.state.**").stdout
 
 
-@pytest.mark.parametrize("name", ["megatron_0140_torch_dist_flat", "megatron_old_zarr", "megatron_main202608_tp2"])
+@pytest.mark.parametrize(
+    "name", ["megatron_0161_tp2", "megatron_0140_torch_dist_flat", "megatron_old_zarr", "megatron_main202608_tp2"]
+)
 def test_every_fixture_is_shown_whole(name: str) -> None:
     folder = ROOT / "tests" / "fixtures" / name
     found = document("inspect", folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardtree as st
-from tests.cli.checkpoints import ROOT, document, process, run, save_training_state
+from tests.cli.checkpoints import ROOT, document, run, save_training_state
 
 
 @pytest.fixture
@@ -71,13 +71,6 @@ def test_every_kind_of_file_counts(folder: Path, pattern: str) -> None:
     assert run("verify", folder).exit_code == 1
 
 
-def test_a_lost_file_is_damage(folder: Path) -> None:
-    data_file(folder).unlink()
-    done = run("verify", folder)
-    assert done.exit_code == 1
-    assert "no such file" in done.stdout
-
-
 def test_damage_in_what_another_program_wrote(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "tests" / "fixtures" / "megatron_0161_tp2", copy)
@@ -97,10 +90,3 @@ def test_no_checkpoint_has_status_2(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (2, "")
     assert "is not a checkpoint" in done.stderr
     assert run("verify").exit_code == 2
-
-
-@pytest.mark.slow
-def test_as_a_process_with_a_url(folder: Path) -> None:
-    done = process("verify", f"file://{folder}")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout

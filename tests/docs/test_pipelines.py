@@ -114,17 +114,9 @@ def test_layers_that_are_stacked_give_the_same(place: Path) -> None:
 
 FAULTS: dict[str, tuple[str, str]] = {
     "QKV split without groups": (", groups=8", ""),
-    "QKV split into other groups": ("groups=8", "groups=4"),
     "values before keys": ("merge_tensors, QKV,", "merge_tensors, [QKV[0], QKV[2], QKV[1]],"),
-    "gate and up exchanged": ('in "wv"]', 'in "vw"]'),
-    "norms exchanged": ('fc1.layer_norm_weight": NEW + "post_attention', 'fc1.layer_norm_weight": NEW + "input'),
     "padding kept": ("50)", "56)"),
-    "a word cut off": ("50)", "49)"),
     "another dtype": ("bfloat16", "float16"),
-    "cast by way of another dtype": (
-        "    st.bind(st.cast, torch.bfloat16),\n",
-        "    st.bind(st.cast, torch.float16),\n    st.bind(st.cast, torch.bfloat16),\n",
-    ),
 }
 
 
@@ -133,8 +125,6 @@ FAULTS: dict[str, tuple[str, str]] = {
 def test_the_comparison_catches(fault: str, place: Path) -> None:
     right, wrong = FAULTS[fault]
     code = PIPELINE.replace(right, wrong)
-    if fault == "norms exchanged":
-        code = code.replace('qkv.layer_norm_weight": NEW + "input', 'qkv.layer_norm_weight": NEW + "post_attention')
     assert code != PIPELINE
     run(code, place)
     with pytest.raises(AssertionError, match="differs"):

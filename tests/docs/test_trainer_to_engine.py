@@ -87,8 +87,6 @@ FAULTS = {
         'held="concatenated", tensor_parallel=4, stored="interleaved"',
         'held="interleaved", stored="interleaved"',
     ),
-    "QKV of another size": ("tensor_parallel=4, stored", "tensor_parallel=2, stored"),
-    "gate and up of the trainer's size": ("gate_and_up(tensor_parallel=4)", "gate_and_up(tensor_parallel=2)"),
     "gate and up as rows": (
         'TRAINER_LENSES = {"**.linear_fc1.weight": st.lenses.gate_and_up(tensor_parallel=2)}',
         "TRAINER_LENSES = {}",

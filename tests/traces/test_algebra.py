@@ -14,7 +14,6 @@ from hypothesis import strategies as draw
 import shardtree as st
 from shardtree.errors import KeyMismatch, ShapeError, TraceError
 from shardtree.traces import Trace
-from shardtree.traces._boxes import covering_box
 from shardtree.traces._local import localized
 from shardtree.traces._moves import Moves
 from tests.traces import programs
@@ -339,12 +338,6 @@ def test_a_trace_has_no_hash_and_prints() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(found)
     assert str(found) == "trace: 1 source -> 1 output\n  w: float32[2] =\n    [a] = w[a]  (a=2)"
-
-
-def test_a_move_of_boxes_is_a_box() -> None:
-    found = st.trace(lambda tensors: {"w": tensors["w"][1:3, 2:4]}, {"w": torch.empty(4, 6)})
-    [move] = found.moves["w"]
-    assert covering_box(move, (4, 6))[0] == ((1, 2), (2, 2))
 
 
 @pytest.mark.parametrize(

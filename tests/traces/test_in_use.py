@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import pytest
@@ -199,36 +198,6 @@ def test_a_conversion_that_drops_a_tensor_is_refused(folder: Any, tmp_path: Any)
     assert sorted(st.load_plain_tensors(tmp_path / "y")) == ["norm", "up.weight"]
 
 
-def test_the_identity_of_a_conversion_is_that_of_the_moves(folder: Any) -> None:
-    def made_of(trace: st.Trace) -> Any:
-        return st.open_checkpoint(folder, transform=trace)["fc1"].data.source.made_of[:2]
-
-    assert made_of(found()) == made_of(found())
-    other = st.trace(
-        lambda given: {"fc1": torch.stack([given["up.weight"], given["gate.weight"]], 1).flatten(0, 1)}, STORED
-    )
-    assert made_of(found()) != made_of(other)
-    scaled = [st.trace(lambda given, by=by: {"fc1": given["up.weight"] * by}, STORED) for by in (2.0, 3.0)]
-    assert made_of(scaled[0]) != made_of(scaled[1])
-
-
-def test_a_live_trainer_feeds_an_engine_through_the_engine_s_own_loader() -> None:
-    weights = given(LOADERS[QKV])
-
-    def rank(world: Any) -> Any:
-        mine = {
-            key: st.ShardedTensor.from_rank_offsets(key, tensor.chunk(2)[world.rank], (0, world.rank, 2))
-            for key, tensor in weights.items()
-        }
-        engine = traced(LOADERS[QKV], world.rank, 2)
-        kind = engine.outputs["qkv"]
-        into = {"qkv": st.ShardedTensor.from_rank_offsets("qkv", torch.empty(kind.shape))}
-        return st.redistribute(mine, into, transform=engine, world=world)["qkv"].data
-
-    for number, qkv in enumerate(st.simulate(2, rank)):
-        assert torch.equal(qkv, traced(LOADERS[QKV], number, 2)(weights)["qkv"])
-
-
 def test_a_module_s_loader_fills_it_from_a_folder(folder: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -306,8 +275,3 @@ def test_a_plan_shows_what_ranks_would_send_for_their_own_loaders() -> None:
 
     for engine, made in zip(engines, st.simulate(2, rank), strict=True):
         assert torch.equal(made["qkv"], engine(weights)["qkv"])
-
-
-def test_parts_are_of_the_size_of_what_is_needed() -> None:
-    part = found().narrow({"fc1": ((2, 0), (3, 6))})
-    assert sum(prod(box.shape) for some in part.reads().values() for box in some) == 18

@@ -162,22 +162,6 @@ def test_a_chunk_along_the_wrong_dimension_is_found() -> None:
     assert kinds(traced(loader, 0, 2), traced(loader, 1, 2)) == {"bends"}
 
 
-def test_a_lost_expert_is_unused() -> None:
-    lose = lambda weights: [(name, weight) for name, weight in weights if not name.startswith("3.")]  # noqa: E731
-    first, *others = changed("experts by ep", lose, ranks=4)
-    unused = [each.name for each in first.check(*others) if each.kind == "unused"]
-    assert unused == ["3.w1", "3.w2", "3.w3"]
-
-
-def test_a_wrong_head_of_keys_on_a_rank_is_found() -> None:
-    right = [traced(LOADERS[QKV], rank, 4) for rank in range(4)]
-    wrong = [right[0], right[1], right[1], right[3]]  # rank 2 has rank 1's queries, and its head of keys
-    assert {each.name for each in wrong[0].check(*wrong[1:])} == {"q_proj"}
-    assert set(right[2].diff(wrong[2])) == {"qkv"}
-    lost = [right[0], right[1], right[0], right[1]]
-    assert {each.name for each in lost[0].check(*lost[1:])} == {"q_proj", "k_proj", "v_proj"}
-
-
 def test_the_wrong_head_of_keys_on_several_ranks_is_found_by_comparing_with_another_loader() -> None:
     def dealt_in_turn(rank: int, ranks: int):  # type: ignore[no-untyped-def]
         """Ranks 0 and 2 get head 0, where 0 and 1 should."""
@@ -203,21 +187,3 @@ def test_the_wrong_head_of_keys_on_several_ranks_is_found_by_comparing_with_anot
         [48, 48],
         [],
     ]
-
-
-def test_rotary_rows_permuted_on_a_shard_are_found() -> None:
-    def on_a_shard(rank: int, ranks: int):  # type: ignore[no-untyped-def]
-        query = loaders.empty(8, 12)
-
-        def load(weights: Weights) -> None:
-            [(_, weight)] = weights
-            mine = loaders.rows_of(weight, rank, 8)
-            query.data.copy_(mine.view(1, 4, 2, 12).transpose(1, 2).reshape(8, 12))  # heads of 8, not two of 4
-
-        return {"q": query}, load
-
-    loader = Loader("", {"w": (32, 12)}, on_a_shard)
-    wrong = [traced(loader, rank, 4) for rank in range(4)]
-    right = [traced(LOADERS["rotary rows"], rank, 4) for rank in range(4)]
-    assert wrong[0].check(*wrong[1:]) == ()
-    assert all(one.diff(other) for one, other in zip(right, wrong, strict=True))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from shardtree.traces._moves import Move, Moves, Written, in_place, normal, rolled
+from shardtree.traces._moves import Move, Moves, Written, normal, rolled
 from shardtree.traces._problems import coverage, same
 from tests.traces.programs import all_places, places, random_view
 
@@ -141,7 +141,3 @@ def test_moves_are_the_same_if_their_elements_are(seed: int) -> None:
     single = Moves(normal(Move("s", place, int(array[place]), ())) for place in range(len(array)) if array[place] >= 0)
     assert same(cell, single)
     assert same(single, cell)
-
-
-def test_a_read_of_places_is_in_place() -> None:
-    assert in_place(Move("w", 3, 5, ((2, 4, 1),))) == Move(None, 3, 3, ((2, 4, 4),))
