@@ -23,16 +23,9 @@ ZEROS = {"w": torch.zeros(5), "norm": torch.zeros(2)}
 Case = tuple[Callable[[], Any], type[CheckpointingException], str]
 
 PLANS: list[Case] = [
-    (lambda: plan_buffers(SHAPES, data_parallel=0), MetadataError, "data_parallel doesn't fit\n  found 0, expected at"),
-    (lambda: plan_buffers(SHAPES, data_parallel=2.0), MetadataError, "data_parallel.*\n  found float, expected an int"),
     (lambda: plan_buffers(SHAPES, data_parallel=True), MetadataError, "found bool"),
     (lambda: plan_buffers(SHAPES, data_parallel=2, align=0), MetadataError, "align .*\n  found 0.*\n  Pass 1 for"),
     (lambda: plan_buffers(SHAPES, data_parallel=2, bucket_align=-1), MetadataError, "bucket_align doesn't fit"),
-    (
-        lambda: plan_buffers(SHAPES, data_parallel=2, bucket_size=0),
-        MetadataError,
-        "(?s)bucket_size .*Pass None for",
-    ),
     (lambda: plan_buffers(SHAPES, data_parallel=2, order="wb"), MetadataError, "order doesn't fit\n  found 'wb'"),
     (lambda: plan_buffers(SHAPES, data_parallel=2, order=3), MetadataError, "order doesn't fit\n  found 3"),
     (
@@ -43,7 +36,6 @@ PLANS: list[Case] = [
     (lambda: plan_buffers(SHAPES, data_parallel=2, order=["x", 3, []]), KeyMismatch, r"(?s)order has.*'x'.*3.*\[\]"),
     (lambda: plan_buffers(SHAPES, data_parallel=2, alone=["x"]), KeyMismatch, "alone has names of no parameter\n  'x'"),
     (lambda: plan_buffers(SHAPES, data_parallel=2, alone=None), MetadataError, "alone doesn't fit\n  found None"),
-    (lambda: plan_buffers([(2, 3)], data_parallel=2), MetadataError, "not parameters by name\n  found list"),
     (
         lambda: plan_buffers({"w": None, "f": FLAT, "n": (2, -1), "x": (1.5,), "": (2,)}, data_parallel=2),
         MetadataError,
@@ -62,15 +54,8 @@ PLANS: list[Case] = [
 ]
 
 SLICES: list[Case] = [
-    (
-        lambda: PLAN.ranges(2),
-        MetadataError,
-        "(?s)found 2, expected a data-parallel rank, 0 to 1.*not in the",
-    ),
     (lambda: PLAN.ranges(-1), MetadataError, "found -1"),
     (lambda: PLAN.ranges("0"), MetadataError, "found str"),  # type: ignore[arg-type]
-    (lambda: PLAN.holders("x"), KeyMismatch, "no parameter 'x' in the buffer"),
-    (lambda: PLAN.explain("x"), KeyMismatch, "no parameter 'x' in the buffer"),
     (lambda: slice_views(SHAPES, 0, OWN), MetadataError, "slice_views: not a plan\n  found dict"),  # type: ignore[arg-type]
     (lambda: slice_views(PLAN, 7, OWN), MetadataError, "found 7, expected a data-parallel rank"),
     (
@@ -78,7 +63,6 @@ SLICES: list[Case] = [
         ShapeError,
         "rank 0 of 2: .*\n  found 1 tensor, expected a list of 2",
     ),
-    (lambda: slice_views(PLAN, 0, OWN[0]), ShapeError, r"found Tensor.*\n  Pass a list, \[tensor\]"),
     (lambda: slice_views(PLAN, 0, {0: OWN[0]}), ShapeError, "found dict"),  # type: ignore[arg-type]
     (
         lambda: slice_views(PLAN, 1, [torch.zeros(10), torch.zeros(1, 2)]),
@@ -105,18 +89,12 @@ SLICES: list[Case] = [
         r"(?s)'w': \(6,\) torch.float32, not \(5,\) torch.float32.*'norm': \(2,\) torch.float16, not.*dtype= where",
     ),
     (lambda: buffer_slices(PLAN, 0, {**ZEROS, "w": None}), ShapeError, r"'w': NoneType, not \(5,\)"),
-    (
-        lambda: buffer_slices(PLAN, 0, flat_targets(PLAN, 0, HELD)),
-        ShapeError,
-        "(?s)rank 0: tensors without memory.*'w'.*'norm'.*Pass what `load` returns",
-    ),
     (lambda: buffer_slices(PLAN, 0, ZEROS, dtype="float32"), MetadataError, "buffer_slices: not a dtype\n  found str"),  # type: ignore[arg-type]
 ]
 
 SHARDS: list[Case] = [
     (lambda: flat_shards("plan", 0, OWN, HELD), MetadataError, "flat_shards: not a plan\n  found str"),  # type: ignore[arg-type]
     (lambda: flat_targets("plan", 0, HELD), MetadataError, "flat_targets: not a plan\n  found str"),  # type: ignore[arg-type]
-    (lambda: flat_shards(PLAN, 0, OWN, {"w": HELD["w"]}), KeyMismatch, "(?s)aren't there\n  'b'\n  'norm'"),
     (lambda: flat_shards(PLAN, 0, OWN, list(HELD)), ShapeError, "not parameters by name\n  found list"),  # type: ignore[arg-type]
     (
         lambda: flat_shards(PLAN, 0, OWN, {"w": HELD["b"], "b": torch.zeros(3), "norm": FLAT, "more": "ignored"}),

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from shardtree.buffers import BufferPlace, BufferPlan, BufferRange, plan_buffers
 from shardtree.mapping import ShardedTensor
 from shardtree.testing import BufferOptions, buffer_options, check_buffer_plan, glu
-from tests.buffers.buffer_samples import assert_caught
+from tests.trees.samples import assert_caught
 
 MEGATRON = {"align": 64, "bucket_align": 128}
 

@@ -17,8 +17,8 @@ from shardtree.mapping import ShardedTensor
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference
 from shardtree.world import World, simulate
-from tests.buffers.buffer_samples import assert_caught
 from tests.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, same, saved_flat
+from tests.trees.samples import assert_caught
 
 MEGATRON = {"align": 64, "bucket_align": 128, "bucket_size": 100}
 

@@ -112,11 +112,6 @@ def test_an_intersection_catches_an_end_off_by_one() -> None:
     assert_caught(holds_what_both_hold, one_more, box_pairs())
 
 
-@pytest.mark.parametrize(("rows", "expected"), [([], (0, 1)), ([()], (1, 1)), ([(), (3, 2)], (2, 2))])
-def test_scalars_and_no_rows_have_a_column(rows: list[tuple[int, ...]], expected: tuple[int, int]) -> None:
-    assert box_column(rows, fill=1).shape == expected
-
-
 INTEGERS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300) | st.integers(0, 2**33), max_size=5)
 
 

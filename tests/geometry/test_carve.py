@@ -79,10 +79,3 @@ def test_cuts_that_are_apart_are_taken_whole() -> None:
     assert carved.pair.tolist() == list(range(begin.size))
     assert np.array_equal(carved.offset, offset) and np.array_equal(carved.shape, shape)
     assert np.array_equal(carved.rest_offset[:, 0], begin + 2) and (carved.rest_shape == [1, 5]).all()
-
-
-def test_what_nothing_cuts_is_left_as_it_was() -> None:
-    offset, shape, none = np.array([[3, 1], [0, 0]]), np.array([[2, 2], [1, 5]]), np.zeros((0, 2), dtype=np.int64)
-    carved = carve_boxes(offset, shape, none[:, 0], none, none)
-    assert (carved.rest_offset.tolist(), carved.rest_shape.tolist()) == (offset.tolist(), shape.tolist())
-    assert carved.row.tolist() == [0, 1] and not carved.pair.size

@@ -56,16 +56,6 @@ def test_tiling_catches_a_missing_last_box() -> None:
     assert_caught(tile_their_ranges, without_the_last, flat_ranges())
 
 
-def test_a_range_that_is_its_whole_box_is_one_box() -> None:
-    row, offset, shape, position = flat_boxes(np.array([[3, 4, 5]]), np.array([0]), np.array([60]))
-    assert (row.tolist(), offset.tolist(), shape.tolist(), position.tolist()) == ([0], [[0, 0, 0]], [[3, 4, 5]], [0])
-
-
-def test_the_most_boxes_are_twice_the_axes_less_one() -> None:
-    row, *_ = flat_boxes(np.array([[4, 4, 4]]), np.array([1]), np.array([63]))
-    assert row.size == 5
-
-
 def test_a_huge_box_is_not_walked_over() -> None:
     row, _, shape, _ = flat_boxes(np.array([[2**20, 2**20]]), np.array([1]), np.array([2**40 - 1]))
     assert (row.size, int(shape.prod(axis=1).sum())) == (3, 2**40 - 2)

@@ -60,13 +60,6 @@ def test_pairs_catch_boxes_that_only_touch() -> None:
     assert_caught(are_all_overlaps, touching, two_sides())
 
 
-def test_one_long_box_does_not_hide_the_short_ones_behind_it() -> None:
-    group = np.zeros(3, dtype=np.int64)
-    offset, shape = np.array([[0], [1], [5]]), np.array([[100], [1], [1]])
-    left, right = overlapping_pairs(group[:1], np.array([[50]]), np.array([[1]]), group, offset, shape)
-    assert (left.tolist(), right.tolist()) == ([0], [0])
-
-
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_hundred_thousand_chunks_meet_a_few_requests_without_all_pairs(axes: int) -> None:
     count = 100_000

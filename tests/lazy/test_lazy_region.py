@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.lazy import _sources
-from shardtree.lazy._sources import Box, Strided, covering, dense, narrowed
+from shardtree.lazy._sources import Box, Strided, covering
 
 Covering = Callable[[Strided, tuple[int, ...]], tuple[Box, Strided]]
 
@@ -91,8 +91,3 @@ def test_box_of_everything_is_caught() -> None:
     check_box_is_the_smallest(covering, whole, whole[1:3])
     with pytest.raises(AssertionError):
         check_box_is_the_smallest(lambda view, shape: (Box((0, 0), shape), view), whole, whole[1:3])
-
-
-def test_narrowed_of_narrowed_adds_up() -> None:
-    once = narrowed(dense((4, 6)), Box((1, 2), (3, 4)))
-    assert narrowed(once, Box((1, 1), (1, 2))) == narrowed(dense((4, 6)), Box((2, 3), (1, 2)))

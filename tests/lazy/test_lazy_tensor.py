@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -232,13 +231,6 @@ def test_cat_reads_only_the_parts_that_it_needs() -> None:
     assert [recorder.boxes for recorder in recorders] == [[], [((1, 1), (1, 2))], [((0, 1), (1, 2))], []]
 
 
-def test_cat_of_chunks_reads_the_tensor_in_pieces(recorder: Recorder) -> None:
-    lazy = torch.cat(torch.chunk(recorder.lazy(), 2, dim=0), dim=0)
-    assert bits(lazy.read()) == bits(recorder.whole)
-    assert [fetch.offset for fetch in lazy.fetches] == [(0, 0), (2, 0)]
-    assert lazy.nbytes_to_read == lazy.nbytes == 96
-
-
 def test_cat_promotes_as_torch_does() -> None:
     parts = [torch.tensor([1, 300]), torch.tensor([0.1], dtype=torch.bfloat16), torch.tensor([])]
     lazy = torch.cat([Recorder(part).lazy() for part in parts])
@@ -314,31 +306,6 @@ def test_equality_is_identity(recorder: Recorder) -> None:
     assert len({one, other, one}) == 2
 
 
-def test_lazy_tensor_is_immutable(recorder: Recorder) -> None:
-    with pytest.raises(AttributeError):
-        recorder.lazy().casts = (torch.int8,)  # type: ignore[misc]
-
-
-def test_swiglu_halves_come_apart_and_together() -> None:
-    shards = [Recorder(torch.randn(4, 3)) for _ in range(2)]
-    pairs = [torch.chunk(shard.lazy(), 2, dim=0) for shard in shards]
-    gate, up = (torch.cat(list(halves), dim=0) for halves in zip(*pairs, strict=True))
-    truth = [torch.cat([half.whole.chunk(2)[n] for half in shards]) for n in range(2)]
-    assert bits(torch.cat([gate, up]).read()) == bits(torch.cat(truth))
-
-
-def test_grouped_qkv_comes_apart() -> None:
-    fused = Recorder(torch.randn(2 * 4 * 3, 5))  # 2 groups of (2 queries, key, value), 3 a head
-    groups = fused.lazy().view(2, 4, 3, 5)
-    query, key, _ = torch.split(groups, [2, 1, 1], dim=1)
-    assert bits(torch.cat(query.unbind(0)).flatten(0, 1).read()) == bits(
-        fused.whole.view(2, 4, 3, 5)[:, :2].reshape(12, 5)
-    )
-    assert bits(key.squeeze(1).read()) == bits(fused.whole.view(2, 4, 3, 5)[:, 2])
-    with pytest.raises(UnsupportedValue, match=r"(?s)'w'.*reshape.*read\(\)"):
-        query.reshape(12, 5)
-
-
 def test_torch_says_what_is_wrong_with_arguments(recorder: Recorder) -> None:
     lazy = recorder.lazy()
     for wrong in (lambda: lazy[4], lambda: lazy.narrow(0, 3, 2), lambda: lazy.view(5, 5), lambda: torch.cat([lazy], 2)):
@@ -410,17 +377,3 @@ def test_operation_that_needs_elements_is_refused(operation: str, recorder: Reco
 @pytest.mark.parametrize("name", ["data", "real", "grad", "nonsense", "__cuda_array_interface__"])
 def test_attribute_that_needs_elements_is_absent(name: str, recorder: Recorder) -> None:
     assert not hasattr(recorder.lazy(), name)
-
-
-def test_torch_makes_no_tensor_of_it(recorder: Recorder) -> None:
-    for make in (torch.tensor, torch.as_tensor):
-        with pytest.raises(UnsupportedValue, match=r"read\(\)"):
-            make(recorder.lazy())
-    assert recorder.boxes == []
-
-
-def test_chunks_tile_the_box(recorder: Recorder) -> None:
-    pieces = recorder.lazy().split(4, dim=1)
-    edges = [0, *(sum(piece.shape[1] for piece in pieces[: n + 1]) for n in range(len(pieces)))]
-    assert [(low, high) for low, high in pairwise(edges)] == [(0, 4), (4, 6)]
-    assert [piece.fetches[0].shape for piece in pieces] == [(4, 4), (4, 2)]

@@ -34,7 +34,6 @@ from shardtree.lenses import (
     renamed,
     rotary_halves,
     stacked_layers,
-    tied,
     transposed,
     unstacked_layers,
 )
@@ -173,14 +172,6 @@ def test_a_rank_without_columns_stores_nothing_where_axes_are_folded() -> None:
     empty = st.ShardedTensor("w", torch.zeros(0, 2), torch.float32, (0, 2), (0, 4), (0, 2), None)
     [part] = rearranged("a b -> (a b)")(empty).shards
     assert (part.global_shape, part.global_offset) == ((0,), (0,))
-
-
-def test_several_axes_may_be_in_parentheses_on_both_sides() -> None:
-    whole = torch.arange(24.0).reshape(4, 6)
-    lens = rearranged("(a b) (c d) -> (d a) (b c)", a=2, c=3)
-    stored = check_lens(lens, [shard for rank in (0, 1) for shard in cut(even_layout((4, 6), 2, 1), "w", whole, rank)])
-    expected = whole.view(2, 2, 3, 2).permute(3, 0, 1, 2).reshape(4, 6)
-    assert torch.equal(stored["w"], expected)
 
 
 def test_rows_of_one_box_are_views() -> None:
@@ -369,83 +360,28 @@ def filled(fill: float, dtype: torch.dtype) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] = {
-    "rows that ranks don't divide": (lambda: gate_and_up(tensor_parallel=3)(held((8, 2))), ShapeError, "global shape"),
-    "no ranks": (lambda: gate_and_up(tensor_parallel=0), MetadataError, "1 or more"),
-    "ranks that are no number": (lambda: gate_and_up(tensor_parallel=2.0), MetadataError, "an int"),  # type: ignore[arg-type]
-    "no such axis": (lambda: gate_and_up(tensor_parallel=1, axis=2)(held((8, 2))), ShapeError, "no such axis"),
-    "a part without names": (lambda: gate_and_up(tensor_parallel=1, part="w"), TreeError, "not names of parts"),
-    "one name too few": (lambda: gate_and_up(tensor_parallel=1, part="w", names=("a",)), TreeError, "2 different"),
     "a name twice": (lambda: gate_and_up(tensor_parallel=1, part="w", names=("a", "a")), TreeError, "2 different"),
-    "a part that isn't there": (
-        lambda: gate_and_up(tensor_parallel=1, part="x", names=("a", "b"))(held((2,))),
-        TreeError,
-        "'x' 0 times in 'w'",
-    ),
     "a part that is there twice": (lambda: renamed("e", "f")(held((2,), "e.0.e.w")), TreeError, "2 times"),
-    "groups that don't divide the heads": (
-        lambda: attention_qkv(heads=4, head_size=1, query_groups=3),
-        MetadataError,
-        "a divisor of 4 heads",
-    ),
-    "ranks that share a group": (
-        lambda: attention_qkv(heads=8, head_size=1, query_groups=2, held="concatenated", tensor_parallel=4),
-        MetadataError,
-        "hold copies of its keys and values",
-    ),
-    "another number of heads": (lambda: attention_qkv(heads=4, head_size=1)(held((13, 2))), ShapeError, "query groups"),
-    "an unknown form": (lambda: attention_qkv(heads=4, head_size=1, held="mixed"), MetadataError, "one of"),  # type: ignore[arg-type]
-    "an odd head": (lambda: rotary_halves(head_size=3), MetadataError, "even number"),
-    "rows that aren't heads": (lambda: rotary_halves(head_size=4)(held((6,))), ShapeError, "heads of 4"),
-    "a key without a number": (lambda: stacked_layers("layers", 4)(held((2,), "layers.w")), TreeError, "0 times"),
-    "a key with two numbers": (
-        lambda: stacked_layers("layers", 4)(held((2,), "layers.0.layers.1.w")),
-        TreeError,
-        "2 times",
-    ),
     "a part of a longer name": (
         lambda: stacked_layers("layers", 4)(held((2,), "sublayers.0.w")),
         TreeError,
         "0 times",
     ),
-    "a layer too many": (lambda: stacked_layers("layers", 4)(held((2,), "layers.4.w")), TreeError, "below 4 layers"),
     "layers of a scalar": (lambda: unstacked_layers("w")(held(())), ShapeError, "a first axis"),
-    "experts that don't divide": (lambda: expert_stack(experts=3)(held((8, 2))), ShapeError, "a multiple of 3"),
     "no pattern": (lambda: rearranged("a b"), MetadataError, "axes -> axes"),
-    "names on one side": (lambda: rearranged("a b -> a c"), MetadataError, "axes -> axes"),
     "a name twice in a pattern": (lambda: rearranged("a a -> a a"), MetadataError, "axes -> axes"),
     "nested parentheses": (lambda: rearranged("((a b) c) -> a b c", a=2, b=2), MetadataError, "axes -> axes"),
     "empty parentheses": (lambda: rearranged("() a -> a"), MetadataError, "axes -> axes"),
-    "two unknown sizes": (lambda: rearranged("(a b) -> a b"), MetadataError, "a=...|b=..."),
     "a size of no name": (lambda: rearranged("a -> a", b=2), MetadataError, "names in the pattern"),
-    "a size that doesn't divide": (
-        lambda: rearranged("(a b) c -> a b c", a=3)(held((8, 2))),
-        ShapeError,
-        "axis 0 is 8, not a multiple of a=3",
-    ),
     "a size that isn't the axis's": (lambda: rearranged("a b -> b a", b=3)(held((8, 2))), ShapeError, "axis 1 is 2"),
-    "a pattern of other axes": (lambda: rearranged("a b -> b a")(held((8,))), ShapeError, "2 axes"),
-    "an axis shorter than what is stored": (lambda: padded_axis(9)(held((8, 2))), ShapeError, "9 or more"),
     **{
         f"padding of {fill} in {dtype}": (partial(filled, fill, dtype), ShapeError, f"padding of {fill}")
         for fill, dtype in [(-1, torch.uint8), (300, torch.int8), (0.5, torch.int32), (2, torch.bool), (1, torch.uint7)]
     },
     "padding that is no number": (lambda: filled("x", torch.float32), ShapeError, "padding of x"),  # type: ignore[arg-type]
-    "a key that no pattern fits": (
-        lambda: by_pattern({"x": None})(held((2,))),
-        TreeError,
-        "no pattern fits 'w'",
-    ),
     "no patterns": (lambda: by_pattern({}), MetadataError, "patterns and lenses"),
     "no axes": (lambda: transposed()(held((2,))), ShapeError, "no such axes"),
     "an empty name": (lambda: renamed("w", ""), TreeError, "not names"),
-    "an empty part": (lambda: tied("", "w"), TreeError, "not names"),
-    "a flat range": (
-        lambda: GATED(
-            st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (8, 2), flattened_range=slice(0, 3))
-        ),
-        ShapeError,
-        "as_factory",
-    ),
     "a flat range, renamed": (
         lambda: renamed("w", "v")(
             st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (8, 2), flattened_range=slice(0, 3))
@@ -453,14 +389,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         ShapeError,
         "isn't a box",
     ),
-    "a stored shape that may differ": (
-        lambda: GATED(replace(held((8, 2)), allow_shape_mismatch=True)),
-        ShapeError,
-        "padded_axis",
-    ),
     "no shard": (lambda: as_factory(torch.zeros(2), GATED), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
-    "no lens": (lambda: as_factory(held((2,)), "gate_and_up"), MetadataError, "a lens"),  # type: ignore[arg-type]
-    "no lens in a composition": (lambda: compose([GATED]), MetadataError, r"lenses\[0\]"),  # type: ignore[arg-type]
     "no lens for a pattern": (lambda: factories_by_pattern({}, {"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
     "no lens to choose": (lambda: by_pattern({"w": 3}), MetadataError, "a lens"),  # type: ignore[dict-item]
     "patterns that are no texts": (lambda: by_pattern({1: None}), MetadataError, "patterns and lenses"),  # type: ignore[dict-item]
@@ -471,17 +400,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         "a list of patterns",
     ),
     "a lens of a tensor": (lambda: GATED(torch.zeros(8)), MetadataError, "a ShardedTensor"),  # type: ignore[arg-type]
-    "a lens that builds no StoredForm": (
-        lambda: as_factory(held((2,)), lambda shard: shard).build(),  # type: ignore[arg-type,return-value]
-        MetadataError,
-        "a StoredForm",
-    ),
     "a composed lens that builds no StoredForm": (
         lambda: compose(lambda shard: None)(held((2,))),  # type: ignore[arg-type,return-value]
         MetadataError,
         "a StoredForm",
     ),
-    "a pattern for nothing": (lambda: factories_by_pattern({}, {"w": GATED}), TreeError, "fit no tensor"),
     "data of another shape": (
         lambda: replace(as_factory(held((8, 2)), GATED), data=torch.zeros(8)).build(),
         ShapeError,
@@ -512,7 +435,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         "found 4 indices",
     ),
     "ragged columns": (lambda: runs_of_lists([[1], [1, 2]]), ShapeError, "one axis of integers"),
-    "groups that are no number": (lambda: grouped_runs(2, "a", (2,)), MetadataError, "an int"),  # type: ignore[arg-type]
     "a negative number of groups": (lambda: grouped_runs(-2, -1, (2,)), ShapeError, "-1 groups"),
     "an order that is no numbers": (
         lambda: joined_parts(grouped_runs(2, 1, (1, 1)), [0, "a"]),  # type: ignore[list-item]
@@ -525,7 +447,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         TreeError,
         "0 times",
     ),
-    "runs that overlap": (lambda: runs([2, 2], [0, 0], [0, 1], (4,)), ShapeError, r"\[0:2\], \[1:3\]"),
     "runs with a gap": (lambda: runs([2], [0], [1], (3,)), ShapeError, "each of its 3 places"),
     "runs of a part too many": (lambda: runs([2], [1], [0], (2,)), ShapeError, "PADDING, or 0 to 0"),
     "runs of fewer parts": (lambda: runs([2], [0], [0], (2, 1)), ShapeError, "part 1"),
@@ -538,7 +459,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[CheckpointingException], str]] 
         ShapeError,
         "AxisRuns for 3 indices",
     ),
-    "no runs": (lambda: mapped_axis(0, lambda n: n)(held((3,))), ShapeError, "found int"),  # type: ignore[arg-type,return-value]
     "parts without names": (
         lambda: mapped_axis(0, lambda n: grouped_runs(n, 1, (1, 1)))(held((2,))),
         ShapeError,

@@ -28,13 +28,6 @@ def resumed_rates(own: list[dict[str, Any]]) -> list[float]:
     return [group["lr"] for group in groups]
 
 
-def test_a_group_of_which_a_rank_has_nothing_gets_what_was_stored() -> None:
-    fresh = {"lr": 0.0}
-    assert resumed_rates([{**fresh, "params": ["w"]}, {**fresh, "params": []}]) == [0.1, 0.2]
-    assert resumed_rates([{**fresh, "params": []}, {**fresh, "params": ["b"]}]) == [0.1, 0.2]
-    assert resumed_rates([{**fresh, "params": []}, {**fresh, "params": []}]) == [0.1, 0.2]
-
-
 def test_it_keeps_its_own_where_the_groups_are_others() -> None:
     fresh = {"lr": 0.0}
     assert resumed_rates([{**fresh, "params": ["b"]}, {**fresh, "params": []}]) == [0.2, 0.0]
@@ -48,14 +41,6 @@ def test_it_keeps_its_own_where_the_groups_are_others() -> None:
 def padding(lens: Lens, device: str) -> Any:
     """Return the factory of the last of 3 ranks, which has nothing of 4 rows that are padded to 6."""
     return as_factory(ShardedTensor.from_rank_offsets("w", torch.ones(2, 3, device=device), (0, 2, 3)), lens)
-
-
-def test_padding_is_made_where_a_load_puts_tensors() -> None:
-    storage = st.storage.MemoryStorage()
-    st.save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 3)), "step": 1}, storage)
-    loaded = st.load({"w": padding(padded_axis(4), "meta")}, storage, validate_access_integrity=False)
-    assert loaded["w"].device.type == "cpu"
-    assert torch.equal(loaded["w"], torch.zeros(2, 3))
 
 
 def test_a_rank_that_has_nothing_of_a_parameter_asks_for_the_states_that_others_have() -> None:
