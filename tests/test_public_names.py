@@ -44,24 +44,32 @@ def checked_names(module: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_importing_loads_leaves_and_tree_maps_alone() -> None:
-    assert rooms(fresh("import sys, shardtree; print(*sys.modules)")) == AT_ONCE
+@pytest.mark.parametrize("looks", ["", "; hasattr(shardtree, '__wrapped__'), hasattr(shardtree, '_x')"])
+def test_importing_and_looking_for_what_is_private_load_leaves_and_tree_maps_alone(looks: str) -> None:
+    assert rooms(fresh(f"import sys, shardtree{looks}; print(*sys.modules)")) == AT_ONCE
+
+
+LEAF = "st.ShardedTensor.from_rank_offsets('w', torch.ones(2))"
 
 
 @pytest.mark.slow
-def test_looking_for_what_is_private_loads_nothing() -> None:
-    code = "import sys, shardtree; hasattr(shardtree, '__wrapped__'), hasattr(shardtree, '_x'); print(*sys.modules)"
-    assert rooms(fresh(code)) == AT_ONCE
-
-
-@pytest.mark.slow
-def test_our_leaves_are_nodes_at_once() -> None:
-    code = """
-import torch, optree, shardtree as st
-shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
-print(*[type(leaf).__name__ for leaf in optree.tree_leaves({"w": shard}, namespace="shardtree")])
-"""
-    assert fresh(code) == ["Tensor"]
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            f"import torch, optree, shardtree as st; leaves = optree.tree_leaves([{LEAF}], namespace='shardtree'); "
+            "print(*[type(leaf).__name__ for leaf in leaves])",
+            ["Tensor"],
+        ),
+        ("from shardtree import save, Mesh; print(save.__name__, Mesh.__name__)", ["save", "Mesh"]),
+        ("import shardtree; print(shardtree.storage.__name__)", ["shardtree.storage"]),
+        ("import gc, shardtree; shardtree.save; print(gc.isenabled())", ["True"]),
+        ("import gc; gc.disable(); import shardtree; shardtree.save; print(gc.isenabled())", ["False"]),
+    ],
+    ids=["leaves are nodes", "a name that waited", "rooms are attributes", "the collector on", "the collector off"],
+)
+def test_after_an_import_all_is_as_after_any_other(code: str, words: list[str]) -> None:
+    assert fresh(code) == words
 
 
 @pytest.mark.slow
@@ -79,16 +87,6 @@ print(*[type(leaf).__name__ for leaf in optree.tree_leaves({"w": shard}, namespa
 )
 def test_every_way_to_the_names_gives_all_of_them(code: str) -> None:
     assert fresh(code) == shardtree.__all__
-
-
-@pytest.mark.slow
-def test_a_name_that_waited_can_be_imported_first() -> None:
-    assert fresh("from shardtree import save, Mesh; print(save.__name__, Mesh.__name__)") == ["save", "Mesh"]
-
-
-@pytest.mark.slow
-def test_rooms_are_attributes_as_after_any_import() -> None:
-    assert fresh("import shardtree; print(shardtree.storage.__name__)") == ["shardtree.storage"]
 
 
 @pytest.mark.slow
@@ -116,11 +114,6 @@ def test_a_type_checker_sees_the_names_that_a_package_defers(package: ModuleType
     (table,) = (node for node in ast.walk(ast.Module(choice.orelse, [])) if isinstance(node, ast.Dict))
     assert ast.literal_eval(table) == seen
     assert all(hasattr(package, name) for name in seen)
-
-
-def test_the_collector_is_as_before_after_an_import() -> None:
-    assert fresh("import gc, shardtree; shardtree.save; print(gc.isenabled())") == ["True"]
-    assert fresh("import gc; gc.disable(); import shardtree; shardtree.save; print(gc.isenabled())") == ["False"]
 
 
 def test_a_type_checker_sees_each_name_once_and_no_getattr() -> None:

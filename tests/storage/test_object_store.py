@@ -74,6 +74,11 @@ def first(action: str, fault: str, count: int = 1) -> Any:
     return decide
 
 
+def at_the_commit(fault: str, name: str = "metadata.json") -> Any:
+    """Return a fault for each request that puts a checkpoint's metadata."""
+    return lambda request: fault if request.action == "PutObject" and request.key.endswith(name) else None
+
+
 # -- files
 
 
@@ -333,9 +338,7 @@ def test_a_forked_child_is_told_rather_than_left_waiting(server: Server) -> None
 
 def test_a_commit_that_took_effect_is_a_success_whatever_was_answered(server: Server) -> None:
     for number, fault in enumerate(["done-500", "done-cut"] * 2):
-        server.fault = lambda request, fault=fault: (
-            fault if request.action == "PutObject" and request.key.endswith("metadata.json") else None
-        )
+        server.fault = at_the_commit(fault)
         st.save(tree(float(number + 1)), at(), overwrite=number > 0)
         server.reset()
         assert loaded(at()) == (number + 1.0, 7)
@@ -345,9 +348,7 @@ def test_a_commit_that_took_effect_is_a_success_whatever_was_answered(server: Se
 def test_a_late_commit_finds_its_files(server: Server, there: bool) -> None:
     if there:
         st.save(tree(1.0), at())
-    server.fault = lambda request: (
-        "late" if request.action == "PutObject" and request.key.endswith("metadata.json") else None
-    )
+    server.fault = at_the_commit("late")
     with pytest.raises(st.errors.OutcomeUnknown, match="may arrive yet"):
         st.save(tree(2.0), at(), overwrite=True)
     server.reset()
@@ -358,9 +359,7 @@ def test_a_late_commit_finds_its_files(server: Server, there: bool) -> None:
 
 def test_a_later_save_turns_a_late_commit_away(server: Server) -> None:
     st.save(tree(1.0), at())
-    server.fault = lambda request: (
-        "late" if request.action == "PutObject" and request.key.endswith("metadata.json") else None
-    )
+    server.fault = at_the_commit("late")
     with pytest.raises(st.errors.OutcomeUnknown):
         st.save(tree(2.0), at(), overwrite=True)
     server.reset()
@@ -373,9 +372,7 @@ def test_a_later_save_turns_a_late_commit_away(server: Server) -> None:
 
 def test_a_later_save_turns_a_conversions_late_commit_away(server: Server) -> None:
     st.save(tree(1.0), at())
-    server.fault = lambda request: (
-        "late" if request.action == "PutObject" and request.key.endswith("there/metadata.json") else None
-    )
+    server.fault = at_the_commit("late", "there/metadata.json")
     with pytest.raises(st.errors.OutcomeUnknown):
         st.convert(at(), at("there"), backend="safetensors")
     server.reset()
@@ -386,9 +383,7 @@ def test_a_later_save_turns_a_conversions_late_commit_away(server: Server) -> No
 
 def test_of_two_conversions_the_first_may_commit_late(server: Server) -> None:
     st.save(tree(1.0), at())
-    server.fault = lambda request: (
-        "late" if request.action == "PutObject" and request.key.endswith("there/metadata.json") else None
-    )
+    server.fault = at_the_commit("late", "there/metadata.json")
     with pytest.raises(st.errors.OutcomeUnknown):
         st.convert(at(), at("there"), backend="safetensors")
     server.fault = lambda request: "cut" if request.action == "PutObject" and "/there/w/" in request.key else None

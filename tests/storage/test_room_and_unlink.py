@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,55 +126,42 @@ def test_another_thread_gives_back_the_blocks_of_a_small_young_file_alone(
     assert not path.exists()
 
 
-def test_where_no_thread_can_be_begun_the_file_is_removed_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reluctant(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread at interpreter shutdown")
+def no_thread(*_: object, **options: object) -> Any:
+    def start() -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
 
-    monkeypatch.setattr(_local_files, "Thread", Reluctant)
-    before = descriptors()
-    (tmp_path / "f").write_bytes(b"small")
-    _local_files.unlink(str(tmp_path / "f"))
-    assert (os.listdir(tmp_path), descriptors()) == ([], before)
+    return SimpleNamespace(start=start)
 
 
-def test_a_file_that_keeps_a_name_while_it_is_open_is_closed_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on NFS, where the folder couldn't be removed before."""
-    remove = os.remove
-
-    def silly_rename(path: str) -> None:
-        os.link(path, tmp_path / ".nfs0001")
-        remove(path)
-
-    monkeypatch.setattr(_local_files.os, "remove", silly_rename)
-    monkeypatch.setattr(_local_files, "Thread", None)  # none is asked for
-    before = descriptors()
-    (tmp_path / "f").write_bytes(b"small")
-    _local_files.unlink(str(tmp_path / "f"))
-    assert descriptors() == before
+def silly_rename(path: str) -> None:
+    """Remove a file as NFS does while it is open: under another name it stays, and its folder with it."""
+    os.rename(path, f"{path}.nfs0001")
 
 
-@pytest.mark.parametrize("what", ["the end of the process", "a file that nothing is told of"])
+def stale(descriptor: int) -> os.stat_result:
+    raise OSError(116, "Stale file handle")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead", "left"),
+    [
+        (_local_files, "Thread", no_thread, []),
+        (_local_files.os, "remove", silly_rename, ["f.nfs0001"]),
+        (_local_files.sys, "is_finalizing", lambda: True, []),
+        (_local_files.os, "fstat", stale, []),
+    ],
+    ids=["no thread can be begun", "a name while it is open", "the end of the process", "nothing is told of the file"],
+)
 def test_where_no_thread_may_help_the_file_is_closed_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, instead: Any, left: list[str]
 ) -> None:
-    def stale(descriptor: int) -> os.stat_result:
-        raise OSError(116, "Stale file handle")
-
     before = descriptors()
     (tmp_path / "f").write_bytes(b"small")
     with monkeypatch.context() as patch:
-        patch.setattr(_local_files, "Thread", None)  # none is asked for
-        if what == "the end of the process":
-            patch.setattr(_local_files.sys, "is_finalizing", lambda: True)
-        else:
-            patch.setattr(_local_files.os, "fstat", stale)
+        patch.setattr(_local_files, "Thread", None)  # none is asked for, but where it can't be begun
+        patch.setattr(owner, name, instead)
         _local_files.unlink(str(tmp_path / "f"))
-    assert (os.listdir(tmp_path), descriptors()) == ([], before)
+    assert (os.listdir(tmp_path), descriptors()) == (left, before)
 
 
 def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as draw
 import shardtree as st
 from shardtree.plans import Runs, runs_plan
 from shardtree.storage import BlockHasher, MemoryStorage, StoredFile, _buffers, _transports, hashed, tensor_buffers
-from shardtree.storage._buffers import DeviceCopies, copies_by_device, plain_copies, staged_buffers
+from shardtree.storage._buffers import copies_by_device, staged_buffers
 from shardtree.storage._requests import Cut, requests_of
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.storage.late_copies import LateDevice, memory_used_again
@@ -240,13 +240,6 @@ def test_a_function_of_the_caller_s_gets_memory_of_the_cpu(monkeypatch: pytest.M
 
     assert st.load(asked, storage, fill)["w"].tolist() == [7.0] * 8
     assert device.log == []
-
-
-def test_plain_copies_are_done_at_once() -> None:
-    copies: DeviceCopies = plain_copies(torch.device("cpu"))
-    memory = copies.host_memory(3)
-    copies.wait(copies.start([(memory, torch.tensor([1, 2, 3], dtype=torch.uint8))]))
-    assert memory.tolist() == [1, 2, 3]
 
 
 def test_targets_on_the_host_and_on_devices_come_out_of_one_plan() -> None:
