@@ -231,6 +231,13 @@ def test_cat_reads_only_the_parts_that_it_needs() -> None:
     assert [recorder.boxes for recorder in recorders] == [[], [((1, 1), (1, 2))], [((0, 1), (1, 2))], []]
 
 
+def test_cat_of_chunks_reads_the_tensor_in_pieces(recorder: Recorder) -> None:
+    lazy = torch.cat(torch.chunk(recorder.lazy(), 2, dim=0), dim=0)
+    assert bits(lazy.read()) == bits(recorder.whole)
+    assert [fetch.offset for fetch in lazy.fetches] == [(0, 0), (2, 0)]
+    assert lazy.nbytes_to_read == lazy.nbytes == 96
+
+
 def test_cat_promotes_as_torch_does() -> None:
     parts = [torch.tensor([1, 300]), torch.tensor([0.1], dtype=torch.bfloat16), torch.tensor([])]
     lazy = torch.cat([Recorder(part).lazy() for part in parts])

@@ -124,10 +124,6 @@ def is_empty_where_nothing_is(inner: MemoryStorage) -> Any:
     return wrapped(inner, length=lambda name: inner.length(name) or 0)
 
 
-def reads_what_is_not_there(inner: MemoryStorage) -> Any:
-    return wrapped(inner, read=lambda name: b"" if inner.length(name) is None else inner.read(name))
-
-
 def lists_one_page(inner: MemoryStorage) -> Any:
     return wrapped(inner, names=lambda folder="": inner.names(folder)[:100])
 
@@ -136,10 +132,6 @@ def lists_nothing_hidden(inner: MemoryStorage) -> Any:
     return wrapped(
         inner, names=lambda folder="": tuple(name for name in inner.names(folder) if not name.startswith("."))
     )
-
-
-def lists_as_it_comes(inner: MemoryStorage) -> Any:
-    return wrapped(inner, names=lambda folder="": inner.names(folder)[::-1])
 
 
 def keeps_what_is_removed(inner: MemoryStorage) -> Any:
@@ -359,10 +351,8 @@ FAULTS: dict[Fault, str] = {
     reads_short: r"what open\('a'\) reads is",
     gives_its_own_memory: "What is done is there",
     is_empty_where_nothing_is: r"length\('m'\) is 0, not None",
-    reads_what_is_not_there: r"read\('m'\) is .*, not 'a StorageError'",
     lists_one_page: r"names\('many'\) is",
     lists_nothing_hidden: r"names\(''\) is",
-    lists_as_it_comes: r"names\(''\) is",
     keeps_what_is_removed: "after remove of 'a.b'",
     minds_what_is_gone: "no 'a.b'",
     has_no_clock: r"changed\('a'\) is None, not 'a time'",
