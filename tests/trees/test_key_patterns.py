@@ -177,3 +177,9 @@ def test_the_first_pattern_that_fits_is_chosen() -> None:
     assert found == {"a.1": ("a.1", ()), "a.2": ("a.*", ("2",)), "b": ("**", ("b",))}
     assert match_keys("rename", ["a"], ["b", "a"]) == {"a": ("a", ())}
     assert match_keys("rename", [], ["a"]) == {}
+
+
+def test_filling_in_leaves_out_the_dot_of_no_part() -> None:
+    assert [fill_key(pattern, [""]) for pattern in ("**.w", "a.**", "a.**.w")] == ["w", "a", "a.w"]
+    assert fill_key("a.*.**.w", ["1", "b.c"]) == "a.1.b.c.w"
+    assert fill_key("plain", []) == "plain"
