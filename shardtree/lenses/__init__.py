@@ -8,7 +8,7 @@ from ._lens import Lens, StoredForm, compose
 from ._mapped import gate_and_up, mapped_axis, padded_axis
 from ._rearranged import rearranged, transposed
 from ._renamed import by_pattern, renamed, tied
-from ._stacked import expert_keys, expert_stack, stacked_layers, unstacked_layers
+from ._stacked import expert_keys, expert_stack, layer_at, stacked_layers, unstacked_layers
 from ._traced import from_function, through_trace, through_traces
 
 __all__ = [

@@ -15,7 +15,7 @@ from ..geometry import box_column, check_flat_range, flat_boxes, refuse
 from ..lazy import LazyTensor, stored
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
-from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes
+from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes, reshaped
 
 # Flat ranges to boxes, and back.
 
@@ -76,7 +76,7 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
     given = _checked_tensors(shard, tensors)
     if shard.flattened_range is None:
         return replace(shard, data=given[0], dtype=given[0].dtype)
-    parts = [_flattened_part(tensor) for tensor in given]
+    parts = [reshaped(tensor, (-1,)) for tensor in given]
     if not parts:
         return replace(shard, data=torch.empty(0, dtype=shard.dtype, device="cpu"))
     data = parts[0] if len(parts) == 1 else join_data(torch.cat, parts, 0)
@@ -124,12 +124,6 @@ def _box(shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], 
         axis_fragmentations=None,
         flattened_range=None,
     )
-
-
-def _flattened_part(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return tensor.reshape(-1)
-    return as_integers(tensor).reshape(-1).view(tensor.dtype)
 
 
 def _check_shard(shard: Any, doing: str) -> None:
@@ -228,7 +222,8 @@ def _flat_form(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> Store
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
-        merged = [_flattened(each.merge(list(islice(left, len(each.shards))))) for each in built]
+        boxes = (each.merge(list(islice(left, len(each.shards)))) for each in built)
+        merged = [flat_axes(box, 0, len(box.shape)) for box in boxes]
         if not merged:
             return empty_data((0,), held.dtype, device_of(data))
         loaded = next((box for box, each in zip(merged, built, strict=True) if each.shards), merged[0])
@@ -247,10 +242,6 @@ def _placed_like(loaded: Any, box: Any) -> Any:
     # The number is in the name: a conversion is recognised by it. As an integer, since torch has no `item` of some.
     name = f"padding of {as_integers(box)[:1].tolist()}"
     return stored(lambda at, shape: box[at[0] : at[0] + shape[0]].clone(), box.shape, box.dtype, name=name)
-
-
-def _flattened(tensor: Any) -> Any:
-    return flat_axes(tensor, 0, len(tensor.shape))
 
 
 def _checked(key: str, data: Any, shape: tuple[int, ...]) -> Any:

@@ -15,7 +15,7 @@ from ..geometry import Column, integer, refuse
 from ..mapping import ShardedTensor
 from ..trees import as_integers, full_data, join_data, padding_like
 from ._axis_runs import PADDING, AxisRuns, Block, grouped_runs, joined_parts, stored_blocks
-from ._lens import Lens, Shape, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values
+from ._lens import Lens, StoredForm, check_box, check_exact, checked_axis, device_of, positive, with_values
 from ._renamed import check_names, replaced_part
 
 
@@ -135,18 +135,13 @@ def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts:
     absent = np.setdiff1d(np.arange(length), held)
     pieces = list(parts)
     if absent.size or not pieces:
-        pieces.append(_padding(shard, with_values(shard.local_shape, at, (len(absent),)), pieces, fill))
+        shape, device = with_values(shard.local_shape, at, (len(absent),)), device_of(shard.data)
+        # Lazy where the pieces are: it is concatenated with them.
+        pieces.append(padding_like(pieces[0], shape, fill) if pieces else full_data(shape, shard.dtype, device, fill))
     order = np.empty(length, dtype=np.int64)
     order[np.concatenate([held, absent])] = np.arange(length)
     joined = pieces[0] if len(pieces) == 1 else join_data(torch.cat, pieces, at)
     return _gather(joined, at, order)
-
-
-def _padding(shard: ShardedTensor, shape: Shape, pieces: Sequence[Any], fill: float) -> Any:
-    """Return padding that can be concatenated with the pieces: lazy where they are."""
-    if pieces:
-        return padding_like(pieces[0], shape, fill)
-    return full_data(shape, shard.dtype, device_of(shard.data), fill)
 
 
 # Padded axes, as that of a vocabulary: padding isn't stored, so that it may differ between layouts.

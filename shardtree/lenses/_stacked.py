@@ -112,18 +112,26 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
     if shard.allow_shape_mismatch:
         # Layers beyond the global shape have no key to be stored under.
         count = max(0, min(count, shard.global_shape[place] - begin))
-    shards = [_layer(doing, shard, part, place, number) for number in range(count)]
+    shards = [
+        layer_at(shard, place, number, replaced_part(doing, shard.key, part, f"{part}.{begin + number}"))
+        for number in range(count)
+    ]
     if prepended:
         return StoredForm(tuple(shards), lambda parts: parts[0])
-    return StoredForm(tuple(shards), lambda parts: _stack_layers(shard, parts))
+
+    def merge(parts: Sequence[Any]) -> Any:
+        return join_data(torch.stack, parts, 0) if parts else no_elements(shard, shard.local_shape)
+
+    return StoredForm(tuple(shards), merge)
 
 
-def _layer(doing: str, shard: ShardedTensor, part: str, place: int, number: int) -> ShardedTensor:
+def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> ShardedTensor:
+    """Return one layer of a box, by its number in the box: a view, without the axis that counts layers."""
     prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
     whole = shard.data is None or prepended
     return replace(
         shard,
-        key=replaced_part(doing, shard.key, part, f"{part}.{shard.global_offset[place] + number}"),
+        key=key,
         data=shard.data if whole else shard.data[number],
         local_shape=shard.local_shape if prepended else shard.local_shape[1:],
         global_shape=with_values(shard.global_shape, place, ()),
@@ -131,10 +139,6 @@ def _layer(doing: str, shard: ShardedTensor, part: str, place: int, number: int)
         axis_fragmentations=None if fragments is None else with_values(fragments, place, ()),
         prepend_axis_num=shard.prepend_axis_num - prepended,
     )
-
-
-def _stack_layers(shard: ShardedTensor, parts: Sequence[Any]) -> Any:
-    return join_data(torch.stack, parts, 0) if parts else no_elements(shard, shard.local_shape)
 
 
 # Experts concatenated along an axis: stored with an axis of their own, or a key each.

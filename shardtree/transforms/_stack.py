@@ -12,6 +12,7 @@ import torch
 
 from ..errors import TreeError, error_text, shorten
 from ..geometry import check_type, integers
+from ..lenses import layer_at
 from ..mapping import ShardedBase, ShardedTensor
 from ..trees import check_stars, fill_key, join_data, key_expression, leaves_with_paths, match_keys, rename
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries, replace_named
@@ -127,27 +128,8 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
             error_text(f"unstack_layers: {shard.key!r}", found=found, expected="a first axis that counts layers")
         )
     first = shard.global_offset[0]
-    prepended = shard.prepend_axis_num > 0
-    pieces = [shard.data] if prepended else _rows(shard)
-    fragments = shard.axis_fragmentations
-    return [
-        replace(
-            shard,
-            key=f"{prefix}.{first + number}.{name}",
-            data=data,
-            local_shape=shard.local_shape if prepended else shard.local_shape[1:],
-            global_shape=shard.global_shape[1:],
-            global_offset=shard.global_offset[1:],
-            axis_fragmentations=None if fragments is None else fragments[1:],
-            prepend_axis_num=max(0, shard.prepend_axis_num - 1),
-        )
-        for number, data in enumerate(pieces)
-    ]
-
-
-def _rows(shard: ShardedTensor) -> list[Any]:
-    count = shard.local_shape[0]
-    return [None if shard.data is None else shard.data[number] for number in range(count)]
+    count = 1 if shard.prepend_axis_num else shard.local_shape[0]
+    return [layer_at(shard, 0, number, f"{prefix}.{first + number}.{name}") for number in range(count)]
 
 
 # Keeping some layers.
