@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from ..checkpoint import CheckpointDifference, KindDifference, OpenCheckpoint, ValueDifference, compare, open_checkpoint
 from ..codec import dtype_from_name, dtype_name
 from ..errors import TreePath, plural, render_path
@@ -66,14 +64,6 @@ class Outcome:
     difference: CheckpointDifference
     only_structure: bool
     is_selection: bool
-
-
-def show_difference(console: Console, outcome: Outcome) -> None:
-    """Print where two checkpoints differ: a table for each kind of difference, and a summary."""
-    for table in difference_tables(outcome):
-        show_table(console, table.headings, table.rows)
-        console.print()
-    show_verdict(console, not outcome.difference, summary(outcome))
 
 
 def difference_tables(outcome: Outcome) -> Iterator[Table]:
@@ -225,7 +215,11 @@ def run_diff(
     if as_json:
         print(json_text(document(outcome)))
     else:
-        show_difference(Output(), outcome)
+        console = Output()
+        for table in difference_tables(outcome):
+            show_table(console, table.headings, table.rows)
+            console.print()
+        show_verdict(console, not outcome.difference, summary(outcome))
     return 1 if outcome.difference else 0
 
 

@@ -135,7 +135,8 @@ class Coverage:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(_cells(row, widths)).rstrip() for row in rows]
         # Tensors with problems come first and are never shortened away.
-        return "\n".join([lines[0], *shorten(lines[1:], shown=max(10, int(wrong.sum()))), *self._problem_lines()])
+        problems = ["", *problem_lines(list(self.problems))] if self.problems else []
+        return "\n".join([lines[0], *shorten(lines[1:], shown=max(10, int(wrong.sum()))), *problems])
 
     def _row(self, number: int) -> tuple[str, ...]:
         counts = (self.once[number], self.twice[number], self.missing[number])
@@ -145,9 +146,6 @@ class Coverage:
             *(f"{int(count):,}" for count in counts),
             f"{self.copies[number]:.3g}",
         )
-
-    def _problem_lines(self) -> list[str]:
-        return ["", *problem_lines(list(self.problems))] if self.problems else []
 
 
 def coverage(trees: RankTrees | ShardColumns) -> Coverage:

@@ -216,7 +216,7 @@ def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | Sh
     """Return why a stored state's sharding can't be derived from its parameter's; None where it can."""
     if not isinstance(leaf, ShardedTensor):
         return None
-    kinds = [_is_moment(shard, leaf), _is_scalar(shard, leaf)]
+    kinds = [_is_moment(shard, leaf), leaf.global_shape == shard.global_shape[: shard.prepend_axis_num]]
     if not any(kinds):
         return f"{leaf.global_shape} stored, its parameter {shard.global_shape}"
     if all(kinds) and moment_shape(param) != ():
@@ -227,10 +227,6 @@ def _problem(param: ShardedParam, shard: ShardedTensor, leaf: ShardedTensor | Sh
 def _is_moment(shard: ShardedTensor, leaf: ShardedTensor) -> bool:
     same_axes = len(leaf.global_shape) == len(shard.global_shape)
     return leaf.global_shape == shard.global_shape or (shard.allow_shape_mismatch and same_axes)
-
-
-def _is_scalar(shard: ShardedTensor, leaf: ShardedTensor) -> bool:
-    return leaf.global_shape == shard.global_shape[: shard.prepend_axis_num]
 
 
 def _target_leaf(param: ShardedParam, state_key: str, kinds: _Kinds, rules: OptimizerRules | None) -> Any:

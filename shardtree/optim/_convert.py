@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from ..errors import TreeError, error_text
@@ -89,7 +90,8 @@ def optim_state_to_sharding_state(
         megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1, which changes its argument.
     """
     doing = "optim_state_to_sharding_state"
-    states = _without_keys(states_of(doing, optim_state_dict), excluded(doing, exclude_keys))
+    every, left_out = states_of(doing, optim_state_dict), excluded(doing, exclude_keys)
+    states = {name: {key: value for key, value in own.items() if key not in left_out} for name, own in every.items()}
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
     named = are_names(doing, groups, states)
@@ -107,10 +109,6 @@ def _state_leaves(param: ShardedParam, state_key: str, value: Any, rules: Optimi
     """Return the leaf of a state, or a list of them."""
     leaves = [state_leaf(param, key, item, rules) for key, item in items_of(state_key, value).items()]
     return leaves[0] if state_key in items_of(state_key, value) else leaves
-
-
-def _without_keys(states: States, left_out: set[Any]) -> States:
-    return {name: {key: value for key, value in own.items() if key not in left_out} for name, own in states.items()}
 
 
 def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, ShardedParam]) -> None:
@@ -301,21 +299,16 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     # torch's `load_state_dict` ignores the ids and goes by order, so an order that differs would mix up states
     # silently.
     numbered = _relabelled(doing, optim_state_dict, ids, named=True)
-    found = members(numbered["param_groups"])
+    found: list[Any] = members(numbered["param_groups"])
     if found != sorted(id_to_name):
         wrong = [
             f"place {place}: {_name_text(id_to_name, here)}, expected {_name_text(id_to_name, should)}"
-            for place, (here, should) in enumerate(_zip_longest(found, sorted(id_to_name)))
+            for place, (here, should) in enumerate(zip_longest(found, sorted(id_to_name)))
             if here != should
         ]
         what = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
         raise TreeError(error_text(what, offenders=wrong, fix="Arrange them with `regroup_optim_state` first."))
     return numbered
-
-
-def _zip_longest(left: list[Any], right: list[Any]) -> list[tuple[Any, Any]]:
-    most = max(len(left), len(right))
-    return list(zip(*(side + [None] * (most - len(side)) for side in (left, right)), strict=True))
 
 
 def _name_text(id_to_name: Mapping[int, str], number: int | None) -> str:

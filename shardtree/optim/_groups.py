@@ -93,7 +93,9 @@ def arranged_groups(
         fix = "Pass hyperparameters='own' to keep the optimizer's, or group the parameters as they were."
         raise TreeError(error_text(what, offenders=conflicts, fix=fix))
     # A group without members on this rank can't be matched by them; by position it can, where all others are in place.
-    same_groups = len(own) == len(stored) and all(_is_from(number, group, group_of) for number, group in enumerate(own))
+    same_groups = len(own) == len(stored) and all(
+        group_of[name] == number for number, group in enumerate(own) for name in group["params"]
+    )
     return [
         _with_hyperparameters(group, stored, group_of, number if same_groups else None)
         for number, group in enumerate(own)
@@ -111,10 +113,6 @@ def check_which(doing: str, which: object) -> None:
     """
     if which not in ("stored", "own"):
         raise TreeError(error_text(f"{doing}: hyperparameters", found=repr(which), expected="'stored' or 'own'"))
-
-
-def _is_from(number: int, group: Group, group_of: Mapping[Any, int]) -> bool:
-    return all(group_of[name] == number for name in group["params"])
 
 
 def _with_hyperparameters(

@@ -76,15 +76,11 @@ def normal(move: Move) -> Move:
     if len(loops) == 1 and loops[0][0] != 1:
         return move
     merged: list[Loop] = []
-    for count, to, at in sorted([loop for loop in loops if loop[0] != 1], key=_by_step):
+    for count, to, at in sorted([loop for loop in loops if loop[0] != 1], key=lambda loop: -loop[1]):
         if merged and merged[-1][1] == to * count and merged[-1][2] == at * count:
             count *= merged.pop()[0]
         merged.append((count, to, at))
     return Move(move.root, move.to, move.at, tuple(merged), move.via)
-
-
-def _by_step(loop: Loop) -> int:
-    return -loop[1]
 
 
 def turned(move: Move, root: Any = None, via: tuple[Any, ...] = ()) -> Move:

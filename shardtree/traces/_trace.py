@@ -117,10 +117,8 @@ class Trace:
 
         They hold nothing else, unless a move would be more than some thousand boxes.
         """
-        return dict(reads_of(self.sources, self._own_moves()).boxes)
-
-    def _own_moves(self) -> Iterator[Move]:
-        return (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
+        own = (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
+        return dict(reads_of(self.sources, own).boxes)
 
     def then(self, other: Trace) -> Trace:
         """Return both, one after the other: the other's sources are this one's outputs.

@@ -141,12 +141,8 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
         raise ShapeError(error_text(what, found=tuple(local.shape), expected=tuple(held.shape), fix=fix))
     with torch.no_grad():
         return _make_dtensor(local.detach(), held, like).requires_grad_(
-            like.requires_grad and _can_have_gradient(local)
+            like.requires_grad and (local.is_floating_point() or local.is_complex())
         )
-
-
-def _can_have_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _make_dtensor(local: torch.Tensor, held: torch.Tensor, like: Any) -> Any:
