@@ -8,7 +8,7 @@ is under test. A law raises AssertionError and says what differs.
 from ._bits import assemble, bits, first_difference, outline, refilled
 from ._check_storage import check_storage
 from ._law_buffers import BufferOptions, buffer_options, check_buffer_plan, check_flat_shards, packed_slices
-from ._law_factory import check_factory, factories, glu, lens_factories, stacked, transposed
+from ._law_factory import check_factory, factories, glu, lens_factories, transposed
 from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
 from ._law_plans import check_layout, check_load_plan, check_writes
 from ._law_purity import check_commutes, check_pure
@@ -60,6 +60,7 @@ from ._tensors import (
     tensors,
 )
 from ._watched import Call, watched
+from ._ways import check_ways
 from .conformance import RefusedCase, StrategyReport, check_strategy
 from .conformance._row_cases import check_rows
 
@@ -88,6 +89,7 @@ __all__ = [
     "check_storage",
     "check_strategy",
     "check_trace",
+    "check_ways",
     "check_writes",
     "common_states",
     "cut",
@@ -109,7 +111,6 @@ __all__ = [
     "replicas",
     "shapes",
     "sharded_trees",
-    "stacked",
     "state_layouts",
     "tensors",
     "transposed",

@@ -25,8 +25,8 @@ from shardtree.testing import (
     layouts,
     random_bits,
     shapes,
-    stacked,
 )
+from shardtree.testing._law_factory import stacked
 from tests.trees.samples import assert_caught
 
 LAYOUTS = shapes(max_axes=3).flatmap(lambda shape: layouts(shape, 4))

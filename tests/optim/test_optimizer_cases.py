@@ -11,7 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, TreeError
-from shardtree.testing import stacked
+from shardtree.testing._law_factory import stacked
 
 W, B = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2, 3))
 MODEL = {"w": st.ShardedTensor.from_rank_offsets("w", W), "b": st.ShardedTensor.from_rank_offsets("b", B)}

@@ -15,7 +15,8 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import ShapeError
 from shardtree.lenses import as_factory, gate_and_up
-from shardtree.testing import check_held_once, glu, stacked
+from shardtree.testing import check_held_once, glu
+from shardtree.testing._law_factory import stacked
 
 NAMES = ("gate", "up")
 WEIGHT, MOMENT = -torch.arange(48.0).view(24, 2), torch.arange(48.0).view(24, 2)  # gate rows, then up rows

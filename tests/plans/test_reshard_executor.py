@@ -23,6 +23,7 @@ from shardtree.testing import (
     Layout,
     check_pure,
     check_reshard,
+    check_ways,
     global_states,
     glu,
     meshes,
@@ -37,7 +38,6 @@ from shardtree.testing import (
     transposed,
 )
 from shardtree.trees import map_shards
-from tests.laws.test_ways_law import check_way, through_files
 from tests.plans.recast import recast_states
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
@@ -245,7 +245,7 @@ def test_factories_come_back_with_merged_data(dtype: torch.dtype) -> None:
     assert found[0]["gate"].merge_fn is not None
     for key in ("gate", "t"):
         assert outline(found[0][key].data) == outline(expected[key].data)
-    check_way(through_files, trees(2), trees(1))
+    check_ways(trees(2), trees(1))
 
 
 def test_a_factory_gets_the_plain_values_that_it_built() -> None:

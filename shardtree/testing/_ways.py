@@ -1,0 +1,179 @@
+"""The law of one engine: whatever way tensors take into another layout, bits are the same, and bytes are the plan's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from ..checkpoint import explain_ranks
+from ..checkpoint import load as st_load
+from ..checkpoint import save as st_save
+from ..errors import render_path, shorten
+from ..live import redistribute
+from ..plans import plan_reshard, reshard, with_relays
+from ..storage import Directory, MemoryStorage, ReadReport
+from ..strategies import LoadOptions, Strategies
+from ..trees import diff, unbox
+from ..world import World, simulate
+from ._bits import outline
+from ._law_reshard import check_reshard
+
+Way = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Any, Any]]
+"""From each rank's tree and target to what each gets, the bytes that went, and those of the plan."""
+
+Send = Callable[[World, Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], None]
+
+
+def check_ways(
+    trees: Sequence[Any],
+    targets: Sequence[Any],
+    /,
+    *,
+    backend: str | None = None,
+    version: int = 1,
+    strategies: Strategies | None = None,
+    directory: Callable[[], Directory] = MemoryStorage,
+    transport: Send | None = None,
+    ways: Mapping[str, Way] | None = None,
+) -> None:
+    """Raise unless each way into another layout gives the same bits, and moves the bytes of its plan.
+
+    - *Memory to memory*: `reshard`, which `check_reshard` compares element by element.
+    - *Ranks to ranks*: `redistribute`, also in small steps, and with ranks that pass on what they got. Between each two
+      ranks go the bytes of the plan, together as few as must.
+    - *Memory to file to memory*: `save` and `load`, also saved in the background, and with ranks that read for each
+      other. Each rank sends and gets what `explain_ranks` says.
+
+    Values are converted to the dtypes of the targets. The trees together must hold whole tensors; keep shapes small.
+
+    Args:
+        trees: each rank's.
+        targets: likewise, of as many ranks as you like.
+        backend: the files' format; the native one by default.
+        version: the format's version.
+        strategies: the dispatch table that has its rows.
+        directory: returns a new place for a checkpoint on each call: a path, a URL or a `Storage`.
+        transport: called as ``transport(world, outgoing, incoming)`` on each rank, once a step, with buffers of bytes
+            by peer; ``world.exchange`` by default.
+        ways: other ways, by name, that are tried instead: each a function of the trees and targets, to what each rank
+            gets, the bytes that went, and those of a plan, in any form that `==` compares.
+
+    Raises:
+        AssertionError: names the way, and the rank and the paths that differ, or both counts of bytes.
+
+    Examples:
+        >>> from shardtree.layouts import Mesh, PartitionSpec, abstract, shard
+        >>> tree = {"w": torch.arange(24).view(6, 4)}
+        >>> by_rows = shard(tree, Mesh(dp=3), PartitionSpec("dp"))
+        >>> by_columns = abstract(tree, Mesh(tp=2), PartitionSpec(None, "tp"))
+        >>> check_ways(by_rows, by_columns, backend="zarr", version=3)
+        >>> def losing_a_bit(world, outgoing, incoming):
+        ...     world.exchange(outgoing, incoming)
+        ...     for got in incoming.values():
+        ...         got[0] ^= 1
+        >>> check_ways(by_rows, by_columns, transport=losing_a_bit)
+        Traceback (most recent call last):
+        ...
+        AssertionError: ranks to ranks: rank 0 gets other values than by a reshard in memory at tree['w']
+    """
+    if ways is None:
+        ways = own_ways((backend, version) if backend else None, strategies, directory, transport)
+    expected = reshard(trees, targets, cast=True)
+    for name, way in ways.items():
+        found, went, planned = way(trees, targets)
+        assert len(found) == len(targets), f"{name}: {len(found)} ranks get something, expected {len(targets)}"
+        for rank, (left, right) in enumerate(zip(found, expected, strict=True)):
+            _check_same(f"{name}: rank {rank}", unbox(left), unbox(right))
+        assert went == planned, f"{name}: {went} bytes went, and the plan says {planned}"
+
+
+def _check_same(where: str, found: Any, expected: Any) -> None:
+    if outline(found) == outline(expected):
+        return
+    apart = diff(found, expected)
+    paths = [render_path(path) for path in (*apart.mismatch, *apart.only_left, *apart.only_right)]
+    at = ", ".join(shorten(paths, shown=3)) or "no path, but in another order or containers of another class"
+    raise AssertionError(f"{where} gets other values than by a reshard in memory at {at}")
+
+
+def own_ways(
+    chosen: tuple[str, int] | None = None,
+    strategies: Strategies | None = None,
+    directory: Callable[[], Directory] = MemoryStorage,
+    transport: Send | None = None,
+) -> dict[str, Way]:
+    """Return our ways by name, through files of a format and by a transport."""
+    ranks = partial(_between_ranks, transport)
+    files = partial(_through_files, chosen, strategies, directory)
+    return {
+        "memory to memory": _through_memory,
+        "ranks to ranks": ranks,
+        "in small steps": partial(ranks, bound=40),
+        "ranks that pass on": partial(ranks, relay=True),
+        "memory to file to memory": files,
+        "saved in the background": partial(files, later=True),
+        "ranks that read for each other": partial(files, exchange="always"),
+    }
+
+
+def _through_memory(trees: Sequence[Any], targets: Sequence[Any]) -> tuple[Sequence[Any], Any, Any]:
+    check_reshard(trees, targets, reshard=partial(reshard, cast=True))
+    return reshard(trees, targets, cast=True), None, None
+
+
+def _between_ranks(
+    transport: Send | None, trees: Sequence[Any], targets: Sequence[Any], *, relay: bool = False, bound: int = 2**20
+) -> tuple[Sequence[Any], Any, Any]:
+    links: Counter[tuple[int, int]] = Counter()
+
+    def on_rank(world: World) -> Any:
+        send = partial(transport, world) if transport else world.exchange
+
+        def counted(outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+            links.update({(world.rank, to): data.numel() for to, data in outgoing.items()})
+            send(outgoing, incoming)
+
+        tree, target = ((side[world.rank : world.rank + 1] or [None])[0] for side in (trees, targets))
+        options: dict[str, Any] = {"relay": relay, "max_bytes_in_flight": bound, "transport": counted}
+        return redistribute(tree, target, cast=True, world=world, **options)
+
+    got = simulate(max(len(trees), len(targets)), on_rank)
+    plan = plan_reshard(trees, targets, cast=True)
+    least = plan.lower_bound
+    plan = with_relays(plan) if relay else plan
+    return got[: len(targets)], (dict(links), plan.bytes_moved), (plan.links, least)
+
+
+def _through_files(
+    chosen: tuple[str, int] | None,
+    strategies: Strategies | None,
+    directory: Callable[[], Directory],
+    trees: Sequence[Any],
+    targets: Sequence[Any],
+    *,
+    later: bool = False,
+    exchange: Literal["never", "always"] = "never",
+) -> tuple[Sequence[Any], Any, Any]:
+    place, reports = directory(), dict[int, ReadReport]()
+
+    def save(world: World) -> None:
+        tree = trees[world.rank]
+        request = st_save(tree, place, chosen, world=world, async_sharded_save=later, strategies=strategies)
+        if request is not None:
+            request.execute_sync()
+
+    def load(world: World) -> Any:
+        options = LoadOptions(exchange=exchange, verify=None, report=partial(reports.__setitem__, world.rank))
+        return st_load(targets[world.rank], place, world=world, cast=True, strategies=strategies, options=options)
+
+    simulate(len(trees), save)
+    options = LoadOptions(exchange=exchange, verify=None)
+    foretold = explain_ranks(targets, place, cast=True, strategies=strategies, options=options)
+    assert foretold.ok is not False, f"the load is said to fail: {foretold}"  # None where only values tell
+    got = simulate(len(targets), load)
+    went = [(one.bytes_sent, one.bytes_received) for _, one in sorted(reports.items())]
+    return got, went, [(one.sent, one.received) for one in foretold.reads]
