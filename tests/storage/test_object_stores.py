@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -29,16 +30,20 @@ def our_s3(patch: pytest.MonkeyPatch) -> Iterator[str]:
         yield ROOT
 
 
+BUCKETS = count()
+
+
 def moto(patch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield a bucket of an independent implementation."""
+    """Yield a bucket of an independent implementation; its servers share what a process has, so it is a new one."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
     server.start()
     patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         patch.setenv(name, "a-key-for-moto")
     patch.setenv("AWS_REGION", "us-east-1")
-    pytest.importorskip("boto3").client("s3", region_name="us-east-1").create_bucket(Bucket="moto")
-    yield "s3://moto/run"
+    bucket = f"moto-{next(BUCKETS)}"
+    pytest.importorskip("boto3").client("s3", region_name="us-east-1").create_bucket(Bucket=bucket)
+    yield f"s3://{bucket}/run"
     server.stop()
 
 
