@@ -82,7 +82,7 @@ def _actions(
         SAVE: partial(st.save, given, place, backend, options=st.SaveOptions(durable=False)),
         READ: lambda: _read(place),
         LOAD: load,
-        LOAD_UNCHECKED: partial(load, verify=None),
+        LOAD_UNCHECKED: partial(load, options=st.LoadOptions(verify=None)),
         VERIFY[0]: partial(_verify, place, 1),
         VERIFY[1]: partial(_verify, place, 2),
     }

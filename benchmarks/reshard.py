@@ -53,7 +53,7 @@ LAYOUTS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark and print a table for each part; returns 0."""
     options = _parser().parse_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     usual = torch.get_num_threads()
     for part in options.parts:
         for threads in options.threads if part == "memory" else [usual]:
