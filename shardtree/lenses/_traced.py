@@ -14,7 +14,7 @@ import torch
 from ..errors import MetadataError, ShapeError, TraceError, error_text
 from ..geometry import refuse, slices
 from ..lazy import LazyTensor, dense
-from ..mapping import ShardedTensor
+from ..mapping import ShardedTensor, given_tensor, lacks_memory
 from ..traces import Box, Kind, Local, Trace, View, check_written, localized, trace, view_of, whole_shard
 from ..trees import flatten_with_paths, is_plain_tensor, path_key
 from ._factory import as_factory
@@ -256,7 +256,7 @@ def through_traces(trees: Sequence[Any], found: Trace | Sequence[Trace], *, cast
 
 
 def _made_form(found: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
-    """Return the boxes that a box of a target is made of, without data, since it is only loaded."""
+    """Return the boxes that a box of a target is made of, with data where they go as they are: the target's own."""
     doing = "transform"
     check_box(doing, shard)
     check_written(found, shard.key, doing)
@@ -266,15 +266,29 @@ def _made_form(found: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
         what = f"{doing}: the trace makes another {shard.key!r} than the target"
         raise ShapeError(error_text(what, found=kind, expected=target, fix=fix))
     shape = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
-    local = localized(found, shard.key, shard.global_offset, shape)
+    local = localized(found, shard.key, shard.global_offset, shape, keep_views=False)
+    # What is computed isn't where its operands are, and bits of another dtype aren't those of the target.
+    is_moved = kind == target and all(isinstance(move.root, str) for move in found.moves[shard.key])
+    given = given_tensor(shard)
+    held = given if is_moved and not lacks_memory(given) else None
     shards = [
         replace(
             whole_shard(name, found.sources[name]),
+            data=None if held is None else _row_major(held.reshape(shape), box.shape, view),
             local_shape=box.shape,
             global_offset=box.offset,
             axis_fragmentations=None,
             replica_id=shard.replica_id,
         )
-        for name, box in local.boxes
+        for (name, box), view in zip(local.boxes, local.views, strict=True)
     ]
-    return StoredForm(tuple(shards), lambda parts: _merged(local, shard, parts).to(shard.dtype))
+    # Some parts may be where the target is, and others not.
+    place = None if given is None else given.device
+    return StoredForm(tuple(shards), lambda parts: _merged(local, shard, parts).to(device=place, dtype=shard.dtype))
+
+
+def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:
+    """Return a view of a tensor if rows of a file can be read into it as they are, else None."""
+    # Others gain nothing, and aliases among finely interleaved ones take long to rule out.
+    viewed = _viewed(tensor, shape, view)
+    return viewed if viewed is not None and viewed.is_contiguous() else None

@@ -80,7 +80,12 @@ class View(NamedTuple):
 
 
 def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
-    """Return how a move's destination has a box of its root that holds nothing else, None if no strides reach all."""
+    """Return how a move's destination has a box of its root that holds nothing else, None if no strides reach all.
+
+    Where elements go through something, they aren't there as they are.
+    """
+    if move.via:
+        return None
     there = normal(turned(into_box(move, shape, box, None)))
     loops, steps = {to: (count, at) for count, to, at in there.loops}, list[int]()
     for size, stride in zip(box.shape, dense(box.shape).stride, strict=True):
@@ -88,7 +93,7 @@ def view_of(move: Move, box: Box, shape: tuple[int, ...]) -> View | None:
         over = next(((to, count, at) for to, (count, at) in loops.items() if to <= stride < to * count), None)
         if size == 1:
             steps.append(0)
-        elif over is None or over[0] * over[1] < stride * size or move.via:
+        elif over is None or over[0] * over[1] < stride * size:
             return None
         else:
             steps.append(over[2] * (stride // over[0]))
