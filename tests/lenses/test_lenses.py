@@ -25,6 +25,7 @@ from shardtree.lenses import (
     expert_keys,
     expert_stack,
     factories_by_pattern,
+    from_function,
     gate_and_up,
     grouped_runs,
     joined_parts,
@@ -223,6 +224,14 @@ def test_what_was_loaded_as_one_box_is_merged_without_a_copy(lens: Lens) -> None
     merged = built.merge([loaded])
     assert first_difference(merged.contiguous(), shard.data) is None
     assert merged.untyped_storage().data_ptr() == loaded.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("function", [torch.neg, torch.Tensor.double, lambda w: -w.T.reshape(-1)])
+def test_a_box_of_one_element_goes_through_the_function_too(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    shard = st.ShardedTensor.from_rank_offsets("w", torch.full((1, 1), 3.0), (0, 1, 4))
+    built = from_function(function)(shard)
+    assert first_difference(built.shards[0].data.reshape(-1), function(shard.data).reshape(-1)) is None
+    assert first_difference(built.merge([each.data for each in built.shards]), shard.data) is None
 
 
 def test_replicas_and_prepended_axes_stay() -> None:
