@@ -178,24 +178,6 @@ def is_folder(storage: Storage, name: str = "") -> bool:
     return bool(storage.names(name)) if look is None else look(name)
 
 
-def file_lengths(storage: Storage, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the name and length of each file in a folder and those in it, or of a single file.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> storage = MemoryStorage()
-        >>> storage.replace("a/b", b"123", durable=False)
-        >>> [*file_lengths(storage)]
-        [('a/b', 3)]
-    """
-    # Only files have a length; other names are folders.
-    if (length := storage.length(name)) is not None:
-        yield name, length
-        return
-    for inner in storage.names(name):
-        yield from file_lengths(storage, f"{name}/{inner}" if name else inner)
-
-
 def remove_folder(storage: Storage, name: str) -> None:
     """Remove a folder if it is empty, where it doesn't go with its last file."""
     if (remove := can(storage).remove_folder) is not None:
@@ -247,6 +229,21 @@ def files_in(
             yield name
         else:
             yield from files_in(storage, name, takes, depth + 1)
+
+
+def file_lengths(storage: Storage) -> Iterator[tuple[str, int]]:
+    """Yield the name and length of each of `files_in`, or of the one file that a storage is.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> storage = MemoryStorage()
+        >>> storage.replace("a/b", b"123", durable=False)
+        >>> [*file_lengths(storage)]
+        [('a/b', 3)]
+    """
+    names = files_in(storage) if storage.length("") is None else [""]
+    # What has no length isn't a file: a link to a folder.
+    yield from ((name, length) for name in names if (length := storage.length(name)) is not None)
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:

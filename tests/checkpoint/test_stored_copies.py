@@ -43,26 +43,27 @@ def drifted(data: torch.Tensor, ulps: int, element: int) -> torch.Tensor:
 # Writers: a folder whose ranks have copies of ones, in which some have drifted
 
 
+def with_buffers(folder: MemoryStorage, save: Any, ranks: list[torch.Tensor], within: str = "") -> MemoryStorage:
+    """Put a buffer into each rank's model file."""
+    for rank, norm in enumerate(ranks):
+        file = model_file(save, rank)
+        file["module"]["norm.running_mean"] = norm
+        folder.replace(f"{within}zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
+    return folder
+
+
 def zero3(ranks: list[torch.Tensor]) -> MemoryStorage:
     """DeepSpeed's ZeRO-3: each rank's model file has the buffers."""
     save = replace(SAVE, ranks=len(ranks))
     folder = folder_of(save)
-    for rank, norm in enumerate(ranks):
-        file = model_file(save, rank)
-        file["module"]["norm.running_mean"] = norm
-        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
-    return folder
+    return with_buffers(folder, save, ranks, "step_3/")
 
 
 def universal(ranks: list[torch.Tensor]) -> MemoryStorage:
     """What DeepSpeed makes of ZeRO-3: states by parameter, and the same model files."""
     save = replace(SAVE, ranks=len(ranks))
     folder = universal_of(save, is_flat=True)
-    for rank, norm in enumerate(ranks):
-        file = model_file(save, rank)
-        file["module"]["norm.running_mean"] = norm
-        folder.replace(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
-    return folder
+    return with_buffers(folder, save, ranks)
 
 
 def rank_files(ranks: list[torch.Tensor]) -> MemoryStorage:
