@@ -14,7 +14,7 @@ import torch
 from .._ambient import shielded
 from .._deferred import notebook_html
 from ..errors import KeyMismatch, StrategyError, error_text
-from ..layouts import ShardColumns, StoredLayout
+from ..layouts import StoredLayout
 from ..lazy import frozen_values, stored_each
 from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
 from ..plans import near_names
@@ -38,6 +38,7 @@ from ..strategies.index import (
     find_texts,
     kind_at,
     reasoned,
+    stored_columns,
     texts,
     untaken_of,
 )
@@ -266,18 +267,9 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
         lines = [reasoned(untaken_of(metadata), key) for key in absent]
         raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
     chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
-    columns = ShardColumns(
-        keys=tuple(ordered),
-        kinds=tuple(kind_at(index, number) for number in numbers),
-        key=chunks.key,
-        offset=chunks.offset,
-        shape=chunks.shape,
-        start=chunks.start,
-        stop=chunks.stop,
-        rank=chunks.file,
-        main=np.ones(len(chunks.key), dtype=np.bool_),
-    )
-    return StoredLayout(columns, tuple(texts(index.file_text, index.file_start)))
+    kinds = {key: kind_at(index, number) for key, number in zip(ordered, numbers, strict=True)}
+    columns = stored_columns(kinds, chunks.key, chunks.offset, chunks.shape, chunks.start, chunks.stop)
+    return StoredLayout(replace(columns, rank=chunks.file), tuple(texts(index.file_text, index.file_start)))
 
 
 def largest_tensors(index: Index, count: int) -> tuple[str, ...]:

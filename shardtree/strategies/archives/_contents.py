@@ -12,12 +12,12 @@ import torch
 
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import Column, box_column, volumes
+from ...geometry import box_column, volumes
 from ...layouts import ShardColumns, TensorKind
 from ...storage import ByteRanges, StoredFile
 from .._checks import Comparison
 from .._values import Checkpoint
-from ..index import Index, build_index
+from ..index import Index, build_index, int64, stored_columns
 from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile
 
@@ -216,26 +216,22 @@ def _index(
     files: Sequence[StoredFile],
     objects: Sequence[tuple[str, int, int, int]],
 ) -> Index:
-    keys = sorted(kinds)
-    number = {key: position for position, key in enumerate(keys)}
+    file, byte = int64([piece.file for piece in pieces]), int64([piece.byte for piece in pieces])
+    return build_index(piece_columns(kinds, pieces), file, byte, files=files, objects=objects)
+
+
+def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> ShardColumns:
+    """Return pieces of tensors as columns, a row a piece, with the keys sorted."""
+    number = {key: position for position, key in enumerate(sorted(kinds))}
     axes = max((len(kind.global_shape) for kind in kinds.values()), default=0)
-    columns = ShardColumns(
-        keys=tuple(keys),
-        kinds=tuple(kinds[key] for key in keys),
-        key=_int64([number[piece.key] for piece in pieces]),
-        offset=box_column([piece.offset for piece in pieces], fill=0, axes=axes),
-        shape=box_column([piece.shape for piece in pieces], fill=1, axes=axes),
-        start=_int64([piece.start for piece in pieces]),
-        stop=_int64([piece.stop for piece in pieces]),
-        rank=np.zeros(len(pieces), dtype=np.int64),
-        main=np.ones(len(pieces), dtype=np.bool_),
+    return stored_columns(
+        {key: kinds[key] for key in number},
+        int64([number[piece.key] for piece in pieces]),
+        box_column([piece.offset for piece in pieces], fill=0, axes=axes),
+        box_column([piece.shape for piece in pieces], fill=1, axes=axes),
+        int64([piece.start for piece in pieces]),
+        int64([piece.stop for piece in pieces]),
     )
-    file, byte = _int64([piece.file for piece in pieces]), _int64([piece.byte for piece in pieces])
-    return build_index(columns, file, byte, files=files, objects=objects)
-
-
-def _int64(values: Sequence[int]) -> Column:
-    return np.array(values, dtype=np.int64)
 
 
 def _check_tiled(

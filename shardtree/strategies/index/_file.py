@@ -16,7 +16,7 @@ from ...layouts import ShardColumns
 from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
 from .._metadata import read_checked, write_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, item_sizes, text_columns, texts
+from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -66,9 +66,9 @@ def build_index(
     return Index(
         key_text=key_text,
         key_start=key_start,
-        key_axes=_int64([len(kind.global_shape) for kind in columns.kinds]),
-        key_prepended=_int64([kind.prepend_axis_num for kind in columns.kinds]),
-        key_dtype=_int64([number[dtype_name(kind.dtype)] for kind in columns.kinds]),
+        key_axes=int64([len(kind.global_shape) for kind in columns.kinds]),
+        key_prepended=int64([kind.prepend_axis_num for kind in columns.kinds]),
+        key_dtype=int64([number[dtype_name(kind.dtype)] for kind in columns.kinds]),
         key_shape=shapes,
         dtype_text=dtype_text,
         dtype_start=dtype_start,
@@ -87,14 +87,10 @@ def build_index(
         object_length=numbers[:, 2],
         file_text=file_text,
         file_start=file_start,
-        file_length=_int64([one.length for one in files]),
+        file_length=int64([one.length for one in files]),
         file_block=np.cumsum([0, *(one.size for one in hashes)], dtype=np.int64),
         block_hash=np.concatenate([*hashes, np.zeros(0, dtype=np.uint64)]),
     )
-
-
-def _int64(values: Sequence[int]) -> Column:
-    return np.array(values, dtype=np.int64)
 
 
 # The file: columns as safetensors
