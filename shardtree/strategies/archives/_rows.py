@@ -37,8 +37,7 @@ from ..index import (
 )
 from ..torch import HEADERS
 from ._contents import Contents
-from ._copies import Seen, differing_among, resolution
-from ._files import ArchiveFile, filled
+from ._files import ArchiveFile, Seen, differing_among, filled, resolution
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
