@@ -328,15 +328,6 @@ def test_narrow_refuses_an_irregular_grid_along_the_axis_and_data_it_cannot_cut(
         ShardedTensor(**GOOD | {"data": object()}).narrow(0, 0, 1)
 
 
-def test_only_a_regular_grid_has_chunks():
-    with pytest.raises(ShapeError, match="axis_fragmentations"):
-        ShardedTensor(**GOOD | {"axis_fragmentations": None}).max_allowed_chunks()
-    with pytest.raises(ShapeError, match="a multiple of 3"):
-        ShardedTensor(**GOOD | {"axis_fragmentations": (3, 1)}).max_allowed_chunks()
-    with pytest.raises(ShapeError, match="a multiple of the box's size 4"):
-        ShardedTensor(**GOOD | {"axis_fragmentations": None, "global_offset": (13, 0)}).local_chunk_offset_in_global()
-
-
 # -- the other leaves
 
 
@@ -372,32 +363,6 @@ def test_a_unique_key_of_the_old_form_leaves_the_last_size_open(leaf):
     opened = ShardedObject.empty_from_unique_key(old)
     assert opened == ShardedObject(leaf.key, None, (*leaf.global_shape[:-1], -1), leaf.global_offset)
     unique_key_comes_back(ShardedObject.empty_from_unique_key, opened)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "k/shard_0",
-        "/shard_0_1",
-        "k/shard_a_1",
-        "k/shard_0.._1",
-        "k/shard_0_1_",
-        "k/shard_0_1 ",
-        "k/shard_-1_2",
-        "k/shard_0_1.1.1",
-        "k/shard_0_--1",
-    ],
-)
-def test_what_is_no_unique_key_is_refused(text):
-    with pytest.raises(MetadataError):
-        ShardedObject.empty_from_unique_key(text)
-
-
-@pytest.mark.parametrize(("shape", "offset"), [((2,), (-1,)), ((-1, 2), (0, 0)), ((0,), (0,)), ((-1,), (-1,))])
-def test_a_cell_outside_the_array_is_refused(shape, offset):
-    with pytest.raises(MetadataError, match="'o'"):
-        ShardedObject("o", None, shape, offset)
 
 
 def test_objects_compare_by_identity_of_data_and_are_hashable():
@@ -448,9 +413,3 @@ def test_a_nonpersistent_object_gives_its_value_back():
 )
 def test_the_main_replica_is_all_zeros(replica, main):
     assert is_main_replica(replica) is main
-
-
-@pytest.mark.parametrize("replica", [None, 0.0, "0", (0, None)])
-def test_what_is_no_replica_id_is_refused(replica):
-    with pytest.raises(MetadataError, match="replica_id"):
-        is_main_replica(replica)

@@ -125,15 +125,6 @@ def test_the_law_of_patterns_catches_a_cast_of_what_only_begins_alike() -> None:
     assert_caught(casts_what_matches, by_beginning, SOME)
 
 
-def test_cast_of_keys_that_are_not_there_or_no_list() -> None:
-    with pytest.raises(TreeError, match="'v'"):
-        cast([W], torch.float16, ["w", "v"])
-    with pytest.raises(TreeError, match="expected a list of different keys"):
-        cast([W], torch.float16, "w")
-    with pytest.raises(TreeError, match="'rng'"):
-        cast([W, RNG], torch.float16, ["rng"])
-
-
 def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:
     flat = flat_shard("flat", torch.arange(6.0))
     narrowed = narrow({"w": W, "flat": flat, "step": 3}, 1, 1, 1)
