@@ -211,16 +211,6 @@ def test_missing_is_what_no_rank_asks_for() -> None:
     assert st.explain(first, FOLDER).ok
 
 
-def test_only_metadata_and_the_common_state_are_read() -> None:
-    watched = counted(FOLDER)
-    st.explain(asked(), watched)
-    assert {name.rpartition("/")[2].partition("-")[0].partition(".")[0] for name in watched.counts} == {
-        "metadata",
-        "index",
-        "common",
-    }
-
-
 def test_no_process_group_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
     def collective(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective was called")

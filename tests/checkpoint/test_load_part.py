@@ -57,13 +57,6 @@ def test_the_model_loads_without_the_optimizer(backend: tuple[str, int]) -> None
     assert in_order(reports[0].left_out)
 
 
-@pytest.mark.parametrize("backend", FORMATS, ids=str)
-def test_all_of_it_comes_back_where_all_of_it_is_named(backend: tuple[str, int]) -> None:
-    loaded = st.load(st.without_data(state()), stored(backend))
-    assert loaded["step"] == 7 and str(loaded["optimizer"]) == str(st.unbox(state())["optimizer"])
-    assert str(loaded["mixed"]) == "[tensor([1., 1.]), 3]" and type(loaded["optimizer"][0]) is ScaleByAdam
-
-
 def test_what_goes_is_said_and_can_be_an_error() -> None:
     folder = stored()
     explained = st.explain(MODEL, folder)
@@ -79,13 +72,3 @@ def test_a_place_that_is_named_in_part_is_an_error() -> None:
     part = {"optimizer": (ScaleByAdam(0, {"w": shard("mu.w")}, None), None)}
     with pytest.raises(TreeError, match=r"tree\['optimizer'\]\[0\]\[2\]"):
         st.load(part, stored())
-
-
-def test_trainers_give_engines_a_model_without_the_optimizer() -> None:
-    engine = {"model": {"w": shard("w", 0.0)}}
-    assert st.unbox(st.reshard([state()], [engine])[0])["model"]["w"].tolist() == [1, 1]
-    moved = st.simulate(
-        2, lambda world: st.redistribute(*((None, engine) if world.rank else (state(), None)), world=world)
-    )
-    assert moved[0] is None and moved[1]["model"]["w"].data.tolist() == [1, 1]
-    assert moved[1].keys() == {"model", "step"}
