@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 import shardtree as st
-from shardtree.errors import UnsafeFile, UnsupportedValue
+from shardtree.errors import UnsafeFile
 from shardtree.strategies.torch_dist._common import nested
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
@@ -235,16 +235,6 @@ def test_a_value_of_an_unknown_class_needs_leave(tmp_path):
     assert st.load_common_state_dict(folder, options=st.LoadOptions(allow_pickle=True)) == {"mine": Unknown()}
     loaded = st.load({"w": whole("w", rows(4))}, folder, options=st.LoadOptions(allow_pickle=True))
     assert torch.equal(loaded["w"], rows(4)) and loaded["mine"] == Unknown()
-
-
-def test_a_quantised_tensor_is_refused_where_it_is_asked_for(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are to be removed
-        quantised = torch.quantize_per_tensor(rows(2, 3), 0.5, 1, torch.qint8)
-    folder = save_alone({"q": quantised, "w": rows(4)}, tmp_path)
-    assert st.load_plain_tensors(folder).keys() == {"w"}
-    with pytest.raises(UnsupportedValue, match="'q': its dtype: quantised"):
-        st.load({"q": whole("q", quantised)}, folder)
 
 
 # Several ranks
