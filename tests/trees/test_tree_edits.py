@@ -9,7 +9,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import optree
 import pytest
 import torch
 from hypothesis import given
@@ -27,7 +26,6 @@ from shardtree.trees import (
     extract_metadata,
     leaves_with_paths,
     map_data,
-    map_shards,
     match_key,
     narrow,
     prefix,
@@ -175,14 +173,6 @@ def test_a_pipeline() -> None:
         bind(rename, {"w": "weight"}), bind(cast, torch.bfloat16), partial(map_data, torch.neg), without_data
     )
     assert to_serving({"w": W})["w"] == replace(W, key="weight", dtype=torch.bfloat16, data=None)
-
-
-@pytest.mark.parametrize("function", [map_data, map_shards, optree.tree_map], ids=lambda function: function.__name__)
-def test_bind_refuses_a_function_that_takes_the_tree_second(function: Callable[..., Any]) -> None:
-    name = function.__name__
-    with pytest.raises(TreeError, match=rf"bind: {name} takes (?s:.*)functools.partial\({name}, ") as caught:
-        bind(function, torch.neg)
-    assert "a function that takes the tree first" in str(caught.value)
 
 
 def scaled(state: int, by: int, tree: int = 0) -> tuple[int, int, int]:
