@@ -98,5 +98,5 @@ def lacking(test: str) -> str | None:
         >>> lacking("tests/test_retention.py::test_anything") is None
         True
     """
-    needed = (what for pattern, what in _TESTS.items() if fullmatch(pattern, test))
-    return next((what for what in needed if not _has(what)), None)
+    missing = (pattern for pattern, what in _TESTS.items() if not _has(what))  # most often none
+    return next((_TESTS[pattern] for pattern in missing if fullmatch(pattern, test)), None)
