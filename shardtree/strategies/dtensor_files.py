@@ -23,6 +23,7 @@ from .archives import (
     ValueAt,
     check_rank,
     contents_of,
+    hyperparameters,
     place_parts,
     read_archives,
     rows_from_contents,
@@ -231,11 +232,7 @@ def _common(
 ) -> dict[str, Any]:
     common: dict[str, Any] = {}
     if optimizers:
-        # Without the numbers of parameters: an optimizer has its own, and `optim` leaves them out of saves too.
-        groups = [
-            {key: value for key, value in group.of(dict).items() if key != "params"}
-            for group in _groups(optimizers[0][1])
-        ]
+        groups = hyperparameters(group.of(dict) for group in _groups(optimizers[0][1]))
         common["optimizer"] = {"param_groups": groups} | ({"state": dict(states)} if states else {})
     if extra and isinstance(extra[0], dict):
         common |= {key: value for key, value in extra[0].items() if key != "rng"}

@@ -7,6 +7,7 @@ from ._contents import (
     Tensors,
     check_rank,
     contents_of,
+    hyperparameters,
     local_part,
     piece_columns,
     place_parts,

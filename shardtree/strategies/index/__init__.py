@@ -35,6 +35,7 @@ from ._rows import (
     remove_sharded,
     rows_from_index,
     rows_of_saves,
+    unused_files,
     verify_index,
     without_prefix,
 )

@@ -159,9 +159,10 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     sync_folder(checkpoint.storage, name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)
-    unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
     # Guards against a crafted index that names other files: only names that a save gives are removed.
-    remove_files(checkpoint.storage, [file for file in (*sorted(unused), old_name) if is_save_file(file)])
+    remove_files(
+        checkpoint.storage, [file for file in (*sorted(unused_files(old, new)), old_name) if is_save_file(file)]
+    )
 
 
 def _next_name(storage: Storage, name: str) -> str:
@@ -179,6 +180,11 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     folder = checkpoint.fields.get("save_id")
     names = checkpoint.storage.names(folder) if isinstance(folder, str) and folder else ()
     return tuple(name for name in (f"{folder}/{last}" for last in names) if is_save_file(name))
+
+
+def unused_files(old: Index, new: Index) -> set[str]:
+    """Return the files that only the old of two indexes refers to."""
+    return set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
 
 
 # An index without some of its tensors and objects, and without the files that become unused
