@@ -28,14 +28,14 @@ class PairsMapping(Mapping[str, Value]):
 
     def items(self) -> ItemsView[str, Value]:
         """Return all keys with their values, made a few at a time."""
-        return _Items(self)
+        return PairItems(self)
 
     def values(self) -> ValuesView[Value]:
         """Return all values, made likewise."""
-        return _Values(self)
+        return PairValues(self)
 
 
-class _Items(ItemsView[str, Value]):
+class PairItems(ItemsView[str, Value]):
     __slots__ = ()
     _mapping: PairsMapping[Value]
 
@@ -43,7 +43,7 @@ class _Items(ItemsView[str, Value]):
         return self._mapping.pairs()
 
 
-class _Values(ValuesView[Value]):
+class PairValues(ValuesView[Value]):
     __slots__ = ()
     _mapping: PairsMapping[Value]
 
