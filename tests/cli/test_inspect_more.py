@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 import shardtree as st
 from shardtree.cli._contents import TensorRow
-from shardtree.cli._one_tensor import show_values
-from shardtree.cli._outline import common_rows, key_rows
 from shardtree.cli._output import Output
+from shardtree.cli._views import common_rows, key_rows, show_values
 from shardtree.storage import MemoryStorage
 from tests.cli.checkpoints import document, run, save_training_state
 from tests.quick_python.command import quick_python
