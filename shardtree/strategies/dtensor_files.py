@@ -11,11 +11,8 @@ from ..codec.archives import StoredDTensor, StoredTensor
 from ..errors import CorruptCheckpoint, TreeError, error_text
 from ..mapping import ShardedObject
 from ..storage import Storage
-from ._actions import Strategies, StrategyAction
-from ._traits import FormatTraits
 from ._values import Checkpoint, Fields, fields_of_backend
 from .archives import (
-    ACTIONS,
     ArchiveFile,
     Contents,
     RankPart,
@@ -26,7 +23,7 @@ from .archives import (
     hyperparameters,
     place_parts,
     read_archives,
-    rows_from_contents,
+    rows_of_archives,
     state_key,
 )
 
@@ -248,11 +245,4 @@ def _objects(extra: Sequence[Any]) -> dict[str, Any]:
     return {ShardedObject("rng", None, (count,), (rank,)).unique_key: state for rank, state in enumerate(states)}
 
 
-ROWS: Strategies = {
-    (StrategyAction.RECOGNIZE, BACKEND, VERSION): recognize,
-    (StrategyAction.DESCRIBE, BACKEND, VERSION): lambda: FormatTraits(decided_by=PATTERNS),
-    **{
-        (action, BACKEND, VERSION): function
-        for action, function in zip(ACTIONS, rows_from_contents(read_contents), strict=True)
-    },
-}
+ROWS = rows_of_archives(BACKEND, VERSION, recognize, PATTERNS, read_contents)

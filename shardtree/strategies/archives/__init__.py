@@ -7,11 +7,10 @@ from ._contents import (
     Tensors,
     check_rank,
     contents_of,
-    hyperparameters,
     local_part,
     piece_columns,
     place_parts,
     state_key,
 )
-from ._files import ArchiveFile, ValueAt, filled, read_archives
-from ._rows import ACTIONS, rows_from_contents
+from ._files import ArchiveFile, ValueAt, filled, hyperparameters, read_archives
+from ._rows import ACTIONS, rows_from_contents, rows_of_archives

@@ -33,11 +33,6 @@ def state_key(state: str, parameter: str | int) -> str:
     return f"{_STATE}.{state}.{parameter}"
 
 
-def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an optimizer's groups without the numbers of their parameters, of which each optimizer has its own."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
 class Piece(NamedTuple):
     """Row-major bytes of a tensor in a file: a box of it, or a flat range of all of it.
 

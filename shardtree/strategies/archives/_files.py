@@ -185,6 +185,11 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
     return map_sharing(fill, value)
 
 
+def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return an optimizer's groups without the numbers of their parameters, of which each optimizer has its own."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
 # Copies that several ranks' files have of a tensor: equal by their checksums, or compared when the tensor is read
 
 _STEP_BYTES = 1024 * 1024
