@@ -114,7 +114,7 @@ def test_any_number_is_refused_or_sound(places, rows):
 def test_the_law_catches_shapes_that_nobody_checks(monkeypatch):
     index = changed(SMALL, [("key_shape", SMALL.key_shape.size - 1, -1)])
     check_refused_or_sound(sure, index)
-    monkeypatch.setattr(_file, "_keys", lambda _: None)
+    monkeypatch.setattr(_file, "_keys", lambda *_: None)
     monkeypatch.setattr(_file, "_places", lambda _: None)
     with pytest.raises(CheckpointingException):
         check_refused_or_sound(sure, index)

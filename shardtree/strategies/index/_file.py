@@ -203,7 +203,14 @@ def index_problem(index: Index) -> str | None:
     Whether all blocks need hashes is checked by each format.
     """
     # In this order: each check relies on what the ones before it have made sure of.
-    return _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
+    return (
+        _kinds(index)
+        or _lengths(index)
+        or _texts(index)
+        or _in_parts(partial(_keys, index), index.key_axes.size)
+        or _files(index)
+        or _places(index)
+    )
 
 
 def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
@@ -274,11 +281,7 @@ def _with_next(rows: int) -> list[slice]:
     return [slice(first, min(first + _ROWS + 1, rows)) for first in range(0, rows, _ROWS)]
 
 
-def _keys(index: Index) -> str | None:
-    return _in_parts(partial(_keys_of, index), index.key_axes.size)
-
-
-def _keys_of(index: Index, rows: slice) -> str | None:
+def _keys(index: Index, rows: slice) -> str | None:
     axes, shape, prepended = index.key_axes[rows], index.key_shape[rows], index.key_prepended[rows]
     width, dtype = shape.shape[1], index.key_dtype[rows]
     if axes.min() < 0 or axes.max() > width:
@@ -288,7 +291,10 @@ def _keys_of(index: Index, rows: slice) -> str | None:
     if dtype.min() < 0 or dtype.max() >= index.dtype_start.size - 1:
         return "a dtype's number is out of range"
     padding = np.arange(width) < width - axes[:, None]
-    if shape.min() < 0 or (padding & (shape != 1)).any() or _too_large(shape):
+    with np.errstate(over="ignore"):
+        elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
+    # So few that an int64 counts the bytes of all.
+    if shape.min() < 0 or (padding & (shape != 1)).any() or (elements > 2.0**58).any():
         return "a global shape is out of range"
     return None
 
@@ -372,12 +378,6 @@ def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
     if ((file < 0) | (file >= index.file_length.size) | (byte < 0) | (length < 0)).any():
         return True
     return bool((byte > index.file_length[file] - length).any()) if file.size else False
-
-
-def _too_large(shape: Any) -> bool:
-    """Return whether a tensor has more bytes than an int64 counts."""
-    with np.errstate(over="ignore"):
-        return bool((np.prod(np.maximum(shape, 1).astype(np.float64), axis=1) > 2.0**58).any())
 
 
 def blocks_problem(index: Index) -> str | None:

@@ -169,6 +169,25 @@ class DeferredMetadata(Mapping[str, ShardedTensor | ShardedObject]):
         return self.stored if all(name in self.stored for name in names) else self.whole()
 
 
+def stored_keys(metadata: Mapping[str, ShardedTensor | ShardedObject]) -> set[str]:
+    """Return the keys of the tensors and objects in a checkpoint's metadata."""
+    if isinstance(metadata, IndexMetadata):
+        return metadata.shard_keys()
+    return {shard.key for shard in metadata.values()}
+
+
+def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Sequence[str]) -> dict[str, TensorKind]:
+    """Return what each tensor is, by key, of those that are in a checkpoint's metadata."""
+    if isinstance(metadata, IndexMetadata):
+        return metadata.kinds(keys)
+    found = {key: metadata[key] for key in keys if key in metadata}
+    return {
+        key: TensorKind(shard.dtype, shard.global_shape, 0)
+        for key, shard in found.items()
+        if isinstance(shard, ShardedTensor)
+    }
+
+
 def untaken_of(metadata: object) -> Mapping[str, str]:
     """Return why something that is stored isn't in a checkpoint's metadata, by its key or name."""
     stored = metadata.stored if isinstance(metadata, DeferredMetadata) else metadata

@@ -1,4 +1,4 @@
-"""The rows that follow from an index of which box lies where: loads, metadata, verify and removal."""
+"""The rows that follow from an index of which box lies where: loads, metadata, verify and removal; and LOAD_COMMON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...storage import ReadReport, Storage, can, remove_files, sync_folder
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
-from .._metadata import checked_name, read_metadata, replace_metadata, write_checked
+from .._metadata import checked_name, read_checked, read_metadata, replace_metadata, write_checked
 from .._save_folders import is_save_file, noted
 from .._traits import FormatTraits
 from .._values import Checkpoint
@@ -116,6 +116,13 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     read_planned(replace(checkpoint, options=options), index, plan, memories)
     return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
+
+
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where shards were, of formats that have it in the common codec."""
+    data, _ = read_checked(checkpoint, "common")
+    options = checkpoint.options
+    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
 
 
 def _decoded_object(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:

@@ -19,7 +19,7 @@ from ...errors import CorruptCheckpoint, StrategyError, error_text
 from ...storage import Buffer, Storage, can, make_folder, remove_files, remove_folder, sync_folder
 from .._metadata import checked_entry, read_checked, read_metadata, replace_metadata
 from .._values import Checkpoint, Fields, PendingSave, ReadCache
-from ..index import COLUMNS, Index, sound_index, texts, unsound_index, unused_files, without_prefix
+from ..index import COLUMNS, Index, load_common, sound_index, texts, unsound_index, unused_files, without_prefix
 from ._array import StoredArray
 from ._layout import array_name
 from ._metadata import NODE_FILE, OURS, encode_v3
@@ -110,13 +110,9 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
     return {"common": checked_entry(name, data)}
 
 
-def load_common(checkpoint: Checkpoint) -> Any:
+def load_own_common(checkpoint: Checkpoint) -> Any:
     """Return the stored common tree, with holes where shards were; an empty one if another program wrote the arrays."""
-    if "common" not in checkpoint.fields:
-        return {}
-    data, _ = read_checked(checkpoint, "common")
-    options = checkpoint.options
-    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
+    return load_common(checkpoint) if "common" in checkpoint.fields else {}
 
 
 # Removing tensors and objects from a folder of ours: a new index first, then the arrays that became unused
