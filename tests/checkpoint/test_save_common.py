@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,17 +41,6 @@ def test_holes_stand_where_positions_matter_and_nowhere_else():
         [{"w": shard(key="a"), "mixed": [1, shard(key="b"), {"x": shard(key="c")}], "only": [shard(key="d")]}]
     )
     assert st.load_common_state_dict(folder) == {"mixed": [1, st.trees.HOLE, st.trees.HOLE]}
-
-
-def test_the_saved_tree_is_not_changed():
-    tree = {"list": [shard(), 1], "dict": OrderedDict(a=None), "step": 3}
-    before = outline({key: value for key, value in tree.items() if key != "list"}), list(tree), list(tree["list"])
-    saved_by([tree], content_metadata={"a": 1})
-    assert before == (
-        outline({key: value for key, value in tree.items() if key != "list"}),
-        list(tree),
-        list(tree["list"]),
-    )
 
 
 # Comparison between ranks.
@@ -297,19 +286,3 @@ def test_a_commit_that_returns_no_fields_is_refused():
     with pytest.raises(StrategyError, match=r"a commit returns[\s\S]*found NoneType"):
         st.save({"w": shard()}, folder, save_nothing)
     assert not st.is_checkpoint(folder)
-
-
-def test_a_format_without_a_clean_up_keeps_no_note_of_the_owner():
-    def save_nothing(pending, shards):
-        return st.AsyncRequest(pending.world, lambda: None, lambda written: {"folder": pending.save_id})
-
-    folder = MemoryStorage()
-    st.save({"step": 1}, folder, save_nothing)
-    assert st.is_checkpoint(folder)
-    assert not [
-        name
-        for save in folder.names()
-        if save.startswith("save-")
-        for name in folder.names(save)
-        if name == "owner.json"
-    ]
