@@ -188,9 +188,6 @@ def test_common_values_are_kept_whatever_they_are() -> None:
     assert common["file"].getvalue() == b"abc"
 
 
-# The memory of a request.
-
-
 # The queue.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,6 +41,17 @@ def test_holes_stand_where_positions_matter_and_nowhere_else():
         [{"w": shard(key="a"), "mixed": [1, shard(key="b"), {"x": shard(key="c")}], "only": [shard(key="d")]}]
     )
     assert st.load_common_state_dict(folder) == {"mixed": [1, st.trees.HOLE, st.trees.HOLE]}
+
+
+def test_the_saved_tree_is_not_changed():
+    tree = {"list": [shard(), 1], "dict": OrderedDict(a=None), "step": 3}
+    before = outline({key: value for key, value in tree.items() if key != "list"}), list(tree), list(tree["list"])
+    saved_by([tree], content_metadata={"a": 1})
+    assert before == (
+        outline({key: value for key, value in tree.items() if key != "list"}),
+        list(tree),
+        list(tree["list"]),
+    )
 
 
 # Comparison between ranks.
