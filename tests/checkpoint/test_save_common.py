@@ -297,3 +297,13 @@ def test_a_commit_that_returns_no_fields_is_refused():
     with pytest.raises(StrategyError, match=r"a commit returns[\s\S]*found NoneType"):
         st.save({"w": shard()}, folder, save_nothing)
     assert not st.is_checkpoint(folder)
+
+
+def test_a_format_without_a_clean_up_keeps_no_note_of_the_owner():
+    def save_nothing(pending, shards):
+        return st.AsyncRequest(pending.world, lambda: None, lambda written: {"folder": pending.save_id})
+
+    folder = MemoryStorage()
+    st.save({"step": 1}, folder, save_nothing)
+    assert st.is_checkpoint(folder)
+    assert not any(name.endswith("owner.json") for name in folder.all_names())
