@@ -188,6 +188,22 @@ def test_common_values_are_kept_whatever_they_are() -> None:
     assert common["file"].getvalue() == b"abc"
 
 
+def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
+    folder, failures = st.storage.MemoryStorage(), iter([True])
+
+    def once(size: int) -> None:
+        if next(failures, False):
+            raise FullDisk("no space left on device")
+
+    made = request(folder, 3.0, progress=once)
+    with pytest.raises(FullDisk):
+        made.execute_sync()
+    for number in range(4):
+        request(st.storage.MemoryStorage(), 10.0 + number)
+    made.execute_sync()
+    assert value_in(folder) == 3
+
+
 # The queue.
 
 

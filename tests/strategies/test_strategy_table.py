@@ -107,6 +107,11 @@ def test_a_taken_row_raises_unless_overridden(free_row):
     assert get_default_strategy(*free_row) is other
 
 
+def test_the_default_table_is_read_only():
+    with pytest.raises(TypeError):
+        default_strategies[StrategyAction.LOAD_COMMON, "x", 1] = len
+
+
 def test_tables_are_joined_from_either_side():
     rows = {(StrategyAction.LOAD_COMMON, *NATIVE): len, (StrategyAction.LOAD_COMMON, "x", 1): len}
     ours, theirs = default_strategies | rows, rows | default_strategies
