@@ -72,3 +72,13 @@ def test_a_place_that_is_named_in_part_is_an_error() -> None:
     part = {"optimizer": (ScaleByAdam(0, {"w": shard("mu.w")}, None), None)}
     with pytest.raises(TreeError, match=r"tree\['optimizer'\]\[0\]\[2\]"):
         st.load(part, stored())
+
+
+def test_trainers_give_engines_a_model_without_the_optimizer() -> None:
+    engine = {"model": {"w": shard("w", 0.0)}}
+    assert st.unbox(st.reshard([state()], [engine])[0])["model"]["w"].tolist() == [1, 1]
+    moved = st.simulate(
+        2, lambda world: st.redistribute(*((None, engine) if world.rank else (state(), None)), world=world)
+    )
+    assert moved[0] is None and moved[1]["model"]["w"].data.tolist() == [1, 1]
+    assert moved[1].keys() == {"model", "step"}
