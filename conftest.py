@@ -86,7 +86,10 @@ def pytest_collection() -> Generator[None, object, object]:
     """Leave modules and tests out of collections of garbage: each would take half a second, and many tests make one."""
     gc.disable()
     try:
-        return (yield)
+        with pytest.MonkeyPatch.context() as patch:
+            # Megatron-Core has functions compiled, which no test calls: torch's compiler takes three seconds to import.
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")
+            return (yield)
     finally:
         gc.enable()
         gc.collect()

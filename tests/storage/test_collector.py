@@ -25,6 +25,7 @@ MADE = 20_000
 def _nothing_is_frozen() -> Iterator[None]:
     """Unfreeze what the tests' start has frozen: a pause treats a program that freezes differently."""
     gc.unfreeze()
+    gc.collect()  # else the next collection would be a full one: too few objects have outlived the last
     yield
     gc.freeze()
 
