@@ -167,8 +167,10 @@ class LocalStorage:
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there, or lies behind a link to another folder."""
         with self._storage_errors("remove", name), suppress(FileNotFoundError):
+            folders = inside(name, self.root).split("/")[:-1]
+            parents = ("/".join(folders[: end + 1]) for end in range(len(folders)))
             # Guard: cleaning up a checkpoint must never remove files that a linked folder keeps elsewhere.
-            if not self._is_behind_link(name):
+            if not any(map(self.is_link, parents)):
                 unlink(self.where(name))
 
     def remove_folder(self, name: str) -> None:
@@ -203,11 +205,6 @@ class LocalStorage:
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link's."""
         return os.path.islink(self.where(name))
-
-    def _is_behind_link(self, name: str) -> bool:
-        """Return whether a parent folder of a name is a link: what lies behind it doesn't belong to this storage."""
-        folders = inside(name, self.root).split("/")[:-1]
-        return any(os.path.islink(self.where("/".join(folders[: end + 1]))) for end in range(len(folders)))
 
     @contextmanager
     def _storage_errors(self, doing: str, name: str) -> Iterator[None]:
