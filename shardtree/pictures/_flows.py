@@ -107,19 +107,19 @@ def _held(name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Seq
     """Return where elements are stored: they are numbered, and the numbers found again in what a lens makes of them."""
     count = prod(shape)
     if count > _MOST_ELEMENTS:
-        found, fix = f"{count:,} elements", "Draw it with a smaller tensor: the lens does the same to that."
-        raise ShapeError(error_text("draw: too large to follow each element", found=found, fix=fix))
-    stored = build(torch.arange(count, device="cpu").reshape(shape))
-    axes = max([1, *(len(one.global_shape) for one in stored)])
+        more, fix = f"{count:,} elements", "Draw it with a smaller tensor: the lens does the same to that."
+        raise ShapeError(error_text("draw: too large to follow each element", found=more, fix=fix))
+    shards = build(torch.arange(count, device="cpu").reshape(shape))
+    axes = max([1, *(len(one.global_shape) for one in shards)])
     shard, place = np.full(count, -1, dtype=np.int64), np.zeros((count, axes), dtype=np.int64)
-    for number, one in enumerate(stored):
+    for number, one in enumerate(shards):
         local = (1,) * one.prepend_axis_num + one.local_shape
         numbers = one.data.reshape(-1).numpy()
         own = np.flatnonzero((numbers >= 0) & (numbers < count))
         where = np.stack(np.unravel_index(own, local or (1,)), axis=1) + np.array(one.global_offset or (0,))
         shard[numbers[own]] = number
         place[numbers[own], axes - where.shape[1] :] = where
-    return _Held(name, shape or (1,), stored, shard, place)
+    return _Held(name, shape or (1,), shards, shard, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,8 @@ def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int,
     """Return a stored tensor's name, with the place of its rows where they aren't those of axis 0."""
     key, axis, others = target
     free = iter(":" if is_one and isinstance(each, int) else str(each) for each in others)
-    shown = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
-    return key if shown[0] == "rows" and set(shown[1:]) <= {":"} else f"{key}[{', '.join(shown)}]"
+    axes = ["rows" if each == axis else next(free) for each in range(len(shapes[key]))]
+    return key if axes[0] == "rows" and set(axes[1:]) <= {":"} else f"{key}[{', '.join(axes)}]"
 
 
 def _with_rows(name: str, span: str, apart: str = "") -> str:
@@ -324,7 +324,7 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
         for part, what in _from_sources(move):
             root = trace.sources[part.root].shape if isinstance(part.root, str) else (part.last + 1,)
             parts.append((part, root or (1,), what))
-    found = [
+    by_axis = [
         [
             row
             for move, root, what in parts
@@ -332,10 +332,10 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
         ]
         for axis in range(len(shape))
     ]
-    cut = [axis for axis, rows in enumerate(found) if any(run.rows < shape[axis] for _, run in rows)]
-    lengths = {axis: sum(run.rows for _, run in found[axis]) / len(found[axis]) for axis in cut}
+    cut = [axis for axis, rows in enumerate(by_axis) if any(run.rows < shape[axis] for _, run in rows)]
+    lengths = {axis: sum(run.rows for _, run in by_axis[axis]) / len(by_axis[axis]) for axis in cut}
     axis = max(cut, key=lambda each: (lengths[each], -each), default=0)
-    return axis, sorted(found[axis], key=lambda row: (row[0], row[1].start))
+    return axis, sorted(by_axis[axis], key=lambda row: (row[0], row[1].start))
 
 
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
@@ -380,9 +380,9 @@ def _places(to: int, at: int, loops: Sequence[Loop]) -> Iterator[tuple[int, int]
 
 def _spans(place: int, loops: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> list[_Span]:
     """Return where elements from a place on, by loops, lie along each axis."""
-    found = []
+    spans = []
     for axis, (stride, size) in enumerate(zip(dense(shape).stride, shape, strict=True)):
         low = place // stride % size if size else 0
         more = sum((count - 1) * (step // stride) for count, step in loops if axis_of(step, shape) == axis)
-        found.append(_Span(low, min(size, low + more + 1), size))
-    return found
+        spans.append(_Span(low, min(size, low + more + 1), size))
+    return spans

@@ -21,20 +21,20 @@ from ..layouts import (
     mesh_columns,
     select_rows,
     shard_columns,
+    sharding_faults,
     splits,
 )
 from ..mapping import ShardedTensor
 from ..plans import near_names, size_text
-from ._labels import rank_labels, rank_words
 from ._picture import Bar, Bars, Cell, Entry, Picture, Plane
 from ._regions import Regions, places, regions_of
+from ._style import rank_labels, rank_words
 from ._tensors import (
     ELSEWHERE,
     RANKS,
     Holders,
     digit,
     faults_legend,
-    keys_in_order,
     notes_on,
     plane_of,
     tensor_sheets,
@@ -103,8 +103,8 @@ def stored_picture(stored: StoredLayout) -> Picture:
     names, keys = stored.files, stored.columns.keys
 
     def words(files: Column) -> str:
-        shown = ", ".join(names[file] for file in files[:2].tolist())
-        return shown if files.size < 3 else f"{shown}, ... ({files.size} files)"
+        first = ", ".join(names[file] for file in files[:2].tolist())
+        return first if files.size < 3 else f"{first}, ... ({files.size} files)"
 
     def labels(files: Column) -> tuple[str, ...]:
         last = names[int(files[0])].rpartition("/")[2]
@@ -120,16 +120,16 @@ def stored_picture(stored: StoredLayout) -> Picture:
 
 def _file_bars(stored: StoredLayout) -> Bars:
     columns = stored.columns
-    held = group_sums(columns.rank, columns.nbytes, len(stored.files))
-    used = np.flatnonzero(held).tolist()
-    folders = {stored.files[file].rpartition("/")[0] for file in used}
+    nbytes = group_sums(columns.rank, columns.nbytes, len(stored.files))
+    files = np.flatnonzero(nbytes).tolist()
+    folders = {stored.files[file].rpartition("/")[0] for file in files}
     # A folder that all of them are in is said once.
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
     bars = tuple(
-        Bar(stored.files[file].removeprefix(folder), int(held[file]), size_text(int(held[file])))
-        for file in used[:_MOST_FILES]
+        Bar(stored.files[file].removeprefix(folder), int(nbytes[file]), size_text(int(nbytes[file])))
+        for file in files[:_MOST_FILES]
     )
-    more = f"and {plural(len(used) - _MOST_FILES, 'more file')}" if len(used) > _MOST_FILES else ""
+    more = f"and {plural(len(files) - _MOST_FILES, 'more file')}" if len(files) > _MOST_FILES else ""
     return Bars(f"bytes in each file{folder and f' of {folder}'}", bars, more)
 
 
@@ -164,22 +164,31 @@ def _tensor_picture(columns: ShardColumns, key: str, holders: Holders, *, with_g
 
 
 def _overview(columns: ShardColumns, holders: Holders, noun: str) -> Picture:
-    """Return the picture of several tensors, each small."""
-    keys = list(keys_in_order(columns))
-    shown = keys[:_MOST_TENSORS]
-    sheets = {key: tensor_sheets(columns, key, most=MOST_REGIONS // _MOST_TENSORS)[:1] for key in shown}
+    """Return the picture of several tensors, those with faults first, then the largest, each small."""
+    faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
+    length = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
+    order = sorted(range(len(length)), key=lambda number: (number not in faulty, -length[number], number))
+    those = plural(int(np.unique(columns.rank).size), noun)
+    counts = f"{plural(len(order), 'tensor')} {'in' if noun == 'file' else 'on'} {those}"
+    return _small_planes(counts, columns, order, holders)
+
+
+def _small_planes(counts: str, columns: ShardColumns, order: Sequence[int], holders: Holders) -> Picture:
+    """Return the picture of the first of some tensors, each small; all of a rank's own, where that is all there is."""
+    is_one_rank = holders.absent is ELSEWHERE
+    keys = [columns.keys[number] for number in order[:_MOST_TENSORS]]
+    most = MOST_REGIONS // _MOST_TENSORS
+    sheets = {key: tensor_sheets(columns, key, most=most, with_gaps=not is_one_rank)[:1] for key in keys}
     # One numbering for all, so that a rank has one tone.
     tones = tones_of(list(chain.from_iterable(sheets.values())))
     planes = []
-    for key, found in sheets.items():
-        number = columns.keys.index(key)
+    for number, (key, own) in zip(order, sheets.items(), strict=False):
         headings = {"heading": f"{key!r} {columns.kinds[number]}", "short_heading": repr(key)}
-        planes += [plane_of(sheet, tones, holders, **headings, caption=_cut(columns, number)) for sheet in found]
-    left = len(keys) - len(shown)
+        caption = "" if is_one_rank else _cut(columns, number)
+        planes += [plane_of(sheet, tones, holders, **headings, caption=caption) for sheet in own]
+    left = len(order) - len(keys)
     notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left else ()
-    held_by = plural(int(np.unique(columns.rank).size), noun)
-    nbytes = int(columns.nbytes.sum())
-    title = f"{plural(len(keys), 'tensor')} {'in' if noun == 'file' else 'on'} {held_by}, {size_text(nbytes)}"
+    title = f"{counts}, {size_text(int(columns.nbytes.sum()))}"
     return Picture(title, _in_rows(planes, 3), notes, faults_legend(planes))
 
 
@@ -207,19 +216,10 @@ def tree_picture(columns: ShardColumns) -> Picture:
         >>> picture.title, len(picture.rows[0])
         ("one rank's 2 tensors, 48 B", 2)
     """
-    nbytes = group_sums(columns.key, columns.nbytes, len(columns.keys))
-    keys = [columns.keys[number] for number in np.argsort(-nbytes, kind="stable").tolist()]
+    order = np.argsort(-group_sums(columns.key, columns.nbytes, len(columns.keys)), kind="stable").tolist()
     this = Holders(lambda _: "held here", lambda _: ("held here", "here"), ELSEWHERE)
     mine = replace(columns, main=np.ones(len(columns), dtype=np.bool_), rank=np.zeros(len(columns), dtype=np.int64))
-    planes: list[Plane] = []
-    for key in keys[:_MOST_TENSORS]:
-        sheets = tensor_sheets(mine, key, most=MOST_REGIONS // _MOST_TENSORS, with_gaps=False)[:1]
-        headings = {"heading": f"{key!r} {columns.kinds[columns.keys.index(key)]}", "short_heading": repr(key)}
-        planes += [plane_of(sheet, tones_of(sheets), this, **headings) for sheet in sheets]
-    left = len(keys) - _MOST_TENSORS
-    notes = (f"And {plural(left, 'tensor')} more: name one to see it.",) if left > 0 else ()
-    title = f"one rank's {plural(len(keys), 'tensor')}, {size_text(int(nbytes.sum()))}"
-    return Picture(title, _in_rows(planes, 3), notes, faults_legend(planes))
+    return _small_planes(f"one rank's {plural(len(order), 'tensor')}", mine, order, this)
 
 
 # Meshes: ranks in a grid, and beside it the tensor that a spec cuts over them.
@@ -299,12 +299,12 @@ def _grids(mesh: Mesh, lead: dict[int, int], tones: dict[int, str], most: int) -
     *outer, (down, rows), (across, columns) = [("", 1), ("", 1), *mesh.axes][-max(len(mesh.axes), 2) :]
     ranks = np.array(mesh.ranks, dtype=np.int64).reshape([*(size for _, size in outer), rows, columns])
     steps = list(islice(product(*(range(size) for _, size in outer)), _MOST_GRIDS))
-    found = []
+    planes = []
     for step in steps:
         at = {name: index for (name, _), index in zip(outer, step, strict=True)}
         heading = ", ".join(f"{name}={index}" for name, index in at.items())
-        found.append(_grid(mesh, ranks[step], (down, across), heading, lead, tones, most // len(steps)))
-    return found
+        planes.append(_grid(mesh, ranks[step], (down, across), heading, lead, tones, most // len(steps)))
+    return planes
 
 
 def _grid(
@@ -318,11 +318,11 @@ def _grid(
 ) -> Plane:
     rows, columns = ranks.shape
     begin = np.stack(np.unravel_index(np.arange(ranks.size), ranks.shape), axis=1)
-    found = regions_of(begin, begin + 1, (rows, columns), np.zeros((0, 2), dtype=np.int64), most)
+    regions = regions_of(begin, begin + 1, (rows, columns), np.zeros((0, 2), dtype=np.int64), most)
     flat = ranks.reshape(-1)
-    down, across = places(found.row_edges, 0.01), places(found.column_edges, 0.01)
+    down, across = places(regions.row_edges, 0.01), places(regions.column_edges, 0.01)
     cells = []
-    for region in found.regions:
+    for region in regions.regions:
         here = np.sort(flat[region.boxes])
         leads = {lead.get(rank, -1) for rank in here[:2000].tolist()}
         tone = tones.get(next(iter(leads)), "none") if len(leads) == 1 else "kept"
@@ -336,18 +336,18 @@ def _grid(
     return Plane(
         heading or "ranks",
         tuple(cells),
-        found.column_edges.size - 1,
-        found.row_edges.size - 1,
+        regions.column_edges.size - 1,
+        regions.row_edges.size - 1,
         aspect,
         f"{names[1]}: {columns:,}" if names[1] else "",
         f"{names[0]}: {rows:,}" if names[0] else "",
-        _band_names(found, 1),
-        _band_names(found, 0),
+        _band_names(regions, 1),
+        _band_names(regions, 0),
     )
 
 
-def _band_names(found: Regions, axis: int) -> tuple[str, ...]:
-    edges = (found.row_edges, found.column_edges)[axis].tolist()
+def _band_names(regions: Regions, axis: int) -> tuple[str, ...]:
+    edges = (regions.row_edges, regions.column_edges)[axis].tolist()
     if len(edges) == 2 and edges[1] == 1:
         return ()
     return tuple(f"{low}" if high == low + 1 else f"{low}-{high - 1}" for low, high in pairwise(edges))

@@ -9,9 +9,10 @@ import numpy as np
 from ..errors import plural
 from ..geometry import Column, group_sums
 from ..plans import ReshardPlan, Schedule, size_text
-from ._labels import rank_words
 from ._layouts import checked_key
 from ._picture import TONES, Bar, Bars, Cell, Entry, Picture, Plane
+from ._regions import group_count
+from ._style import rank_words
 from ._tensors import RANKS, faults_legend, plane_of, tensor_sheets, tones_of
 
 _MOST_RANKS = 16
@@ -43,13 +44,13 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
     moved, least = plan.bytes_moved, plan.lower_bound
     counts = f"{plural(len(plan.target.keys), 'tensor')} on {plural(len(plan.ranks), 'rank')}"
     title = f"{counts}: {size_text(moved)} move, at least {size_text(least)} must"
-    kept = plan.bytes_kept
+    stays = plan.bytes_kept
     totals = Bars(
         "bytes",
         (
             Bar("move", moved, size_text(moved), "h6", f"{moved:,} bytes go from one rank to another"),
             Bar("must move", least, size_text(least), "h3", f"no plan moves fewer than {least:,} bytes"),
-            Bar("stay", kept, size_text(kept), "kept", f"{kept:,} bytes stay on their rank"),
+            Bar("stay", stays, size_text(stays), "kept", f"{stays:,} bytes stay on their rank"),
         ),
     )
     legend = (Entry("kept", "stays on its rank"),)
@@ -58,8 +59,8 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
         return Picture(title, (links,), (), legend)
     moves = plan.transfers.from_rank != plan.transfers.to_rank
     total = group_sums(plan.transfers.key[moves], plan.transfers.nbytes[moves], len(plan.target.keys))
-    chosen = plan.target.keys[int(total.argmax())] if key is None else checked_key(plan.target.keys, key)
-    layouts = _layouts(plan, chosen)
+    one = plan.target.keys[int(total.argmax())] if key is None else checked_key(plan.target.keys, key)
+    layouts = _layouts(plan, one)
     return Picture(title, (layouts, links), (), (*legend, *faults_legend(layouts)), is_step=True)
 
 
@@ -82,7 +83,7 @@ def _layouts(plan: ReshardPlan, key: str) -> tuple[Plane, ...]:
 def _links(plan: ReshardPlan) -> Plane:
     """Return the heat map of who sends how much to whom; ranks that share a row are consecutive."""
     ranks = np.array(plan.ranks, dtype=np.int64)
-    groups = _groups(ranks.size)
+    groups = group_count(max(ranks.size, 1), _MOST_RANKS)
     moves = plan.transfers
     edges = np.linspace(0, ranks.size, groups + 1).round().astype(np.int64)
     band = np.repeat(np.arange(groups), np.diff(edges))
@@ -95,13 +96,6 @@ def _links(plan: ReshardPlan) -> Plane:
     labels = tuple(rank_words(each).removeprefix("ranks ").removeprefix("rank ") for each in names)
     merged = f", in groups of {ranks.size // groups}" if groups < ranks.size else ""
     return Plane(f"who sends to whom{merged}", cells, groups, groups, 1.0, "to rank", "from rank", labels, labels)
-
-
-def _groups(ranks: int) -> int:
-    """Return into how many groups to put ranks, equal ones if that is near."""
-    if ranks <= _MOST_RANKS:
-        return max(ranks, 1)
-    return next((count for count in range(_MOST_RANKS, _MOST_RANKS // 2, -1) if ranks % count == 0), _MOST_RANKS)
 
 
 def _heat_cells(sent: Column, stays: Column, names: list[Column]) -> tuple[Cell, ...]:
@@ -134,12 +128,12 @@ def schedule_picture(schedule: Schedule) -> Picture:
         ['step 0 moves 12 B', 'step 1 moves 8 B']
     """
     moved = group_sums(schedule.step, schedule.nbytes, schedule.steps)
-    shown = moved[:_MOST_STEPS].tolist()
+    first = moved[:_MOST_STEPS].tolist()
     bars = tuple(
         Bar(f"step {step}", amount, size_text(amount), "h6", f"step {step} moves {size_text(amount)}")
-        for step, amount in enumerate(shown)
+        for step, amount in enumerate(first)
     )
-    left = schedule.steps - len(shown)
+    left = schedule.steps - len(first)
     total, most = size_text(int(moved.sum())), size_text(schedule.max_bytes_in_flight)
     title = f"{plural(schedule.steps, 'step')}: {total} move, of a rank at most {most} at once"
     notes = (f"And {plural(left, 'step')} more.",) if left > 0 else ()

@@ -53,14 +53,14 @@ class Regions:
         return slice(row[top], row[bottom]), slice(column[left], column[right])
 
 
-def regions_of(begin: Column, end: Column, extent: tuple[int, int], kept: Column, most: int) -> Regions:
+def regions_of(begin: Column, end: Column, extent: tuple[int, int], edges: Column, most: int) -> Regions:
     """Return a plane's regions: as the boxes cut it, or coarser where there would be too many.
 
     Args:
         begin: of the boxes, int64 (boxes, 2).
         end: of the boxes, int64 (boxes, 2).
         extent: of the plane, in elements; at least 1 along both axes.
-        kept: places that stay edges in a coarse plane, by corner and axis, int64 (places, 2).
+        edges: places that stay edges in a coarse plane, by corner and axis, int64 (places, 2).
         most: how many regions there may be, about.
 
     Examples:
@@ -75,7 +75,7 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], kept: Column
     ]
     bands = _bands(exact[0].size - 1, exact[1].size - 1, most)
     rows, columns = (
-        places if count == places.size - 1 else _coarser(places, count, kept[:, axis])
+        places if count == places.size - 1 else _coarser(places, count, edges[:, axis])
         for axis, (places, count) in enumerate(zip(exact, bands, strict=True))
     )
     spans = np.stack(
@@ -86,11 +86,11 @@ def regions_of(begin: Column, end: Column, extent: tuple[int, int], kept: Column
             np.searchsorted(columns, end[:, 1], side="left"),
         ]
     )
-    found = []
+    regions = []
     for top, bottom, left, right in _rectangles(_names_of_sets(spans, rows.size - 1, columns.size - 1)):
         is_here = (spans[0] < bottom) & (spans[1] > top) & (spans[2] < right) & (spans[3] > left)
-        found.append(Region((top, bottom), (left, right), np.flatnonzero(is_here)))
-    return Regions(rows, columns, tuple(found), bands != (exact[0].size - 1, exact[1].size - 1))
+        regions.append(Region((top, bottom), (left, right), np.flatnonzero(is_here)))
+    return Regions(rows, columns, tuple(regions), bands != (exact[0].size - 1, exact[1].size - 1))
 
 
 def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
@@ -99,20 +99,20 @@ def _bands(rows: int, columns: int, most: int) -> tuple[int, int]:
         return rows, columns
     # A long axis of few others gets more bands than one of two long axes.
     limit = max(min(int(most**0.5), _MERGED_SQUARE), most // max(min(rows, columns), 1))
-    return _merged(rows, min(limit, _MERGED_BANDS)), _merged(columns, min(limit, _MERGED_BANDS))
+    return group_count(rows, min(limit, _MERGED_BANDS)), group_count(columns, min(limit, _MERGED_BANDS))
 
 
-def _merged(count: int, most: int) -> int:
+def group_count(count: int, most: int) -> int:
     """Return how many groups to make of so many, equal ones if that is near."""
     if count <= most:
         return count
     return next((groups for groups in range(most, most // 2, -1) if count % groups == 0), most)
 
 
-def _coarser(places: Column, count: int, kept: Column) -> Column:
+def _coarser(places: Column, count: int, edges: Column) -> Column:
     """Return some of the places, evenly chosen, and those that are kept."""
-    chosen = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
-    return distinct(np.concatenate([chosen, np.clip(kept[:MOST_BANDS], 0, places[-1])]))
+    some = places[np.linspace(0, places.size - 1, count + 1).round().astype(np.int64)]
+    return distinct(np.concatenate([some, np.clip(edges[:MOST_BANDS], 0, places[-1])]))
 
 
 def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
@@ -128,16 +128,16 @@ def _names_of_sets(spans: Column, rows: int, columns: int) -> np.ndarray:
 def _rectangles(names: np.ndarray) -> list[tuple[int, int, int, int]]:
     """Return the rectangles of equal cells: runs of a row, merged with equal runs below them."""
     open_runs: dict[tuple[int, int], list[int]] = {}
-    done: list[tuple[int, int, int, int]] = []
+    rectangles: list[tuple[int, int, int, int]] = []
     for row, line in enumerate(names.tolist()):
         starts = [0, *(place for place in range(1, len(line)) if line[place] != line[place - 1]), len(line)]
         runs = {(left, right): line[left] for left, right in itertools.pairwise(starts)}
         for span in [span for span, (_, name) in open_runs.items() if runs.get(span) != name]:
-            done.append((open_runs.pop(span)[0], row, *span))
+            rectangles.append((open_runs.pop(span)[0], row, *span))
         for span, name in runs.items():
             open_runs.setdefault(span, [row, name])
-    done += [(top, len(names), *span) for span, (top, _) in open_runs.items()]
-    return sorted(done, key=lambda each: (each[0], each[2]))
+    rectangles += [(top, len(names), *span) for span, (top, _) in open_runs.items()]
+    return sorted(rectangles, key=lambda each: (each[0], each[2]))
 
 
 def places(edges: Column, least: float) -> tuple[float, ...]:

@@ -27,40 +27,42 @@ def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> 
         >>> [(moment.name, moment.tone) for moment in line.moments]
         [('100', 'goes'), ('200', 'goes'), ('300', 't0')]
     """
-    kept = {step.number for step in steps} if policy is None else set(policy(steps))
-    kept |= {step.number for step in steps if step.pinned}
+    stays = {step.number for step in steps} if policy is None else set(policy(steps))
+    stays |= {step.number for step in steps if step.pinned}
     if not steps:
         return Picture("no steps yet", ())
     # All that stay are drawn, and of the others, as many as can be told apart.
-    going = [step for step in steps if step.number not in kept]
+    going = [step for step in steps if step.number not in stays]
     thin = max(1, -(-len(going) // _MOST))
     dropped = {step.number for place, step in enumerate(going) if place % thin}
-    shown = [step for step in steps if step.number not in dropped][-5 * _MOST :]
-    metric = next((name for step in reversed(shown) for name in sorted(step.metrics)), None)
-    low, high = shown[0].number, max(shown[-1].number, shown[0].number + 1)
-    heights = _heights([step.metrics.get(metric) if metric else None for step in shown])
+    points = [step for step in steps if step.number not in dropped][-5 * _MOST :]
+    metric = next((name for step in reversed(points) for name in sorted(step.metrics)), None)
+    low, high = points[0].number, max(points[-1].number, points[0].number + 1)
+    heights = _heights([step.metrics.get(metric) if metric else None for step in points])
     moments = tuple(
         Moment(
             (step.number - low) / (high - low),
             str(step.number),
             height,
-            "t0" if step.number in kept else "goes",
-            _said(step, stays=step.number in kept),
+            "t0" if step.number in stays else "goes",
+            _said(step, stays=step.number in stays),
             step.pinned,
         )
-        for step, height in zip(shown, heights, strict=True)
+        for step, height in zip(points, heights, strict=True)
     )
-    known = [step.metrics[metric] for step in shown if metric in step.metrics] if metric else []
-    finite = [value for value in known if isfinite(value)]
+    values = [step.metrics[metric] for step in points if metric in step.metrics] if metric else []
+    finite = [value for value in values if isfinite(value)]
     measure = f"{printable(metric or '')}: {min(finite):.3g} to {max(finite):.3g}" if finite else ""
-    left = len(steps) - len(kept)
+    left = len(steps) - len(stays)
     counts = _many(len(steps)) + (f", {left:,} of them {'goes' if left == 1 else 'go'}" if left else "")
     notes = (
-        (f"{_many(len(steps) - len(shown))} that can't be told apart aren't drawn.",) if len(shown) < len(steps) else ()
+        (f"{_many(len(steps) - len(points))} that can't be told apart aren't drawn.",)
+        if len(points) < len(steps)
+        else ()
     )
     legend = (Entry("t0", "stays", "o"), Entry("goes", "goes", "x")) if left else ()
-    pinned = (Entry("pinned", "pinned", "*"),) if any(step.pinned for step in shown) else ()
-    span = f"{low:,} to {shown[-1].number:,}" if len(shown) > 1 else f"{low:,}"
+    pinned = (Entry("pinned", "pinned", "*"),) if any(step.pinned for step in points) else ()
+    span = f"{low:,} to {points[-1].number:,}" if len(points) > 1 else f"{low:,}"
     return Picture(f"{counts}, {span}", ((Line("", moments, measure),),), notes, (*legend, *pinned))
 
 
@@ -69,10 +71,10 @@ def _many(steps: int) -> str:
 
 
 def _heights(values: Sequence[float | None]) -> list[float | None]:
-    known = [value for value in values if value is not None and isfinite(value)]
-    if not known:
+    finite = [value for value in values if value is not None and isfinite(value)]
+    if not finite:
         return [None] * len(values)
-    low, span = min(known), max(known) - min(known)
+    low, span = min(finite), max(finite) - min(finite)
     return [None if value is None or not isfinite(value) else (value - low) / span if span else 0.5 for value in values]
 
 

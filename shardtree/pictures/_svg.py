@@ -8,9 +8,8 @@ from functools import partial
 from html import escape
 
 from ..errors import printable
-from ._labels import first_fitting, fitted, text_width
 from ._picture import Bars, Cell, Entry, Flow, Line, Panel, Picture, Plane
-from ._style import PATTERNS, STYLE, label_class
+from ._style import PATTERNS, STRONG, STYLE, first_fitting, fitted, text_width
 
 _PAD, _GAP, _ARROW = 20, 28, 46
 _PLANE_WIDTHS = {1: 380.0, 2: 270.0, 3: 250.0}
@@ -210,7 +209,7 @@ def _label(cell: Cell, labels: tuple[str, ...], x: float, y: float, width: float
     if height < 11:
         return ""
     label = first_fitting(labels, width - 5, partial(text_width, size=_LABEL))
-    style = " ".join(filter(None, ["mid", label_class(cell.tone)]))
+    style = "mid inverse" if cell.tone in STRONG else "mid"
     if not label:
         return ""
     if cell.tone in ("hole", "overlap"):

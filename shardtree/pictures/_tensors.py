@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, product
 
@@ -18,9 +18,9 @@ from ..layouts import (
     shard_boxes,
     sharding_faults,
 )
-from ._labels import rank_labels, rank_words
 from ._picture import TONES, Cell, Entry, Plane
 from ._regions import Region, Regions, places, regions_of
+from ._style import rank_labels, rank_words
 
 _MOST_SLICES = 8
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -110,8 +110,8 @@ def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool
     others = {axis: slice(0, length) for axis, length in enumerate(whole) if axis not in (rows, column, *sliced)}
     cuts = [distinct(np.concatenate([pieces.begin[:, a], pieces.end[:, a], [0, whole[a]]])).tolist() for a in sliced]
     spans = [list(map(slice, cut, cut[1:])) for cut in cuts]
-    chosen = [dict(zip(sliced, each, strict=True)) for each in islice(product(*spans), _MOST_SLICES)]
-    return [_sheet(pieces, kind, (rows, column), others | fixed, fixed, most) for fixed in chosen]
+    slices = [dict(zip(sliced, each, strict=True)) for each in islice(product(*spans), _MOST_SLICES)]
+    return [_sheet(pieces, kind, (rows, column), others | fixed, fixed, most) for fixed in slices]
 
 
 MERGED = "Pieces too small to be told apart share a cell, which names all that hold them."
@@ -165,7 +165,7 @@ def _sheet(
     kind: TensorKind,
     axes: tuple[int | None, int],
     fixed: dict[int, slice],
-    shown: dict[int, slice],
+    span_of: dict[int, slice],
     most: int,
 ) -> Sheet:
     """Return the plane of two axes at one place of all others."""
@@ -177,17 +177,17 @@ def _sheet(
     extent = (1 if axes[0] is None else whole[axes[0]], whole[axes[1]])
     # Faults are among the boxes that cut the plane: the thinnest hole has a region of its own.
     both = np.concatenate([begin, low]), np.concatenate([end, high])
-    found = regions_of(*both, extent, np.concatenate([low, high]), most)
+    plane = regions_of(*both, extent, np.concatenate([low, high]), most)
     holders, lead, faults = [], [], []
-    for region in found.regions:
+    for region in plane.regions:
         numbers, wrong = region.boxes[region.boxes < len(here)], region.boxes[region.boxes >= len(here)] - len(here)
         mine = here[numbers].tolist()
         names = [pieces.holders[each] for each in mine]
         holders.append(np.unique(np.concatenate(names)) if names else np.zeros(0, dtype=np.int64))
         lead.append(min((pieces.lead[each] for each in mine), default=-1))
         faults.append("" if not wrong.size else "overlap" if doubled[bad[wrong]].all() else "hole")
-    heading = ", ".join(f"[{span.start}:{span.stop}] of axis {axis}" for axis, span in shown.items())
-    return Sheet(heading, kind, axes, fixed, found, tuple(holders), tuple(lead), tuple(faults))
+    heading = ", ".join(f"[{span.start}:{span.stop}] of axis {axis}" for axis, span in span_of.items())
+    return Sheet(heading, kind, axes, fixed, plane, tuple(holders), tuple(lead), tuple(faults))
 
 
 def _meeting(begin: Column, end: Column, fixed: dict[int, slice]) -> Column:
@@ -230,8 +230,8 @@ def plane_of(
         short_heading: where that doesn't fit.
         caption: below the plane.
     """
-    found = sheet.regions
-    across, down = places(found.column_edges, 0.012), places(found.row_edges, 0.02)
+    regions = sheet.regions
+    across, down = places(regions.column_edges, 0.012), places(regions.row_edges, 0.02)
     cells = tuple(
         Cell(
             across[region.columns[0]],
@@ -240,9 +240,9 @@ def plane_of(
             down[region.rows[1]],
             *_looks(sheet, number, region, tones, holders),
         )
-        for number, region in enumerate(found.regions)
+        for number, region in enumerate(regions.regions)
     )
-    rows, columns = found.row_edges.size - 1, found.column_edges.size - 1
+    rows, columns = regions.row_edges.size - 1, regions.column_edges.size - 1
     heading = ", ".join(filter(None, [heading, sheet.heading]))
     named = (
         None if axis is None else f"axis {axis}: {(sheet.kind.global_shape or (1,))[axis]:,}" for axis in sheet.axes
@@ -297,13 +297,5 @@ def _box(sheet: Sheet, region: Region) -> tuple[slice, ...]:
 
 def faults_legend(planes: Sequence[Plane]) -> tuple[Entry, ...]:
     """Return what the tones of faults mean, for those that occur."""
-    seen = {cell.tone for plane in planes for cell in plane.cells}
-    return tuple(entry for entry in (HOLE, OVERLAP, ELSEWHERE) if entry.tone in seen)
-
-
-def keys_in_order(columns: ShardColumns) -> Iterator[str]:
-    """Yield keys: tensors with faults first, then the largest."""
-    faulty = set(np.unique(sharding_faults(select_rows(columns, np.flatnonzero(columns.main))).key).tolist())
-    size = [np.prod(kind.global_shape, dtype=np.float64) for kind in columns.kinds]
-    order = sorted(range(len(size)), key=lambda number: (number not in faulty, -size[number], number))
-    yield from (columns.keys[number] for number in order)
+    tones = {cell.tone for plane in planes for cell in plane.cells}
+    return tuple(entry for entry in (HOLE, OVERLAP, ELSEWHERE) if entry.tone in tones)

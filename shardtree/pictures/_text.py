@@ -8,8 +8,8 @@ from itertools import groupby, zip_longest
 from typing import TypeAlias
 
 from ..errors import printable
-from ._labels import first_fitting, fitted, shortened
 from ._picture import Bars, Entry, Flow, Line, Panel, Picture, Plane, Tone
+from ._style import first_fitting, fitted, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +210,12 @@ _SHOWN = 20
 
 def _line(line: Line, width: int) -> list[Spans]:
     """Return the last moments, one a line, with a mark further right the higher they are measured."""
-    shown, left = line.moments[-_SHOWN:], len(line.moments) - _SHOWN
-    names = max((len(moment.name) for moment in shown), default=0)
+    moments, left = line.moments[-_SHOWN:], len(line.moments) - _SHOWN
+    names = max((len(moment.name) for moment in moments), default=0)
     room = max(min(width - names - 4, 40), 1)
     lines = [_plain(text, width) for text in (line.heading, line.measure) if text]
     lines += [_plain(f"{left} earlier ones", width)] if left > 0 else []
-    for moment in shown:
+    for moment in moments:
         mark = "*" if moment.is_pinned else "x" if moment.tone == "goes" else "o"
         place = round((moment.height or 0.0) * room)
         lines.append((Span(f"{moment.name:>{names}} {' ' * place}{mark}"),))
