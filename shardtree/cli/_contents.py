@@ -137,9 +137,9 @@ def contents_at(tree: OpenCheckpoint) -> Contents:
 
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> Contents:
     """Return the rows by the names in the files, which takes no read, unless a pattern matches none of these."""
-    found = _contents(tree, index_of(tree.checkpoint, tree.strategies))
-    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _unmatched(patterns, _names_in([found]))
-    return found if is_whole else contents_at(tree)
+    contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
+    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _unmatched(patterns, _names_in([contents]))
+    return contents if is_whole else contents_at(tree)
 
 
 def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> Contents:
@@ -219,12 +219,12 @@ def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
     grids = chunk_grids(index.chunk_key, index.chunk_offset, index.chunk_shape, index.chunk_start, index.key_axes)
     names = texts(index.dtype_text, index.dtype_start)
     sizes = item_sizes(index).tolist()
-    stored = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size).tolist()
+    lengths = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size).tolist()
     keys, width = texts(index.key_text, index.key_start), index.key_shape.shape[1]
     shapes, axes, dtypes = index.key_shape.tolist(), index.key_axes.tolist(), index.key_dtype.tolist()
     return tuple(
-        TensorRow(key, names[dtype], tuple(shape[width - count :]), _length(shape, sizes[dtype], held), grid)
-        for key, shape, count, dtype, grid, held in zip(keys, shapes, axes, dtypes, grids, stored, strict=True)
+        TensorRow(key, names[dtype], tuple(shape[width - count :]), _length(shape, sizes[dtype], nbytes), grid)
+        for key, shape, count, dtype, grid, nbytes in zip(keys, shapes, axes, dtypes, grids, lengths, strict=True)
     )
 
 
@@ -288,8 +288,8 @@ def brief(value: Any) -> str:
     fields = fields_of(value)
     if fields is not None:
         names = list(fields)
-        shown = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
-        return _short(f"{plural(len(names), 'entry').replace('entrys', 'entries')}{': ' * bool(names)}{shown}")
+        listing = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
+        return _short(f"{plural(len(names), 'entry').replace('entrys', 'entries')}{': ' * bool(names)}{listing}")
     if isinstance(value, str | bytes | bytearray):
         return _short(repr(value[:_LONGEST]))  # cut first: a text may have megabytes
     if isinstance(value, bool | int | float | complex | None | np.generic | torch.dtype | torch.device):
@@ -369,5 +369,5 @@ def files_in(storage: Storage) -> Files:
     """
     most = _MOST if isinstance(storage, LocalStorage | MemoryStorage) else _MOST_REMOTE
     # One more than are counted, to know whether there are more.
-    found = list(islice((length for _, length in file_lengths(storage)), most + 1))
-    return Files(min(len(found), most), sum(found[:most]), len(found) <= most)
+    lengths = list(islice((length for _, length in file_lengths(storage)), most + 1))
+    return Files(min(len(lengths), most), sum(lengths[:most]), len(lengths) <= most)

@@ -179,12 +179,12 @@ def strategies_of(backend: str | tuple[str, int], most_file_bytes: int | None) -
 def _look(conversion: Conversion) -> tuple[dict[str, Any], int]:
     """Return what `model_space` changes, if it is asked for, and about how many bytes move: the bar's end."""
     tree = open_checkpoint(conversion.source, options=LoadOptions(allow_pickle=conversion.allow_pickle))
-    wanted = {}
+    changes = {}
     if conversion.optimizer_in_model_space:
-        wanted = model_space(tree, expert_parallel=conversion.expert_parallel)
+        changes = model_space(tree, expert_parallel=conversion.expert_parallel)
     length = sum(row.length for row in contents_in_files(tree).tensors)
     # Written, and read back.
-    return wanted, length * (2 if conversion.verify else 1)
+    return changes, length * (2 if conversion.verify else 1)
 
 
 def _show(conversion: Conversion, report: ConversionReport, seconds: float, processes: int, *, as_json: bool) -> int:

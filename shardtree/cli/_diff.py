@@ -68,38 +68,38 @@ class Outcome:
 
 def difference_tables(outcome: Outcome) -> Iterator[Table]:
     """Yield a table for each kind of difference that there is."""
-    found = outcome.difference
-    if found.only_left:
-        yield _only("A", found.only_left, outcome.left.contents)
-    if found.only_right:
-        yield _only("B", found.only_right, outcome.right.contents)
-    if found.kinds:
-        kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in found.kinds]
+    apart = outcome.difference
+    if apart.only_left:
+        yield _only("A", apart.only_left, outcome.left.contents)
+    if apart.only_right:
+        yield _only("B", apart.only_right, outcome.right.contents)
+    if apart.kinds:
+        kinds = [(each.key, _kind_text(each.left), _kind_text(each.right)) for each in apart.kinds]
         yield _pairs("other dtype or shape", kinds)
-    if found.values:
-        yield Table(_VALUES, list(map(_value_cells, found.values)))
-    for unique_key, difference in found.objects.items():
+    if apart.values:
+        yield Table(_VALUES, list(map(_value_cells, apart.values)))
+    for unique_key, difference in apart.objects.items():
         sides = [side.tree[unique_key].data for side in (outcome.left, outcome.right)]
         yield _pairs("other object", list(_places(unique_key, difference, *sides)))
-    if found.common:
+    if apart.common:
         sides = [side.tree.common() for side in (outcome.left, outcome.right)]
-        yield _pairs("other common state", list(_places("common", found.common, *sides)))
+        yield _pairs("other common state", list(_places("common", apart.common, *sides)))
 
 
 def document(outcome: Outcome) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
-    found = outcome.difference
+    apart = outcome.difference
     return {
         "left": outcome.left.where,
         "right": outcome.right.where,
-        "equal": not found,
-        "bytes_compared": found.nbytes,
-        "only_left": list(found.only_left),
-        "only_right": list(found.only_right),
-        "kinds": [{"key": each.key, "left": _kind(each.left), "right": _kind(each.right)} for each in found.kinds],
-        "values": [{name: plain(getattr(each, name)) for name in _NAMES} for each in found.values],
-        "objects": [{"unique_key": key, **_paths(difference)} for key, difference in found.objects.items()],
-        "common": _paths(found.common),
+        "equal": not apart,
+        "bytes_compared": apart.nbytes,
+        "only_left": list(apart.only_left),
+        "only_right": list(apart.only_right),
+        "kinds": [{"key": each.key, "left": _kind(each.left), "right": _kind(each.right)} for each in apart.kinds],
+        "values": [{name: plain(getattr(each, name)) for name in _NAMES} for each in apart.values],
+        "objects": [{"unique_key": key, **_paths(difference)} for key, difference in apart.objects.items()],
+        "common": _paths(apart.common),
     }
 
 
@@ -133,19 +133,19 @@ def _pairs(name: str, rows: list[tuple[str, str, str]]) -> Table:
     return Table((Heading(name, style="bold"), Heading("A", style="red"), Heading("B", style="green")), rows)
 
 
-def _value_cells(found: ValueDifference) -> tuple[str, ...]:
-    left, right = (f"{side:.9g}" if isinstance(side, float) else str(side) for side in (found.left, found.right))
+def _value_cells(one: ValueDifference) -> tuple[str, ...]:
+    left, right = (f"{side:.9g}" if isinstance(side, float) else str(side) for side in (one.left, one.right))
     # Nine digits tell any two float32 numbers apart; others may need all of theirs.
     if left == right:
-        left, right = repr(found.left), repr(found.right)
-    largest = f"{found.largest:.3g}" if isinstance(found.largest, float) else str(found.largest or "")
-    return found.key, f"{found.count:,}", f"{found.elements:,}", largest, str(found.first), left, right
+        left, right = repr(one.left), repr(one.right)
+    largest = f"{one.largest:.3g}" if isinstance(one.largest, float) else str(one.largest or "")
+    return one.key, f"{one.count:,}", f"{one.elements:,}", largest, str(one.first), left, right
 
 
-def _places(root: str, found: Difference, left: Any, right: Any) -> Iterator[tuple[str, str, str]]:
-    yield from ((render_path(path, root), _brief(left, path), "") for path in found.only_left)
-    yield from ((render_path(path, root), "", _brief(right, path)) for path in found.only_right)
-    yield from ((render_path(path, root), _brief(left, path), _brief(right, path)) for path in found.mismatch)
+def _places(root: str, difference: Difference, left: Any, right: Any) -> Iterator[tuple[str, str, str]]:
+    yield from ((render_path(path, root), _brief(left, path), "") for path in difference.only_left)
+    yield from ((render_path(path, root), "", _brief(right, path)) for path in difference.only_right)
+    yield from ((render_path(path, root), _brief(left, path), _brief(right, path)) for path in difference.mismatch)
 
 
 def _brief(tree: Any, path: TreePath) -> str:
@@ -159,22 +159,22 @@ def _brief(tree: Any, path: TreePath) -> str:
 def summary(outcome: Outcome) -> str:
     """Return in a sentence whether two checkpoints differ, and in what."""
     # Only kinds of difference that there are, so that the line stays short.
-    found, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
-    if not found:
+    apart, sides = outcome.difference, f"{outcome.left.where} and {outcome.right.where}"
+    if not apart:
         contents = outcome.left.contents
         tensors, objects = plural(len(contents.tensors), "tensor"), plural(len(contents.objects), "object")
         if outcome.only_structure:
             return f"{sides} have the same keys, dtypes and shapes: {tensors}, {objects}; no value was compared"
         more = "" if outcome.is_selection else ", the common state"
-        return f"{sides} are equal, bit for bit: {tensors}, {size(found.nbytes)}, {objects}{more}"
-    common = sum(map(len, (found.common.only_left, found.common.only_right, found.common.mismatch)))
+        return f"{sides} are equal, bit for bit: {tensors}, {size(apart.nbytes)}, {objects}{more}"
+    common = sum(map(len, (apart.common.only_left, apart.common.only_right, apart.common.mismatch)))
     counts = {
-        f"{plural(len(found.only_left), 'key')} only in A": found.only_left,
-        f"{plural(len(found.only_right), 'key')} only in B": found.only_right,
-        f"{plural(len(found.kinds), 'tensor')} of another dtype or shape": found.kinds,
-        f"{plural(len(found.values), 'tensor')} with other values": found.values,
-        f"{plural(len(found.objects), 'object')} with other values": found.objects,
-        f"the common state in {plural(common, 'place')}": found.common,
+        f"{plural(len(apart.only_left), 'key')} only in A": apart.only_left,
+        f"{plural(len(apart.only_right), 'key')} only in B": apart.only_right,
+        f"{plural(len(apart.kinds), 'tensor')} of another dtype or shape": apart.kinds,
+        f"{plural(len(apart.values), 'tensor')} with other values": apart.values,
+        f"{plural(len(apart.objects), 'object')} with other values": apart.objects,
+        f"the common state in {plural(common, 'place')}": apart.common,
     }
     return f"{sides} differ: " + ", ".join(words for words, there in counts.items() if there)
 
@@ -187,8 +187,8 @@ def _kind(kind: TensorKind) -> dict[str, Any]:
     return {"dtype": dtype_name(kind.dtype), "shape": kind.global_shape}
 
 
-def _paths(found: Difference) -> dict[str, list[str]]:
-    sides = {"only_left": found.only_left, "only_right": found.only_right, "mismatch": found.mismatch}
+def _paths(difference: Difference) -> dict[str, list[str]]:
+    sides = {"only_left": difference.only_left, "only_right": difference.only_right, "mismatch": difference.mismatch}
     return {name: [render_path(path, "") for path in paths] for name, paths in sides.items()}
 
 

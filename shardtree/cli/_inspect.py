@@ -313,9 +313,9 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
         CheckpointingException: its metadata can't be read.
     """
     everything = contents_in_files(tree, patterns)
-    chosen = _selected(everything, patterns)
+    selection = _selected(everything, patterns)
     order = _SORTS[sort]
-    ordered = Contents(tuple(sorted(chosen.tensors, key=order)), tuple(sorted(chosen.objects, key=order)))
+    ordered = Contents(tuple(sorted(selection.tensors, key=order)), tuple(sorted(selection.objects, key=order)))
     common: dict[str, Any] | None = None
     problem = None
     try:

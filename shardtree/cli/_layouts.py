@@ -119,19 +119,19 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
     def fitting(key: str) -> tuple[str, PartitionSpec] | None:
         # A spec for matrices isn't one for the vectors that its pattern fits too: '**.weight' names norms as well.
         axes = len(shards[key].global_shape)
-        found = ((pattern, spec) for pattern, fits, spec in rows if fits(key) and len(spec.entries) <= axes)
-        return next(found, None)
+        specs = ((pattern, spec) for pattern, fits, spec in rows if fits(key) and len(spec.entries) <= axes)
+        return next(specs, None)
 
-    found = {key: fitting(key) for key in shards}
-    used = {one[0] for one in found.values() if one is not None}
-    unused = [pattern for pattern, _ in layout.specs if pattern not in used]
+    specs = {key: fitting(key) for key in shards}
+    patterns = {one[0] for one in specs.values() if one is not None}
+    unused = [pattern for pattern, _ in layout.specs if pattern not in patterns]
     if unused:
         lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in unused]
         fix = "Quote patterns, so that the shell doesn't expand them."
         raise KeyMismatch(error_text("--spec is used for no tensor", offenders=lines, fix=fix))
-    note_shell_patterns("--spec", used, shards)
+    note_shell_patterns("--spec", patterns, shards)
     # Layers repeat shapes and specs: one tensor of each kind is cut, and the others are cut like it.
-    alike = {key: (shards[key].global_shape, shards[key].dtype, one and one[1]) for key, one in found.items()}
+    alike = {key: (shards[key].global_shape, shards[key].dtype, one and one[1]) for key, one in specs.items()}
     first = {kind: key for key, kind in reversed(alike.items())}
     models = {key: shards[key] for key in shards if first[alike[key]] == key}
 

@@ -50,12 +50,12 @@ def format_named(text: str) -> str | tuple[str, int]:
     # int() would also take digits of other scripts, signs and underscores.
     if not typed or (sign and not (version.isascii() and version.isdecimal())):
         raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
-    known = formats_with(StrategyAction.SAVE_SHARDED)
-    name = known_name("format", typed, {backend for backend, _ in known})
+    formats = formats_with(StrategyAction.SAVE_SHARDED)
+    name = known_name("format", typed, {backend for backend, _ in formats})
     if not sign:
         return name
-    if (name, int(version)) not in known:
-        versions = ", ".join(f"{backend}:{number}" for backend, number in known if backend == name)
+    if (name, int(version)) not in formats:
+        versions = ", ".join(f"{backend}:{number}" for backend, number in formats if backend == name)
         raise typer.BadParameter(f"{text!r} can't be written, but {versions} can")
     return name, int(version)
 
@@ -136,16 +136,16 @@ def function_named(text: str) -> Callable[[Any], Any]:
     if not Path(file).is_file():
         raise typer.BadParameter(f"there is no file {file!r}")
     try:
-        found = runpy.run_path(file)
+        names = runpy.run_path(file)
     except Exception as error:
         raise typer.BadParameter(f"{_place(error, file)}: {type(error).__name__}: {error}") from error
-    functions = {each for each, value in found.items() if callable(value) and not each.startswith("__")}
+    functions = {each for each, value in names.items() if callable(value) and not each.startswith("__")}
     if name not in functions:
-        what = "isn't a function" if name in found else "isn't there"
+        what = "isn't a function" if name in names else "isn't there"
         raise typer.BadParameter(f"{file}: {name!r} {what}. {did_you_mean(name, functions)}")
     from ..traces import Trace  # here, since most commands name formats and keys alone
 
-    return found[name] if isinstance(found[name], Trace) else _located(found[name], file, name)
+    return names[name] if isinstance(names[name], Trace) else _located(names[name], file, name)
 
 
 def _located(function: Callable[[Any], Any], file: str, name: str) -> Callable[[Any], Any]:
@@ -210,8 +210,8 @@ def size_named(text: str) -> int:
         (256000000, 1610612736, 4096)
     """
     # Fifteen digits are what a float holds exactly.
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text.strip(), re.ASCII)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) * unit < 1:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text.strip(), re.ASCII)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
         raise typer.BadParameter(f"{text!r} is not a number of bytes, such as 256MB or 1GiB")
-    return int(float(found[1]) * unit)
+    return int(float(match[1]) * unit)

@@ -115,8 +115,8 @@ def json_text(document: Mapping[str, Any]) -> str:
     lines = []
     for name, value in document.items():
         is_list = isinstance(value, list) and value
-        shown = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if is_list else json.dumps(value)
-        lines.append(f"{json.dumps(name)}: {shown}")
+        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if is_list else json.dumps(value)
+        lines.append(f"{json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}"
 
 

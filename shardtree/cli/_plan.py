@@ -113,10 +113,10 @@ def run_plan(
     Raises:
         CheckpointingException: a checkpoint can't be opened, or its tensors can't get into that layout.
     """
-    held = open_checkpoint(source)
-    wanted = held if target is None else open_checkpoint(target)
-    check_patterns("plan", patterns, contents_at(wanted))
-    trees = [list(_trees(tree, layout, patterns)) for tree, layout in ((held, before), (wanted, after))]
+    source_tree = open_checkpoint(source)
+    target_tree = source_tree if target is None else open_checkpoint(target)
+    check_patterns("plan", patterns, contents_at(target_tree))
+    trees = [list(_trees(tree, layout, patterns)) for tree, layout in ((source_tree, before), (target_tree, after))]
     plan = plan_reshard(*trees, cast=cast)
     if as_json:
         totals = zip(plan.ranks, plan.sent.values(), plan.received.values(), plan.kept.values(), strict=True)

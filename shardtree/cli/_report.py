@@ -276,9 +276,9 @@ def _sizes(tree: OpenCheckpoint, tensors: Sequence[TensorRow]) -> Iterator[str]:
 
 
 def _bars(heading: str, amounts: dict[str, int]) -> Bars:
-    shown = list(amounts.items())[:_MOST_BARS]
+    largest = list(amounts.items())[:_MOST_BARS]
     more = f"and {len(amounts) - _MOST_BARS:,} more" if len(amounts) > _MOST_BARS else ""
-    return Bars(heading, tuple(Bar(name, nbytes, size(nbytes)) for name, nbytes in shown), more)
+    return Bars(heading, tuple(Bar(name, nbytes, size(nbytes)) for name, nbytes in largest), more)
 
 
 def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
@@ -288,15 +288,15 @@ def _shares(tree: OpenCheckpoint) -> dict[str, Counter[str]]:
         return {}
     files, dtypes = texts(index.file_text, index.file_start), texts(index.dtype_text, index.dtype_start)
     places = index.chunk_file, index.key_dtype[index.chunk_key]
-    held = group_sums(places, index.chunk_length, (len(files), len(dtypes)))
-    used = np.flatnonzero(held.any(axis=1)).tolist()
-    ranks = [_OF_RANK.fullmatch(files[file]) for file in used]
-    names = [f"rank {int(found[1] or found[2])}" if found is not None else "" for found in ranks]
+    nbytes = group_sums(places, index.chunk_length, (len(files), len(dtypes)))
+    files_used = np.flatnonzero(nbytes.any(axis=1)).tolist()
+    ranks = [_OF_RANK.fullmatch(files[file]) for file in files_used]
+    names = [f"rank {int(rank[1] or rank[2])}" if rank is not None else "" for rank in ranks]
     if not all(names):
-        names = [files[file] for file in used]
+        names = [files[file] for file in files_used]
     shares = defaultdict[str, Counter[str]](Counter)
-    for name, file in zip(names, used, strict=True):
-        shares[name].update(dict(zip(dtypes, held[file].tolist(), strict=True)))
+    for name, file in zip(names, files_used, strict=True):
+        shares[name].update(dict(zip(dtypes, nbytes[file].tolist(), strict=True)))
     order = sorted(shares, key=lambda name: (int(name[5:]) if name.startswith("rank ") else 0, name))
     return {name: shares[name] for name in order}
 

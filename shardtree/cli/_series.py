@@ -43,15 +43,15 @@ def find_steps(where: str) -> Steps | None:
     Steps are folders whose names end in a number: step_00000100, iter_0000100, checkpoint-100 or 100.
     """
     root, world = storage_at(where), one_process()
-    with listed(root) as seen:
-        folders = {name: prefix for name in seen.names() if (prefix := step_prefix(name)) is not None}
+    with listed(root) as storage:
+        folders = {name: prefix for name in storage.names() if (prefix := step_prefix(name)) is not None}
         # What stands before the number may differ: each beginning is a series of its own.
         names = [prefix.replace("{", "{{").replace("}", "}}") + "{}" for prefix in sorted(set(folders.values()))]
-        steps = [step for one in names for step in CheckpointSeries(seen, one, world=world).steps()]
+        steps = [step for one in names for step in CheckpointSeries(storage, one, world=world).steps()]
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
-        rows = tuple((step, files_in(folder_in(seen, step.folder))) for step in steps)
+        rows = tuple((step, files_in(folder_in(storage, step.folder))) for step in steps)
     finished = {step.folder for step in steps}
     return Steps(where, rows, tuple(sorted(folders.keys() - finished)))
 

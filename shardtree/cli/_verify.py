@@ -54,16 +54,16 @@ def run_replicas(checkpoint: str, *, as_json: bool) -> int:
     Raises:
         CheckpointingException: there is no checkpoint.
     """
-    found = check_replicas(checkpoint, world=one_process())
+    apart = check_replicas(checkpoint, world=one_process())
     if as_json:
-        print(json_text({"checkpoint": checkpoint, "equal": not found, "differences": [asdict(one) for one in found]}))
-        return 1 if found else 0
+        print(json_text({"checkpoint": checkpoint, "equal": not apart, "differences": [asdict(one) for one in apart]}))
+        return 1 if apart else 0
     console = Output()
-    for one in found:
+    for one in apart:
         console.print(Text(printable(str(one))))
-    differ = f"copies of {plural(len({one.key for one in found}), 'tensor')} differ in {checkpoint}"
-    show_verdict(console, not found, differ if found else f"all copies in {checkpoint} are equal")
-    return 1 if found else 0
+    differ = f"copies of {plural(len({one.key for one in apart}), 'tensor')} differ in {checkpoint}"
+    show_verdict(console, not apart, differ if apart else f"all copies in {checkpoint} are equal")
+    return 1 if apart else 0
 
 
 def find_damage(checkpoint: str, threads: int | None = None) -> tuple[tuple[Damage, ...], VerifyReport]:
@@ -85,7 +85,7 @@ def _show(console: Console, where: str, report: VerifyReport, damage: Sequence[D
         # An end of 0: the file is damaged or missing as a whole.
         place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
         console.print(Text.assemble((printable(one.file), "bold red"), place))
-        for line in (*one.what.split("\n"), *(f"  {held}" for held in shorten(one.holds))):
+        for line in (*one.what.split("\n"), *(f"  {key}" for key in shorten(one.holds))):
             console.print(Text(f"    {printable(line)}"))
     files = plural(len({one.file for one in damage}), "file")
     sound = f"no damage found in {where}: {amount}"
@@ -96,6 +96,6 @@ def _show(console: Console, where: str, report: VerifyReport, damage: Sequence[D
 
 def unchecked_lines(report: VerifyReport) -> Iterator[str]:
     """Yield for how many bytes there is no checksum, by the reason."""
-    for why, found in by_reason(report.unchecked).items():
-        amount = f"{size(sum(one.nbytes for one in found))} in {plural(len(found), 'file')}"
+    for why, parts in by_reason(report.unchecked).items():
+        amount = f"{size(sum(one.nbytes for one in parts))} in {plural(len(parts), 'file')}"
         yield f"no checksum for {amount}: {why}"

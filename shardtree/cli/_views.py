@@ -163,9 +163,9 @@ def show_values(console: Console, tree: OpenCheckpoint, typed: str, *, as_json: 
         KeyMismatch: nothing is stored under that key.
         ShapeError: the index doesn't fit the tensor, or so many elements aren't for reading.
     """
-    found = None if typed in tree else _INDEXED.fullmatch(typed)  # a key may end in brackets itself
-    key = typed if found is None else found["key"]
-    index = () if found is None else tuple(_entry(one.strip(), typed) for one in found["index"].split(","))
+    match = None if typed in tree else _INDEXED.fullmatch(typed)  # a key may end in brackets itself
+    key = typed if match is None else match["key"]
+    index = () if match is None else tuple(_entry(one.strip(), typed) for one in match["index"].split(","))
     data = _tensor(tree, key).data
     if len(index) > len(data.shape):
         what, expected = f"inspect: {typed!r} has too many indices", f"at most {len(data.shape)}"
@@ -194,13 +194,13 @@ def show_values(console: Console, tree: OpenCheckpoint, typed: str, *, as_json: 
 
 
 def _entry(text: str, typed: str) -> int | slice:
-    found = _ENTRY.fullmatch(text)
-    if found is None:
+    match = _ENTRY.fullmatch(text)
+    if match is None:
         expected = "numbers and ranges, as in KEY[3, 0:4, :]"
         raise ShapeError(error_text(f"inspect: {typed!r} isn't an index", found=repr(text), expected=expected))
-    if found["start"] is None:
+    if match["start"] is None:
         return int(text)
-    start, stop = (int(one) if one not in ("", "-") else None for one in (found["start"], found["stop"]))
+    start, stop = (int(one) if one not in ("", "-") else None for one in (match["start"], match["stop"]))
     return slice(start, stop)
 
 

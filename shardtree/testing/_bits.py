@@ -82,10 +82,10 @@ def _element(tensor: torch.Tensor, number: int) -> str:
     # Floats are shown with their bits: two NaNs differ only in these, and torch can't print some dtypes.
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool:
         return str(int.from_bytes(raw, "little", signed=tensor.dtype.is_signed))
-    shown = f"0x{raw[::-1].hex()}"
+    text = f"0x{raw[::-1].hex()}"
     if tensor.dtype not in _NUMPY_FLOATS:
-        return shown
-    return f"{float(np.frombuffer(raw, _NUMPY_FLOATS[tensor.dtype])[0]):.6g} ({shown})"
+        return text
+    return f"{float(np.frombuffer(raw, _NUMPY_FLOATS[tensor.dtype])[0]):.6g} ({text})"
 
 
 def outline(value: Any) -> Any:

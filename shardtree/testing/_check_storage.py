@@ -146,8 +146,8 @@ def _does_as_memory(storage: Storage, seen: Seen) -> None:
         model = wrapped(model, make_folder=None, is_folder=None, remove_folder=None)
     for step in _steps(there):
         done = f"{step.func.__name__.strip('_')} of {step.keywords.get('name', step.keywords.get('old', ''))!r}"
-        found, expected = step(storage), step(model)
-        assert found == expected, f"{done} returns {found!r}, not {expected!r}"
+        result, expected = step(storage), step(model)
+        assert result == expected, f"{done} returns {result!r}, not {expected!r}"
         looks, should = _look(seen()), _look(model)
         wrong = next((what for what in should if looks[what] != should[what]), None)
         assert wrong is None, f"after {done}, {wrong} is {looks[wrong]!r}, not {should[wrong]!r}"
@@ -155,25 +155,25 @@ def _does_as_memory(storage: Storage, seen: Seen) -> None:
 
 def _look(storage: Storage) -> dict[str, object]:
     """Return all that a storage says."""
-    said: dict[str, object] = {}
+    answers: dict[str, object] = {}
     for name in _FOLDERS:
-        said[f"names({name!r})"] = storage.names(name)
-        said[f"is_folder({name!r})"] = is_folder(storage, name)
+        answers[f"names({name!r})"] = storage.names(name)
+        answers[f"is_folder({name!r})"] = is_folder(storage, name)
     for name in (*_FILES, "many/100", "many/x"):
-        said[f"length({name!r})"] = storage.length(name)
-        said[f"changed({name!r})"] = "a time" if storage.changed(name) is not None else None
-        said[f"read({name!r})"] = _told(partial(storage.read, name))
-        said[f"what open({name!r}) reads"] = _told(partial(_read_in_pieces, storage, name))
-    return said
+        answers[f"length({name!r})"] = storage.length(name)
+        answers[f"changed({name!r})"] = "a time" if storage.changed(name) is not None else None
+        answers[f"read({name!r})"] = _told(partial(storage.read, name))
+        answers[f"what open({name!r}) reads"] = _told(partial(_read_in_pieces, storage, name))
+    return answers
 
 
 def _told(call: Callable[[], Any]) -> Any:
     """Return what a call returns, in few characters, or the error that it raises."""
     try:
-        found = call()
+        result = call()
     except StorageError:
         return "a StorageError"
-    return f"{found[:12]!r}... of {len(found)} bytes, {crc32(found)}" if isinstance(found, bytes) else found
+    return f"{result[:12]!r}... of {len(result)} bytes, {crc32(result)}" if isinstance(result, bytes) else result
 
 
 def _read_in_pieces(storage: Storage, name: str) -> tuple[object, ...]:
@@ -217,8 +217,8 @@ def _breaks_off(storage: Storage, seen: Seen) -> None:
 
     for buffers in (broken(), SizedBuffers(100_000, broken())):
         with suppress(KeyError):
-            found = storage.write("f", buffers, durable=False)
-            raise AssertionError(f"it returns {found}")
+            result = storage.write("f", buffers, durable=False)
+            raise AssertionError(f"it returns {result}")
         length, listed = seen().length("f"), "f" in seen().names()
         read = None if length is None else len(seen().read("f"))
         assert read == length and listed == (length is not None), f"length {length}, {read} bytes, listed: {listed}"
@@ -233,8 +233,8 @@ def _is_replaced(storage: Storage, seen: Seen) -> None:
     def watch(other: Storage) -> None:
         while not stop.is_set():
             try:
-                found = other.read("m")
-                wrong.update(() if found in contents else (f"{len(found)} bytes of a mixture",))
+                data = other.read("m")
+                wrong.update(() if data in contents else (f"{len(data)} bytes of a mixture",))
             except Exception as error:
                 wrong.add(_said(error))
 
@@ -266,10 +266,10 @@ _TOGETHER = ("make_folder is_folder remove_folder", "sibling siblings", "replace
 
 def _says_what_it_can(storage: Storage, seen: Seen) -> None:
     """Capabilities that belong together come together."""
-    found = can(storage)
-    assert isinstance(found, Capabilities), f"they are a {type(found).__name__}, not st.storage.Capabilities"
+    own = can(storage)
+    assert isinstance(own, Capabilities), f"they are a {type(own).__name__}, not st.storage.Capabilities"
     for names in map(str.split, _TOGETHER):
-        there = [name for name in names if getattr(found, name) is not None]
+        there = [name for name in names if getattr(own, name) is not None]
         assert there in ([], names), f"{there} alone of {names}"
 
 
@@ -299,8 +299,8 @@ def _honours_conditions(storage: Storage, seen: Seen) -> None:
         return
     there.mark("note", b"1")
     pairs = [(b"0", b"1"), (None, b"1"), (None, b"2"), (b"1", b"3"), (b"1", b"4")]
-    found = [there.replace_if("f", *pair) for pair in pairs], seen().read("f"), seen().read("note")
-    assert found == ([False, True, False, True, False], b"3", b"1"), f"{found} of {pairs}"
+    results = [there.replace_if("f", *pair) for pair in pairs], seen().read("f"), seen().read("note")
+    assert results == ([False, True, False, True, False], b"3", b"1"), f"{results} of {pairs}"
 
 
 def _lists(storage: Storage, seen: Seen) -> None:
@@ -310,8 +310,8 @@ def _lists(storage: Storage, seen: Seen) -> None:
         return
     for name in ("a", "b/c", "b/d/e"):
         _write(storage, name, [name.encode()])
-    found = [sorted(each) for each in (there.entries(), there.entries("b"), there.entries(deep=False))]
-    assert found == [["a", "b/c", "b/d/e"], ["c", "d/e"], ["a", "b/"]], f"{found}"
+    names = [sorted(each) for each in (there.entries(), there.entries("b"), there.entries(deep=False))]
+    assert names == [["a", "b/c", "b/d/e"], ["c", "d/e"], ["a", "b/"]], f"{names}"
     entry = there.entries()["b/c"]
     assert (entry.length, entry.changed) == (3, storage.changed("b/c")), f"{entry} of 'b/c'"
     assert (there.content("a"), there.content("no")) == (b"a", None), "other bytes"

@@ -163,12 +163,12 @@ def lens_factories(
     (shard,) = cut(replace(layout, pieces=(piece,)), case.keys[0], whole, 0)
     factory = as_factory(shard, case.lens)
     # Padding comes back as zeros, so that random values there could never pass the laws.
-    stored = stored_elements(factory)
-    if bool(stored.all()):
+    is_stored = stored_elements(factory)
+    if bool(is_stored.all()):
         return factory
-    kept = carried(shard.data).clone()
-    kept[~stored] = 0
-    return replace(factory, data=kept.view(shard.dtype))
+    padded = carried(shard.data).clone()
+    padded[~is_stored] = 0
+    return replace(factory, data=padded.view(shard.dtype))
 
 
 # The laws
@@ -211,11 +211,11 @@ def check_factory(
         >>> shard = ShardedTensor.from_rank_offsets("embedding", padded)
         >>> check_factory(as_factory(shard, padded_axis(5)), flat=[slice(3, 12)])
     """
-    given = _states(factory) if states is None else states
+    tried = _states(factory) if states is None else states
     # States go through the same factory under another key: an optimizer's state must be found wherever the parameter
     # is.
-    keys = (f"optimizer.state.{number}.{factory.key}" for number in range(len(given)))
-    every = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, given, strict=True))]
+    keys = (f"optimizer.state.{number}.{factory.key}" for number in range(len(tried)))
+    every = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, tried, strict=True))]
     for each in every:
         check_merge_undoes_build(each)
         check_cut_alike(factory, each)
@@ -231,14 +231,14 @@ def check_factory(
 
 
 def _states(factory: ShardedTensorFactory) -> list[torch.Tensor]:
-    shape, stored = tuple(factory.data.shape), stored_elements(factory)
+    shape, is_stored = tuple(factory.data.shape), stored_elements(factory)
     states = [random_bits(shape, dtype, seed=number + 1) for number, dtype in enumerate(_MOMENT_DTYPES)]
-    if bool(stored.all()):
+    if bool(is_stored.all()):
         return states
     # Elements that aren't stored have the parameter's values, which are the fill.
-    has_fill = bool(carried(factory.data)[~stored].any())
+    has_fill = bool(carried(factory.data)[~is_stored].any())
     fills = [factory.data.to(state.dtype) if has_fill else torch.zeros_like(state) for state in states]
-    return [torch.where(stored, state, fill) for state, fill in zip(states, fills, strict=True)]
+    return [torch.where(is_stored, state, fill) for state, fill in zip(states, fills, strict=True)]
 
 
 def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
@@ -250,10 +250,10 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
         tensor([ True,  True,  True, False])
     """
     shape = tuple(factory.data.shape)
-    stored = torch.zeros(factory.data.numel(), dtype=torch.bool, device="cpu")
-    numbers = torch.arange(stored.numel(), dtype=torch.int64, device="cpu").view(shape)
-    stored[list(_stored_elements(replace(factory, data=numbers)).values())] = True
-    return stored.view(shape)
+    is_stored = torch.zeros(factory.data.numel(), dtype=torch.bool, device="cpu")
+    numbers = torch.arange(is_stored.numel(), dtype=torch.int64, device="cpu").view(shape)
+    is_stored[list(_stored_elements(replace(factory, data=numbers)).values())] = True
+    return is_stored.view(shape)
 
 
 def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
@@ -293,25 +293,25 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
     # Data are the elements' numbers, so that each stored value says which element it is.
     numbers = torch.arange(factory.data.numel(), dtype=torch.int64, device="cpu")
     whole = _stored_elements(replace(factory, data=numbers.view(tuple(factory.data.shape))))
-    found = _stored_elements(replace(factory, data=numbers[part], flattened_range=part))
+    elements = _stored_elements(replace(factory, data=numbers[part], flattened_range=part))
     inside = range(part.start, part.stop)
     expected = {place: number for place, number in whole.items() if number in inside}
     what = f"{factory.key!r} on {part} isn't the part of the whole that it should be"
-    for place in {**found, **expected}:
-        (key, index), there, right = place, found.get(place), whole.get(place)
+    for place in {**elements, **expected}:
+        (key, index), there, right = place, elements.get(place), whole.get(place)
         assert there == right, f"{what}: {key!r}{list(index)} is element {there}, of the whole it is element {right}"
 
 
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return, for each stored element (key, global index), the number of the tensor's element that it is."""
-    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    elements: dict[tuple[str, tuple[int, ...]], int] = {}
     for shard in shards_of(_built(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         index = list(product(*(range(at, at + size) for at, size in zip(shard.global_offset, sizes, strict=True))))
-        held = index if shard.flattened_range is None else index[shard.flattened_range]
-        for place, number in zip(held, shard.data.reshape(-1).tolist(), strict=True):
-            found[shard.key, place] = number
-    return found
+        places = index if shard.flattened_range is None else index[shard.flattened_range]
+        for place, number in zip(places, shard.data.reshape(-1).tolist(), strict=True):
+            elements[shard.key, place] = number
+    return elements
 
 
 def _built(factory: ShardedTensorFactory) -> Any:

@@ -167,22 +167,22 @@ def check_lens(
         {'w': tensor([[0, 1],
                 [0, 1]])}
     """
-    given = assemble([shards])
-    wholes = _wholes(given, {shard.key: shard.prepend_axis_num for shard in shards})
+    tensors = assemble([shards])
+    wholes = _wholes(tensors, {shard.key: shard.prepend_axis_num for shard in shards})
     built = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
     expected = _stored([tree for _, tree in built])
-    held = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
+    merges = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
     if lossy is not None:
-        _check_errors(held, given, lossy)
+        _check_errors(merges, tensors, lossy)
     # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
-    elif _elements(expected) == _elements(given):
-        check_same("merge doesn't undo build on the whole", held, given)
+    elif _elements(expected) == _elements(tensors):
+        check_same("merge doesn't undo build on the whole", merges, tensors)
     factories = [lenses.as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
         broken = "merge doesn't undo build" if lossy is None else "the lens doesn't commute with cuts"
         what = f"{broken} on {_describe(shard)}"
-        check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(held[shard.key], shard)})
+        check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(merges[shard.key], shard)})
         _check_state(factory, tree)
     check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
     if lossy is None:
@@ -193,18 +193,18 @@ def check_lens(
 
 
 def _check_errors(
-    held: Mapping[str, torch.Tensor],
-    given: Mapping[str, torch.Tensor],
+    merges: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     lossy: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    for key, tensor in given.items():
-        error = (held[key].double() - tensor.double()).abs()
+    for key, tensor in tensors.items():
+        error = (merges[key].double() - tensor.double()).abs()
         most = lossy(tensor).double().expand(error.shape)
         worse = torch.nonzero(~(error <= most))  # a NaN is worse than any bound
         if len(worse):
             at = tuple(worse[0].tolist())
             what = f"{len(worse)} of {error.numel()} elements of {key!r} lose more than `lossy` says, the first at {at}"
-            raise AssertionError(f"{what}: {tensor[at].item()} comes back as {held[key][at].item()}")
+            raise AssertionError(f"{what}: {tensor[at].item()} comes back as {merges[key][at].item()}")
 
 
 def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: Mapping[str, torch.Tensor]) -> None:
@@ -227,8 +227,8 @@ def _check_built_again(
         merged = apply_factory_merges(map_shards(_data, built), [factory])[0]
         again = apply_factories([replace(factory, data=merged)])
         pairs = zip(shards_of(built).values(), shards_of(again).values(), strict=True)
-        for put, found in pairs:
-            check_equal(f"{broken} on {_describe(put)}", found.data, put.data)
+        for put, copy in pairs:
+            check_equal(f"{broken} on {_describe(put)}", copy.data, put.data)
 
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
@@ -237,8 +237,8 @@ def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
     state = replace(factory, key=_STATE + factory.key, data=empty)
     boxes = [_box(shard) for shard in shards_of(tree).values()]
     as_state = [(_STATE + key, *rest) for key, *rest in boxes]
-    found = [_box(shard) for shard in shards_of(state.build()).values()]
-    assert found == as_state, f"a state of {factory.key!r} is cut otherwise: {found}, not {as_state}"
+    state_boxes = [_box(shard) for shard in shards_of(state.build()).values()]
+    assert state_boxes == as_state, f"a state of {factory.key!r} is cut otherwise: {state_boxes}, not {as_state}"
     bare = [_box(shard) for shard in shards_of(factory.without_data().build()).values()]
     assert bare == boxes, f"without data {factory.key!r} is cut otherwise: {bare}, not {boxes}"
 
@@ -326,14 +326,14 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
         AssertionError: saved on 1 rank, loaded on 2: rank 0 gets other elements than it should hold
           2 of 4 elements differ, the first one at (2,): found 2, expected 4
     """
-    held = {count: list(hold(whole, count)) for count in ranks}
-    for count, tensors in held.items():
+    locals_by_count = {count: list(hold(whole, count)) for count in ranks}
+    for count, tensors in locals_by_count.items():
         assert len(tensors) == count, f"hold(whole, {count}) gave {len(tensors)} tensors, expected one for each rank"
-    stored = {count: _stored_by_ranks(tensors, build) for count, tensors in held.items()}
+    stored = {count: _stored_by_ranks(tensors, build) for count, tensors in locals_by_count.items()}
     for saved in ranks:
         for loaded in ranks:
             what = f"saved on {_ranks(saved)}, loaded on {loaded}"
-            for rank, expected in enumerate(held[loaded]):
+            for rank, expected in enumerate(locals_by_count[loaded]):
                 found = _loaded(build(torch.zeros_like(expected), rank, loaded), stored[saved], what)
                 differ = first_difference(found, expected)
                 if differ is not None:

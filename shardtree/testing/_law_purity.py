@@ -43,11 +43,11 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
         AssertionError: sort changed its argument 0 at argument[0]
     """
     called = getattr(fn, "__name__", type(fn).__name__)
-    given: dict[Any, Any] = dict([*enumerate(args), *options.items()])
+    arguments: dict[Any, Any] = dict([*enumerate(args), *options.items()])
     # Content and identities: a container that is replaced by an equal copy has changed too, for others that hold it.
-    before = {name: (outline(value), _identities(value)) for name, value in given.items()}
+    before = {name: (outline(value), _identities(value)) for name, value in arguments.items()}
     result = fn(*args, **options)
-    for name, value in given.items():
+    for name, value in arguments.items():
         (content, old), new = before[name], _identities(value)
         changed = [path for path in [*old, *new] if old.get(path) != new.get(path)] or [()]
         what = f"{called} changed its argument {name}"
@@ -70,10 +70,10 @@ def _identities(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...],
     """Return, for each path, the object's id and a tensor's version counter."""
     # Inference tensors have no version counter, and raise when asked for it.
     version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
-    found = {path: (id(value), version)}
+    identities = {path: (id(value), version)}
     for entry, child in _children(value):
-        found |= _identities(child, (*path, entry))
-    return found
+        identities |= _identities(child, (*path, entry))
+    return identities
 
 
 def _children(value: Any) -> list[tuple[Any, Any]]:
@@ -118,9 +118,9 @@ def check_commutes(
     named = (
         _default_layouts(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
     )
-    held = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in named.items()}
-    for one, other in permutations(held, 2):
-        _check_pair(f"from {one} to {other}", transform, held[one], held[other])
+    trees = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in named.items()}
+    for one, other in permutations(trees, 2):
+        _check_pair(f"from {one} to {other}", transform, trees[one], trees[other])
 
 
 def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
@@ -154,13 +154,13 @@ def _check_pair(
 
 
 def _check_same(where: str, found: Any, expected: Any) -> None:
-    got, wanted = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
-    assert got.keys() == wanted.keys(), f"{where}: found {list(got)}, expected {list(wanted)}"
-    for path, leaf in wanted.items():
+    leaves, targets = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
+    assert leaves.keys() == targets.keys(), f"{where}: found {list(leaves)}, expected {list(targets)}"
+    for path, leaf in targets.items():
         if isinstance(leaf, ShardedTensor):
             place = f"{where}: {leaf.key!r} at {render_path(path)}"
-            assert got[path].without_data() == leaf.without_data(), f"{place}: found {got[path]}, expected {leaf}"
-            check_equal(place, got[path].data, leaf.data)
+            assert leaves[path].without_data() == leaf.without_data(), f"{place}: found {leaves[path]}, expected {leaf}"
+            check_equal(place, leaves[path].data, leaf.data)
         elif not isinstance(leaf, LocalNonpersistentObject):  # local values belong to a rank, and aren't resharded
-            same = outline(got[path]) == outline(leaf)
-            assert same, f"{where}: {render_path(path)}: found {got[path]!r}, expected {leaf!r}"
+            same = outline(leaves[path]) == outline(leaf)
+            assert same, f"{where}: {render_path(path)}: found {leaves[path]!r}, expected {leaf!r}"

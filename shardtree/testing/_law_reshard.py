@@ -51,15 +51,15 @@ def check_reshard_plan(plan: ReshardPlan) -> None:
     least = sum(lacking.values())
     assert plan.bytes_moved == least, f"{plan.bytes_moved} bytes move, expected {least}"
     assert plan.lower_bound == least, f"the plan says that {plan.lower_bound} bytes must move, but {least} must"
-    got = {rank: nbytes for rank, nbytes in plan.received.items() if nbytes}
-    assert got == dict(lacking), f"ranks get {got}, expected {dict(lacking)}"
+    sums = {rank: nbytes for rank, nbytes in plan.received.items() if nbytes}
+    assert sums == dict(lacking), f"ranks get {sums}, expected {dict(lacking)}"
     links = plan.links
     for name, end, totals in (("sent", 0, plan.sent), ("received", 1, plan.received)):
         summed = {rank: sum(count for link, count in links.items() if link[end] == rank) for rank in plan.ranks}
         assert totals == summed, f"{name} is {totals}, and the links add up to {summed}"
     held = int((plan.target.elements * plan.target.item_size[plan.target.key]).sum())
-    kept = plan.bytes_kept, sum(plan.kept.values())
-    assert kept == (held - least,) * 2, f"{kept} bytes are said to stay, expected {held - least}"
+    stays = plan.bytes_kept, sum(plan.kept.values())
+    assert stays == (held - least,) * 2, f"{stays} bytes are said to stay, expected {held - least}"
 
 
 def check_filled(plan: ReshardPlan) -> None:
@@ -120,12 +120,12 @@ def _check_transfer_fields(plan: ReshardPlan, row: int, columns: ShardColumns) -
 def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[Element, int, int]]:
     """Return each element of a transfer with its positions in both shards' data."""
     every = plan.transfers
-    found = []
+    positions = []
     for place in product(*map(range, every.shape[row].tolist())):
         at = int(every.source_element[row] + np.dot(place, every.source_stride[row]))
         to = int(every.target_element[row] + np.dot(place, every.target_stride[row]))
-        found.append((tuple((every.offset[row] + place).tolist()), at, to))
-    return found
+        positions.append((tuple((every.offset[row] + place).tolist()), at, to))
+    return positions
 
 
 def wanted_bytes(plan: ReshardPlan) -> Counter[int]:
@@ -198,12 +198,12 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
     found = check_pure(reshard, trees, targets)
     assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
     wholes = assemble(_built(trees).values())
-    wanted, got = _built(targets), _built(found)
-    for rank, tree in wanted.items():
-        _check_rank(rank, tree, got[rank], wholes)
-    _check_no_aliases(got, [_built(trees), wanted])
+    goals, results = _built(targets), _built(found)
+    for rank, tree in goals.items():
+        _check_rank(rank, tree, results[rank], wholes)
+    _check_no_aliases(results, [_built(trees), goals])
     # Only if the targets have all elements in the same dtypes: what a cast has rounded doesn't come back.
-    if _hold_all(got.values(), wholes):
+    if _hold_all(results.values(), wholes):
         back = _built(reshard(found, _by_rank(trees)))
         for rank, tree in _built(trees).items():
             # Unchanged, apart from the order of keys.
@@ -226,21 +226,21 @@ def _built(trees: RankTrees) -> dict[int, Any]:
 
 def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.Tensor]) -> None:
     """Raise unless a rank's shards are at the paths of its target, with the right elements."""
-    wanted, got = shards_of(target), shards_of(found)
-    assert wanted.keys() == got.keys(), f"rank {rank}: found shards at {list(got)}, expected {list(wanted)}"
-    for path, shard in wanted.items():
+    goals, results = shards_of(target), shards_of(found)
+    assert goals.keys() == results.keys(), f"rank {rank}: found shards at {list(results)}, expected {list(goals)}"
+    for path, shard in goals.items():
         where = f"rank {rank}: {shard.key!r} at {render_path(path)}"
-        assert got[path].without_data() == shard.without_data(), f"{where}: found {got[path]}, expected {shard}"
+        assert results[path].without_data() == shard.without_data(), f"{where}: found {results[path]}, expected {shard}"
         box = wholes[shard.key][shard.global_slice()]
-        held = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
-        expected = held if held.dtype == shard.dtype else held.to(shard.dtype)
-        check_equal(where, got[path].data, expected)
+        own = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
+        expected = own if own.dtype == shard.dtype else own.to(shard.dtype)
+        check_equal(where, results[path].data, expected)
 
 
-def _check_no_aliases(found: Mapping[int, Any], given: Sequence[Mapping[int, Any]]) -> None:
+def _check_no_aliases(found: Mapping[int, Any], arguments: Sequence[Mapping[int, Any]]) -> None:
     """Raise if results of different ranks share memory, with each other or with the arguments."""
     # Ranks in one process could: real ranks can't, so that a test on simulated ones would pass for the wrong reason.
-    owners = {_address(shard.data): "what was given" for trees in given for shard in _with_memory(trees.values())}
+    owners = {_address(shard.data): "what was given" for trees in arguments for shard in _with_memory(trees.values())}
     for rank, tree in found.items():
         own = {_address(shard.data) for shard in _with_memory([tree])}
         shared = [owners[address] for address in own if address in owners]
@@ -265,7 +265,7 @@ def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
     """Return whether trees hold all elements of all tensors, in the same dtypes."""
     listed = list(trees)
     try:
-        found = assemble(listed)
+        tensors = assemble(listed)
     except AssertionError:
         return False
-    return {key: one.dtype for key, one in found.items()} == {key: one.dtype for key, one in wholes.items()}
+    return {key: one.dtype for key, one in tensors.items()} == {key: one.dtype for key, one in wholes.items()}

@@ -224,9 +224,9 @@ def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
         assert start == ends.get(row, 0) < stop, f"transfer {row}: a piece is [{start}, {stop})"
         ends[row] = stop
         size = transfers.nbytes[row] // np.prod(transfers.shape[row])
-        said = schedule.from_rank[piece], schedule.to_rank[piece], schedule.nbytes[piece]
+        fields = schedule.from_rank[piece], schedule.to_rank[piece], schedule.nbytes[piece]
         right = transfers.from_rank[row], transfers.to_rank[row], (stop - start) * size
-        assert said == right, f"transfer {row}: a piece says {said}, expected {right}"
+        assert fields == right, f"transfer {row}: a piece says {fields}, expected {right}"
     moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0)).tolist()
     whole = {row: int(np.prod(transfers.shape[row])) for row in moving}
     assert ends == whole, f"transfers end at {ends}, expected {whole}"
@@ -235,12 +235,12 @@ def _check_pieces(transfers: Transfers, schedule: Schedule) -> None:
 
 def _used(schedule: Schedule) -> Counter[tuple[int, int]]:
     """Return the bytes in flight by (step, rank)."""
-    used: Counter[tuple[int, int]] = Counter()
+    nbytes_in_flight: Counter[tuple[int, int]] = Counter()
     columns = (schedule.step, schedule.from_rank, schedule.to_rank, schedule.nbytes)
     for step, one, other, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        used[step, one] += nbytes
-        used[step, other] += nbytes
-    return used
+        nbytes_in_flight[step, one] += nbytes
+        nbytes_in_flight[step, other] += nbytes
+    return nbytes_in_flight
 
 
 def _check_no_idle_pairs(plan: ReshardPlan, schedule: Schedule, used: Counter[tuple[int, int]]) -> None:

@@ -144,9 +144,9 @@ def check_quantised(
             shards = [ShardedTensor(key, None, weight.dtype, box.shape, shape, box.offset, None) for box in boxes]
             for shard in shards:
                 built = form.lens(shard)
-                made = built.merge([own[key][part.key][part.global_slice()] for part in built.shards])
+                merge = built.merge([own[key][part.key][part.global_slice()] for part in built.shards])
                 what = f"cuts don't commute on {key!r} at {shard.global_offset}"
-                check_equal(what, made, weight[shard.global_slice()])
+                check_equal(what, merge, weight[shard.global_slice()])
             _check_cut_together(form, own[key], shards, held)
         if form.encode is not None and bool(torch.isfinite(weight).all()):
             _check_comes_back(form, key, weight)

@@ -206,8 +206,8 @@ def layouts(draw: st.DrawFn, global_shape: tuple[int, ...], ranks: int, *, prepe
     holders = draw(_holders(len(ranges), ranks))
     pieces = [
         Piece(rank, *box, flat, replica)
-        for (box, flat), held in zip(ranges, holders, strict=True)
-        for rank, replica in held
+        for (box, flat), copies in zip(ranges, holders, strict=True)
+        for rank, replica in copies
     ]
     return Layout(ranks, global_shape, tuple(pieces), prepended, None if grid is None else (*front, *grid))
 
@@ -274,8 +274,8 @@ def replicas(draw: st.DrawFn, layout: Layout) -> Layout:
     copies = []
     for piece in layout.pieces:
         others = [rank for rank in range(layout.ranks) if rank != piece.rank]
-        held = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
-        copies += [replace(piece, rank=rank, replica=number) for number, rank in enumerate(held, 1)]
+        more = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
+        copies += [replace(piece, rank=rank, replica=number) for number, rank in enumerate(more, 1)]
     return replace(layout, pieces=(*layout.pieces, *copies))
 
 

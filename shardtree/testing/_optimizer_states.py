@@ -190,10 +190,10 @@ def rank_optimizer(
         ({'exp_avg': tensor([2, 3]), 'count': 3}, (2,), {0: 'w'})
     """
     # Ids are indices in the rank's own groups, as torch numbers them: with pipelines they differ from rank to rank.
-    held = {name for name in state.params if any(piece.rank == rank for piece in layout[name].pieces)}
-    order = [name for group in state.groups for name in group["params"] if name in held]
+    mine = {name for name in state.params if any(piece.rank == rank for piece in layout[name].pieces)}
+    order = [name for group in state.groups for name in group["params"] if name in mine]
     ids = {name: number for number, name in enumerate(order)}
-    groups = [{**group, "params": [ids[name] for name in group["params"] if name in held]} for group in state.groups]
+    groups = [{**group, "params": [ids[name] for name in group["params"] if name in mine]} for group in state.groups]
     states = {ids[name]: own for name in order if (own := _rank_states(state, layout[name], name, rank))}
     params = {ids[name]: cut(layout[name], name, state.params[name], rank)[0] for name in order}
     return {"state": states, "param_groups": groups}, params, {ids[name]: name for name in order}
@@ -305,6 +305,6 @@ def check_same_state(found: Any, expected: Any, rank: int) -> None:
         >>> check_same_state({"state": {0: {"step": 1}}}, {"state": {0: {"step": 1}}}, 0)
     """
     wrong = diff(found, expected)
-    shown = {"missing": wrong.only_right, "unexpected": wrong.only_left, "different": wrong.mismatch}
-    lines = [f"{what} {render_path(path)}" for what, paths in shown.items() for path in paths[:3]]
+    kinds = {"missing": wrong.only_right, "unexpected": wrong.only_left, "different": wrong.mismatch}
+    lines = [f"{what} {render_path(path)}" for what, paths in kinds.items() for path in paths[:3]]
     assert not wrong, f"rank {rank}: the optimizer's state isn't what it was\n  " + "\n  ".join(lines)

@@ -131,9 +131,9 @@ def rank_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> di
     ranks = ranks_of(layout)
     shards = {key: cut(layout[key], key, whole, rank) for key, whole in state.tensors.items()}
     objects = [item for key, values in state.objects.items() for item in _objects(key, values, rank, ranks)]
-    held = {"model": {key: found for key, found in shards.items() if found}, "objects": objects}
+    parts = {"model": {key: own for key, own in shards.items() if own}, "objects": objects}
     rest = {"common": dict(state.common), "local": [7, LocalNonpersistentObject(rank)]} if state.common else {}
-    return {name: tree for name, tree in held.items() if tree} | rest
+    return {name: tree for name, tree in parts.items() if tree} | rest
 
 
 def target_tree(state: GlobalState, layout: Mapping[str, Layout], rank: int) -> dict[str, Any]:

@@ -141,11 +141,11 @@ def _between_ranks(
         options: dict[str, Any] = {"relay": relay, "max_bytes_in_flight": bound, "transport": counted}
         return redistribute(tree, target, cast=True, world=world, **options)
 
-    got = simulate(max(len(trees), len(targets)), on_rank)
+    results = simulate(max(len(trees), len(targets)), on_rank)
     plan = plan_reshard(trees, targets, cast=True)
     least = plan.lower_bound
     plan = with_relays(plan) if relay else plan
-    return got[: len(targets)], (dict(links), plan.bytes_moved), (plan.links, least)
+    return results[: len(targets)], (dict(links), plan.bytes_moved), (plan.links, least)
 
 
 def _through_files(
@@ -174,6 +174,6 @@ def _through_files(
     options = LoadOptions(exchange=exchange, verify=None)
     foretold = explain_ranks(targets, place, cast=True, strategies=strategies, options=options)
     assert foretold.ok is not False, f"the load is said to fail: {foretold}"  # None where only values tell
-    got = simulate(len(targets), load)
+    results = simulate(len(targets), load)
     went = [(one.bytes_sent, one.bytes_received) for _, one in sorted(reports.items())]
-    return got, went, [(one.sent, one.received) for one in foretold.reads]
+    return results, went, [(one.sent, one.received) for one in foretold.reads]

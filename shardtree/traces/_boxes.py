@@ -71,8 +71,8 @@ def operand_moves(operand: Operand, move: Move) -> list[Move]:
     if operand.alone:
         return list(operand.moves)
     size, steps = move.size, [step for _, _, step in move.loops]
-    found: list[Move] = operand.moves.find([read_of(move.at, size, dense(size).stride, steps)])[0]
-    return found
+    moves: list[Move] = operand.moves.find([read_of(move.at, size, dense(size).stride, steps)])[0]
+    return moves
 
 
 def leaves(moves: Iterable[Move]) -> Iterator[Move]:
@@ -225,15 +225,15 @@ def reads_of(
         keep_views: whether boxes that the destination has as views stay apart where they would be one that isn't; None
             if it doesn't matter which are.
     """
-    asked: dict[str, dict[Box, View | None]] = defaultdict(dict)
+    views_of: dict[str, dict[Box, View | None]] = defaultdict(dict)
     for move in leaves(moves):
         shape = sources[move.root].shape
         for box, part in tight(move, shape, most):
-            asked[move.root][box] = None if keep_views is None else view_of(part, box, shape)
+            views_of[move.root][box] = None if keep_views is None else view_of(part, box, shape)
     boxes, numbers, views = {}, {}, {}
-    for name, found in asked.items():
-        boxes[name], places, views[name] = merged(list(found.items()), keep_views=bool(keep_views))
-        numbers[name] = dict(zip(found, places, strict=True))
+    for name, own in views_of.items():
+        boxes[name], places, views[name] = merged(list(own.items()), keep_views=bool(keep_views))
+        numbers[name] = dict(zip(own, places, strict=True))
     return Reads(boxes, numbers, views)
 
 

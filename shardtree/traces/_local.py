@@ -134,8 +134,8 @@ class Traced:
     def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
         local = localized(self.trace, self.name, offset, shape)
-        made: torch.Tensor = local.made([self.lazies[root].read_box(*box) for root, box in local.boxes], self.fill)
-        return made
+        elements: torch.Tensor = local.made([self.lazies[root].read_box(*box) for root, box in local.boxes], self.fill)
+        return elements
 
     def box_fetches(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Fetch]:
         """Yield what reading the box would fetch from storage, in that order."""
@@ -170,13 +170,13 @@ def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, 
     needed = {name: check_written(trace, name, doing) for name in trace.outputs}
     sources = dict.fromkeys(name for some in needed.values() for name in some)
     check_kinds(doing, {name: trace.sources[name] for name in sources}, tree)
-    made = {
+    outputs = {
         name: replace(
             whole_shard(name, kind), data=_lazy(trace, name, {each: tree[each].data for each in needed[name]})
         )
         for name, kind in trace.outputs.items()
     }
-    return made | {key: leaf for key, leaf in tree.items() if not isinstance(leaf, ShardedTensor)}
+    return outputs | {key: leaf for key, leaf in tree.items() if not isinstance(leaf, ShardedTensor)}
 
 
 def _lazy(trace: Trace, name: str, lazies: Mapping[str, Any]) -> LazyTensor:

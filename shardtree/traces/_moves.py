@@ -285,8 +285,8 @@ class Written(Moves):
                 changed.append((number, alone.find(rest)[0]))
         for number, _ in reversed(changed):  # from the back: numbers before stay right
             del self._moves[number], self._lows[number]
-        for _, kept in changed:
-            for move in kept:
+        for _, rest_of in changed:
+            for move in rest_of:
                 self.add(move)
         return gone
 
@@ -311,11 +311,11 @@ def rolled(moves: Iterable[Move]) -> list[Move]:
         >>> rolled([Move("w", 4 * row, 8 * row, ((4, 1, 1),)) for row in range(3)])
         [Move(root='w', to=0, at=0, loops=((3, 4, 8), (4, 1, 1)), via=())]
     """
-    given = _continued(sorted(moves, key=attrgetter("to")))
-    last, new = given, _rolled_once(given)
+    runs = _continued(sorted(moves, key=attrgetter("to")))
+    last, new = runs, _rolled_once(runs)
     while len(new) < len(last):
         last, new = new, _rolled_once(new)
-    return new if 2 * len(new) <= len(given) else given
+    return new if 2 * len(new) <= len(runs) else runs
 
 
 def _continued(moves: list[Move]) -> list[Move]:

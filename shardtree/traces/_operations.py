@@ -72,8 +72,8 @@ def _copy(record: Record, func: Any, into: torch.Tensor, tensor: torch.Tensor, *
 
 def _cat(record: Record, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     new = _made_like(record, func, [tensors, dim], {})
-    kept = [each for each in tensors if each.shape != (0,)]  # torch joins these with tensors of any shape
-    for part, end in zip(kept, accumulate(each.shape[dim] for each in kept), strict=True):
+    parts = [each for each in tensors if each.shape != (0,)]  # torch joins these with tensors of any shape
+    for part, end in zip(parts, accumulate(each.shape[dim] for each in parts), strict=True):
         record.write(new.narrow(dim, end - part.shape[dim], part.shape[dim]), part)
     return new
 
@@ -113,8 +113,8 @@ def _index_along(record: Record, index: torch.Tensor, length: int) -> np.ndarray
     if isinstance(index, Tracer):
         record.refuse("an index", [index])
     with torch._C._DisableTorchDispatch():
-        found = index.nonzero().reshape(-1) if index.dtype in (torch.bool, torch.uint8) else index.reshape(-1)
-        places: np.ndarray[Any, Any] = found.cpu().numpy().astype(np.int64)
+        index_values = index.nonzero().reshape(-1) if index.dtype in (torch.bool, torch.uint8) else index.reshape(-1)
+        places: np.ndarray[Any, Any] = index_values.cpu().numpy().astype(np.int64)
     if places.size and not (-length <= places.min() and places.max() < length):
         raise IndexError(f"index {places.min()} to {places.max()} is out of bounds for an axis of {length}")
     return places % max(1, length)  # negative ones count from the end
@@ -159,13 +159,13 @@ def _one_index(
 ) -> tuple[int, np.ndarray[Any, Any], tuple[int, ...]]:
     """Return the axis that is indexed, the positions along it, and the axes that it becomes."""
     [(dim, index)] = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    found = _index_along(record, index, tensor.shape[dim])
-    return dim, found, (len(found),) if index.dtype in (torch.bool, torch.uint8) else tuple(index.shape)
+    places = _index_along(record, index, tensor.shape[dim])
+    return dim, places, (len(places),) if index.dtype in (torch.bool, torch.uint8) else tuple(index.shape)
 
 
 def _index(record: Record, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    given = [index for index in indices if index is not None]
-    if len(given) > 1 or (given[0].dtype is torch.bool and given[0].ndim > 1):
+    indexed = [index for index in indices if index is not None]
+    if len(indexed) > 1 or (indexed[0].dtype is torch.bool and indexed[0].ndim > 1):
         return by_number(record, func, tensor, indices)
     dim, found, inner = _one_index(record, tensor, indices)
     return _gathered(record, tensor, dim, found).reshape((*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]))
@@ -210,9 +210,9 @@ def by_number(record: Record, func: Any, tensor: torch.Tensor, *args: Any, **kwa
     with torch._C._DisableTorchDispatch():
         # From 1: what an operation fills with zeros has no number.
         numbers = torch.arange(1, tensor.numel() + 1, device="cpu").reshape(tensor.shape)
-        found = func(numbers, *args, **kwargs)
-        index = found.reshape(-1).numpy() - 1
-    new = record.fresh(torch.empty(found.shape, dtype=tensor.dtype, device="meta"))
+        result = func(numbers, *args, **kwargs)
+        index = result.reshape(-1).numpy() - 1
+    new = record.fresh(torch.empty(result.shape, dtype=tensor.dtype, device="meta"))
     flat = Moves(record.reads(tensor, dense(tuple(tensor.shape)).stride))
     reads = [read_of(first, (count,), (1,), (1,), place) for place, first, count in _runs(index) if first >= 0]
     if (index < 0).any():
@@ -229,11 +229,11 @@ def _pad(record: Record, func: Any, tensor: torch.Tensor, pad: Sequence[int], va
     pairs = [(0, 0)] * (tensor.ndim - len(pairs)) + pairs  # torch names the last axis first, and may stop early
     sizes = [size + low + high for size, (low, high) in zip(tensor.shape, pairs, strict=True)]
     new = tensor.new_full(sizes, value)
-    to, kept = new, tensor
+    to, inner = new, tensor
     for dim, (low, high) in enumerate(pairs):
-        kept = kept.narrow(dim, max(0, -low), kept.shape[dim] + min(0, low) + min(0, high))
-        to = to.narrow(dim, max(0, low), kept.shape[dim])
-    to.copy_(kept)
+        inner = inner.narrow(dim, max(0, -low), inner.shape[dim] + min(0, low) + min(0, high))
+        to = to.narrow(dim, max(0, low), inner.shape[dim])
+    to.copy_(inner)
     return new
 
 

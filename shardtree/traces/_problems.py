@@ -191,8 +191,8 @@ class Difference:
 
 def problems_of(ranks: Sequence[Trace]) -> tuple[Problem, ...]:
     """Return the problems of all ranks' traces; what several ranks have of a source counts as copies."""
-    used: dict[str, dict[Move, None]] = defaultdict(dict)  # each once, though many ranks have equal moves
-    found: list[Problem] = []
+    uses: dict[str, dict[Move, None]] = defaultdict(dict)  # each once, though many ranks have equal moves
+    problems: list[Problem] = []
     for number, trace in enumerate(ranks):
         label = f"rank {number}: " if len(ranks) > 1 else ""
         moved: dict[str, list[Move]] = defaultdict(list)
@@ -201,18 +201,18 @@ def problems_of(ranks: Sequence[Trace]) -> tuple[Problem, ...]:
                 if isinstance(move.root, str):
                     moved[move.root].append(turned(move))
                 for leaf in leaves([move]):
-                    used[leaf.root][turned(leaf)] = None
+                    uses[leaf.root][turned(leaf)] = None
         # What functions take, as scales of blocks, they may take for many elements.
         for name, reads in moved.items():
             kind = trace.sources[name]
-            found += _problem("repeated", label + name, kind.shape, coverage(reads, kind.numel)[1])
+            problems += _problem("repeated", label + name, kind.shape, coverage(reads, kind.numel)[1])
         for name in trace.outputs:
-            found += _output_problems(trace, name, label) if name not in trace.tied else ()
+            problems += _output_problems(trace, name, label) if name not in trace.tied else ()
     unused = (
-        _problem("unused", name, kind.shape, coverage(used[name], kind.numel)[0])
+        _problem("unused", name, kind.shape, coverage(uses[name], kind.numel)[0])
         for name, kind in ranks[0].sources.items()
     )
-    return (*(each for some in unused for each in some), *found)
+    return (*(each for some in unused for each in some), *problems)
 
 
 def _problem(kind: str, name: str, shape: tuple[int, ...], moves: Sequence[Move]) -> Iterator[Problem]:
@@ -259,22 +259,22 @@ def _bends(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> bool:
 
 def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
     """Return by output what differs."""
-    found: dict[str, tuple[Difference, ...]] = {}
+    by_output: dict[str, tuple[Difference, ...]] = {}
     for name in dict.fromkeys([*one.outputs, *other.outputs]):
         kinds = one.outputs.get(name), other.outputs.get(name)
         if kinds[0] != kinds[1] or kinds[0] is None:
             here, there = ("not there" if kind is None else str(kind) for kind in kinds)
-            found[name] = (Difference(name, max(kind.numel for kind in kinds if kind), here, there),)
+            by_output[name] = (Difference(name, max(kind.numel for kind in kinds if kind), here, there),)
         elif (bad := tuple(_differing(one, other, name))) != ():
-            found[name] = bad
-    return found
+            by_output[name] = bad
+    return by_output
 
 
 def _differing(one: Trace, other: Trace, name: str) -> Iterator[Difference]:
     mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
     for move, count in _not_in(theirs, mine):
-        found = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
-        there = "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        texts = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
+        there = "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
         yield Difference(name, count, move_text(move, shape, root_shape(one, move)), there or "unwritten")
     # Places that only the other one writes: where both write as many, the loop above has said all.
     for move in theirs if mine.numel != theirs.numel else ():
@@ -357,13 +357,13 @@ def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]
             twice += [moving] if moving.numel < move.numel else []
             parts += nested(moving)
     parts.sort(key=lambda part: (part.to, part.end))
-    done = first = 0
+    end = first = 0
     while first < len(parts):
         # A group of moves whose intervals meet; mostly that is one move without holes, and nothing has to be cut.
         low, high, last = parts[first].to, parts[first].end, first + 1
         while last < len(parts) and parts[last].to <= high:
             high, last = max(high, parts[last].end), last + 1
-        left += _interval(done, low)
+        left += _interval(end, low)
         if last > first + 1 or parts[first].numel != high + 1 - low:
             rest = Written(_interval(low, high + 1))
             for part in parts[first:last]:
@@ -371,8 +371,8 @@ def coverage(moves: Iterable[Move], numel: int) -> tuple[list[Move], list[Move]]
                 if sum([each.numel for each in gone]) < part.numel:  # the rest of it was taken before
                     twice += Moves(map(in_place, gone)).find([in_place(part)])[1]
             left += rest
-        done, first = high + 1, last
-    return left + _interval(done, numel), twice
+        end, first = high + 1, last
+    return left + _interval(end, numel), twice
 
 
 def _interval(low: int, high: int) -> list[Move]:

@@ -72,20 +72,20 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def cell(self, tensor: torch.Tensor) -> Cell:
         """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
-        found = self.known(tensor)
-        if found is None:
+        cell = self.known(tensor)
+        if cell is None:
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
-            found = self.cells[storage._cdata] = Cell(count, tensor.dtype, keep=storage)
+            cell = self.cells[storage._cdata] = Cell(count, tensor.dtype, keep=storage)
             if tensor.device.type != "meta" and count:
                 with torch._C._DisableTorchDispatch():
-                    held = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
-                    held = held.cpu().clone()
-                    is_one = count > 1 and bool((held == held[0]).all())
-                found.before = Constant(held[:1].clone() if is_one else held)
+                    elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
+                    elements = elements.cpu().clone()
+                    is_one = count > 1 and bool((elements == elements[0]).all())
+                cell.before = Constant(elements[:1].clone() if is_one else elements)
                 loops = ((count, 1, 0 if is_one else 1),) if count > 1 else ()
-                found.writes.add(Move(found.before, 0, 0, loops))
-        return found
+                cell.writes.add(Move(cell.before, 0, 0, loops))
+        return cell
 
     def traced(self, value: Any) -> Any:
         """Return an ordinary tensor that was written to as a tracer of the same cell."""
@@ -97,8 +97,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
         """Return the moves that bring a tensor's elements to places with these steps."""
         view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
-        found = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
-        return list(through(found, reread(cell.dtype, view.dtype)))
+        moves = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
+        return list(through(moves, reread(cell.dtype, view.dtype)))
 
     def write(
         self, into: torch.Tensor, tensor: torch.Tensor, via: tuple[Any, ...] = (), *, keeps: bool = False
@@ -114,8 +114,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = into.meta if isinstance(into, Tracer) else into
         tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
         via = via or cast(tensor.dtype, view.dtype)
-        found = self.reads(tensor, view.stride(), int(view.storage_offset()))
-        self.put(into, through(found, via), keeps=keeps)
+        moves = self.reads(tensor, view.stride(), int(view.storage_offset()))
+        self.put(into, through(moves, via), keeps=keeps)
 
     def put(self, into: torch.Tensor, moves: Sequence[Move], *, keeps: bool = False) -> None:
         """Record that moves write all of a view, instead of what was there."""
@@ -336,8 +336,8 @@ def _collected(record: Record, kinds: Mapping[str, Kind], found: Mapping[str, to
         place = (id(cell), view.storage_offset(), view.shape, view.stride(), view.dtype)
         if tensor.numel() and (one := first.setdefault(place, name)) != name:
             tied[name] = one
-        made = record.reads(tensor, steps)
-        moves[name] = Moves(rolled([move for move in made if not fills or move.root is not cell.before]))
+        reads = record.reads(tensor, steps)
+        moves[name] = Moves(rolled([move for move in reads if not fills or move.root is not cell.before]))
         if cell.overwritten:
             # Places that were overwritten several times are there several times: each is found where it meets first.
             there = read_of(int(view.storage_offset()), view.shape, steps, view.stride())

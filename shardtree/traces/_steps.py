@@ -172,9 +172,9 @@ class Computed:
         return tuple(each for each in self.operands if isinstance(each, Operand))
 
     def __call__(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        given = iter(parts)
+        operands = iter(parts)
         values = [
-            next(given) if isinstance(each, Operand) else each.value if isinstance(each, Constant) else each
+            next(operands) if isinstance(each, Operand) else each.value if isinstance(each, Constant) else each
             for each in self.operands
         ]
         return steady(self.func, values, dict(self.options))

@@ -186,8 +186,8 @@ class Trace:
             fix = "With drop=True there is a way back that doesn't write these elements." if can_drop else None
             what = "inverse: the trace isn't one to one"
             raise TraceError(error_text(what, offenders=dict.fromkeys(offenders), fix=fix))
-        kept = {name: kind for name, kind in self.outputs.items() if name not in self.tied}
-        return Trace(kept, self.sources, {name: Moves(moves) for name, moves in back.items()})
+        outputs = {name: kind for name, kind in self.outputs.items() if name not in self.tied}
+        return Trace(outputs, self.sources, {name: Moves(moves) for name, moves in back.items()})
 
     def check(self, *ranks: Trace) -> tuple[Problem, ...]:
         """Return what isn't used or made exactly once, and hints of what is seldom meant; nothing if all is well.
@@ -223,16 +223,16 @@ class Trace:
 
 def evaluated(trace: Trace, tensors: Mapping[str, torch.Tensor], fill: float | None = None) -> dict[str, torch.Tensor]:
     """Return a trace's outputs, given its sources, which aren't checked."""
-    found: dict[str, torch.Tensor] = {}  # in order: what an output is tied to comes before it
+    outputs: dict[str, torch.Tensor] = {}  # in order: what an output is tied to comes before it
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     sources = {name: dense_tensor(tensor, device) for name, tensor in tensors.items()}
     for name, kind in trace.outputs.items():
         if name in trace.tied:
-            found[name] = found[trace.tied[name]]
+            outputs[name] = outputs[trace.tied[name]]
             continue
         new = empty_data(kind.shape, kind.dtype, device)
-        found[name] = filled(new, trace.moves[name], sources, partial(_fill, name, fill))
-    return found
+        outputs[name] = filled(new, trace.moves[name], sources, partial(_fill, name, fill))
+    return outputs
 
 
 def _lies_within(box: Box, shape: tuple[int, ...]) -> bool:
@@ -248,17 +248,17 @@ def _fill(name: str, fill: float | None, missing: int) -> float:
     return fill
 
 
-def check_kinds(doing: str, expected: Mapping[str, Kind], given: Mapping[str, Any]) -> None:
+def check_kinds(doing: str, expected: Mapping[str, Kind], tensors: Mapping[str, Any]) -> None:
     """Raise unless tensors are there, of the kinds that were traced.
 
     Raises:
         KeyMismatch: one isn't.
         ShapeError: one is of another kind.
     """
-    if absent := [repr(name) for name in expected if name not in given]:
+    if absent := [repr(name) for name in expected if name not in tensors]:
         fix = "Pass every source that was traced, by its name then."
         raise KeyMismatch(error_text(f"{doing}: sources that aren't there", offenders=absent, fix=fix))
-    pairs = [(name, kind, kind_of(given[name])) for name, kind in expected.items()]
+    pairs = [(name, kind, kind_of(tensors[name])) for name, kind in expected.items()]
     if wrong := [f"{name!r}: found {found}, traced as {kind}" for name, kind, found in pairs if found != kind]:
         fix = "Trace the code with tensors of these shapes and dtypes."
         raise ShapeError(error_text(f"{doing}: sources of another kind", offenders=wrong, fix=fix))

@@ -116,12 +116,12 @@ class Tracer(torch.Tensor):
         return record.run(func, args, kwargs or {})
 
 
-def become(held: torch.Tensor, tracer: Tracer) -> None:
+def become(tensor: torch.Tensor, tracer: Tracer) -> None:
     """Make a tensor, or a parameter with its attributes, a tracer: what setting its data to one means."""
-    is_parameter = isinstance(held, torch.nn.Parameter)
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
     new = torch.nn.Parameter(tracer, requires_grad=False) if is_parameter else tracer.detach()
-    new.__dict__.update({word: value for word, value in held.__dict__.items() if word not in new.__dict__})
-    torch.utils.swap_tensors(held, new)  # type: ignore[no-untyped-call]
+    new.__dict__.update({word: value for word, value in tensor.__dict__.items() if word not in new.__dict__})
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
 
 
 def _refuses(word: str, named: str) -> None:
@@ -139,13 +139,13 @@ _refuses("__reduce_ex__", "pickling")
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among arguments and in lists of them; by hand, since pytrees took half of the time."""
-    found = []
+    tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [each for each in value if isinstance(each, torch.Tensor)]
-    return found
+            tensors += [each for each in value if isinstance(each, torch.Tensor)]
+    return tensors
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

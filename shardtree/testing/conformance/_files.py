@@ -175,8 +175,8 @@ def _check_overwrite(subject: Subject) -> None:
     write(place, "notes.txt", b"mine")
     _saved(subject, 100, place, overwrite=True)
     _check_is(subject, place, 100)
-    kept = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
-    assert kept, "a file that isn't the checkpoint's is gone"
+    is_there = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
+    assert is_there, "a file that isn't the checkpoint's is gone"
     # By their number: names can contain the save's id, which differs.
     left, expected = file_names(place) - {"notes.txt"}, file_names(fresh)
     assert len(left) == len(expected), f"files after it: {sorted(left)}, of a new save: {sorted(expected)}"
@@ -193,8 +193,8 @@ def _check_others(subject: Subject) -> None:
         check_there(subject, state, layout, place)
         if subject.has(StrategyAction.LOAD_METADATA):
             metadata = load_sharded_metadata(place, strategies=subject.strategies)
-            found = {key: getattr(leaf, "global_shape", None) for key, leaf in metadata.items()}
-            assert found == shapes, f"metadata says {found}, stored are {shapes}"
+            listing = {key: getattr(leaf, "global_shape", None) for key, leaf in metadata.items()}
+            assert listing == shapes, f"metadata says {listing}, stored are {shapes}"
 
 
 def listings(subject: Subject) -> Iterator[Case]:
@@ -234,8 +234,8 @@ def _check_not_recognized(recognize: Recognize, files: dict[str, bytes]) -> None
     storage = MemoryStorage()
     for name, data in files.items():
         write(storage, name, data)
-    found = recognize(storage)
-    assert found is None, f"takes it for {dict(found or {})}"
+    fields = recognize(storage)
+    assert fields is None, f"takes it for {dict(fields or {})}"
 
 
 def _check_single(subject: Subject, recognize: Recognize) -> None:
@@ -243,16 +243,16 @@ def _check_single(subject: Subject, recognize: Recognize) -> None:
     if isinstance(storage, LocalStorage):
         make_folder(storage)
         write(storage, "notes.txt", b"nothing")
-        found = recognize(storage_at(f"{storage.root}/notes.txt"))
-        assert found is None, f"takes it for {dict(found or {})}"
+        fields = recognize(storage_at(f"{storage.root}/notes.txt"))
+        assert fields is None, f"takes it for {dict(fields or {})}"
 
 
 def _check_recognized(subject: Subject, recognize: Recognize) -> None:
     place = _saved(subject)
     if place.length(METADATA_FILE) is not None:
         return  # metadata.json names the format, so that recognition isn't needed
-    found = recognize(place)
-    name = None if found is None else (found.get("sharded_backend"), found.get("sharded_backend_version"))
+    fields = recognize(place)
+    name = None if fields is None else (fields.get("sharded_backend"), fields.get("sharded_backend_version"))
     assert name == (subject.backend, subject.version), f"takes its own checkpoint for {name}"
 
 
@@ -277,11 +277,11 @@ def _check_flipped(subject: Subject, number: int) -> None:
         write(place, file, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         reports: list[VerifyReport] = []
         try:
-            found = verify(place, strategies=subject.strategies, report=reports.append)
+            damage = verify(place, strategies=subject.strategies, report=reports.append)
         except CheckpointingException:
             continue  # an error of ours reports it too
         unsure = any(one.covers(file, at) for report in reports for one in report.unchecked)
-        assert found or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't report it as unchecked"
+        assert damage or unsure, f"doesn't see byte {at} of {len(data)}, and doesn't report it as unchecked"
 
 
 def truncations(subject: Subject) -> Iterator[Case]:

@@ -165,10 +165,10 @@ def _selected(names: Collection[str]) -> list[Promise]:
         StrategyError: there is no such promise.
     """
     every = [*_PROMISES, *_layout_cases.RANDOM]
-    known = [promise.name for promise in every]
-    unknown = [repr(name) for name in names if name not in known]
+    names_of_all = [promise.name for promise in every]
+    unknown = [repr(name) for name in names if name not in names_of_all]
     if unknown:
-        fix = "The names are those in the report: " + "; ".join(known)
+        fix = "The names are those in the report: " + "; ".join(names_of_all)
         raise StrategyError(error_text("check_strategy: no such promise", offenders=unknown, fix=fix))
     return [promise for promise in every if not names or promise.name in names]
 
@@ -238,14 +238,14 @@ def _failure_text(backend: tuple[str, int], broken: Sequence[_Broken], kept: Seq
             one: as above: raised a raw KeyError: 'w'
           kept: tensors do
     """
-    lines, given = [f"{backend} breaks {len(broken)} of {plural(len(broken) + len(kept), 'promise')}"], set[str]()
+    lines, reasons = [f"{backend} breaks {len(broken)} of {plural(len(broken) + len(kept), 'promise')}"], set[str]()
     for promise in broken:
         lines.append(f"  {promise.promise}: not in {len(promise.cases)} of {plural(promise.tried, 'case')}")
         for name, why in promise.cases[:_SHOWN]:
             first, *others = why.splitlines() or [""]
-            text = f"as above: {first}" if others and why in given else "\n      ".join(why.splitlines())
+            text = f"as above: {first}" if others and why in reasons else "\n      ".join(why.splitlines())
             lines.append(f"    {name}: {text}")
-            given.add(why)
+            reasons.add(why)
         if len(promise.cases) > _SHOWN:
             lines.append(f"    and {len(promise.cases) - _SHOWN} more")
     if kept:

@@ -146,12 +146,12 @@ def _check_part(
 ) -> None:
     part = None if flat is None else slice(*flat)
     size = shape if part is None else (part.stop - part.start,)
-    asked = ShardedTensor("w", None, torch.float32, shape, SHAPE, offset, None, flattened_range=part)
-    box = state.tensors["w"][asked.global_slice()]
+    target = ShardedTensor("w", None, torch.float32, shape, SHAPE, offset, None, flattened_range=part)
+    box = state.tensors["w"][target.global_slice()]
     expected = box if part is None else box.reshape(-1)[part]
     read: list[ReadReport] = []
     options = LoadOptions(verify=verify, report=read.append)
-    (found,) = loaded(subject, [{"w": asked}], place, validate_access_integrity=False, options=options)
+    (found,) = loaded(subject, [{"w": target}], place, validate_access_integrity=False, options=options)
     assert tuple(found["w"].shape) == size, f"has shape {tuple(found['w'].shape)}, expected {size}"
     check_equal("'w'", found["w"], expected)
     assert isinstance(read[0], ReadReport), f"load_sharded returned {read[0]!r}, expected a ReadReport"

@@ -64,20 +64,20 @@ def check_rows(strategies: Strategies | None, backend: str, version: int) -> Non
 
 
 def _problems(action: StrategyAction, fn: Strategy) -> Iterator[str]:
-    found, protocol = _signature(fn), _signature(PROTOCOLS[action].__call__)
-    asked = list(protocol.parameters.values())[1:]  # without self
+    signature, protocol = _signature(fn), _signature(PROTOCOLS[action].__call__)
+    parameters = list(protocol.parameters.values())[1:]  # without self
     try:
-        bound = found.bind(*asked)
+        bound = signature.bind(*parameters)
     except TypeError as error:
-        yield f"called with ({', '.join(each.name for each in asked)}): {error}"
+        yield f"called with ({', '.join(each.name for each in parameters)}): {error}"
         return
     for name, value in bound.arguments.items():
-        parameter = found.parameters[name]
+        parameter = signature.parameters[name]
         for each in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
             if not _takes(parameter.annotation, each.annotation):
                 yield f"{parameter} is asked to take {each}"
-    if not _takes(protocol.return_annotation, found.return_annotation):
-        yield f"returns {found.return_annotation}, expected {protocol.return_annotation}"
+    if not _takes(protocol.return_annotation, signature.return_annotation):
+        yield f"returns {signature.return_annotation}, expected {protocol.return_annotation}"
 
 
 def _signature(fn: Strategy) -> inspect.Signature:
@@ -198,10 +198,10 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
     # Fewer ranks than saved and more, and in another order: objects must be found by their index, not by their rank.
     for ranks in (1, 3):
         targets = [[asked(cell, rank, filled=False) for cell in (1, 0)] for rank in range(ranks)]
-        for rank, found in enumerate(loaded(subject, targets, place)):
+        for rank, objects_of_rank in enumerate(loaded(subject, targets, place)):
             expected = [[own[cell] for own in cells] for cell in (1, 0)]
-            right = outline(found) == outline(expected)
-            assert right, f"rank {rank} of {ranks} found {found!r}, expected {expected!r}"
+            right = outline(objects_of_rank) == outline(expected)
+            assert right, f"rank {rank} of {ranks} found {objects_of_rank!r}, expected {expected!r}"
     (alone,) = loaded(subject, [asked(1, 0, filled=False)[:1]], place, validate_access_integrity=False)
     assert outline(alone[0]) == outline(cells[0][1]), f"found {alone[0]!r}, expected {cells[0][1]!r}"
 
@@ -271,20 +271,21 @@ def _check_metadata(subject: Subject, layout: Layout) -> None:
     # Two tensors that differ only in key and dtype, so that metadata of the wrong one shows.
     state = GlobalState({"w": numbers(shape), "b.w": numbers(shape).int()}, {}, {})
     place = saved(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
-    found = load_sharded_metadata(place, strategies=subject.strategies)
-    assert set(found) == set(state.tensors), f"lists {sorted(found)}, stored are {sorted(state.tensors)}"
+    metadata = load_sharded_metadata(place, strategies=subject.strategies)
+    assert set(metadata) == set(state.tensors), f"lists {sorted(metadata)}, stored are {sorted(state.tensors)}"
     for key, whole in state.tensors.items():
         expected = (key, whole.dtype, shape, shape, (0,) * len(shape))
-        said = tuple(
-            getattr(found[key], name, None) for name in ("key", "dtype", "local_shape", "global_shape", "global_offset")
+        fields = tuple(
+            getattr(metadata[key], name, None)
+            for name in ("key", "dtype", "local_shape", "global_shape", "global_offset")
         )
-        assert said == expected, f"says {_described(said)}, stored is {_described(expected)}"
-        flat, data = getattr(found[key], "flattened_range", None), found[key].data
+        assert fields == expected, f"says {_described(fields)}, stored is {_described(expected)}"
+        flat, data = getattr(metadata[key], "flattened_range", None), metadata[key].data
         assert flat is None and data is None, f"{key!r} comes with flattened_range={flat!r}, data={data!r}"
 
 
-def _described(said: Any) -> str:
-    key, dtype, local, shape, offset = said
+def _described(fields: Any) -> str:
+    key, dtype, local, shape, offset = fields
     return f"{key!r} {dtype}: box of shape {local} at {offset} in {shape}"
 
 
@@ -297,11 +298,11 @@ def _check_object_metadata(subject: Subject) -> None:
     trees: list[list[Any]] = [[ShardedObject("rng", rank, (1, 2), (0, rank))] for rank in (0, 1)]
     trees[0].append(_tensor())
     place = saved(subject, trees)
-    found = load_sharded_metadata(place, strategies=subject.strategies)
+    metadata = load_sharded_metadata(place, strategies=subject.strategies)
     expected = {"rng/shard_0.0_1.2": ((1, 2), (0, 0)), "rng/shard_0.1_1.2": ((1, 2), (0, 1))}
-    objects = {name: leaf for name, leaf in found.items() if isinstance(leaf, ShardedObject)}
-    said = {name: (leaf.global_shape, leaf.global_offset) for name, leaf in objects.items()}
-    assert said == expected, f"lists objects {said}, stored are {expected}"
+    objects = {name: leaf for name, leaf in metadata.items() if isinstance(leaf, ShardedObject)}
+    boxes = {name: (leaf.global_shape, leaf.global_offset) for name, leaf in objects.items()}
+    assert boxes == expected, f"lists objects {boxes}, stored are {expected}"
 
 
 def explanations(subject: Subject) -> Iterator[Case]:
@@ -320,18 +321,18 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ShardedTensor:
 
 def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | None) -> None:
     place = saved(subject, trees_of(GlobalState({"w": numbers(SHAPE)}, {}, {}), {"w": GRID}))
-    found = explain({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
-    kinds = [type(problem) for problem in found.problems]
+    explanation = explain({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
+    kinds = [type(problem) for problem in explanation.problems]
     expected = [] if kind is None else [kind]
-    assert kinds == expected, f"says {[str(problem) for problem in found.problems]}, expected {expected}"
+    assert kinds == expected, f"says {[str(problem) for problem in explanation.problems]}, expected {expected}"
     raised = ""
     try:
         load({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
     except CheckpointingException as error:
         raised = str(error)
-    keys = [getattr(problem, "key", "") for problem in found.problems]
+    keys = [getattr(problem, "key", "") for problem in explanation.problems]
     assert all(key in raised for key in keys) and bool(raised) == bool(kinds), (
-        f"a load raises {raised!r}, and explain says {[str(problem) for problem in found.problems]}"
+        f"a load raises {raised!r}, and explain says {[str(problem) for problem in explanation.problems]}"
     )
 
 
