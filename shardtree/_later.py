@@ -5,83 +5,33 @@ Loading all takes a few hundred milliseconds, so `import shardtree` brings leave
 
 import typing
 
-ROOM_OF = {
-    "AsyncCallsQueue": "checkpoint",
-    "CheckpointSeries": "checkpoint",
-    "StrictHandling": "checkpoint",
-    "async_calls": "checkpoint",
-    "check_replicas": "checkpoint",
-    "compare": "checkpoint",
-    "convert": "checkpoint",
-    "explain": "checkpoint",
-    "explain_ranks": "checkpoint",
-    "fingerprint": "checkpoint",
-    "is_checkpoint": "checkpoint",
-    "load": "checkpoint",
-    "load_common_state_dict": "checkpoint",
-    "load_content_metadata": "checkpoint",
-    "load_plain_tensors": "checkpoint",
-    "load_sharded_metadata": "checkpoint",
-    "load_tensors_metadata": "checkpoint",
-    "open_checkpoint": "checkpoint",
-    "remove_sharded_tensors": "checkpoint",
-    "save": "checkpoint",
-    "verify": "checkpoint",
-    "draw": "display",
-    "Mesh": "layouts",
-    "P": "layouts",
-    "PartitionSpec": "layouts",
-    "abstract": "layouts",
-    "abstract_at": "layouts",
-    "coverage": "layouts",
-    "from_local": "layouts",
-    "layout_of": "layouts",
-    "shard": "layouts",
-    "shard_at": "layouts",
-    "unshard": "layouts",
-    "redistribute": "live",
-    "ReshardPlan": "plans",
-    "plan_reshard": "plans",
-    "reshard": "plans",
-    "AsyncRequest": "strategies",
-    "LoadOptions": "strategies",
-    "SaveOptions": "strategies",
-    "StrategyAction": "strategies",
-    "default_strategies": "strategies",
-    "get_default_strategy": "strategies",
-    "register_default_strategy": "strategies",
-    "Trace": "traces",
-    "trace": "traces",
-    "World": "world",
-    "distributed": "world",
-    "simulate": "world",
+_NAMES = {
+    "checkpoint": (
+        "AsyncCallsQueue CheckpointSeries StrictHandling async_calls check_replicas compare convert explain "
+        "explain_ranks fingerprint is_checkpoint load load_common_state_dict load_content_metadata "
+        "load_plain_tensors load_sharded_metadata load_tensors_metadata open_checkpoint remove_sharded_tensors save "
+        "verify"
+    ),
+    "display": "draw",
+    "layouts": "Mesh P PartitionSpec abstract abstract_at coverage from_local layout_of shard shard_at unshard",
+    "live": "redistribute",
+    "plans": "ReshardPlan plan_reshard reshard",
+    "strategies": (
+        "AsyncRequest LoadOptions SaveOptions StrategyAction default_strategies get_default_strategy "
+        "register_default_strategy"
+    ),
+    "traces": "Trace trace",
+    "world": "World distributed simulate",
 }
+
+ROOM_OF = {name: room for room, names in _NAMES.items() for name in names.split()}
 """The room of each name."""
 
-ROOMS = (
-    "buffers",
-    "checkpoint",
-    "display",
-    "errors",
-    "fingerprints",
-    "interop",
-    "layouts",
-    "lenses",
-    "live",
-    "mapping",
-    "objects",
-    "optim",
-    "pictures",
-    "plans",
-    "quantised",
-    "retention",
-    "storage",
-    "strategies",
-    "testing",
-    "traces",
-    "transforms",
-    "trees",
-    "world",
+ROOMS = tuple(
+    (
+        "buffers checkpoint display errors fingerprints interop layouts lenses live mapping objects optim pictures "
+        "plans quantised retention storage strategies testing traces transforms trees world"
+    ).split()
 )
 """The rooms that users see: what isn't at the root is one dot further."""
 

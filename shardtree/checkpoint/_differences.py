@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -13,38 +12,16 @@ import torch
 
 from ..codec import row_major_bits
 from ..errors import ShapeError, error_text
-from ..geometry import slices
+from ..geometry import Box, box_shape, slices, tiles
 from ..lazy import LazyTensor
 
 # Cutting a tensor into boxes that follow each other in row-major order
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A first index and a shape."""
-
-
-def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return the shape of the largest box of whole rows that holds at most so many elements, one at least.
-
-    Args:
-        shape: the tensor's.
-        most: elements in a box.
-
-    Examples:
-        >>> box_shape((10, 4, 6), 100), box_shape((10, 4, 6), 12), box_shape((10, 4, 6), 5)
-        ((4, 4, 6), (1, 2, 6), (1, 1, 5))
-    """
-    for axis, size in enumerate(shape):
-        row = prod(shape[axis + 1 :])
-        if row <= most or axis == len(shape) - 1:
-            return (1,) * axis + (min(size, max(1, most // max(row, 1))),) + shape[axis + 1 :]
-    return ()
-
 
 _MOST_BOXES = 2**20  # of a tensor: guards against a file whose tensor of 2**57 elements would be read without end
 
 
 def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) -> Iterator[Box]:
-    """Yield the boxes of a grid, those at its ends perhaps smaller; none of a tensor without elements.
+    """Return what `tiles` yields, if that isn't too much.
 
     Args:
         shape: the tensor's.
@@ -59,15 +36,11 @@ def boxes(shape: tuple[int, ...], cell: tuple[int, ...], doing: str, most: int) 
         >>> list(boxes((3, 4), (2, 4), "compare: 'w'", 100))
         [((0, 0), (2, 4)), ((2, 0), (1, 4))]
     """
-    if not prod(shape):
-        return
-    count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True))
+    count = prod(-(-size // step) for size, step in zip(shape, cell, strict=True)) if prod(shape) else 0
     if count > most:
         what, fix = f"{doing} of shape {shape} is too large for its pieces", "Give it more bytes in flight."
         raise ShapeError(error_text(what, found=f"{count} pieces", expected=f"at most {most}", fix=fix))
-    for offset in product(*(range(0, size, step) for size, step in zip(shape, cell, strict=True))):
-        ends = zip(offset, cell, shape, strict=True)
-        yield offset, tuple(min(step, size - start) for start, step, size in ends)
+    return tiles(shape, cell)
 
 
 def boxes_within(shape: tuple[int, ...], most: int, doing: str) -> Iterator[Box]:

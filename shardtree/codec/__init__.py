@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ._crc32 import crc32, crc32_thread_bytes
 from ._dtypes import (
-    as_integers,
     bit_view,
     byte_buffer,
     check_storable,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import MetadataError, UnsupportedValue, error_text
+from ..mapping import INTEGERS
+from ..trees import as_integers
 
 # All dtypes of this torch rather than a list of ours: torch adds dtypes faster than formats add versions. By their own
 # names: an alias such as torch.half prints as float16.
@@ -13,7 +15,7 @@ _BY_NAME: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 
-_TAGS_BY_NAME = {
+TAGS_BY_NAME = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -34,7 +36,7 @@ _TAGS_BY_NAME = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "complex64": "C64",
 }
-_TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
+_TAGS = {_BY_NAME[name]: tag for name, tag in TAGS_BY_NAME.items() if name in _BY_NAME}
 _BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
 
 _QUANTISED = frozenset(
@@ -42,11 +44,9 @@ _QUANTISED = frozenset(
 )
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 # Dtypes that NumPy and memoryview support; others that have a tag are viewed as integers of their size.
 _IN_NUMPY = (torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_VIEWED_AS = {dtype: _INTEGERS[dtype.itemsize] for dtype in _TAGS} | {dtype: dtype for dtype in _IN_NUMPY}
+_VIEWED_AS = {dtype: INTEGERS[dtype.itemsize] for dtype in _TAGS} | {dtype: dtype for dtype in _IN_NUMPY}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -245,19 +245,9 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
         tensor([1, 3, 2, 4], dtype=torch.uint8)
     """
     check_storable(tensor.dtype, "row_major_bits")
-    row_major = as_integers(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+    row_major = as_integers(tensor).contiguous()
     # as_strided rather than view: a tensor of one element counts as contiguous with any strides.
     return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers of the same size; torch can't copy every dtype.
-
-    Examples:
-        >>> as_integers(torch.ones(2)).dtype
-        torch.int32
-    """
-    return tensor.view(_INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

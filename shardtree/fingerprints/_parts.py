@@ -14,6 +14,7 @@ from ..errors import CheckpointingException, UnsupportedValue, error_text
 from ..geometry import flat_boxes, slabs, slices
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, has_elements
+from ..trees import as_integers
 from ._sums import MODULUS, device_total, host_total
 
 PIECE = 1 << 21
@@ -21,7 +22,6 @@ PIECE = 1 << 21
 
 _ON_DEVICE = 64  # times as many on an accelerator, where small kernels cost most
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_AXES = 60  # NumPy's arrays have 64, and a complex number's parts take one
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -159,7 +159,8 @@ def box_total(data: torch.Tensor, offset: Sequence[int]) -> int:
     if max(data.ndim, len(offset)) > _MOST_AXES:
         found, expected = max(data.ndim, len(offset)), f"at most {_MOST_AXES}"
         raise UnsupportedValue(error_text("fingerprint: too many axes", found=found, expected=expected))
-    words = _integer_words(data)
+    bits = as_integers(data)
+    words = bits if bits.itemsize <= 8 else torch.view_as_real(bits).view(torch.int64)  # two words along one more axis
     places = (*offset, *(0,) * (words.ndim - data.ndim))
     words = words[(None,) * (len(places) - words.ndim)]
     axes = range(len(places))
@@ -203,11 +204,3 @@ def _check_dense(key: str, data: torch.Tensor | LazyTensor) -> None:
         found = f"{data.dtype}, {data.layout}, on {data.device}"
         what = f"fingerprint: {key!r} is not a dense tensor"
         raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))
-
-
-def _integer_words(data: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers that share its memory; 16 bytes are two words along one more axis."""
-    plain = data.detach().resolve_conj().resolve_neg()
-    if plain.itemsize not in _WORDS:
-        plain = torch.view_as_real(plain)
-    return plain.view(_WORDS[plain.itemsize])

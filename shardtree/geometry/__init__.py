@@ -27,7 +27,9 @@ from ._boxes import (
 from ._carve import Carved, carve_boxes, flat_boxes
 from ._coverage import coverage_faults, shared_groups, tiled_groups
 from ._grid import (
+    Box,
     Spans,
+    box_shape,
     cell_index,
     cell_shape,
     check_box,
@@ -42,5 +44,6 @@ from ._grid import (
     narrow_place,
     slabs,
     slices,
+    tiles,
 )
 from ._pairs import overlapping_pairs, reach_of, rows_in_reach

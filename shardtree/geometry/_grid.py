@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from math import ceil, prod
 from typing import Any
 
@@ -291,8 +292,43 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A first index and a shape."""
 
 
+def box_shape(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return the shape of the largest box of whole rows that holds at most so many elements, one at least.
+
+    Args:
+        shape: the tensor's.
+        most: elements in a box.
+
+    Examples:
+        >>> box_shape((10, 4, 6), 100), box_shape((10, 4, 6), 12), box_shape((10, 4, 6), 5)
+        ((4, 4, 6), (1, 2, 6), (1, 1, 5))
+    """
+    for axis, size in enumerate(shape):
+        row = prod(shape[axis + 1 :])
+        if row <= most or axis == len(shape) - 1:
+            return (1,) * axis + (min(size, max(1, most // max(row, 1))),) + shape[axis + 1 :]
+    return ()
+
+
+def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
+    """Yield the boxes of a grid over a tensor, those at its ends perhaps smaller; none of one without elements.
+
+    Args:
+        shape: the tensor's.
+        cell: a box's, at least 1 along each axis that has elements.
+
+    Examples:
+        >>> list(tiles((3, 4), (2, 4)))
+        [((0, 0), (2, 4)), ((2, 0), (1, 4))]
+    """
+    starts = product(*(range(0, size, step) for size, step in zip(shape, cell, strict=True))) if prod(shape) else ()
+    for offset in starts:
+        ends = zip(offset, cell, shape, strict=True)
+        yield offset, tuple(min(step, size - start) for start, step, size in ends)
+
+
 def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yield boxes of at most so many elements that tile a tensor, in row-major order; none of one without elements.
+    """Yield boxes of at most so many elements that tile a tensor, each a run of it, in row-major order.
 
     Args:
         shape: the tensor's.
@@ -302,18 +338,7 @@ def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:
         >>> list(slabs((3, 4), 8)), list(slabs((2, 3), 2))[:2]
         ([((0, 0), (2, 4)), ((2, 0), (1, 4))], [((0, 0), (1, 2)), ((0, 2), (1, 1))])
     """
-    size = prod(shape)
-    if not size:
-        return
-    if size <= most:
-        yield (0,) * len(shape), shape
-        return
-    # As many whole rows as fit. Where not even one does, each row is divided in the same way.
-    rows = max(1, most * shape[0] // size)
-    for start in range(0, shape[0], rows):
-        count = min(rows, shape[0] - start)
-        for offset, part in slabs(shape[1:], most) if rows == 1 else [((0,) * (len(shape) - 1), shape[1:])]:
-            yield (start, *offset), (count, *part)
+    return tiles(shape, box_shape(shape, most))
 
 
 def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

@@ -5,6 +5,7 @@ Names and meaning are Megatron-Core's; every change is a new value. A shard is t
 """
 
 from ._base import (
+    INTEGERS,
     CommonStateDict,
     FactoryBuildFn,
     FactoryMergeFn,

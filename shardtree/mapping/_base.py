@@ -140,7 +140,10 @@ def check_key(leaf: ShardedBase) -> None:
         refuse(leaf_name(leaf), "key", ascii(key), "text that UTF-8 can encode", fix, error=MetadataError)
 
 
-# A leaf's tensor: whether it has elements and memory.
+# A leaf's tensor: its bits, and whether it has elements and memory.
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By item size, dtypes that torch joins, fills and copies bit for bit on every device, as it can't all others."""
 
 
 def given_tensor(shard: ShardedBase) -> torch.Tensor | None:

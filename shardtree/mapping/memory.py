@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import ShapeError, error_text
-from ._base import lacks_memory
+from ._base import INTEGERS, lacks_memory
 from ._tensor import ShardedTensor
 
 # One tensor: whether it still fits its leaf, and may be written.
@@ -80,9 +80,6 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def overwrite(held: torch.Tensor, new: torch.Tensor) -> None:
     """Copy a dense tensor's elements into one of the same shape and dtype, bit for bit, without autograd.
 
@@ -94,7 +91,7 @@ def overwrite(held: torch.Tensor, new: torch.Tensor) -> None:
     """
     held, new = held.detach(), new.detach()
     if not (held.is_conj() or held.is_neg()):  # as integers, since torch can't copy every dtype
-        word = _WORDS.get(held.itemsize, held.dtype)
+        word = INTEGERS.get(held.itemsize, held.dtype)
         held, new = held.view(word), new.resolve_conj().resolve_neg().view(word)
     held.copy_(new)
 

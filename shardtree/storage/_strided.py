@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from ..geometry import Column, joined_rows, rows_of
+from ..mapping import INTEGERS
 from ..plans import Strided
 from ._blocks import BLOCK_BYTES, Flags
 from ._storage import Buffer
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PAIR = 16
 """Items of this size are staged as two of half the size: torch has no integer of 16 bytes."""
 
@@ -120,13 +120,13 @@ def piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
     """Return a piece in the memory of its target, as integers."""
     shape, target_stride, size = _items_of(strided, row)
     memory = memory[int(strided.target_byte[row]) :]
-    return memory[: memory.numel() // size * size].view(_CARRIERS[size]).as_strided(shape, target_stride)
+    return memory[: memory.numel() // size * size].view(INTEGERS[size]).as_strided(shape, target_stride)
 
 
 def row_major_piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
     """Return a piece that lies as a row-major box at the beginning of some memory, as integers."""
     shape, _, size = _items_of(strided, row)
-    return memory[: prod(shape) * size].view(_CARRIERS[size]).view(shape)
+    return memory[: prod(shape) * size].view(INTEGERS[size]).view(shape)
 
 
 def _items_of(strided: Strided, row: int) -> tuple[list[int], list[int], int]:

@@ -13,14 +13,12 @@ import torch
 from ..errors import KeyMismatch, ShapeError, TreeError, error_text
 from ..geometry import check_type
 from ..lazy import LazyTensor, stored
-from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..mapping import INTEGERS, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ._key_patterns import checked_keys, match_keys
 from ._maps import check_function, described_kind, map_sharing, with_data
 from ._nodes import SameTree, Tree, flatten
 
 # Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
-
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,8 +30,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
         >>> as_integers(torch.tensor([1.0, -0.0]))
         tensor([ 1065353216, -2147483648], dtype=torch.int32)
     """
-    carrier = _CARRIERS.get(tensor.dtype.itemsize, tensor.dtype)
-    return tensor.detach().resolve_conj().resolve_neg().view(carrier)
+    return tensor.detach().resolve_conj().resolve_neg().view(INTEGERS.get(tensor.itemsize, tensor.dtype))
 
 
 def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -43,7 +40,7 @@ def empty_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
         >>> empty_data((2, 3), torch.complex32, "meta").dtype
         torch.complex32
     """
-    return torch.empty(tuple(shape), dtype=_CARRIERS.get(dtype.itemsize, dtype), device=device).view(dtype)
+    return torch.empty(tuple(shape), dtype=INTEGERS.get(dtype.itemsize, dtype), device=device).view(dtype)
 
 
 def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, fill: float) -> torch.Tensor:

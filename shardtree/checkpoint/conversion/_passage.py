@@ -11,11 +11,10 @@ from threading import Lock
 import torch
 
 from ...fingerprints import PartialFingerprint, add_fingerprints, box_part
-from ...geometry import slices
+from ...geometry import Box, box_shape, slices
 from ...layouts import TensorKind
 from ...lazy import Fetch, LazyTensor, of_source
 from ...mapping import ShardedTensor
-from .._differences import Box, box_shape
 from .._fingerprint import in_usual_threads
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
-from ...geometry import Column, volumes
+from ...geometry import Column, box_shape, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
@@ -21,7 +21,7 @@ from ...strategies.index import untaken_of
 from ...traces import Trace, transformed
 from ...trees import HOLE, key_matcher, leaves_with_paths
 from .._comparison import BoxReader
-from .._differences import box_shape, boxes
+from .._differences import boxes
 from .._open import load_common
 from ..opened import OpenCheckpoint
 from ..saving._parts import take_apart

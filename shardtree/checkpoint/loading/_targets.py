@@ -10,7 +10,7 @@ import torch
 
 from ... import trees
 from ..._ambient import collector_paused
-from ...codec import as_integers, is_plain_memory
+from ...codec import is_plain_memory
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
 from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor, lacks_memory
@@ -89,11 +89,9 @@ def with_memory(
         return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
     if given is None:
         memory = new_memory(shard.key, shard.data_shape, shard.dtype)
-        as_integers(memory).zero_()
+        trees.as_integers(memory).zero_()
         return trees.with_data(shard, memory)
-    copied = as_integers(given.detach().resolve_conj().resolve_neg()).to(
-        "cpu", copy=True, memory_format=torch.contiguous_format
-    )
+    copied = trees.as_integers(given).to("cpu", copy=True, memory_format=torch.contiguous_format)
     return trees.with_data(shard, copied.view(shard.dtype))
 
 

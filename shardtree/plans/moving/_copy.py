@@ -12,6 +12,8 @@ import torch
 from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ...geometry import Column, row_major_strides, widen
 from ...layouts import ShardColumns, select_rows
+from ...mapping import INTEGERS
+from ...trees import as_integers
 from .._fit import is_integer
 from ..resharding import ReshardPlan
 
@@ -20,7 +22,7 @@ from ..resharding import ReshardPlan
 Memories = Mapping[int, torch.Tensor]
 """The tensor of each shard, by its row in a plan's `source` or `target`."""
 
-CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+CARRIERS = INTEGERS | {16: torch.complex128}
 """Dtypes that torch copies bit for bit, by item size; some others it can't copy."""
 
 _AT_ONCE = 65_536
@@ -159,8 +161,7 @@ def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memo
         raise UnsupportedValue(
             error_text(f"reshard: {_name(columns, row)} isn't a dense tensor of plain bits", found=found, fix=fix)
         )
-    # As integers, which torch copies bit for bit; some other dtypes it can't copy.
-    return memory.detach().resolve_conj().resolve_neg().view(CARRIERS[memory.itemsize])
+    return as_integers(memory)
 
 
 def _name(columns: ShardColumns, row: int) -> str:

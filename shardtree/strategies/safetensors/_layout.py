@@ -13,7 +13,7 @@ from torch._utils import _flatten_dense_tensors
 
 from ...codec import Entry, bit_view, check_storable, encode_header, format_tag, is_tagged
 from ...geometry import Column, box_column, volumes
-from ...mapping import ShardedObject, ShardedTensor
+from ...mapping import INTEGERS, ShardedObject, ShardedTensor
 from ...storage import Buffer, is_in_place
 from .._checks import checked_data
 from ..index import encoded_object
@@ -218,9 +218,6 @@ _SMALL_BYTES = 64 * 1024
 _GATHERED_BYTES = 256 * 1024
 """So few that they are still in the processor's cache when they are hashed and written."""
 
-# Bits are copied as integers: a copy of floats may change the bits of a NaN.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def together(entries: Entries) -> Iterator[slice]:
     """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
@@ -239,7 +236,7 @@ def together(entries: Entries) -> Iterator[slice]:
 
 def _is_plain(source: Source, item_size: int) -> bool:
     """Return whether an entry is a tensor whose memory is its bytes; others need `tensor_buffers`."""
-    if isinstance(source, bytes) or item_size not in _INTEGERS:
+    if isinstance(source, bytes) or item_size not in INTEGERS:
         return False
     data = source.data
     return type(data) in (torch.Tensor, torch.nn.Parameter) and is_in_place(data)
@@ -251,7 +248,8 @@ def gathered(shards: Sequence[ShardedTensor]) -> Buffer:
     Raises:
         ShapeError: one was changed since the save began.
     """
-    integer = _INTEGERS[shards[0].dtype.itemsize]
+    # Bits are copied as integers: a copy of floats may change the bits of a NaN.
+    integer = INTEGERS[shards[0].dtype.itemsize]
     with torch.no_grad():
         bits = [checked_data(shard).view(integer) for shard in shards]
         # Half the calls that views and `cat` are.
