@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from .. import geometry
 from ..errors import MetadataError, ShapeError
 from ..lazy import LazyTensor
-from ._base import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
+from ._leaves import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
 
 # Checks of a shard's data against its metadata.
 

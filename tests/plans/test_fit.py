@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardtree.errors import size_text
 from shardtree.layouts import TensorKind
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import (
@@ -29,7 +30,6 @@ from shardtree.plans import (
     overlaps,
     stored_elements,
 )
-from shardtree.plans._text import size_text
 from shardtree.testing import cut, layouts, shapes
 from tests.trees.samples import assert_caught
 

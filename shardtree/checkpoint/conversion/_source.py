@@ -16,11 +16,10 @@ from ...errors import KeyMismatch, UnsafeFile, UnsupportedValue, WorldError, err
 from ...geometry import slices
 from ...lazy import Fetch, stored
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import near_patterns
 from ...storage import Directory, in_larger_requests, storage_at
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
-from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
+from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, near_patterns, path_key, shell_differences
 from ...world import World, one_process, share
 from .._comparison import BoxReader
 from .._open import load_common, open_at, parse_together

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
-from ...geometry import box_column, refuse
-from ...trees import diff, value_at, without_holes
-from .._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
+from ..errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
+from ..geometry import box_column, refuse
+from ..trees import diff, value_at, without_holes
+from ._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
 from ._objects import ONE_KIND, ObjectColumns, agreed_parts, join_objects, kind_problems, object_problems
 from ._problems import (
     Faults,
