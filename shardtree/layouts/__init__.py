@@ -36,7 +36,7 @@ from ._integrity import (
     write_problems,
 )
 from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
-from ._problems import Faults, Problem, doubled_faults, place_text, problem_lines, sharding_faults
+from ._problems import Faults, Problem, doubled_faults, integrity_error, place_text, problem_lines, sharding_faults
 from ._unshard import unshard
 from .meshes import (
     AxisSplit,

@@ -5,7 +5,7 @@ A fault is a box, or a flat range of one, like a shard. A problem names it with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from .. import geometry
-from ..errors import TreePath, plural, rank_text, render_path
+from ..errors import IntegrityError, TreePath, error_text, plural, rank_text, render_path
 from ..geometry import Column, Mask
 from ._columns import ShardColumns, select_rows, shard_boxes
 
@@ -248,6 +248,19 @@ def problem_lines(problems: Iterable[Problem]) -> list[str]:
         more = len(same) - _SHOWN_OF_ONE_KIND
         lines += [str(Problem(same[0].key, (), f"and {more} more"))] if more > 0 else []
     return lines
+
+
+def integrity_error(what: str, problems: Sequence[Problem], *more: str) -> IntegrityError:
+    """Return the error that tells of problems, with what to do about each kind, and what else can be done.
+
+    Examples:
+        >>> print(integrity_error("save", [Problem("w", (0,), "is held twice", fix="Hold it once.")]))
+        save
+          'w' (rank 0): is held twice
+          Hold it once.
+    """
+    fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
+    return IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join([*fixes, *more])))
 
 
 def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:

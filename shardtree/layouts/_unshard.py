@@ -32,7 +32,7 @@ from ..trees import (
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes, shard_columns
 from ._coverage import RankTrees, trees_by_rank
 from ._integrity import common_problems, join_columns
-from ._problems import Problem, doubled_faults, fault_problems, problem_lines, sharding_faults
+from ._problems import Problem, doubled_faults, fault_problems, integrity_error, sharding_faults
 
 # Global tensors assembled from shards.
 
@@ -76,9 +76,9 @@ def check_covered(columns: ShardColumns) -> None:
     missing = fault_problems(all_main, rows_of(faults, np.flatnonzero(~faults.doubled)), "element")
     problems: Sequence[Problem] = (*missing, *doubled)
     if problems:
-        fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
-        what = "unshard: each element needs a shard that holds it, and at most one main replica"
-        raise IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join(fixes)))
+        raise integrity_error(
+            "unshard: each element needs a shard that holds it, and at most one main replica", problems
+        )
 
 
 def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:

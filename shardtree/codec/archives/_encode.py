@@ -28,9 +28,9 @@ from .._nodes import MAX_DEPTH, Child, path_to, plainer, record_of, step_of, typ
 from .._values import PATHS
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
-from ._payload import serialization_id
+from ._payload import begun, finished
 from ._tensors import STORAGE_KINDS
-from ._zip import ALIGNMENT, WrittenRecord, append, descriptor, directory, local_header
+from ._zip import WrittenRecord, descriptor, local_header
 
 # Values that can be stored: leaves unchanged, containers and tensors as plain copies.
 
@@ -261,11 +261,7 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
 
 
 def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]:
-    out, at, records = bytearray(), 0, list[WrittenRecord]()
-    append(out, at, records, "data.pkl", data)
-    append(out, at, records, ".format_version", b"1")
-    append(out, at, records, ".storage_alignment", b"%d" % ALIGNMENT)
-    append(out, at, records, "byteorder", b"little")
+    (out, records), at = begun(data), 0
     for number, tensor in enumerate(tensors):
         begin = at + len(out)
         record = WrittenRecord(f"archive/data/{number}", 0, tensor.nbytes, begin)
@@ -283,9 +279,7 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
         # The CRC32 follows the bytes, in a descriptor, so that nothing is written twice.
         records.append(WrittenRecord(record.name, checksum, done, begin))
         out = bytearray(descriptor(records[-1]))
-    append(out, at, records, "version", b"3\n")
-    append(out, at, records, ".data/serialization_id", serialization_id(records))
-    yield memoryview(bytes(out + directory(records, at + len(out))))
+    yield memoryview(finished(out, at, records))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

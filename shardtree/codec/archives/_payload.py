@@ -282,11 +282,7 @@ def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
     head, before = _head(dtype, tuple(shape))
     nbytes = _nbytes(dtype, shape)
     records = [*before[:-1], WrittenRecord(before[-1].name, crc32, nbytes, before[-1].at)]
-    out = bytearray(descriptor(records[-1]))
-    start = len(head) + nbytes
-    append(out, start, records, "version", b"3\n")
-    append(out, start, records, ".data/serialization_id", serialization_id(records))
-    return bytes(out + directory(records, start + len(out)))
+    return finished(bytearray(descriptor(records[-1])), len(head) + nbytes, records)
 
 
 def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -314,11 +310,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
     """Return the head, and its records; the last one is the tensor's, without its CRC32."""
     check_storable(dtype, "archive_head")
-    out, records = bytearray(), list[WrittenRecord]()
-    append(out, 0, records, "data.pkl", _pickle(dtype, shape))
-    append(out, 0, records, ".format_version", b"1")
-    append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
-    append(out, 0, records, "byteorder", b"little")
+    out, records = begun(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
     out += local_header(payload)
     return bytes(out), (*records, payload)
@@ -338,7 +330,24 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), typed), protocol=2)
 
 
-def serialization_id(records: Sequence[WrittenRecord]) -> bytes:
+def begun(pickled: bytes) -> tuple[bytearray, list[WrittenRecord]]:
+    """Return the records that an archive begins with, before those of tensors: its bytes so far, and their list."""
+    out, records = bytearray(), list[WrittenRecord]()
+    append(out, 0, records, "data.pkl", pickled)
+    append(out, 0, records, ".format_version", b"1")
+    append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
+    append(out, 0, records, "byteorder", b"little")
+    return out, records
+
+
+def finished(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
+    """Return bytes of an archive that begin at byte `at`, with all that comes after them; the list gets its records."""
+    append(out, at, records, "version", b"3\n")
+    append(out, at, records, ".data/serialization_id", _serialization_id(records))
+    return bytes(out + directory(records, at + len(out)))
+
+
+def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
     """Return the id of an archive: torch's hash of the records' names, then one of their CRC32s."""
     seed = 0
     for record in records:

@@ -9,9 +9,17 @@ from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
-from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
+from ...errors import KeyMismatch, ShapeError, error_text, plural
 from ...geometry import Column, Mask, box_slices, group_sums, intersect, overlapping_pairs, shared_groups, volumes
-from ...layouts import Problem, ShardColumns, TensorKind, place_text, problem_lines, select_rows, write_problems
+from ...layouts import (
+    Problem,
+    ShardColumns,
+    TensorKind,
+    integrity_error,
+    place_text,
+    select_rows,
+    write_problems,
+)
 from ...trees import near_names, with_guesses
 from .._fit import convertible
 from ._pieces import NOWHERE, Pieces
@@ -234,5 +242,4 @@ def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator
 def _raise(what: str, problems: Iterable[Problem]) -> None:
     found = sorted(problems, key=lambda problem: str(problem.key))
     if found:
-        fixes = dict.fromkeys(problem.fix for problem in found if problem.fix)
-        raise IntegrityError(error_text(what, offenders=problem_lines(found), fix="\n  ".join(fixes)))
+        raise integrity_error(what, found)
