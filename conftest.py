@@ -11,8 +11,10 @@ It stands in the root because the doctests in shardtree/ need it too.
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ import torch
 from beartype import BeartypeConf
 from beartype.claw import beartype_package
 from hypothesis import HealthCheck, Phase, settings
+
+# Without bytecode, each process that a test starts would compile modules again, and each run rewrite asserts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
     # Before anything imports it.
@@ -39,6 +44,7 @@ from tests.lacking import lacking, modules_to_ignore
 collect_ignore_glob = ["tests/*/scripts/*"]  # started by tests, in processes of their own
 collect_ignore = modules_to_ignore()
 
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 
 _EVERYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
@@ -73,6 +79,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.skip(reason="no GPU"))
     if (missing := lacking(item.nodeid)) is not None:
         item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave modules and tests out of collections of garbage: each would take half a second, and many tests make one."""
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            # Megatron-Core has functions compiled, which no test calls: torch's compiler takes three seconds to import.
+            patch.setenv("TORCHDYNAMO_DISABLE", "1")
+            return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

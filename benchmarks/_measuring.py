@@ -250,6 +250,11 @@ def resident() -> int:
     return _status("self")["VmRSS"]
 
 
+def resident_peak() -> int:
+    """Return the most bytes of this process that were in memory since its peak was cleared."""
+    return _status("self")["VmHWM"]
+
+
 def _own(pid: int) -> int:
     status = _status(str(pid))
     return status.get("RssAnon", 0) + status.get("RssShmem", 0)  # neither where it has just ended

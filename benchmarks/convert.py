@@ -30,9 +30,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import shardtree as st
-from shardtree.checkpoint.conversion._identity import conversion_digest
+from shardtree.checkpoint.conversion._journal import journal_of
 from shardtree.checkpoint.conversion._plan import Plan, plan_conversion
-from shardtree.storage import LocalStorage
+from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.world import run_processes
 
 from ._deepseek import SMALL, THIN, TRAINING, Config, make_folder, nbytes_of, shapes_of
@@ -258,7 +258,8 @@ def _planned(source: Path) -> tuple[float, Plan, float]:
     len(opened.metadata)
     middle = time.perf_counter()
     plan = plan_conversion(opened, None, None, leave_out=["common"], prune=False, layout=TRAINING, most_bytes=BATCH)
-    conversion_digest(opened.checkpoint, (TO, TO), plan.batches, nonce="", allow_pickle=False)
+    where = (MemoryStorage(), opened.checkpoint, (TO, TO), plan.batches, None)
+    journal_of(*where, nonce="", allow_pickle=False)
     return middle - begin, plan, time.perf_counter() - middle
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from shardtree.errors import CheckpointingException, MetadataError, ShapeError
+from shardtree.errors import MetadataError, ShapeError
 from shardtree.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -236,107 +236,6 @@ def test_leaves_are_frozen_and_hold_no_dict():
 # -- what is refused
 
 
-GOOD = {
-    "key": "w",
-    "data": None,
-    "dtype": torch.float32,
-    "local_shape": (4, 2),
-    "global_shape": (32, 2),
-    "global_offset": (12, 0),
-    "axis_fragmentations": (8, 1),
-}
-
-REFUSED = {
-    "shape of one number": ({"global_shape": 32}, MetadataError, ["global_shape", "int", "a tuple of ints"]),
-    "box outside": ({"global_offset": (32, 0)}, MetadataError, ["global_offset", "(36, 2)", "(32, 2)", "elements"]),
-    "prepended axis outside": (
-        {"local_shape": (2,), "prepend_axis_num": 1, "global_offset": (32, 0)},
-        MetadataError,
-        ["global_offset", "(33, 2)"],
-    ),
-    "open flat range": ({"flattened_range": slice(None, 4)}, MetadataError, ["flattened_range.start", "NoneType"]),
-    "nested replica": ({"replica_id": (0, (0,))}, MetadataError, ["replica_id[1]", "tuple", "an int"]),
-    "flag that is no bool": ({"allow_shape_mismatch": 1}, MetadataError, ["allow_shape_mismatch", "int", "a bool"]),
-    "data of another dtype": (
-        {"data": torch.zeros(4, 2).half()},
-        ShapeError,
-        ["dtype", "float16", "float32", "cast", "map_shards"],
-    ),
-    "flat data with two axes": (
-        {"data": torch.zeros(4, 2), "flattened_range": slice(0, 8)},
-        ShapeError,
-        ["shape", "(8,)", "flattened_range"],
-    ),
-}
-
-
-def test_what_the_refusals_start_from_is_accepted():
-    ShardedTensor(**GOOD)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_broken_constraint_names_key_field_found_and_expected(case):
-    changes, error, words = REFUSED[case]
-    with pytest.raises(error) as raised:
-        ShardedTensor(**GOOD | changes)
-    text = str(raised.value)
-    assert isinstance(raised.value, CheckpointingException)
-    assert "ShardedTensor" in text
-    assert [word for word in words if word not in text] == []
-    if "key" not in changes:
-        assert "'w'" in text
-    assert len(text.splitlines()) == 3  # what, found and expected, what to do
-
-
-@pytest.mark.parametrize(
-    ("cuts", "word"),
-    [
-        ([(-1, 0, 2)], "an axis in [0, 2)"),
-        ([(0, -1, 2)], "0 <= index < count"),
-        ([(0, 0, 0)], "0 <= index < count"),
-        ([(0, 1.0, 2)], "an int"),
-    ],
-)
-def test_rank_offsets_that_name_no_cell_are_refused(cuts, word):
-    with pytest.raises(MetadataError) as raised:
-        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2), *cuts)
-    assert word in str(raised.value)
-    assert "'w'" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("place", "word"),
-    [
-        ((0, 0, -1), "4 indices"),
-        ((0, -5, 1), "4 indices"),
-    ],
-)
-def test_narrow_refuses_what_is_not_there(place, word):
-    with pytest.raises(ShapeError) as raised:
-        ShardedTensor(**GOOD).narrow(*place)
-    assert word in str(raised.value)
-
-
-def test_narrow_refuses_an_irregular_grid_along_the_axis_and_data_it_cannot_cut():
-    uneven = ShardedTensor("u", torch.zeros(3, 2), torch.float32, (3, 2), (7, 2), (4, 0), None)
-    with pytest.raises(ShapeError, match=r"global_shape\[0\]"):
-        uneven.narrow(0, 0, 1)
-    empty = ShardedTensor("e", torch.zeros(0, 2), torch.float32, (0, 2), (7, 2), (7, 0), None)
-    with pytest.raises(ShapeError, match=r"global_shape\[0\]"):
-        empty.narrow(0, 0, 0)
-    with pytest.raises(ShapeError, match="without_data"):
-        ShardedTensor(**GOOD | {"data": object()}).narrow(0, 0, 1)
-
-
-def test_only_a_regular_grid_has_chunks():
-    with pytest.raises(ShapeError, match="axis_fragmentations"):
-        ShardedTensor(**GOOD | {"axis_fragmentations": None}).max_allowed_chunks()
-    with pytest.raises(ShapeError, match="a multiple of 3"):
-        ShardedTensor(**GOOD | {"axis_fragmentations": (3, 1)}).max_allowed_chunks()
-    with pytest.raises(ShapeError, match="a multiple of the box's size 4"):
-        ShardedTensor(**GOOD | {"axis_fragmentations": None, "global_offset": (13, 0)}).local_chunk_offset_in_global()
-
-
 # -- the other leaves
 
 
@@ -372,32 +271,6 @@ def test_a_unique_key_of_the_old_form_leaves_the_last_size_open(leaf):
     opened = ShardedObject.empty_from_unique_key(old)
     assert opened == ShardedObject(leaf.key, None, (*leaf.global_shape[:-1], -1), leaf.global_offset)
     unique_key_comes_back(ShardedObject.empty_from_unique_key, opened)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "k/shard_0",
-        "/shard_0_1",
-        "k/shard_a_1",
-        "k/shard_0.._1",
-        "k/shard_0_1_",
-        "k/shard_0_1 ",
-        "k/shard_-1_2",
-        "k/shard_0_1.1.1",
-        "k/shard_0_--1",
-    ],
-)
-def test_what_is_no_unique_key_is_refused(text):
-    with pytest.raises(MetadataError):
-        ShardedObject.empty_from_unique_key(text)
-
-
-@pytest.mark.parametrize(("shape", "offset"), [((2,), (-1,)), ((-1, 2), (0, 0)), ((0,), (0,)), ((-1,), (-1,))])
-def test_a_cell_outside_the_array_is_refused(shape, offset):
-    with pytest.raises(MetadataError, match="'o'"):
-        ShardedObject("o", None, shape, offset)
 
 
 def test_objects_compare_by_identity_of_data_and_are_hashable():
@@ -448,9 +321,3 @@ def test_a_nonpersistent_object_gives_its_value_back():
 )
 def test_the_main_replica_is_all_zeros(replica, main):
     assert is_main_replica(replica) is main
-
-
-@pytest.mark.parametrize("replica", [None, 0.0, "0", (0, None)])
-def test_what_is_no_replica_id_is_refused(replica):
-    with pytest.raises(MetadataError, match="replica_id"):
-        is_main_replica(replica)

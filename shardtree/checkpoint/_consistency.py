@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .. import layouts
-from ..codec import encode_tree
 from ..errors import CorruptCheckpoint, IntegrityError, MetadataError, error_text, rank_text
 from ..geometry import Column, slices
 from ..layouts import ObjectColumns, ShardColumns, TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import digest
-from ..trees import United, without_holes
+from ..trees import United
 from ..world import World
 from ._packed import AlikeColumns, PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 
@@ -41,12 +40,12 @@ class KnownLayout:
     digest: str
 
 
-def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank: int, ranks: int) -> KnownLayout | None:
-    """Return a layout that a caller gave, matched with a rank's own shards; None where it gave none.
+def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], rank: int, ranks: int) -> KnownLayout:
+    """Return a layout that a caller gave, matched with a rank's own shards.
 
     Args:
         doing: "save" or "load".
-        layout: the columns of all ranks, rows in any order; or None.
+        layout: the columns of all ranks, rows in any order.
         shards: what this rank's tree holds.
         rank: this one.
         ranks: how many there are.
@@ -55,8 +54,6 @@ def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank:
         MetadataError: it isn't a layout.
         IntegrityError: it names ranks that aren't there, or this rank's rows aren't its shards.
     """
-    if layout is None:
-        return None
     if not isinstance(layout, ShardColumns):
         expected, fix = "ShardColumns", "Pass what layout_of, dtensor_layout, mesh_columns or tree_columns returns."
         raise MetadataError(
@@ -78,28 +75,6 @@ def known_layout(doing: str, layout: Any, shards: Sequence[ShardedTensor], rank:
         what = f"{doing}: the layout isn't that of the tree on rank {rank}"
         raise IntegrityError(error_text(what, offenders=_differences(given, held), fix=fix))
     return KnownLayout(columns, order, _digest(columns))
-
-
-def check_alike(doing: str, digests: Sequence[str | None]) -> None:
-    """Raise unless all ranks were given the same layout.
-
-    Args:
-        doing: "save" or "load".
-        digests: of each rank's, by rank; None where it was given none.
-
-    Raises:
-        IntegrityError: some were given another one, or none.
-    """
-    # Known layouts need no exchange, but this hash stays: a rank with another mesh in its configuration would write
-    # other replicas than the rest expect, and the checkpoint would lack them.
-    if len(set(digests)) == 1:
-        return
-    ranks: dict[str | None, list[int]] = defaultdict(list)
-    for rank, each in enumerate(digests):
-        ranks[each].append(rank)
-    lines = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
-    fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
-    raise IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
 
 
 def _with_used_keys(columns: ShardColumns) -> ShardColumns:
@@ -210,11 +185,6 @@ def complete(
     return [replace(each, columns=found) for each, found in zip(sent, columns, strict=True)]
 
 
-def common_digest(common: Any, *, allow_pickle: bool) -> str:
-    """Return the hash of a common tree; holes in dicts don't count, since ranks may hold different shards."""
-    return digest(encode_tree(without_holes(common), allow_pickle=allow_pickle))
-
-
 def check_together(
     doing: str, descriptions: Sequence[Description], known: KnownLayout | None = None, *, tiling: bool = True
 ) -> ShardColumns:
@@ -230,16 +200,26 @@ def check_together(
         IntegrityError: ranks disagree about a tensor, an element or an object has no main replica, or more than one;
             or the ranks were given different layouts.
     """
-    check_alike(doing, [part.layout for part in descriptions])
-    parts = [known.columns] if known is not None else _unpacked([part.columns for part in descriptions])
+    # Known layouts need no exchange, but their hash stays: a rank with another mesh in its configuration would write
+    # other replicas than the rest expect, and the checkpoint would lack them.
+    if len({part.layout for part in descriptions}) > 1:
+        raise _different_layouts(doing, [part.layout for part in descriptions])
+    columns = [part.columns for part in descriptions]
+    packed = [each for each in columns if not isinstance(each, ShardColumns)]
+    parts = unpack_columns(packed) if packed else [each for each in columns if isinstance(each, ShardColumns)]
+    parts = parts if known is None else [known.columns]
     if tiling:
         return layouts.join_checked(parts, [part.objects for part in descriptions])
     return layouts.join_agreed(parts)
 
 
-def _unpacked(columns: Sequence[PackedColumns | ShardColumns]) -> list[ShardColumns]:
-    packed = [each for each in columns if not isinstance(each, ShardColumns)]
-    return unpack_columns(packed) if packed else [each for each in columns if isinstance(each, ShardColumns)]
+def _different_layouts(doing: str, digests: Sequence[str | None]) -> IntegrityError:
+    ranks: dict[str | None, list[int]] = defaultdict(list)
+    for rank, each in enumerate(digests):
+        ranks[each].append(rank)
+    lines = [f"{rank_text(own)}: {'none' if each is None else f'layout {each[:12]}'}" for each, own in ranks.items()]
+    fix = "Compute it from the same mesh and specs, or from the same DTensors, on every rank."
+    return IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
 
 
 def check_held(

@@ -143,17 +143,15 @@ def alike(options: object, doing: str = "") -> dict[str, object]:
         >>> alike(SaveOptions(durable=False, threads=3), "save_options.")
         {'save_options.durable': False}
     """
-    names = _ALIKE.get(type(options), ())
+    names, unusual = _ALIKE.get(type(options), ()), {}
     usual = type(options)() if names else None
-    values = {name: (_unordered(getattr(options, name)), getattr(usual, name)) for name in names}
-    return {f"{doing}{name}": value for name, (value, default) in values.items() if value != default}
-
-
-def _unordered(value: object) -> object:
-    """Return classes in an order of their own: in that of a list or tuple nothing is said."""
-    if isinstance(value, (list, tuple)) and all(isinstance(each, type) for each in value):
-        return tuple(sorted(value, key=repr))
-    return value
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, (list, tuple)) and all(isinstance(each, type) for each in value):
+            value = tuple(sorted(value, key=repr))  # by the order of classes nothing is said
+        if value != getattr(usual, name):
+            unusual[f"{doing}{name}"] = value
+    return unusual
 
 
 def alike_choices(sharded: Choice, common: Choice) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -10,7 +10,6 @@ from typing import Any
 
 from .._ambient import shielded
 from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
-from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Storage, listed, storage_at
 from ..strategies import (
@@ -32,7 +31,6 @@ from ..strategies import (
     unless_replaced,
     unreplaced,
 )
-from ..strategies.index import IndexMetadata
 from ..trees import without_holes
 from ..world import World, current_world, on_rank_zero, one_process, share, step
 from ._dispatch import Choice, alike, check_options, common_backend, given_options, sharded_backend, strategy_of
@@ -41,6 +39,7 @@ from ._no_checkpoint import not_a_checkpoint
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
 Opened = tuple[Fields, Stamp]
+"""What rank 0 tells the others of a checkpoint that it has opened."""
 
 CONTENT_METADATA = "content_metadata"
 
@@ -55,28 +54,34 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
     """
     storage = find(directory, options)
     # The stamp comes before the fields: a checkpoint that replaces this one in between is then noticed on a read.
-    found = stamp(storage, deciding_files(strategies))
+    decided_by = deciding_files(strategies)
+    found = stamp(storage, decided_by)
     fields = read_fields(storage, strategies)
-    return Checkpoint(storage, fields, world, options, stamp=found, traits=traits_together(fields, strategies))
-
-
-def as_opened(checkpoint: Checkpoint) -> Opened:
-    """Return what rank 0 tells the others of a checkpoint that it has opened: its fields and its stamp."""
-    return checkpoint.fields, checkpoint.stamp
+    traits = traits_together(fields, decided_by, strategies)
+    return Checkpoint(storage, fields, world, options, stamp=found, traits=traits)
 
 
 def with_opened(checkpoint: Checkpoint, opened: Opened, strategies: Strategies | None) -> Checkpoint:
     """Return a checkpoint as rank 0 has opened it."""
+    if checkpoint.world.rank == 0:
+        return checkpoint
     fields, found = opened
-    return replace(checkpoint, fields=fields, stamp=found, traits=traits_together(fields, strategies))
+    traits = traits_together(fields, deciding_files(strategies), strategies)
+    return replace(checkpoint, fields=fields, stamp=found, traits=traits)
 
 
-def traits_together(fields: Fields, strategies: Strategies | None) -> FormatTraits:
-    """Return what holds of the two formats of a checkpoint, those of its shards and of its common state."""
-    backends = sharded_backend(fields), common_backend(fields)
-    sharded, common = (traits_of(*backend, strategies) for backend in backends)
+def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Strategies | None) -> FormatTraits:
+    """Return what holds of a checkpoint's two formats, that of its shards and that of its common state.
+
+    Args:
+        fields: of metadata.json.
+        decided_by: the `deciding_files` of all formats.
+        strategies: the dispatch table; None for the process's.
+    """
+    sharded = traits_of(*sharded_backend(fields), strategies)
+    common = traits_of(*common_backend(fields), strategies)
     in_save_folder = sharded.in_save_folder and common.in_save_folder
-    return replace(sharded, decided_by=deciding_files(strategies), in_save_folder=in_save_folder)
+    return replace(sharded, decided_by=decided_by, in_save_folder=in_save_folder)
 
 
 def find(directory: Directory, options: LoadOptions) -> Storage:
@@ -106,8 +111,13 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
 
 
 def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None:
-    data = _own_metadata(storage)
-    return recognized(storage, strategies) if data is None else decode_metadata(data, storage.where(METADATA_FILE))
+    try:
+        if (data := metadata_bytes(storage)) is not None:
+            return decode_metadata(data, storage.where(METADATA_FILE))
+    except CorruptCheckpoint:
+        if _own_metadata(storage) is not None:
+            raise
+    return recognized(storage, strategies)
 
 
 def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None:
@@ -246,25 +256,6 @@ def sharded_metadata(
     return {**dict(metadata.items()), **dict(unreplaced(checkpoint, fallback).items())}
 
 
-def stored_keys(metadata: Metadata) -> set[str]:
-    """Return the keys of stored tensors and objects."""
-    if isinstance(metadata, IndexMetadata):
-        return metadata.shard_keys()
-    return {shard.key for shard in metadata.values()}
-
-
-def stored_kinds(metadata: Metadata, keys: Sequence[str]) -> dict[str, TensorKind]:
-    """Return what each tensor is, by key, of those that are stored."""
-    if isinstance(metadata, IndexMetadata):
-        return metadata.kinds(keys)
-    found = {key: metadata[key] for key in keys if key in metadata}
-    return {
-        key: TensorKind(shard.dtype, shard.global_shape, 0)
-        for key, shard in found.items()
-        if isinstance(shard, ShardedTensor)
-    }
-
-
 @shielded
 def load_content_metadata(
     checkpoint_dir: Directory | None = None,
@@ -352,8 +343,10 @@ def open_together(
         CorruptCheckpoint: metadata.json isn't what was written.
     """
     alone = partial(open_alone, directory, world, options, strategies)
-    found, opened = share(world, "load: open", alone, as_opened, steps=OPEN_STEPS, given=alike(options))
-    return parse_together(with_opened(found, opened[0], strategies), None, strategies)
+    own, opened = share(
+        world, "load: open", alone, lambda own: (own.fields, own.stamp), steps=OPEN_STEPS, given=alike(options)
+    )
+    return parse_together(with_opened(own, opened[0], strategies), None, strategies)
 
 
 def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Checkpoint:

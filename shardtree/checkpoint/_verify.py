@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from .._ambient import shielded
@@ -82,7 +82,9 @@ def verify(
     if report is not None:
         report(VerifyReport(read[0], unchecked))
     elif unchecked:
-        _warn(unchecked)
+        for why, ones in by_reason(unchecked).items():
+            amount = f"{sum(one.nbytes for one in ones)} bytes in {plural(len(ones), 'file')}"
+            logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, ones[0].file, why)
     return tuple(one for one in found if isinstance(one, Damage))
 
 
@@ -115,9 +117,3 @@ def _metadata(checkpoint: Checkpoint) -> tuple[Unchecked, ...]:
     if "digest" in checkpoint.fields:
         return ()
     return (Unchecked(METADATA_FILE, "metadata.json has no hash in this format", length),)
-
-
-def _warn(unchecked: Iterable[Unchecked]) -> None:
-    for why, found in by_reason(unchecked).items():
-        amount = f"{sum(one.nbytes for one in found)} bytes in {plural(len(found), 'file')}"
-        logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, found[0].file, why)

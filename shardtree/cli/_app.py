@@ -77,12 +77,11 @@ def demo(
     keep: Annotated[
         Path | None, typer.Option(help="Save to this folder, and leave the checkpoint there.", metavar="DIR")
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="Tiny made-up weights: seconds less.")] = False,
 ) -> int:
     """Save a training state from several processes, load it in another layout, and compare every bit."""
     from ._demo import run_demo
 
-    return run_demo(ranks=ranks, load_ranks=load_ranks, keep=keep, small=small)
+    return run_demo(ranks=ranks, load_ranks=load_ranks, keep=keep)
 
 
 @_command(
@@ -132,7 +131,7 @@ def picture(
     allow_pickle: _AllowPickle = False,
 ) -> int:
     """Draw which file holds which part of a tensor, without reading one."""
-    from ._one_tensor import run_picture
+    from ._views import run_picture
 
     return run_picture(checkpoint, key, out, allow_pickle=allow_pickle)
 
@@ -281,7 +280,7 @@ def convert(
     """Write a checkpoint of any format as one of another, and compare what was written with the source."""
     from ._convert import Conversion, run_convert
     from ._names import float_dtype_named, format_named, function_named, renamings, size_named
-    from ._trace import through
+    from ._plan import through
 
     traced = [] if trace is None else [through(function_named(trace))]
     conversion = Conversion(
@@ -325,7 +324,7 @@ def trace(
 ) -> int:
     """Show what loading code makes of a checkpoint's tensors, what it forgets and writes twice; reads no tensor."""
     from ._names import function_named
-    from ._trace import run_trace
+    from ._plan import run_trace
 
     other = None if diff is None else function_named(diff)
     return run_trace(function_named(loader), checkpoint, other, as_json=as_json)

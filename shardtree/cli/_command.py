@@ -28,17 +28,6 @@ TROUBLE = 2
 INTERRUPTED = 130  # what a shell shows for programs that SIGINT ended
 _BROKEN_PIPE = 141  # what a shell shows for programs that SIGPIPE ended
 
-_OTHER_NAMES = {
-    "inspect": ("ls", "list", "show", "cat", "info", "keys", "tree", "open", "print", "describe"),
-    "verify": ("check", "fsck", "validate", "test"),
-    "diff": ("compare", "cmp"),
-    "convert": ("cp", "copy", "export", "reshard", "save", "to", "consolidate", "merge"),
-    "picture": ("draw", "plot"),
-    "report": ("html", "page"),
-    "explain": ("load", "dry-run", "fits"),
-}
-"""What people type for commands, from other programs' names for them."""
-
 _OF_SAVES = {"sharded_strategy": "backend", "common_strategy": "common_backend"}
 """Keywords of `save`, whose errors a conversion may raise, and its own for the same."""
 
@@ -113,13 +102,6 @@ class Group(TyperGroup):
         """Print what each command does, whole: the libraries' own lists cut it at a line."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in self.commands.items()])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is named first; a name of another program's for it is told."""
-        near = [name for name, others in _OTHER_NAMES.items() if args[0].lower() in (name, *others)]
-        if near and args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
-        return super().resolve_command(ctx, args)
 
 
 # A stdout that can't be written.

@@ -32,10 +32,9 @@ from ._contents import (
     select,
     shape_text,
 )
-from ._one_tensor import show_pieces, show_values
-from ._outline import COMMON, KEYS, common_rows, key_rows
 from ._output import Heading, Output, Table, json_text, printable, show_table, size, spellable, working
 from ._series import find_steps, run_series
+from ._views import COMMON, KEYS, common_rows, key_rows, show_pieces, show_values
 
 # The output: tables for people, a document for programs.
 

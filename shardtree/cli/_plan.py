@@ -1,10 +1,11 @@
-"""`shardtree explain` and `shardtree plan`: what ranks would read, or send each other, for another layout."""
+"""`shardtree explain`, `plan` and `trace`: what a load, a move between ranks or loading code would do to tensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from rich.text import Text
 
@@ -12,6 +13,7 @@ from ..checkpoint import OpenCheckpoint, explain_ranks, open_checkpoint
 from ..errors import plural
 from ..plans import plan_reshard
 from ..strategies import LoadOptions
+from ..traces import Trace, trace, transformed
 from ._contents import check_patterns, contents_at, matcher
 from ._layouts import MeshLayout, RankTree, stored_trees, trees_on_mesh, whole_tensors
 from ._output import Output, json_text, printable, show_verdict, working
@@ -140,3 +142,63 @@ def run_plan(
 def _trees(tree: OpenCheckpoint, layout: MeshLayout | None, patterns: Sequence[str]) -> Sequence[RankTree]:
     matches = matcher(patterns)
     return stored_trees(tree, matches) if layout is None else trees_on_mesh(whole_tensors(tree, matches), layout)
+
+
+# What loading code makes of a checkpoint.
+
+
+Loader = Callable[[Any], Any] | Trace
+"""Loading code, from tensors by name to tensors by name; or what it was traced to."""
+
+
+def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json: bool) -> int:
+    """Print what loading code does to a checkpoint's tensors, and return the exit status: 1 where something is wrong.
+
+    Args:
+        loader: the code.
+        checkpoint: a path or URL.
+        other: another loader of the same model, to compare with; None for none.
+        as_json: whether to print JSON.
+
+    Raises:
+        CheckpointingException: the checkpoint can't be read, or the code asks for what tensors hold.
+    """
+    with working("reading what is stored"):
+        stored = open_checkpoint(checkpoint)
+    with working("tracing"):
+        found = traced(loader, stored)
+        problems = found.check()
+        differing = {} if other is None else found.diff(traced(other, stored))
+    differences = [each for some in differing.values() for each in some]
+    if as_json:
+        record = {
+            "checkpoint": checkpoint,
+            "outputs": {name: str(kind) for name, kind in found.outputs.items()},
+            "problems": list(map(asdict, problems)),
+            "differences": list(map(asdict, differences)),
+        }
+        print(json_text(record))
+        return 1 if problems or differences else 0
+    console = Output()
+    for line in (*str(found).split("\n"), *map(str, problems), *map(str, differences)):
+        console.print(Text(printable(line)))
+    words = plural(len(problems), "problem") if problems else "each element is used and made once"
+    show_verdict(console, not problems, words)
+    if other is not None:
+        words = (
+            f"the two loaders differ in {plural(len(differing), 'output')}"
+            if differing
+            else "the two loaders are equal"
+        )
+        show_verdict(console, not differing, words)
+    return 1 if problems or differences else 0
+
+
+def traced(loader: Loader, sources: Any) -> Trace:
+    """Return what loading code does to tensors."""
+    return loader if isinstance(loader, Trace) else trace(loader, sources)
+
+
+def through(loader: Loader) -> Callable[[Any], Any]:
+    """Return loading code as a function of the tree of shards, which converts it."""
+    return lambda tree: transformed(traced(loader, tree), tree, "convert")

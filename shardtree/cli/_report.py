@@ -33,9 +33,9 @@ from ._command import TROUBLE, options_as_typed, shell_words
 from ._contents import TensorRow, cut_text, shape_text, stored_index
 from ._diff import Outcome, difference_of, difference_tables, summary
 from ._inspect import Findings, examine, facts_of, object_table, tensor_table
-from ._outline import COMMON, KEYS, common_rows, key_rows
 from ._output import Heading, Output, Table, printable, show_verdict, size
 from ._verify import find_damage, unchecked_lines
+from ._views import COMMON, KEYS, common_rows, key_rows
 
 _MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
 _MOST_SHARES = 64  # of the table of sizes

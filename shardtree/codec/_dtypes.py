@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from ..errors import MetadataError, UnsupportedValue, error_text
@@ -136,7 +138,7 @@ def check_storable(dtype: torch.dtype, what: str) -> None:
     Examples:
         >>> check_storable(torch.float32, "'decoder.weight'")
     """
-    if is_quantised(dtype):
+    if dtype in _QUANTISED:
         fix = "Store tensor.dequantize(), or tensor.int_repr() with its scale and zero point beside it."
         raise UnsupportedValue(error_text(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
 
@@ -181,21 +183,13 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
         b'\x01\x00\x00\x01'
     """
     plain = tensor.detach() if tensor.requires_grad else tensor
-    buffer = _array_buffer(plain)
-    return memoryview(bit_view(plain).numpy()) if buffer is None else buffer
-
-
-def _array_buffer(tensor: torch.Tensor) -> memoryview | None:
-    """Return the bytes of a tensor that NumPy and memoryview accept, as they do most; None for others."""
-    # No checks before: NumPy and memoryview themselves refuse other devices (TypeError), lazy conjugates
-    # (RuntimeError), no elements (TypeError) and too many axes (ValueError), and a load calls this for each tensor.
-    viewed_as = _VIEWED_AS.get(tensor.dtype)
-    try:
-        if viewed_as is None or not tensor.is_contiguous():
-            return None
-        return memoryview((tensor if viewed_as is tensor.dtype else tensor.view(viewed_as)).numpy()).cast("B")
-    except (RuntimeError, TypeError, ValueError):
-        return None
+    viewed_as = _VIEWED_AS.get(plain.dtype)
+    if viewed_as is not None and plain.is_contiguous():
+        # No checks before: NumPy and memoryview themselves refuse other devices (TypeError), lazy conjugates
+        # (RuntimeError), no elements (TypeError) and too many axes (ValueError), and a load calls this for each tensor.
+        with suppress(RuntimeError, TypeError, ValueError):
+            return memoryview((plain if viewed_as is plain.dtype else plain.view(viewed_as)).numpy()).cast("B")
+    return memoryview(bit_view(plain).numpy())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

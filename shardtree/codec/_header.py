@@ -185,7 +185,13 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
     if metadata:
         pairs = (f"{encode_basestring(name)}:{encode_basestring(text)}" for name, text in metadata.items())
         parts.insert(0, f'"{_METADATA}":{{{",".join(pairs)}}}')
-    text = _utf8("{" + ",".join(parts) + "}")
+    joined = "{" + ",".join(parts) + "}"
+    try:
+        text = joined.encode("utf-8")
+    except UnicodeEncodeError as error:
+        near = joined[max(0, error.start - 40) : error.start + 40]
+        what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
+        raise MetadataError(error_text(what, fix="Use names without lone surrogates.")) from None
     text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
     if len(text) > _MAX_HEADER:
         what = "safetensors header: too large"
@@ -220,15 +226,6 @@ def _kind(entry: Entry) -> tuple[int, str]:
         raise MetadataError(error_text(f"safetensors header: entry {_shown(entry.name)}: {error}")) from None
     shape = ",".join(map(str, entry.shape))
     return length, f'{{"dtype":"{entry.tag}","shape":[{shape}],'
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        near = text[max(0, error.start - 40) : error.start + 40]
-        what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
-        raise MetadataError(error_text(what, fix="Use names without lone surrogates.")) from None
 
 
 def _not_tiled(entry: Entry, end: int, length: int) -> str:
@@ -307,8 +304,16 @@ def decode_header_and_metadata(
         >>> decode_header_and_metadata(encode_header([], {"format": "pt"}), 64)
         ((), 64, {'format': 'pt'})
     """
-    fields, data_start = _parse_header(data, file_length)
-    metadata: dict[str, str] = fields.pop(_METADATA, {})
+    data_start = _LENGTH_BYTES + header_length(data, file_length)
+    if len(data) < data_start:
+        what = "safetensors header: cut off"
+        raise CorruptCheckpoint(error_text(what, found=f"{len(data)} bytes", expected=data_start))
+    fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
+    if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
+        raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
+    metadata = fields.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CorruptCheckpoint(error_text(f"safetensors header: {_METADATA} doesn't map strings to strings"))
     lengths: dict[tuple[str, tuple[int, ...]], int] = {}  # models repeat few shapes in many layers
     entries = [_entry(name, spec, lengths) for name, spec in fields.items()]
     entries.sort(key=itemgetter(3, 4))
@@ -322,20 +327,6 @@ def decode_header_and_metadata(
         what = "safetensors header: the entries don't end where the file does"
         raise CorruptCheckpoint(error_text(what, found=f"{file_length} bytes", expected=data_start + end))
     return tuple(entries), data_start, metadata
-
-
-def _parse_header(data: bytes | bytearray | memoryview, file_length: int) -> tuple[dict[str, Any], int]:
-    data_start = _LENGTH_BYTES + header_length(data, file_length)
-    if len(data) < data_start:
-        what = "safetensors header: cut off"
-        raise CorruptCheckpoint(error_text(what, found=f"{len(data)} bytes", expected=data_start))
-    fields = parse_json(data[_LENGTH_BYTES:data_start], "safetensors header")
-    if not isinstance(fields, dict) or data[_LENGTH_BYTES] != ord("{"):
-        raise CorruptCheckpoint(error_text("safetensors header: not a JSON object"))
-    metadata = fields.get(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CorruptCheckpoint(error_text(f"safetensors header: {_METADATA} doesn't map strings to strings"))
-    return fields, data_start
 
 
 def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]) -> Entry:

@@ -78,24 +78,20 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
     except RecursionError:
         fix = "Call it from fewer nested calls."
         raise TreeError(error_text("encode_tree: too little of Python's recursion limit is left", fix=fix)) from None
-    return _file({**{str(n): blob for n, blob in enumerate(blobs)}, "structure": plain_blob(text.encode("ascii"))})
-
-
-def _entry_name(blob: Blob, blobs: list[Blob]) -> str:
-    blobs.append(blob)
-    return str(len(blobs) - 1)
-
-
-def _file(blobs: dict[str, Blob]) -> bytes:
-    """Return the bytes of a file of these entries."""
+    named = {**{str(n): blob for n, blob in enumerate(blobs)}, "structure": plain_blob(text.encode("ascii"))}
     # Wide items first: then each entry is aligned to its items, without padding between entries.
     entries, start = [], 0
-    ordered = dict(sorted(blobs.items(), key=lambda pair: -pair[1].item_size))
+    ordered = dict(sorted(named.items(), key=lambda pair: -pair[1].item_size))
     for name, blob in ordered.items():
         stop = start + len(blob.data)
         entries.append(Entry(name, blob.tag, blob.shape, start, stop))
         start = stop
     return b"".join([encode_header(entries), *(blob.data for blob in ordered.values())])
+
+
+def _entry_name(blob: Blob, blobs: list[Blob]) -> str:
+    blobs.append(blob)
+    return str(len(blobs) - 1)
 
 
 def _node(value: Any, path: TreePath, parents: tuple[Any, ...], allow_pickle: bool) -> Node:
@@ -207,14 +203,6 @@ def decode_tree(data: bytes | bytearray | memoryview, *, types: Iterable[type] =
     if tag != "U8" or len(shape) != 1:
         raise CorruptCheckpoint(error_text("decode_tree: no entry 'structure' of bytes"))
     structure = parse_json(text, "decode_tree: structure")
-    tree = _value(structure, (), 0, _Reader(_take_once(left), classes, allow_pickle))
-    if left:
-        raise CorruptCheckpoint(error_text("decode_tree: entries that no value refers to", offenders=map(repr, left)))
-    return tree
-
-
-def _take_once(left: dict[str, tuple[str, tuple[int, ...], memoryview]]) -> Take:
-    """Return a function that returns each entry once."""
 
     # Once: else a small file could refer to one entry a million times, and become a tree that fills the memory.
     def take(name: Any) -> tuple[str, tuple[int, ...], memoryview]:
@@ -222,7 +210,10 @@ def _take_once(left: dict[str, tuple[str, tuple[int, ...], memoryview]]) -> Take
             raise ValueError("an entry that isn't there, or is used twice")
         return left.pop(name)
 
-    return take
+    tree = _value(structure, (), 0, _Reader(take, classes, allow_pickle))
+    if left:
+        raise CorruptCheckpoint(error_text("decode_tree: entries that no value refers to", offenders=map(repr, left)))
+    return tree
 
 
 def _value(node: Node, path: TreePath, depth: int, reader: _Reader) -> Any:

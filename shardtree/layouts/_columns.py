@@ -161,7 +161,11 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
         refuse("shard_columns", "shards", found, "a list of ShardedTensor", fix, error=MetadataError)
     keys = tuple(sorted(kinds))
     number = dict(zip(keys, range(len(keys)), strict=True))
-    start, stop = _flat_ranges([shard.flattened_range for shard in shards])
+    parts = [shard.flattened_range for shard in shards]
+    start, stop = np.full(len(shards), -1, dtype=np.int64), np.full(len(shards), -1, dtype=np.int64)
+    if any(parts):  # most trees have no flat ranges
+        start = _int64([-1 if part is None else part.start for part in parts])
+        stop = _int64([-1 if part is None else part.stop for part in parts])
     return ShardColumns(
         keys=keys,
         kinds=tuple(kinds[key] for key in keys),
@@ -172,17 +176,6 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
         stop=stop,
         rank=np.full(len(shards), rank, dtype=np.int64),
         main=np.array([is_main_replica(shard.replica_id) for shard in shards], dtype=np.bool_),
-    )
-
-
-def _flat_ranges(parts: list[slice | None]) -> tuple[Column, Column]:
-    """Return where flat ranges start and stop, -1 for what isn't one."""
-    # Most trees have no flat ranges.
-    if not any(parts):
-        return np.full(len(parts), -1, dtype=np.int64), np.full(len(parts), -1, dtype=np.int64)
-    return (
-        _int64([-1 if part is None else part.start for part in parts]),
-        _int64([-1 if part is None else part.stop for part in parts]),
     )
 
 

@@ -13,7 +13,7 @@ from ..errors import IntegrityError, MetadataError, TreePath, error_text, rank_t
 from ..geometry import box_column, refuse
 from ..trees import diff, value_at, without_holes
 from ._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
-from ._objects import ONE_KIND, ObjectColumns, agreed_parts, join_objects, kind_problems, object_problems
+from ._objects import ONE_KIND, ObjectColumns, join_objects, kind_problems, object_problems, without_keys
 from ._problems import (
     Faults,
     Problem,
@@ -100,7 +100,7 @@ def _join_and_check(
     keys = {problem.key for problem in disagreed}
     # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
     # first.
-    columns = join_agreed(agreed_parts(parts, keys))
+    columns = join_agreed([without_keys(part, keys) for part in parts] if keys else parts)
     arrays = object_problems(join_objects(objects)) if any(map(len, objects)) else ()
     others = (problem for problem in arrays if problem.key not in keys)
     return columns, (*disagreed, *access_problems(columns), *others)
@@ -129,8 +129,9 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     for first, main in _main_by_keys(columns):
         beyond += _overhanging(main)
         found = sharding_faults(main)
-        faults.append(replace(found, key=found.key + first))
-    return (*beyond, *fault_problems(columns, join_faults(faults), "element"))
+        if len(found):
+            faults.append(replace(found, key=found.key + first))
+    return (*beyond, *fault_problems(columns, join_faults(faults), "element")) if faults else tuple(beyond)
 
 
 def _main_by_keys(columns: ShardColumns) -> Iterator[tuple[int, ShardColumns]]:

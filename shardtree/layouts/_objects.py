@@ -161,6 +161,9 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
         ...     print(problem)
         'w' (ranks 0-2): (4,) float32 on rank 0, (5,) float32 on ranks 1, 2
     """
+    # Alone, a rank's columns already agree with themselves.
+    if sum(bool(keys) for keys in (*(part.keys for part in parts), *(each.keys for each in objects))) < 2:
+        return ()
     wrong = _disagreed(parts, objects)
     kinds_of: dict[str, dict[str, list[int]]] = {key: defaultdict(list) for key in sorted(wrong)}
     columns: list[ShardColumns | ObjectColumns] = [*parts, *objects] if wrong else []
@@ -180,9 +183,6 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
 
 def _disagreed(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
     """Return the keys with more than one kind."""
-    # Alone, a rank's columns already agree with themselves.
-    if sum(bool(keys) for keys in (*(part.keys for part in parts), *(each.keys for each in objects))) < 2:
-        return set()
     same: dict[TensorKind, TensorKind] = {}
     known: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
@@ -229,19 +229,15 @@ def _kind_text(held: ShardColumns | ObjectColumns, number: int) -> str:
     return str(held.kinds[number]) if isinstance(held, ShardColumns) else f"{held.shapes[number]} objects"
 
 
-def agreed_parts(parts: Sequence[ShardColumns], disagreed: Collection[object]) -> list[ShardColumns]:
+def without_keys(columns: ShardColumns, keys: Collection[object]) -> ShardColumns:
     """Return columns without the given keys.
 
     Examples:
         >>> import torch, shardtree as st
         >>> shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "ab"]
-        >>> agreed_parts([st.layouts.shard_columns(shards)], {"a"})[0].keys
+        >>> without_keys(st.layouts.shard_columns(shards), {"a"}).keys
         ('b',)
     """
-    return [_without(part, disagreed) if disagreed else part for part in parts]
-
-
-def _without(columns: ShardColumns, keys: Collection[object]) -> ShardColumns:
     kept = np.array([key not in keys for key in columns.keys], dtype=np.bool_)
     numbers = np.flatnonzero(kept).tolist()
     rest = select_rows(columns, np.flatnonzero(kept[columns.key]))

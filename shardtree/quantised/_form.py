@@ -16,8 +16,7 @@ from ..lenses import StoredForm, as_factory
 from ..mapping import ShardedTensor
 from ._encode import Encode, blocks_of, encoded
 from ._lazy import Boxwise
-from ._part import Join, Part, decoded, inside, scaled
-from ._shards import in_pieces, is_of_blocks, joined, owned, shard_of
+from ._part import Join, Part, decoded, in_pieces, inside, is_of_blocks, joined, owned, scaled, shard_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from ._blocks import (
     BLOCK_BYTES,
     BlockHasher,
     Hashes,
+    Verify,
     block_count,
     block_hashes,
     digest,
@@ -47,7 +48,7 @@ from ._capabilities import (
     threads_of,
     write_parts,
 )
-from ._checked import ByteRanges, ReadReport, StoredFile, Verify, joined_crc32, read_crc32
+from ._checked import ByteRanges, ReadReport, StoredFile, joined_crc32, read_crc32
 from ._fetch import fetch, fetch_run
 from ._folders import Directory, NewFolder, crosses_network, folder_in, is_same_place, new_folder, storage_at
 from ._fsspec import FsspecStorage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -118,6 +119,61 @@ def covered(begin: Column, end: Column, edges: Column) -> Column:
     opened, closed = (np.searchsorted(column, edges, side="left") for column in (begin, reached))
     # Before an edge lie all spans that ended by then, and the beginning of the one that reaches across it.
     return np.asarray(sums[closed] + np.where(opened > closed, edges - np.append(begin, 0)[closed], 0))
+
+
+# Which blocks a read checks.
+
+Verify = Literal["whole", "all"] | None
+"""Which blocks are checked: "whole": those that are read nearly whole, and in small files all that are touched; "all":
+all that are touched; None: none."""
+
+# Checking only the blocks that happen to be read whole would check nothing in a file that is smaller than a block: a
+# flipped bit there was loaded in silence, and so were files of one length that had changed places. In large files it
+# left out the first block, which begins with a header that no load reads, and the ends of tensors. These blocks are
+# few.
+_SMALL_FILE_BYTES = 4 * 1024 * 1024
+NEARLY_WHOLE_BYTES = 64 * 1024
+"""A block of which no more than this is missing is read whole."""
+
+
+def run_blocks(begin: int, end: int, length: int, verify: Verify) -> range:
+    """Return the blocks of a file with hashes that are to be checked where one run is read, as by `requests_of`.
+
+    Args:
+        begin: first byte of the run.
+        end: one past its last byte.
+        length: of the file, in bytes.
+        verify: which blocks are checked.
+
+    Examples:
+        >>> run_blocks(100, 3 * BLOCK_BYTES - 100_000, 9 * 2**20, "whole"), run_blocks(100, 200, 9 * 2**20, "all")
+        (range(0, 2), range(0, 1))
+    """
+    if verify is None:
+        return range(0)
+    first, stop = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+
+    def lacks(block: int) -> int:
+        low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, length)
+        return max(begin - low, 0) + max(high - end, 0)
+
+    if not checks_all(length, verify):
+        # Only the first and the last one can lack anything.
+        first += first < stop and lacks(first) > NEARLY_WHOLE_BYTES
+        stop -= first < stop and lacks(stop - 1) > NEARLY_WHOLE_BYTES
+    return range(first, stop)
+
+
+def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
+    """Return begin and end of each run of flagged blocks of a file, int64 (runs,) each."""
+    edges = np.diff(np.concatenate(([False], blocks, [False])).astype(np.int8))
+    begin, end = (np.flatnonzero(edges == sign) * BLOCK_BYTES for sign in (1, -1))
+    return begin, np.minimum(end, length)
+
+
+def checks_all(length: int, verify: Verify) -> bool:
+    """Return whether all blocks of a file of that length that are read from are checked."""
+    return verify == "all" or length <= _SMALL_FILE_BYTES
 
 
 class BlockHasher:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,20 +14,8 @@ from ..codec import crc32
 from ..errors import CorruptCheckpoint, error_text, plural, shorten, size_text
 from ..geometry import Column, rows_of
 from ..plans import Runs, Strided
-from ._blocks import BLOCK_BYTES, Flags, Hashes, covered
+from ._blocks import BLOCK_BYTES, NEARLY_WHOLE_BYTES, Hashes, covered
 from ._storage import Buffer, Reader
-
-Verify = Literal["whole", "all"] | None
-"""Which blocks are checked: "whole": those that are read nearly whole, and in small files all that are touched; "all":
-all that are touched; None: none."""
-
-# Checking only the blocks that happen to be read whole would check nothing in a file that is smaller than a block: a
-# flipped bit there was loaded in silence, and so were files of one length that had changed places. In large files it
-# left out the first block, which begins with a header that no load reads, and the ends of tensors. These blocks are
-# few.
-_SMALL_FILE_BYTES = 4 * 1024 * 1024
-NEARLY_WHOLE_BYTES = 64 * 1024
-"""A block of which no more than this is missing is read whole."""
 
 Rows = TypeVar("Rows", Runs, Strided)
 
@@ -122,41 +110,6 @@ def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list
         enough = enough | (unread(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
     chosen: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
     return chosen
-
-
-def run_blocks(file: StoredFile, begin: int, end: int, verify: Verify) -> range:
-    """Return the blocks of a file that are to be checked where one run is read, the same as by `requests_of`.
-
-    Examples:
-        >>> file = StoredFile("w", 9 * 2**20, np.zeros(36, dtype=np.uint64))
-        >>> run_blocks(file, 100, 3 * BLOCK_BYTES - 100_000, "whole"), run_blocks(file, 100, 200, "all")
-        (range(0, 2), range(0, 1))
-    """
-    if file.hashes is None or verify is None:
-        return range(0)
-    first, stop = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
-
-    def lacks(block: int) -> int:
-        low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.length)
-        return max(begin - low, 0) + max(high - end, 0)
-
-    if not checks_all(file, verify):
-        # Only the first and the last one can lack anything.
-        first += first < stop and lacks(first) > NEARLY_WHOLE_BYTES
-        stop -= first < stop and lacks(stop - 1) > NEARLY_WHOLE_BYTES
-    return range(first, stop)
-
-
-def block_spans(blocks: Flags, length: int) -> tuple[Column, Column]:
-    """Return begin and end of each run of flagged blocks of a file, int64 (runs,) each."""
-    edges = np.diff(np.concatenate(([False], blocks, [False])).astype(np.int8))
-    begin, end = (np.flatnonzero(edges == sign) * BLOCK_BYTES for sign in (1, -1))
-    return begin, np.minimum(end, length)
-
-
-def checks_all(file: StoredFile, verify: Verify) -> bool:
-    """Return whether all blocks of a file that are read from are checked."""
-    return verify == "all" or file.length <= _SMALL_FILE_BYTES
 
 
 # Errors

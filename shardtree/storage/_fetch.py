@@ -16,10 +16,10 @@ from .._ambient import collector_paused
 from ..codec import byte_buffer
 from ..errors import StorageError
 from ..plans import LoadPlan, Runs
-from ._blocks import BLOCK_BYTES, BlockHasher, Flags
+from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Verify, run_blocks
 from ._buffers import host_memory, is_staged
 from ._capabilities import can
-from ._checked import ReadReport, StoredFile, Verify, damaged, range_crc32, run_blocks
+from ._checked import ReadReport, StoredFile, damaged, range_crc32
 from ._requests import STEP_BYTES, WINDOW_BYTES, Checks, Request, cut_of, requests_of
 from ._storage import Buffer, Storage
 from ._strided import copy_piece, wide_reads
@@ -98,7 +98,7 @@ def fetch_run(
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
-    checked = run_blocks(file, byte, end, verify)
+    checked = range(0) if file.hashes is None else run_blocks(byte, end, file.length, verify)
     # Of blocks that are to be checked and that the run begins or ends in, the rest comes along, into memory of its own.
     before = max(byte - checked.start * BLOCK_BYTES, 0) if checked else 0
     after = max(min(checked.stop * BLOCK_BYTES, file.length) - end, 0) if checked else 0

@@ -145,7 +145,7 @@ class LocalStorage:
         """Make a folder and those above it."""
         with self._storage_errors("make the folder", name):
             path = self.where(name)
-            parents = parents_of_missing(path)
+            parents = parents_of_missing(path) if durable else []
             try:
                 os.makedirs(path, exist_ok=True)
             except FileNotFoundError:  # another save that failed removed a parent folder meanwhile

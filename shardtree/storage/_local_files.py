@@ -154,7 +154,10 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
     length = 0
     try:
         for batch in _batches(byte_view(buffer, where) for buffer in buffers):
-            length += _write_all(descriptor, batch)
+            pending = [buffer for buffer in batch if buffer.nbytes]
+            length += sum(buffer.nbytes for buffer in pending)
+            while pending:
+                pending = remaining(pending, os.writev(descriptor, pending))
     except BaseException:
         # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
         if reserved:
@@ -164,14 +167,6 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
     if reserved > length:
         os.ftruncate(descriptor, length)
     return length
-
-
-def _write_all(descriptor: int, batch: list[Buffer]) -> int:
-    pending = [buffer for buffer in batch if buffer.nbytes]
-    total = sum(buffer.nbytes for buffer in pending)
-    while pending:
-        pending = remaining(pending, os.writev(descriptor, pending))
-    return total
 
 
 def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:

@@ -10,19 +10,19 @@ import numpy as np
 
 from ..geometry import Column, joined_rows, rows_of, span_numbers
 from ..plans import LoadPlan, ReadCost, Runs, Strided
-from ._blocks import BLOCK_BYTES, BlockHasher, Flags, missing, touched
-from ._capabilities import can
-from ._checked import (
+from ._blocks import (
+    BLOCK_BYTES,
     NEARLY_WHOLE_BYTES,
-    RangeHasher,
-    StoredFile,
+    BlockHasher,
+    Flags,
     Verify,
     block_spans,
     checks_all,
-    in_file_order,
-    of_file,
-    ranges_to_check,
+    missing,
+    touched,
 )
+from ._capabilities import can
+from ._checked import RangeHasher, StoredFile, in_file_order, of_file, ranges_to_check
 from ._storage import Storage
 from ._strided import GAP_BYTES, is_contiguous, last_byte, split_pieces, wide_reads
 from ._threads import usual_threads
@@ -241,7 +241,7 @@ def _checks_of(
     count = int(np.count_nonzero(blocks))
     if verify is None or file.hashes is None:
         return Checks(file, count), begin[:0], begin[:0]
-    if not checks_all(file, verify):
+    if not checks_all(file.length, verify):
         rows = is_contiguous(pieces)
         begin, end = np.append(begin, pieces.byte[rows]), np.append(end, last_byte(pieces)[rows])
         order = np.argsort(begin, kind="stable")

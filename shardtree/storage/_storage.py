@@ -252,17 +252,14 @@ def inside(name: str, root: str) -> str:
     if _PLAIN.fullmatch(name):
         return name
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not _is_nameable(name):
-        raise StorageError(error_text(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
-    return "/".join(path.parts)
-
-
-def _is_nameable(name: str) -> bool:
     try:
         name.encode("utf-8", "surrogateescape")  # a file's name may have bytes that aren't UTF-8
+        is_nameable = "\0" not in name
     except UnicodeEncodeError:
-        return False
-    return "\0" not in name
+        is_nameable = False
+    if path.is_absolute() or ".." in path.parts or not is_nameable:
+        raise StorageError(error_text(f"{name!r} would leave the folder {root!r}", expected="a name inside it"))
+    return "/".join(path.parts)
 
 
 # Parts of a file that several ranks write together.

@@ -78,7 +78,7 @@ from .index import (
     stored_fingerprints,
     write_file,
 )
-from .index._metadata import PairItems, PairValues
+from .index._metadata import PairsMapping
 
 __all__ = [
     "AsyncRequest",

@@ -334,8 +334,13 @@ def _is_whole(storage: Storage, name: str) -> bool:
 
 
 def write_checked(storage: Storage, name: str, data: bytes, *, durable: bool) -> dict[str, Any]:
-    """Write a file and return its entry in metadata.json: name, length in bytes and hash."""
+    """Write a file and return its entry in metadata.json."""
     storage.write(name, [memoryview(data)], durable=durable)
+    return checked_entry(name, data)
+
+
+def checked_entry(name: str, data: bytes) -> dict[str, Any]:
+    """Return the entry of a file in metadata.json: name, length in bytes and hash."""
     return {"name": name, "length": len(data), "digest": digest(data)}
 
 

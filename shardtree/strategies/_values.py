@@ -93,21 +93,14 @@ class ReadCache:
         results: those that are there already, by their functions.
     """
 
-    __slots__ = ("_results",)
+    __slots__ = ("results",)
 
     def __init__(self, results: Mapping[Callable[[Checkpoint], Any], Any] | None = None) -> None:
-        self._results = dict(results or {})
-
-    def of(self, read: Callable[[Checkpoint], T], checkpoint: Checkpoint) -> T:
-        """Return what a function reads of the checkpoint."""
-        if read not in self._results:
-            self._results[read] = read(checkpoint)
-        found: T = self._results[read]
-        return found
+        self.results = dict(results or {})
 
     def adding(self, read: Callable[[Checkpoint], T], result: T) -> ReadCache:
         """Return one that has a function's result too."""
-        return ReadCache({**self._results, read: result})
+        return ReadCache({**self.results, read: result})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +133,11 @@ class Checkpoint:
 
         For what several rows of a format need, such as its parsed metadata.
         """
-        return self.cache.of(read, self)
+        results = self.cache.results
+        if read not in results:
+            results[read] = read(self)
+        found: T = results[read]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,8 @@ from ..codec.archives import StoredDTensor, StoredTensor
 from ..errors import CorruptCheckpoint, TreeError, error_text
 from ..mapping import ShardedObject
 from ..storage import Storage
-from ._actions import Strategies, StrategyAction
-from ._traits import FormatTraits
 from ._values import Checkpoint, Fields, fields_of_backend
 from .archives import (
-    ACTIONS,
     ArchiveFile,
     Contents,
     RankPart,
@@ -23,9 +20,10 @@ from .archives import (
     ValueAt,
     check_rank,
     contents_of,
+    hyperparameters,
     place_parts,
     read_archives,
-    rows_from_contents,
+    rows_of_archives,
     state_key,
 )
 
@@ -231,11 +229,7 @@ def _common(
 ) -> dict[str, Any]:
     common: dict[str, Any] = {}
     if optimizers:
-        # Without the numbers of parameters: an optimizer has its own, and `optim` leaves them out of saves too.
-        groups = [
-            {key: value for key, value in group.of(dict).items() if key != "params"}
-            for group in _groups(optimizers[0][1])
-        ]
+        groups = hyperparameters(group.of(dict) for group in _groups(optimizers[0][1]))
         common["optimizer"] = {"param_groups": groups} | ({"state": dict(states)} if states else {})
     if extra and isinstance(extra[0], dict):
         common |= {key: value for key, value in extra[0].items() if key != "rng"}
@@ -251,11 +245,4 @@ def _objects(extra: Sequence[Any]) -> dict[str, Any]:
     return {ShardedObject("rng", None, (count,), (rank,)).unique_key: state for rank, state in enumerate(states)}
 
 
-ROWS: Strategies = {
-    (StrategyAction.RECOGNIZE, BACKEND, VERSION): recognize,
-    (StrategyAction.DESCRIBE, BACKEND, VERSION): lambda: FormatTraits(decided_by=PATTERNS),
-    **{
-        (action, BACKEND, VERSION): function
-        for action, function in zip(ACTIONS, rows_from_contents(read_contents), strict=True)
-    },
-}
+ROWS = rows_of_archives(BACKEND, VERSION, recognize, PATTERNS, read_contents)

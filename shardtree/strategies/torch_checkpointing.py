@@ -15,11 +15,8 @@ from ..errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text
 from ..mapping import ShardedObject
 from ..storage import Storage
 from ..trees import HOLE, diff
-from ._actions import Strategies, StrategyAction
-from ._traits import FormatTraits
 from ._values import Checkpoint, Fields, fields_of_backend
 from .archives import (
-    ACTIONS,
     ArchiveFile,
     Contents,
     Piece,
@@ -30,7 +27,7 @@ from .archives import (
     local_part,
     place_parts,
     read_archives,
-    rows_from_contents,
+    rows_of_archives,
 )
 
 BACKEND, VERSION = "torch_checkpointing", 1
@@ -275,11 +272,4 @@ def _is_inside(offset: Sequence[int], size: Sequence[int], whole: Sequence[int])
     return all(low + length <= end for low, length, end in zip(offset, size, whole, strict=True))
 
 
-ROWS: Strategies = {
-    (StrategyAction.RECOGNIZE, BACKEND, VERSION): recognize,
-    (StrategyAction.DESCRIBE, BACKEND, VERSION): lambda: FormatTraits(decided_by=(METADATA, PATTERN)),
-    **{
-        (action, BACKEND, VERSION): function
-        for action, function in zip(ACTIONS, rows_from_contents(read_contents), strict=True)
-    },
-}
+ROWS = rows_of_archives(BACKEND, VERSION, recognize, (METADATA, PATTERN), read_contents)

@@ -7,15 +7,23 @@ is under test. A law raises AssertionError and says what differs.
 
 from ._bits import assemble, bits, first_difference, outline, refilled
 from ._check_storage import check_storage
-from ._law_buffers import BufferOptions, buffer_options, check_buffer_plan, check_flat_shards, packed_slices
 from ._law_factory import check_factory, factories, glu, lens_factories, transposed
 from ._law_lens import LENS_CASES, LensCase, check_build_undoes_merge, check_layouts_agree, check_lens
-from ._law_plans import check_layout, check_load_plan, check_writes
+from ._law_plans import (
+    BufferOptions,
+    buffer_options,
+    check_buffer_plan,
+    check_flat_shards,
+    check_layout,
+    check_load_plan,
+    check_writes,
+    packed_slices,
+    shard_elements,
+)
 from ._law_purity import check_commutes, check_pure
-from ._law_quantised import check_quantised
-from ._law_reshard import check_filled, check_reshard, check_reshard_plan, shard_elements
+from ._law_reshard import check_filled, check_reshard, check_reshard_plan
 from ._law_schedules import check_moved, check_relayed, check_schedule, element_numbers, moved
-from ._law_trace import check_trace
+from ._law_trace import check_quantised, check_trace
 from ._layouts import (
     Layout,
     Piece,
@@ -62,7 +70,7 @@ from ._tensors import (
 from ._watched import Call, watched
 from ._ways import check_ways
 from .conformance import RefusedCase, StrategyReport, check_strategy
-from .conformance._row_cases import check_rows
+from .conformance._value_cases import check_rows
 
 __all__ = [
     "GlobalState",

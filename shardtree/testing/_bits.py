@@ -62,6 +62,12 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     return f"{count}, the first one at {place}: found {left_shown}, expected {right_shown}"
 
 
+def check_equal(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise, with what is compared, unless two tensors are equal bit for bit."""
+    difference = first_difference(found, expected)
+    assert difference is None, f"{what}: {difference}"
+
+
 def check_same(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """Raise unless tensors, by key, are those that are expected, bit for bit."""
     assert sorted(found) == sorted(expected), f"{what}: found {sorted(found)}, expected {sorted(expected)}"
@@ -133,22 +139,21 @@ def assemble(trees: Iterable[Any]) -> dict[str, torch.Tensor]:
     for tree in trees:
         for leaf in shards_of(tree).values():
             shards.setdefault(leaf.key, []).append(leaf)
-    return {key: _whole(key, held) for key, held in shards.items()}
+    return {key: _whole(key, parts) for key, parts in shards.items()}
 
 
 def _whole(key: str, shards: list[ShardedTensor]) -> torch.Tensor:
     shape, dtype = shards[0].global_shape, shards[0].dtype
     number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)
     whole = carried(torch.empty(number.numel(), dtype=dtype, device="cpu")).zero_()
-    held = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
+    filled = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
     for shard in shards:
         at = number[shard.global_slice()].reshape(-1)[shard.flattened_range or slice(None)]
-        new, known = carried(shard.data).reshape(-1), held[at]
-        differ = first_difference(new[known], whole[at][known])
-        assert differ is None, f"copies of {key!r} differ: {differ}"
-        whole[at], held[at] = new, True
-    missing = int((~held).sum())
-    assert not missing, f"{missing} of {held.numel()} elements of {key!r} are on no rank"
+        new, is_copy = carried(shard.data).reshape(-1), filled[at]
+        check_equal(f"copies of {key!r} differ", new[is_copy], whole[at][is_copy])
+        whole[at], filled[at] = new, True
+    missing = int((~filled).sum())
+    assert not missing, f"{missing} of {filled.numel()} elements of {key!r} are on no rank"
     return whole.view(dtype).view(shape)
 
 
@@ -164,10 +169,10 @@ def refilled(target: Any, loaded: Any) -> Any:
         >>> refilled(target, {"step": 3, "w": [torch.tensor([4, 5])]})["w"][0].data
         tensor([4, 5])
     """
-    found = dict(leaves_with_paths(loaded))
+    tensors = dict(leaves_with_paths(loaded))
     places = {id(leaf): path for path, leaf in leaves_with_paths(target)}
 
     def fill(leaf: Any) -> Any:
-        return replace(leaf, data=found[places[id(leaf)]]) if isinstance(leaf, ShardedTensor) else leaf
+        return replace(leaf, data=tensors[places[id(leaf)]]) if isinstance(leaf, ShardedTensor) else leaf
 
     return map_shards(fill, target)

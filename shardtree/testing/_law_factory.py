@@ -19,7 +19,7 @@ from ..errors import render_path
 from ..lenses import as_factory
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedBase, ShardedTensor, ShardedTensorFactory
 from ..trees import apply_factories, apply_factory_merges, map_shards
-from ._bits import bits, carried, first_difference, shards_of
+from ._bits import bits, carried, check_equal, first_difference, shards_of
 from ._law_lens import LENS_CASES
 from ._layouts import cut, layouts
 from ._tensors import PRINTABLE_DTYPES, random_bits
@@ -261,8 +261,8 @@ def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
     before = bits(factory.data)  # the parameter itself, which training goes on with
     built = _built(factory)
     assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed what it was given"
-    wrong = first_difference(_merged(factory, map_shards(_reloaded, built)), factory.data)
-    assert wrong is None, f"merge doesn't undo build for {factory.key!r}{_range(factory)}: {wrong}"
+    what = f"merge doesn't undo build for {factory.key!r}{_range(factory)}"
+    check_equal(what, _merged(factory, map_shards(_reloaded, built)), factory.data)
 
 
 def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:

@@ -19,7 +19,7 @@ from ..errors import plural
 from ..lenses import grouped_runs as groups
 from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from ..trees import apply_factories, apply_factory_merges, map_shards
-from ._bits import assemble, carried, check_same, first_difference, shards_of
+from ._bits import assemble, carried, check_equal, check_same, first_difference, shards_of
 from ._layouts import flattened
 from ._tensors import random_bits
 
@@ -228,8 +228,7 @@ def _check_built_again(
         again = apply_factories([replace(factory, data=merged)])
         pairs = zip(shards_of(built).values(), shards_of(again).values(), strict=True)
         for put, found in pairs:
-            wrong = first_difference(found.data, put.data)
-            assert wrong is None, f"{broken} on {_describe(put)}: {wrong}"
+            check_equal(f"{broken} on {_describe(put)}", found.data, put.data)
 
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:

@@ -1,17 +1,28 @@
-"""The laws of load plans, writes and layouts, checked by counting bytes and elements."""
+"""The laws of layouts, loads, writes and contiguous buffers, checked by counting bytes and elements."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
+from ..buffers import BufferPlan, buffer_slices, flat_shards
 from ..layouts import ShardColumns, check_access, join_columns, shard_columns
+from ..mapping import ShardedTensor
 from ..plans import LoadPlan, Runs, StoredChunks, Strided
-from ._bits import assemble, first_difference
+from ._bits import assemble, carried, check_equal, check_same
+from ._law_purity import check_pure
 from ._layouts import Layout, cut
-from ._tensors import random_bits
+from ._tensors import random_bits, shapes
+
+Element = tuple[int, ...]
+"""The global index of one."""
 
 
 def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan) -> None:
@@ -35,17 +46,18 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
         >>> check_load_plan(half, stored, st.plans.plan_load(half, stored))
     """
     expected = _expected_sources(requests, chunks)
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    sources: dict[tuple[int, int], tuple[int, int]] = {}
     for target, source in (*_run_bytes(plan.runs), *_strided_bytes(plan.strided)):
-        assert target not in found, f"byte {target[1]} of shard {target[0]} is read twice"
-        found[target] = source
-    for target in expected.keys() | found.keys():
-        where, right = found.get(target), expected.get(target)
+        assert target not in sources, f"byte {target[1]} of shard {target[0]} is read twice"
+        sources[target] = source
+    for target in expected.keys() | sources.keys():
+        where, right = sources.get(target), expected.get(target)
         assert where == right, f"byte {target[1]} of shard {target[0]} comes from {where}, and is stored at {right}"
     assert plan.bytes_read == len(expected), f"the plan says {plan.bytes_read} bytes, and needs {len(expected)}"
     sizes = requests.item_size[requests.key].tolist()
-    held = np.bincount([shard for shard, _ in expected], minlength=len(requests)).tolist()
-    assert plan.covered.tolist() == [count // size for count, size in zip(held, sizes, strict=True)], "covered is wrong"
+    counts = np.bincount([shard for shard, _ in expected], minlength=len(requests)).tolist()
+    covered = [count // size for count, size in zip(counts, sizes, strict=True)]
+    assert plan.covered.tolist() == covered, f"covered is {plan.covered.tolist()}, expected {covered}"
 
 
 def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
@@ -73,12 +85,12 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         box = columns.offset[row].tolist(), columns.shape[row].tolist(), int(columns.start[row]), int(columns.stop[row])
         rows.setdefault((columns.keys[int(columns.key[row])], *map(str, box)), []).append(row)
     loads: dict[frozenset[int], list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = {}
-    for place, held in rows.items():
-        written = [row for row in held if writes[row]]
-        wanted = int(any(columns.main[row] for row in held))
-        assert len(written) == wanted, f"{place} is written {len(written)} times, expected {wanted}"
-        holders = frozenset(int(columns.rank[row]) for row in held)
-        for row in written:
+    for place, copies in rows.items():
+        writers = [row for row in copies if writes[row]]
+        expected = int(any(columns.main[row] for row in copies))
+        assert len(writers) == expected, f"{place} is written {len(writers)} times, expected {expected}"
+        holders = frozenset(int(columns.rank[row]) for row in copies)
+        for row in writers:
             loads.setdefault(holders, []).append(np.eye(ranks, dtype=np.int64)[columns.rank[row]] * size[row])
     for holders, each in loads.items():
         load, largest = np.sum(each, axis=0), max(int(part.max()) for part in each)
@@ -86,11 +98,17 @@ def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int
         assert load.max() <= limit, f"ranks {sorted(holders)} write {load[sorted(holders)].tolist()}, at most {limit}"
 
 
-def _elements(columns: ShardColumns | StoredChunks, row: int, axes: int) -> list[tuple[int, ...]]:
-    """Return the indices of a shard's or chunk's elements, in memory order."""
-    offset, shape = columns.offset[row].tolist(), columns.shape[row].tolist()
-    offset, shape = [0] * (axes - len(offset)) + offset, [1] * (axes - len(shape)) + shape
-    inside = list(product(*(range(low, low + size) for low, size in zip(offset, shape, strict=True))))
+def shard_elements(columns: ShardColumns | StoredChunks, row: int) -> list[Element]:
+    """Return the global indices of a shard's or chunk's elements, in memory order.
+
+    Examples:
+        >>> import torch, shardtree as st
+        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2))
+        >>> shard_elements(st.layouts.shard_columns([whole]), 0)
+        [(3,), (4,), (5,)]
+    """
+    begin, shape = columns.offset[row].tolist(), columns.shape[row].tolist()
+    inside = list(product(*(range(low, low + size) for low, size in zip(begin, shape, strict=True))))
     start = int(columns.start[row])
     return inside if start < 0 else inside[start : int(columns.stop[row])]
 
@@ -98,20 +116,25 @@ def _elements(columns: ShardColumns | StoredChunks, row: int, axes: int) -> list
 def _expected_sources(requests: ShardColumns, chunks: StoredChunks) -> dict[tuple[int, int], tuple[int, int]]:
     """Return, for each requested byte (shard, byte) that is stored, its (file, byte)."""
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
+
+    def aligned(element: Element) -> Element:
+        return (*(0,) * (axes - len(element)), *element)
+
     # A table of every stored element: no arithmetic on boxes and strides, which is what is under test.
-    stored: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    places: dict[tuple[int, Element], tuple[int, int]] = {}
     for row in range(len(chunks.key)):
         size = int(requests.item_size[chunks.key[row]])
-        for number, element in enumerate(_elements(chunks, row, axes)):
-            stored[int(chunks.key[row]), element] = int(chunks.file[row]), int(chunks.byte[row]) + number * size
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+        for number, element in enumerate(shard_elements(chunks, row)):
+            place = int(chunks.file[row]), int(chunks.byte[row]) + number * size
+            places[int(chunks.key[row]), aligned(element)] = place
+    sources: dict[tuple[int, int], tuple[int, int]] = {}
     for row in range(len(requests)):
         key, size = int(requests.key[row]), int(requests.item_size[requests.key[row]])
-        for number, element in enumerate(_elements(requests, row, axes)):
-            if (key, element) in stored:
-                file, byte = stored[key, element]
-                found |= {(row, number * size + i): (file, byte + i) for i in range(size)}
-    return found
+        for number, element in enumerate(shard_elements(requests, row)):
+            if (key, aligned(element)) in places:
+                file, byte = places[key, aligned(element)]
+                sources |= {(row, number * size + i): (file, byte + i) for i in range(size)}
+    return sources
 
 
 def _run_bytes(runs: Runs) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -121,14 +144,14 @@ def _run_bytes(runs: Runs) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def _strided_bytes(pieces: Strided) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    found = []
+    pairs = []
     for row in range(len(pieces.file)):
         file, to, size = (int(column[row]) for column in (pieces.file, pieces.target, pieces.item_size))
         for place in np.ndindex(*pieces.shape[row].tolist()):
             byte = int(pieces.byte[row]) + int(np.dot(place, pieces.stride[row])) * size
             at = int(pieces.target_byte[row]) + int(np.dot(place, pieces.target_stride[row])) * size
-            found += [((to, at + i), (file, byte + i)) for i in range(size)]
-    return found
+            pairs += [((to, at + i), (file, byte + i)) for i in range(size)]
+    return pairs
 
 
 # The law of layouts.
@@ -151,5 +174,175 @@ def check_layout(layout: Layout) -> None:
     whole = random_bits(layout.global_shape, torch.int16, 1)
     trees = [cut(layout, "w", whole, rank) for rank in range(layout.ranks)]
     check_access(join_columns([shard_columns(tree, rank) for rank, tree in enumerate(trees)]))
-    differ = first_difference(assemble(trees)["w"], whole)
-    assert differ is None, differ
+    check_equal("pieces of 'w'", assemble(trees)["w"], whole)
+
+
+# Contiguous buffers: plans, and conversions between slices, shards and parameters.
+
+
+def check_buffer_plan(plan: BufferPlan) -> None:
+    """Raise unless each element of each parameter is in exactly one rank's range, at the position in the plan.
+
+    Counts element by element, so keep shapes small.
+
+    Args:
+        plan: what `plan_buffers` returned.
+
+    Raises:
+        AssertionError: names the parameter, and the elements on no rank or several, or at another position.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> check_buffer_plan(plan_buffers({"w": (4, 3), "b": (), "empty": (0, 2)}, data_parallel=5, bucket_size=8))
+    """
+    _check_buckets(plan)
+    covered: dict[str, list[int]] = {place.name: [] for place in plan.places}
+    places = {place.name: place for place in plan.places}
+    ranges = [part for rank in range(plan.data_parallel) for part in plan.ranges(rank)]
+    for part in ranges:
+        first, length = plan.buckets[part.bucket][0], plan.slice_lengths[part.bucket]
+        in_slice = range(length)[part.taken]
+        in_parameter = range(prod(places[part.name].shape))[part.flattened_range]
+        positions = [first + part.rank * length + number for number in in_slice]
+        elements = [places[part.name].start + number for number in in_parameter]
+        assert positions == elements, f"rank {part.rank}: {part.name!r}: {part.taken} isn't {part.flattened_range}"
+        covered[part.name] += in_parameter
+    for name, numbers in covered.items():
+        elements = list(range(prod(places[name].shape)))
+        wrong = [number for number in {*numbers, *elements} if numbers.count(number) != 1][:10]
+        assert sorted(numbers) == elements, f"{name!r}: elements on no rank or several: {wrong}"
+        holders = [part for part in ranges if part.name == name]
+        assert list(plan.holders(name)) == holders, f"{name!r}: found holders {plan.holders(name)}, expected {holders}"
+        assert elements or len(holders) == 1, f"{name!r} has no elements, and is on {len(holders)} ranks"
+
+
+def _check_buckets(plan: BufferPlan) -> None:
+    """Raise unless buckets are adjacent, can be cut evenly, and contain their parameters in order, without overlaps."""
+    end = 0
+    for number, (start, stop) in enumerate(plan.buckets):
+        assert start == end, f"bucket {number} starts at {start}, expected {end}"
+        assert (stop - start) % plan.data_parallel == 0, f"bucket {number} can't be cut in {plan.data_parallel}"
+        end = stop
+    position = 0
+    for place in plan.places:
+        first, last = plan.buckets[place.bucket]
+        assert max(position, first) <= place.start, f"{place.name!r} starts at {place.start}, in what is before it"
+        assert place.stop <= last, f"{place.name!r} ends at {place.stop}, its bucket at {last}"
+        position = place.stop
+    lost = sum(prod(place.shape) for place in plan.places) + plan.padding - end
+    assert not lost, f"{lost} elements are neither parameters nor padding"
+
+
+def check_flat_shards(
+    plan: BufferPlan,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    shards: Callable[..., Any] = flat_shards,
+    slices: Callable[..., Any] = buffer_slices,
+) -> None:
+    """Raise unless all ranks' flat shards make up the parameters, bit for bit, and can be packed into the same slices.
+
+    The reference packs the buffer element by element. Arguments must not change, and shards must be views of slices.
+
+    Args:
+        plan: of these tensors.
+        tensors: the whole parameters, all of one dtype; or one state of each parameter.
+        shards: called as ``shards(plan, rank, slices, parameters, prefix=...)``.
+        slices: called as ``slices(plan, rank, tree, dtype=...)``.
+
+    Raises:
+        AssertionError: names the rank and the bucket, or the parameter, and the difference.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> tensors = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
+        >>> check_flat_shards(plan_buffers(tensors, data_parallel=4, align=4), tensors)
+    """
+    parameters = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+    packed = packed_slices(plan, tensors)
+    trees = []
+    for rank, own in enumerate(packed):
+        tree = check_pure(partial(shards, prefix="state"), plan, rank, own, parameters)
+        names = [part.name for part in plan.ranges(rank)]
+        assert list(tree) == names, f"rank {rank}: found shards of {list(tree)}, expected {names}"
+        # Copies would double the memory of an optimizer's state while it is saved.
+        memory = {part.untyped_storage().data_ptr() for part in own}
+        copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
+        assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
+        loaded = {name: carried(leaf.data).clone().view(leaf.dtype) for name, leaf in tree.items()}
+        dtype = own[0].dtype if own else torch.float32
+        back = check_pure(partial(slices, dtype=dtype), plan, rank, loaded)
+        assert len(back) == len(own), f"rank {rank}: found {len(back)} slices, expected {len(own)}"
+        for bucket, (found, expected) in enumerate(zip(back, own, strict=True)):
+            check_equal(f"rank {rank}, bucket {bucket}: there and back", found, expected)
+        trees.append(tree)
+    whole = {f"state.{name}": tensor for name, tensor in tensors.items()}
+    check_same("shards don't make up the parameters", assemble(trees), whole)
+
+
+def packed_slices(plan: BufferPlan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return each rank's slices, one for each bucket, of a buffer that is filled element by element; padding is 0.
+
+    Args:
+        plan: of these tensors.
+        tensors: the whole parameters, all of one dtype.
+
+    Examples:
+        >>> from shardtree.buffers import plan_buffers
+        >>> tensors = {"w": torch.arange(1, 4), "b": torch.tensor(4)}
+        >>> packed_slices(plan_buffers(tensors, data_parallel=2, align=4), tensors)
+        [[tensor([1, 2, 3])], [tensor([0, 4, 0])]]
+    """
+    # As a list of Python numbers: the code under test uses views and slices, so the reference uses neither.
+    elements = [0] * (plan.buckets[-1][1] if plan.buckets else 0)
+    for place in plan.places:
+        for number, element in enumerate(carried(tensors[place.name]).reshape(-1).tolist()):
+            elements[place.start + number] = element
+    dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
+    carrier = carried(torch.empty(0, dtype=dtype, device="cpu")).dtype
+    lengths = [(start, (stop - start) // plan.data_parallel) for start, stop in plan.buckets]
+    return [
+        [
+            torch.tensor(
+                elements[start + rank * length : start + (rank + 1) * length], dtype=carrier, device="cpu"
+            ).view(dtype)
+            for start, length in lengths
+        ]
+        for rank in range(plan.data_parallel)
+    ]
+
+
+# Strategies for contiguous buffers, as plain data: parameters' shapes, and options.
+
+_SIZES = (1, 2, 3, 5, 4, 0)
+
+BufferOptions = tuple[dict[str, tuple[int, ...]], dict[str, Any]]
+"""Parameters' shapes by name, and the keywords of `plan_buffers`."""
+
+
+@st.composite
+def buffer_options(draw: st.DrawFn, most_ranks: int = 8) -> BufferOptions:
+    """Return a strategy for arguments of `plan_buffers`: shapes by name, and options; it shrinks to no parameters.
+
+    These include scalars, parameters without elements, more ranks than elements, and no parameters at all.
+
+    Args:
+        draw: Hypothesis's own.
+        most_ranks: the largest number of data-parallel ranks.
+
+    Examples:
+        >>> from hypothesis import find
+        >>> find(buffer_options(), lambda drawn: len(drawn[0]) > 1)[0]
+        {'p0': (), 'p1': ()}
+    """
+    drawn = draw(st.lists(shapes(max_axes=3, sizes=_SIZES), max_size=5))
+    parameters = {f"p{number}": shape for number, shape in enumerate(drawn)}
+    names = list(parameters)
+    return parameters, {
+        "data_parallel": draw(st.integers(1, most_ranks)),
+        "bucket_size": draw(st.none() | st.integers(1, 40)),
+        "align": draw(st.sampled_from([1, 2, 3, 8])),
+        "bucket_align": draw(st.sampled_from([1, 2, 5, 8])),
+        "order": draw(st.none() | st.permutations(names)),
+        "alone": draw(st.sets(st.sampled_from(names), max_size=2)) if names else (),
+    }

@@ -15,7 +15,7 @@ from ..layouts import Mesh, PartitionSpec, shard
 from ..mapping import LocalNonpersistentObject, ShardedTensor
 from ..plans import reshard
 from ..trees import apply_factories, leaves_with_paths, map_shards
-from ._bits import first_difference, outline
+from ._bits import check_equal, outline
 
 T = TypeVar("T")
 
@@ -160,8 +160,7 @@ def _check_same(where: str, found: Any, expected: Any) -> None:
         if isinstance(leaf, ShardedTensor):
             place = f"{where}: {leaf.key!r} at {render_path(path)}"
             assert got[path].without_data() == leaf.without_data(), f"{place}: found {got[path]}, expected {leaf}"
-            differ = first_difference(got[path].data, leaf.data)
-            assert differ is None, f"{place}: {differ}"
+            check_equal(place, got[path].data, leaf.data)
         elif not isinstance(leaf, LocalNonpersistentObject):  # local values belong to a rank, and aren't resharded
             same = outline(got[path]) == outline(leaf)
             assert same, f"{where}: {render_path(path)}: found {got[path]!r}, expected {leaf!r}"

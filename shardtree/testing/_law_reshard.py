@@ -16,13 +16,13 @@ from ..mapping import ShardedTensor
 from ..plans import ReshardPlan, convertible
 from ..plans import reshard as st_reshard
 from ..trees import apply_factories, leaves_with_paths
-from ._bits import assemble, first_difference, outline, shards_of
+from ._bits import assemble, check_equal, outline, shards_of
+from ._law_plans import Element, shard_elements
 from ._law_purity import check_pure
 from ._layouts import flattened
 
 # Plans.
 
-_Element = tuple[int, ...]
 _Filled = dict[tuple[int, int], int]
 
 
@@ -117,7 +117,7 @@ def _check_transfer_fields(plan: ReshardPlan, row: int, columns: ShardColumns) -
     assert int(every.nbytes[row]) == size, f"transfer {row} has {size} bytes, not {every.nbytes[row]}"
 
 
-def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[_Element, int, int]]:
+def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[Element, int, int]]:
     """Return each element of a transfer with its positions in both shards' data."""
     every = plan.transfers
     found = []
@@ -128,37 +128,21 @@ def _element_positions(plan: ReshardPlan, row: int) -> list[tuple[_Element, int,
     return found
 
 
-def shard_elements(columns: ShardColumns, row: int) -> list[_Element]:
-    """Return the global indices of a shard's elements, in memory order.
-
-    Examples:
-        >>> import torch, shardtree as st
-        >>> whole = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3), (0, 1, 2))
-        >>> shard_elements(st.layouts.shard_columns([whole]), 0)
-        [(3,), (4,), (5,)]
-    """
-    begin, shape = columns.offset[row].tolist(), columns.shape[row].tolist()
-    inside = list(product(*(range(low, low + size) for low, size in zip(begin, shape, strict=True))))
-    start = int(columns.start[row])
-    return inside if start < 0 else inside[start : int(columns.stop[row])]
-
-
 def wanted_bytes(plan: ReshardPlan) -> Counter[int]:
     """Return how many bytes each rank holds after resharding and not before, for ranks with any."""
-    held = {(rank, key, one) for rank, key, one in _held(plan.source)}
     lacking: Counter[int] = Counter()
     sizes = {key: kind.dtype.itemsize for key, kind in zip(plan.target.keys, plan.target.kinds, strict=True)}
-    for rank, key, _ in set(_held(plan.target)) - held:
+    for rank, key, _ in _elements_by_rank(plan.target) - _elements_by_rank(plan.source):
         lacking[rank] += sizes[key]
     return lacking
 
 
-def _held(columns: ShardColumns) -> list[tuple[int, str, _Element]]:
-    return [
+def _elements_by_rank(columns: ShardColumns) -> set[tuple[int, str, Element]]:
+    return {
         (int(columns.rank[row]), columns.keys[int(columns.key[row])], one)
         for row in range(len(columns))
         for one in shard_elements(columns, row)
-    ]
+    }
 
 
 RankTrees = Sequence[Any] | Mapping[int, Any]
@@ -250,8 +234,7 @@ def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.T
         box = wholes[shard.key][shard.global_slice()]
         held = box if shard.flattened_range is None else flattened(box)[shard.flattened_range]
         expected = held if held.dtype == shard.dtype else held.to(shard.dtype)
-        differ = first_difference(got[path].data, expected)
-        assert differ is None, f"{where}: {differ}"
+        check_equal(where, got[path].data, expected)
 
 
 def _check_no_aliases(found: Mapping[int, Any], given: Sequence[Mapping[int, Any]]) -> None:

@@ -86,8 +86,10 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
     _trigger_warnings(dtype)
     length = math.prod(shape) * dtype.itemsize
     generator = np.random.default_rng(seed)
-    counting = bytes(number % 256 for number in range(length))
-    raw = np.frombuffer(generator.bytes(length) if seed else counting, dtype=np.uint8).copy()
+    if seed:
+        raw = np.frombuffer(generator.bytes(length), dtype=np.uint8).copy()
+    else:
+        raw = np.resize(np.arange(256, dtype=np.uint8), length)
     if dtype == torch.bool:
         raw &= 1  # a bool with another byte is undefined behaviour
     elif seed and dtype.is_floating_point:

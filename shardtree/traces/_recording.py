@@ -241,7 +241,11 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             TraceError: names it, the sources and the caller's line.
         """
         what = f"trace: {name} needs elements of {self.names(tensors)}, which has none while it is traced"
-        raise TraceError(error_text(what, found=f"at {_callers_line()}", fix=_FIX))
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        line = f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        raise TraceError(error_text(what, found=line, fix=_FIX))
 
 
 def _is_composite(func: Any) -> bool:
@@ -250,13 +254,6 @@ def _is_composite(func: Any) -> bool:
 
 def _kept(storage: Any) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def _callers_line() -> str:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 class Setter(TorchFunctionMode):

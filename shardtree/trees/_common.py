@@ -30,18 +30,14 @@ def common_with_holes(tree: Tree) -> Tree:
     """
     children = entries(tree)
     if children is None:
-        return _hole_or_leaf(tree)
+        return _stored(tree)
     return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
-
-
-def _hole_or_leaf(leaf: Any) -> Any:
-    return HOLE if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else leaf
 
 
 def _stored(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
-        return _hole_or_leaf(tree)
+        return HOLE if isinstance(tree, (ShardedBase, LocalNonpersistentObject)) else tree
     new = {entry: _stored(child) for entry, child in children.items()}
     # Large subtrees of shards, as a model, then cost the common state nothing.
     return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)

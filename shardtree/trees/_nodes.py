@@ -241,9 +241,8 @@ def same_kind(left: Tree, right: Tree) -> bool:
     return (is_sequence(left) and is_sequence(right)) or type(left) is type(right)
 
 
-@refusing_depth
 def namedtuple_types(tree: Tree) -> tuple[type, ...]:
-    """Return the namedtuple classes of a tree's nodes, each once, in the order of the tree.
+    """Return the namedtuple classes of a tree's nodes, each once, in the order of sorted dict keys.
 
     Examples:
         >>> from collections import namedtuple
@@ -251,17 +250,9 @@ def namedtuple_types(tree: Tree) -> tuple[type, ...]:
         >>> [kind.__name__ for kind in namedtuple_types({"o": [Moment(Pair(1, 2), 3), Pair(4, 5)]})]
         ['Moment', 'Pair']
     """
-    return tuple(dict.fromkeys(_namedtuple_types(tree)))
-
-
-def _namedtuple_types(tree: Tree) -> Iterator[type]:
-    children = entries(tree)
-    if children is None:
-        return
-    if optree.is_namedtuple(tree):
-        yield type(tree)
-    for child in children.values():
-        yield from _namedtuple_types(child)
+    kinds: dict[type, None] = {}
+    flatten(tree, lambda node: (kind := type(node)) in LEAVES or kinds.setdefault(kind))  # None: not a leaf
+    return tuple(kind for kind in kinds if optree.is_namedtuple_class(kind))
 
 
 def describe(node: Tree) -> str:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -129,24 +128,3 @@ def test_a_box_is_its_own_box() -> None:
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
     assert boxes_of(shard) == (shard,)
     assert flat_of(shard, [torch.ones(2, 3)]).data.sum() == 6
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: boxes_of(torch.zeros(3)), "boxes_of: not a shard\n  found Tensor"),  # type: ignore[arg-type]
-        (
-            lambda: flat_of(flat_shard((2, 2), 0, 1, 4), [torch.zeros(1), 3]),
-            r"(?s)tensor 0: torch.Size\(\[1\]\), not \(1, 1\).*tensor 1: int, not \(1, 2\)",
-        ),
-        (
-            lambda: flat_of(flat_shard((2, 2), 0, 1, 4), [torch.zeros(1, 1), torch.zeros(1, 2).int()]),
-            "(?s)tensors of several dtypes.*tensor 0: torch.float32.*tensor 1: torch.int32.*Convert them",
-        ),
-        (lambda: flat_of(flat_shard((2, 2), 0, 1, 4), None), "not tensors\n  found NoneType, expected a list of them"),  # type: ignore[arg-type]
-        (lambda: flat_of(flat_shard((2, 2), 0, 1, 4), torch.zeros(2)), "found Tensor, expected a list"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_does_not_fit_is_told(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(shardtree.errors.ShapeError, match=words):
-        call()

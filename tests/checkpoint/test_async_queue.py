@@ -188,9 +188,6 @@ def test_common_values_are_kept_whatever_they_are() -> None:
     assert common["file"].getvalue() == b"abc"
 
 
-# The memory of a request.
-
-
 def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
     folder, failures = st.storage.MemoryStorage(), iter([True])
 

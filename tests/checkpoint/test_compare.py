@@ -84,17 +84,6 @@ def test_the_law_catches_a_comparison_that_reads_half(monkeypatch: pytest.Monkey
         check_finds(state, left, right, "w", 64)
 
 
-@given(some.lists(some.integers(0, 4), max_size=4).map(tuple), some.integers(1, 30))
-def test_boxes_follow_each_other_in_row_major_order(shape: tuple[int, ...], most: int) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    parts = [
-        whole[tuple(slice(low, low + size) for low, size in zip(offset, sizes, strict=True))].flatten()
-        for offset, sizes in boxes_within(shape, most, "compare")
-    ]
-    assert torch.cat([*parts, torch.arange(0)]).tolist() == whole.flatten().tolist()
-    assert all(part.numel() <= most for part in parts)
-
-
 VALUES: dict[str, tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]] = {
     "floats": (torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.tensor([[1.0, 2, 3], [4, 7, 5.5]]), (2, (1, 1), 5, 7, 2)),
     "half a bit": (

@@ -13,7 +13,7 @@ import torch
 import shardtree as st
 from shardtree.checkpoint import OpenCheckpoint
 from shardtree.checkpoint.conversion import ConversionReport
-from shardtree.checkpoint.conversion._identity import conversion_digest
+from shardtree.checkpoint.conversion._journal import journal_of
 from shardtree.checkpoint.conversion._plan import batches_of
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
@@ -96,7 +96,8 @@ def digest_of(f: Callable[..., Any], source: MemoryStorage, *others: MemoryStora
     tree = over(f, *map(st.open_checkpoint, others))(dict(opened))
     batches = batches_of(list(tree.values()), [], None, 2**20)
     backends = ("safetensors", 1), ("safetensors", 1)
-    return conversion_digest(opened.checkpoint, backends, batches, nonce=token_hex(), allow_pickle=False)
+    where = (MemoryStorage(), opened.checkpoint, backends, batches, None)
+    return journal_of(*where, nonce=token_hex(), allow_pickle=False).folder
 
 
 def test_a_conversion_is_known_by_the_formula_and_by_the_other_checkpoints() -> None:

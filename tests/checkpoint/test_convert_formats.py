@@ -162,18 +162,28 @@ def test_a_changed_plan_removes_what_was_left(backend: tuple[str, int], tmp_path
     assert len(list((tmp_path / "there").rglob("*"))) == len(list((tmp_path / "alone").rglob("*")))
 
 
+@cache
+def read_elsewhere(name: str) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what a fixture holds: its objects' keys, its tensors, and those of its common state."""
+    where = FIXTURES / name
+    objects = [item.key for item in st.open_checkpoint(where).metadata.values() if is_object(item)]
+    pairs = st.trees.leaves_with_paths(st.load_common_state_dict(where))
+    common = {st.trees.path_key(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+    return objects, dict(st.load_plain_tensors(where)), common
+
+
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("name", WRITTEN_ELSEWHERE)
 def test_what_other_programs_wrote_converts_to_every_format(name: str, backend: tuple[str, int]) -> None:
-    objects = {item.key for item in st.open_checkpoint(FIXTURES / name).metadata.values() if is_object(item)}
+    objects, source, common = read_elsewhere(name)
     leave_out = [*objects, "common"] if backend[0] in HOLDS_TENSORS_ONLY else []
     folder = MemoryStorage()
-    report = convert(FIXTURES / name, folder, backend=backend, leave_out=leave_out, max_bytes_in_flight=4096)
+    at_once = max(4096, sum(tensor.nbytes for tensor in source.values()) // 8)  # so that there are several batches
+    report = convert(FIXTURES / name, folder, backend=backend, leave_out=leave_out, max_bytes_in_flight=at_once)
     assert report.verified_nbytes == report.nbytes > 0
-    source, made = st.load_plain_tensors(FIXTURES / name), st.load_plain_tensors(folder)
+    made = st.load_plain_tensors(folder)
     if "common" in leave_out:  # its tensors aren't
-        pairs = st.trees.leaves_with_paths(st.load_common_state_dict(FIXTURES / name))
-        source |= {st.trees.path_key(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
+        source = source | common
     assert made.keys() == source.keys()
     for key, whole in made.items():
         assert torch.equal(whole, source[key]), key

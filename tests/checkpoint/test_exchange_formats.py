@@ -73,9 +73,18 @@ def load_on(
     return st.simulate(ranks, on_rank)
 
 
-CASES = pytest.mark.parametrize(
-    ("ranks", "axis"), [(2, None), (3, None), (4, 0), (4, 1)], ids=["2", "3", "4, rows", "4, columns"]
-)
+RANKS: list[tuple[int, int | None]] = [(2, None), (3, None), (4, 0), (4, 1)]
+"""How many there are, and along which axis they want halves."""
+
+CHECKS: list[tuple[Verify, torch.dtype]] = [*((verify, torch.float32) for verify in (None, "whole", "all"))]
+CHECKS += [(None, torch.bfloat16)]
+
+# Each format with each check, in turns with other ranks: any two of the three are together in a case.
+CASES = [
+    (backend, *check, *RANKS[(first + second) % len(RANKS)])
+    for first, backend in enumerate(FORMATS)
+    for second, check in enumerate(CHECKS)
+]
 TOTAL = sum(data.nbytes for data in WHOLE.values())
 
 
@@ -89,11 +98,7 @@ def check_reads(found: Any, alone: Any, reports: Sequence[st.storage.ReadReport]
     assert times_read(found).sum() <= times_read(alone).sum() + again
 
 
-@CASES
-@pytest.mark.parametrize(
-    ("verify", "dtype"), [*((verify, torch.float32) for verify in (None, "whole", "all")), (None, torch.bfloat16)]
-)
-@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
+@pytest.mark.parametrize(("backend", "verify", "dtype", "ranks", "axis"), CASES)
 def test_ranks_that_read_for_each_other_get_what_each_would_read_itself(
     backend: tuple[str, int], verify: Verify, dtype: torch.dtype, ranks: int, axis: int | None
 ) -> None:

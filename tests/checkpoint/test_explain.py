@@ -18,7 +18,7 @@ from shardtree.errors import (
     StrategyError,
 )
 from shardtree.plans import read_rounds
-from shardtree.storage import MemoryStorage, Storage, _checked
+from shardtree.storage import MemoryStorage, Storage, _blocks
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Layout, cut, layouts
 from tests.checkpoint.parts import ALL_FORMATS, counted, saved, whole
@@ -35,7 +35,7 @@ def payload(counts: dict[str, int], folder: Storage) -> int:
 @pytest.fixture(autouse=True)
 def _no_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the small files of these tests as large ones, of which not each touched block is read whole."""
-    monkeypatch.setattr(_checked, "_SMALL_FILE_BYTES", 0)
+    monkeypatch.setattr(_blocks, "_SMALL_FILE_BYTES", 0)
 
 
 # The law: what a load reads is what was foretold.
@@ -209,16 +209,6 @@ def test_missing_is_what_no_rank_asks_for() -> None:
     assert st.explain(first, FOLDER).missing == ("layers.1.weight", "rng")
     assert st.explain_ranks([first, second], FOLDER).missing == ("rng",)
     assert st.explain(first, FOLDER).ok
-
-
-def test_only_metadata_and_the_common_state_are_read() -> None:
-    watched = counted(FOLDER)
-    st.explain(asked(), watched)
-    assert {name.rpartition("/")[2].partition("-")[0].partition(".")[0] for name in watched.counts} == {
-        "metadata",
-        "index",
-        "common",
-    }
 
 
 def test_no_process_group_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:

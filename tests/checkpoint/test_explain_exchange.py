@@ -13,7 +13,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
@@ -68,7 +68,6 @@ def check_exchange_foretold(
 CHOSEN = cases(), some.lists(DTYPES, min_size=1, max_size=3), some.integers(1, 30), some.integers(1, 3)
 
 
-@settings(max_examples=40)
 @given(*CHOSEN)
 def test_what_ranks_read_send_and_receive_is_foretold(
     case: Case, dtypes: Sequence[torch.dtype], stripe: int, replicas: int
@@ -139,13 +138,11 @@ def check_none_is_kept(explain: Callable[..., Any], exchange: str) -> None:
     assert made.most <= 3
 
 
-@pytest.mark.usefixtures("little_to_collect")
 @pytest.mark.parametrize("exchange", ["always", "never"])
 def test_targets_that_are_made_when_they_are_asked_for_are_not_kept(exchange: str) -> None:
     check_none_is_kept(st.explain_ranks, exchange)
 
 
-@pytest.mark.usefixtures("little_to_collect")
 def test_the_check_sees_targets_that_are_kept() -> None:
     with pytest.raises(AssertionError):
         check_none_is_kept(lambda made, *others, **options: st.explain_ranks(list(made), *others, **options), "never")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.storage import is_temporary, maker_is_dead, process_token
+from tests.quick_python.command import quick_python
 
 FORMATS = [("safetensors", 1), ("torch_dist", 1), ("zarr", 3)]
 
@@ -19,7 +19,7 @@ FORMATS = [("safetensors", 1), ("torch_dist", 1), ("zarr", 3)]
 def dead() -> str:
     """Digits of a process that has ended."""
     code = "from shardtree.storage import process_token; print(process_token())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([*quick_python(), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def save(folder: Path, backend: tuple[str, int]) -> None:

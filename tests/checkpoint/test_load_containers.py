@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import TreeError, UnsafeFile
+from shardtree.errors import UnsafeFile
 from shardtree.trees import Record
 from tests.checkpoint.parts import saved
 
@@ -71,35 +71,6 @@ def test_the_caller_s_class_counts_before_one_of_that_name_in_the_target():
 
 
 # Trees without an end.
-
-
-def deep(levels):
-    tree = {"w": shard()}
-    for _ in range(levels):
-        tree = [tree]
-    return tree
-
-
-@pytest.mark.parametrize("kind", [dict, list])
-def test_a_target_that_contains_itself_is_refused(kind):
-    folder = saved({"w": shard(1)})
-    tree = {"w": shard()}
-    tree["self"] = tree if kind is dict else [tree]
-    with pytest.raises(TreeError, match="load: the tree is too deep, or contains itself"):
-        st.load(tree, folder)
-
-
-@pytest.mark.parametrize("levels", [300, 450, 700, 900, 990, 5000])
-def test_a_very_deep_target_is_loaded_or_refused(levels):
-    folder = saved([shard(1)])
-    try:
-        loaded = st.load(deep(levels), folder)
-    except TreeError as error:
-        assert "too deep" in str(error)
-    else:
-        for _ in range(levels):
-            (loaded,) = loaded
-        assert loaded["w"].tolist() == [1, 1]
 
 
 # Shards where trees don't look.

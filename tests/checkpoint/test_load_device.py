@@ -62,12 +62,6 @@ def test_a_device_without_the_host_s_memory_is_filled_part_by_part(monkeypatch: 
     assert device.log.count("start") > 1
 
 
-@pytest.mark.parametrize("device", ["meta", "tpu", "cuda:9999", 3.5, "cpu:x"])
-def test_what_is_no_device_with_memory_is_an_error_before_anything_is_read(device: Any) -> None:
-    with pytest.raises(st.errors.MetadataError, match=r"^load: .*device"):
-        st.load({"w": SHARD}, stored(), device=device)
-
-
 def test_each_rank_says_its_own_device_and_all_fail_where_one_has_none() -> None:
     folder = stored()
     target = {"w": st.without_data(SHARD)}

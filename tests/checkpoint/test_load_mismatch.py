@@ -141,16 +141,6 @@ def test_what_is_said_to_be_convertible_is_converted_as_torch_does(before: torch
         assert loaded[key].dtype == dtype and bits(loaded[key]) == bits(source.to(dtype)), key
 
 
-def test_which_dtypes_become_which() -> None:
-    kinds = [torch.bool, torch.int32, torch.float32, torch.complex64]
-    assert [[convertible(a, b) for b in kinds] for a in kinds] == [
-        [True, True, True, True],
-        [False, True, True, True],
-        [False, False, True, True],
-        [False, False, False, True],
-    ]
-
-
 def test_what_has_no_sign_takes_no_other_numbers() -> None:
     floats = [dtype for dtype in PRINTABLE_DTYPES if dtype.is_floating_point]
     negative = torch.tensor([-2.0])

@@ -99,22 +99,6 @@ def loaded(folder: Any, count: int, rule: Any = None, **options: Any) -> list[An
     return values
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0][0])
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_without_a_rule_another_shape_is_an_error_on_every_rank(formats: Any, count: int) -> None:
-    folder = saved(**dict(zip(("sharded_strategy", "common_strategy"), formats, strict=False)))
-
-    def on_rank(world: st.World) -> str:
-        own = [item for item in asked(count)["seen"] if item.global_offset[0] % 2 == world.rank]
-        with pytest.raises(ShapeError) as caught:
-            st.load([*own], folder, world=world)
-        return str(caught.value)
-
-    for text in st.simulate(2, on_rank) if count > 1 else st.simulate(1, on_rank):
-        assert f"'seen': of shape (4,), asked for in shape ({count},)" in text
-        assert "Name a rule in object_rules: replicate_objects, replicate_cell, concatenate_objects, red" in text
-
-
 def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
     def on_rank(world: st.World) -> Any:
         item = st.ShardedObject("seen", None, (2,), (world.rank % 2,), world.rank // 2)

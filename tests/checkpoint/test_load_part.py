@@ -57,13 +57,6 @@ def test_the_model_loads_without_the_optimizer(backend: tuple[str, int]) -> None
     assert in_order(reports[0].left_out)
 
 
-@pytest.mark.parametrize("backend", FORMATS, ids=str)
-def test_all_of_it_comes_back_where_all_of_it_is_named(backend: tuple[str, int]) -> None:
-    loaded = st.load(st.without_data(state()), stored(backend))
-    assert loaded["step"] == 7 and str(loaded["optimizer"]) == str(st.unbox(state())["optimizer"])
-    assert str(loaded["mixed"]) == "[tensor([1., 1.]), 3]" and type(loaded["optimizer"][0]) is ScaleByAdam
-
-
 def test_what_goes_is_said_and_can_be_an_error() -> None:
     folder = stored()
     explained = st.explain(MODEL, folder)

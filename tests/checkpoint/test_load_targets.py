@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, ShapeError, StrategyError, TreeError
+from shardtree.errors import KeyMismatch
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.checkpoint.parts import saved, whole
 from tests.options import load_keywords
@@ -58,13 +57,6 @@ def test_a_donated_tensor_is_filled_in_place_and_given_back(dtype, view):
     assert bits(loaded) == bits(source)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1, 1)], ids=str)
-def test_small_tensors_are_donated_too(shape):
-    target = torch.zeros(shape)
-    assert load({"w": whole("w", target)}, saved({"w": whole("w", torch.ones(shape))}), donate=True)["w"] is target
-    assert target.sum() == target.numel()
-
-
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_donated_parameter_still_requires_grad_and_autograd_knows(contiguous):
     parameter = torch.nn.Parameter(torch.zeros(3, 4) if contiguous else torch.zeros(4, 3).t())
@@ -77,36 +69,6 @@ def test_a_donated_parameter_still_requires_grad_and_autograd_knows(contiguous):
         product.backward()
 
 
-OVERLAPPING = {
-    "expanded": lambda: torch.zeros(1, 4).expand(3, 4),
-    "unfold": lambda: torch.zeros(6).unfold(0, 4, 1),
-    "steps of one": lambda: torch.zeros(6).as_strided((3, 4), (1, 1)),
-    "folded": lambda: torch.zeros(20).as_strided((3, 4), (3, 1)),
-}
-
-
-@pytest.mark.parametrize("case", OVERLAPPING)
-def test_a_donated_tensor_whose_elements_overlap_is_refused(case):
-    target = OVERLAPPING[case]()
-    with pytest.raises(ShapeError, match="'w' share memory"):
-        load({"w": whole("w", target)}, donate=True)
-    assert not target.any()
-    assert torch.equal(load({"w": whole("w", target)})["w"], W)
-
-
-@pytest.mark.parametrize("strides", [(4, 1), (1, 3), (8, 2), (1, 5), (40, 7)])
-def test_a_donated_tensor_with_gaps_is_filled(strides):
-    target = torch.zeros(200).as_strided((3, 4), strides)
-    assert load({"w": whole("w", target)}, donate=True)["w"] is target
-    assert torch.equal(target, W)
-
-
-@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn], ids=["sparse", "mkldnn"])
-def test_a_donated_tensor_that_is_not_dense_is_refused(make):
-    with pytest.raises(ShapeError, match=r"'w'[\s\S]*to_dense"):
-        load({"w": whole("w", make(torch.zeros(3, 4)))}, donate=True)
-
-
 # Padded tensors.
 
 
@@ -114,15 +76,6 @@ def padded(data, rows=5):
     box = data if data is not None else torch.empty(rows, 4, device="meta")
     shard = whole("w", box, allow_shape_mismatch=True)
     return replace(shard, data=data)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_of_a_longer_target_the_overlap_is_loaded_and_the_rest_kept(donate):
-    target = torch.full((5, 4), 7.0)
-    loaded = load({"w": padded(target)}, donate=donate)["w"]
-    assert torch.equal(loaded[:3], W) and (loaded[3:] == 7).all()
-    assert (loaded is target) == donate
-    assert donate or (target == 7).all()
 
 
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
@@ -163,23 +116,6 @@ def factory(key, data):
     return st.ShardedTensorFactory(key, data, glu, unglu)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        lambda f: {"f": f},
-        lambda f: {"list": [1, f, {"x": f"after {3}"}]},
-        lambda f: {"tuple": ("a", (f,), None)},
-        lambda f: [f, 3],
-        lambda f: OrderedDict(a=OrderedDict(b=f)),
-    ],
-)
-def test_factories_are_merged_wherever_they_stand(shape):
-    tree = shape(factory("f", torch.arange(8.0)))
-    loaded = load(shape(factory("f", torch.zeros(8))), saved(tree))
-    expected = st.map_shards(lambda leaf: leaf.data if isinstance(leaf, st.ShardedTensorFactory) else leaf, tree)
-    assert str(loaded) == str(expected)
-
-
 def test_a_factory_with_only_unexpected_keys_is_left_out():
     target = {"w": whole("w", torch.zeros(3, 4)), "f": factory("f", torch.zeros(8))}
     tree, missing, unexpected = load(target, strict="return_all")
@@ -192,20 +128,6 @@ def test_a_factory_that_is_stored_in_part_is_named(strict):
     folder = saved({"f.gate": whole("f.gate", torch.zeros(4))})
     with pytest.raises(KeyMismatch, match=r"'f' at tree\['f'\] lacks 'f.value'"):
         load({"f": factory("f", torch.zeros(8))}, folder, strict=strict)
-
-
-def test_a_function_that_returns_tensors_instead_of_filling_memory_is_refused():
-    for returned in ({"w": W}, [W], None):
-        with pytest.raises(StrategyError, match="expected a ReadReport"):
-            load({"w": whole("w", torch.zeros(3, 4))}, sharded_strategy=lambda checkpoint, shards, what=returned: what)
-
-
-@pytest.mark.parametrize("target", [lambda shard: [shard], lambda shard: {"w": shard, "step": {"w": shard}}])
-def test_another_structure_is_an_error_before_anything_is_read(target):
-    data = torch.full((3, 4), 7.0)
-    with pytest.raises(TreeError, match="doesn't fit common"):
-        load(target(whole("w", data)), donate=True, validate_access_integrity=False)
-    assert (data == 7).all()
 
 
 # Objects, plain values, structure (see also tests/trees/test_tree_join.py).

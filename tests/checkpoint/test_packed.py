@@ -166,13 +166,6 @@ def test_ranks_that_are_alike_have_one_table_and_few_places() -> None:
     assert max(len(part.places) for part in many) == max(len(part.places) for part in few)
 
 
-def test_each_rank_hears_the_tables_that_were_left_out() -> None:
-    packed = of_ranks(40)
-    said = [replace(part, table=None) for part in packed]
-    for found in simulate(16, lambda world: send_tables(world, packed[world.rank], said)):
-        assert found == packed
-
-
 def tree(rank: int, *, wrong: bool = False) -> dict[str, Any]:
     place = (0, 0 if wrong else rank, 2)
     return {key: st.ShardedTensor.from_rank_offsets(key, torch.full((3,), rank), place) for key in ("a", "b")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import TreeError, UnsupportedValue
+from shardtree.errors import TreeError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import global_states, rank_tree, state_layouts, target_tree
 from shardtree.trees import NAMESPACE
@@ -145,45 +145,6 @@ def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> N
         st.load({"n": Node({"w": half("w", 0, 1)})}, place)
 
 
-class Table(dict[Any, Any]):
-    """A dict that nobody registered."""
-
-
-class Row(list[Any]):
-    """A list that nobody registered."""
-
-
-CALLS: list[Callable[[Any], Any]] = [
-    lambda tree: st.save(tree, MemoryStorage()),
-    lambda tree: st.load(tree, stored_half()),
-    lambda tree: st.reshard([tree], [{}]),
-    lambda tree: st.reshard([{"w": half("w", 0, 1)}], [tree]),
-]
-
-
-def stored_half() -> MemoryStorage:
-    place = MemoryStorage()
-    st.save({"w": half("w", 0, 1)}, place)
-    return place
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_every_subclass_of_a_dict_or_list_that_holds_shards_is_named(call: Callable[[Any], Any]) -> None:
-    tree = {
-        "a": Table(b=[half("w", 0, 1)]),
-        "rows": [Row([half("w", 0, 1), st.LocalNonpersistentObject(1)])],
-        "outer": Table(inner=Counter(w=half("w", 0, 1))),
-        "fine": Counter("ab"),
-    }
-    with pytest.raises(UnsupportedValue, match=r"`dict\(value\)`, or register the class: `optree.register") as error:
-        call(tree)
-    assert str(error.value).splitlines()[1:4] == [
-        "  tree['a']: Table",
-        "  tree['outer']: Table",
-        "  tree['rows'][0]: Row",
-    ]
-
-
 class Params(OrderedDict[str, Any]):
     """A dict that is registered."""
 
@@ -223,20 +184,6 @@ def test_a_registered_subclass_comes_back_as_what_the_target_has(backend: tuple[
     kept, left = st.partition(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
     assert type(left["p"]) is Params and not st.diff(st.combine(kept, left), tree)
     assert type(st.trees.prune({"p": Params(a=st.trees.HOLE, b=1)})["p"]) is Params
-
-
-@pytest.mark.parametrize(
-    "function", [lambda tree: st.save(tree, MemoryStorage()), lambda tree: st.reshard([tree], [{}])]
-)
-@pytest.mark.parametrize("at", [lambda state: state, lambda state: {"state": state}])
-def test_a_class_that_is_not_registered_is_refused_with_what_to_do(
-    function: Callable[[Any], Any], at: Callable[[Any], Any]
-) -> None:
-    with pytest.raises(
-        (TreeError, UnsupportedValue), match=r"optree\.register_pytree_node.*namespace='shardtree'"
-    ) as error:
-        function(at(Unknown(half("w", 0, 1))))
-    assert "Unknown" in str(error.value)
 
 
 def test_plain_values_of_a_class_that_is_not_registered_are_records() -> None:

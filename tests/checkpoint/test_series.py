@@ -153,15 +153,6 @@ def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
 
 
-@pytest.mark.parametrize(
-    "names",
-    ["step", "{}{}", "{:x}", "{:+d}", "{:3d}", "a/{}", "{:,}", "{name}", "{", 3],
-)
-def test_names_that_do_not_tell_the_step_are_refused(names: Any, tmp_path: Path) -> None:
-    with pytest.raises(st.errors.MetadataError, match="not names for steps"):
-        st.CheckpointSeries(tmp_path, names)
-
-
 def test_another_spelling_of_a_step_is_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     st.save(tree(5.0), tmp_path / "step_5", options=st.SaveOptions(durable=False))
     series = st.CheckpointSeries(tmp_path)
@@ -316,15 +307,6 @@ def test_what_a_policy_raises_is_raised_and_the_step_is_there(root: Storage) -> 
     with pytest.raises(KeyError, match="loss"):
         series.save(tree(), 7)
     assert numbers(series) == [7]
-
-
-def test_what_is_no_policy_and_no_queue_is_refused(root: Storage) -> None:
-    with pytest.raises(st.errors.MetadataError, match=r"CheckpointSeries: keep doesn't fit"):
-        st.CheckpointSeries(root, keep=3)  # type: ignore[arg-type]
-    with pytest.raises(st.errors.MetadataError, match=r"CheckpointSeries: queue doesn't fit"):
-        st.CheckpointSeries(root, queue=True)  # type: ignore[arg-type]
-    with pytest.raises(st.errors.MetadataError, match=r"a removal without a policy"):
-        st.CheckpointSeries(root).plan_removal()
 
 
 def test_the_newest_that_verifies_is_asked_for(root: Storage, caplog: pytest.LogCaptureFixture) -> None:
@@ -541,14 +523,6 @@ def test_ranks_act_together() -> None:
     assert results[0] == results[1] == results[2]
     assert results[0][0] == (2,) and results[0][2] == 1.0
     assert [step.metrics for step in results[0][1]] == [{"loss": 1.0}, {"loss": 3.0}]
-
-
-def test_what_fails_on_rank_zero_fails_everywhere() -> None:
-    def look(world: World) -> None:
-        st.CheckpointSeries(MemoryStorage(), world=world).at(3)
-
-    with pytest.raises(st.errors.RemoteError, match="no step 3"):
-        st.simulate(2, look)
 
 
 def test_listing_reads_little(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,6 @@ from shardtree.storage import MemoryStorage
 from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import save_keywords
 
-pytestmark = pytest.mark.usefixtures("little_to_collect")
-
 TREE = {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
 ACTS = st.lists(st.sampled_from(["copy", "drop", "run", "abandon", "schedule"]), max_size=6)
 USES = {"run", "abandon", "schedule"}

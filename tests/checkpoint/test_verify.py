@@ -84,15 +84,6 @@ def test_the_keys_that_have_bytes_in_a_damaged_block_are_named() -> None:
     assert last_block.keys == ("w", "o/shard_1_2")
 
 
-def test_a_cut_and_a_missing_file_are_named() -> None:
-    one, other = (name for name in FILES if "-of-" in name)
-    folder = folder_with({one: FILES[one][:-1]})
-    folder.remove(other)
-    cut, missing = st.verify(folder)
-    assert (cut.file, missing.file) == (one, other)
-    assert "were saved" in cut.what and missing.what == "no such file"
-
-
 def test_all_damage_is_listed_at_once() -> None:
     changed = {k: v for name in FILES if "index" not in name and "/" in name for k, v in flipped(name, 99).items()}
     assert len(st.verify(folder_with(changed))) == len(changed) == 3

@@ -46,10 +46,3 @@ def test_nor_is_it_moved(tree: Any, use: Any) -> None:
 def test_it_is_not_cut_either(tensor: Any) -> None:
     with pytest.raises(CheckpointingException, match=r"tree\['a'\]"):
         st.shard({"a": tensor}, st.Mesh(tp=2), st.PartitionSpec("tp"))
-
-
-@pytest.mark.parametrize("url", ["reference://x", "jupyter://x", "zip://a::file:///none", "tar://a", "http://[x"])
-@pytest.mark.parametrize("use", [st.open_checkpoint, st.is_checkpoint, lambda url: st.save({"a": 1}, url)])
-def test_a_url_that_names_no_place_is_an_error_of_ours(url: str, use: Any) -> None:
-    with pytest.raises(st.errors.StorageError, match=r"no file system for|not a URL"):
-        use(url)

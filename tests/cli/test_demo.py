@@ -13,7 +13,7 @@ from rich.console import Console
 
 import shardtree as st
 from shardtree.cli import _demo
-from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compared, drawn_layouts, training_state, weights_of
+from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compared, drawn_layouts, made_up_weights, training_state
 from shardtree.layouts import SpecFunction
 from shardtree.pictures import text_of
 from tests.cli.checkpoints import process, run
@@ -23,21 +23,21 @@ from tests.cli.checkpoints import process, run
 @pytest.mark.torchrun
 def test_demo_saves_loads_and_finds_everything_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    done = process("demo", "--small", "--keep", folder)
+    done = process("demo", "--keep", folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert done.stdout.count("✓") == 2
     assert "✗" not in done.stdout
-    for text in ("Made-up weights", "saved by 4 ranks", "0 rank 0 0", "420,096 of 420,096 elements"):
+    for text in ("Made-up weights", "saved by 4 ranks", "0 rank 0 0", "7,878,144 of 7,878,144 elements"):
         assert text in done.stdout
-    assert st.open_checkpoint(folder)["optimizer.exp_avg.encoder.layer.1.output.dense.bias"].global_shape == (64,)
+    assert st.open_checkpoint(folder)["optimizer.exp_avg.encoder.layer.1.output.dense.bias"].global_shape == (256,)
 
 
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_demo_replaces_no_checkpoint(tmp_path: Path) -> None:
     st.save({"step": 7}, tmp_path)
-    done = process("demo", "--small", "--keep", tmp_path)
+    done = process("demo", "--keep", tmp_path)
     assert done.returncode == 2
     assert "already holds a checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
@@ -58,9 +58,9 @@ def test_two_layouts_of_a_matrix_stand_side_by_side() -> None:
     assert sum(" → " in line for line in lines) == 1
 
 
-SMALL = weights_of(small=True)[1]
-STATES = [training_state(SMALL, LOADED_AS, rank, 2) for rank in range(2)]
-ELEMENTS = sum(shard.data.numel() for shard in st.layouts.tensor_shards(training_state(SMALL, LOADED_AS, 0, 1)))
+WEIGHTS = made_up_weights()
+STATES = [training_state(WEIGHTS, LOADED_AS, rank, 2) for rank in range(2)]
+ELEMENTS = sum(shard.data.numel() for shard in st.layouts.tensor_shards(training_state(WEIGHTS, LOADED_AS, 0, 1)))
 LAYOUTS = {"saved": SAVED_AS, "loaded": LOADED_AS}
 
 
@@ -68,13 +68,11 @@ LAYOUTS = {"saved": SAVED_AS, "loaded": LOADED_AS}
 @pytest.mark.parametrize("ranks", [1, 5, 70])  # 70: more than some axes are long
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_ranks_shards_tile_the_state(layout: SpecFunction, ranks: int) -> None:
-    assert st.coverage([training_state(SMALL, layout, rank, ranks) for rank in range(ranks)]).is_complete
+    assert st.coverage([training_state(WEIGHTS, layout, rank, ranks) for rank in range(ranks)]).is_complete
 
 
-@pytest.mark.parametrize("small", [True, False])  # False: the pretrained ones, where they are installed
-def test_every_matrix_is_cut_along_its_other_axis(small: bool) -> None:
-    weights = weights_of(small=small)[1]
-    matrices = {name: whole for name, whole in weights.items() if whole.is_floating_point() and whole.dim() == 2}
+def test_every_matrix_is_cut_along_its_other_axis() -> None:
+    matrices = {name: whole for name, whole in WEIGHTS.items() if whole.dim() == 2}
 
     def axis(layout: SpecFunction, name: str) -> int | None:
         shard = st.layouts.shard_at({name: matrices[name]}, st.Mesh(tp=2), layout, 1)[name]
@@ -109,7 +107,7 @@ NAMED = {
 
 def verdict(loaded: list[Any]) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=200)
-    ranks = [Moved(0, 0, 0, *compared(*pair)) for pair in zip(loaded, STATES, strict=False)]
+    ranks = [Moved(0, 0, *compared(*pair)) for pair in zip(loaded, STATES, strict=False)]
     return _demo.show_comparison(console, ELEMENTS, ranks), console.file.getvalue()  # type: ignore[attr-defined]
 
 

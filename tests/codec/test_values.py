@@ -341,14 +341,6 @@ def test_other_values_are_named(name: str) -> None:
     assert "allow_pickle=True" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning")
-def test_quantised_tensors_say_what_to_store_instead() -> None:
-    tensor = torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)
-    with pytest.raises(UnsupportedValue, match=r"tree\['w'\]: quantised(.|\n)*int_repr"):
-        encode_tree({"w": tensor})
-
-
 def test_pickles_are_loaded_only_where_they_are_asked_for() -> None:
     file = encode_tree({"a": 1, "m": [Table(a=1)]}, allow_pickle=True)
     with pytest.raises(UnsafeFile, match=r"tree\['m'\]\[0\] is a pickle"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import KeyMismatch, MetadataError, TreeError
-from shardtree.layouts import layout_of, tree_columns
+from shardtree.errors import MetadataError
+from shardtree.layouts import tree_columns
 from shardtree.pictures import Picture
 from shardtree.retention import SavedStep, keep_last
 
@@ -71,20 +71,6 @@ def test_a_stored_tensor_that_was_changed_is_a_shard(opened: Any) -> None:
     assert st.draw(replace(HELD, data=None)).picture.title == "'w' (4, 2) float32"
     (cell,) = st.draw(half).picture.rows[0][0].cells
     assert cell.title == "[0:4, 0:6] this shard"
-
-
-@pytest.mark.parametrize("value", [3, None, "w", object()])
-def test_what_has_no_picture_is_an_error(value: Any) -> None:
-    with pytest.raises(TreeError, match="there is no picture of this"):
-        st.draw(value)
-
-
-def test_a_misspelt_key_is_told_with_a_guess(opened: Any) -> None:
-    layout = layout_of({"decoder.weight": torch.zeros(2)}, MESH, st.P("tp"))
-    with pytest.raises(KeyMismatch, match=r"Did you mean 'decoder\.weight'"):
-        st.draw(layout, "decoder.wieght")
-    with pytest.raises(KeyMismatch, match="no such tensor in the checkpoint"):
-        st.draw(opened, "x")
 
 
 @pytest.mark.parametrize(("name", "begins"), [("x.svg", "<svg"), ("x.HTML", "<!doctype html>"), ("x.txt", "'w'")])

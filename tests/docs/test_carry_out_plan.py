@@ -25,6 +25,7 @@ from shardtree.live._redistribute import own_rows
 from shardtree.plans import with_relays
 from shardtree.testing import random_bits
 from tests.live.test_redistribute import Case, cases
+from tests.quick_python.command import quick_python
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "scripts" / "carry_out_plan.py"
 NAMES = runpy.run_path(str(SCRIPT))
@@ -148,7 +149,7 @@ def test_a_program_without_shardtree_receives_and_proves(lost: bool, tmp_path: P
     paths = [path for path in sys.path if path and Path(path).resolve() not in (package, Path.cwd())]
     code = ENGINE.format(paths=paths, script=str(SCRIPT))
     run = subprocess.run(
-        [sys.executable, "-I", "-c", code],
+        [*quick_python(), "-c", code],
         cwd=tmp_path,
         capture_output=True,
         text=True,

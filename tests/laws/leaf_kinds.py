@@ -67,6 +67,29 @@ class Holder:
         self.w = w
 
 
+class Slots:
+    """An object with its attribute in a slot."""
+
+    __slots__ = ("w",)
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+
+class Slotted(Slots):
+    """One whose slots are its parent's, and a name alone."""
+
+    __slots__ = "other"
+
+
+class Endless(Holder):
+    """One that holds itself."""
+
+    def __init__(self, w: Any) -> None:
+        super().__init__(w)
+        self.itself = self
+
+
 class AppState(Holder):
     """A Stateful of torch.distributed.checkpoint."""
 
@@ -203,6 +226,9 @@ REFUSED: dict[str, Make] = SUBCLASSES | {
     "DTensor in an object": lambda key, tensor: Holder([dtensor(tensor)]),
     "DTensor in an array": lambda key, tensor: array_of(dtensor(tensor)),
     "shard in an object": lambda key, tensor: Holder(st.ShardedTensor.from_rank_offsets(key, tensor)),
+    "shard in slots": lambda key, tensor: Slotted({"w": [st.ShardedTensor.from_rank_offsets(key, tensor)]}),
+    "shard in a namespace": lambda key, tensor: Namespace(w=(st.ShardedTensor.from_rank_offsets(key, tensor),)),
+    "local object in an object that holds itself": lambda key, tensor: Endless(st.LocalNonpersistentObject(tensor)),
 }
 """Kinds that are refused, in a save and in a load's target, whatever the options."""
 

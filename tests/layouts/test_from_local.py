@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, IntegrityError, MetadataError, ShapeError, TreeError
+from shardtree.errors import CheckpointingException
 from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local, shard_at
 from shardtree.lazy import stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
@@ -22,7 +22,6 @@ from tests.trees.samples import assert_caught
 
 ROWS = PartitionSpec("tp")
 TP = Mesh(tp=2)
-TIED = torch.zeros(2)
 
 
 def held(leaf: Any) -> Any:
@@ -122,44 +121,3 @@ def test_parts_that_are_not_equal_are_saved_where_their_global_shape_is_given() 
 
     simulate(2, save)
     assert st.load_tensors_metadata(storage)["w"].global_shape == (5,)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: from_local({"step": 3}, TP, ROWS, 2), MetadataError, "on the mesh"),
-        (lambda: from_local({"w": torch.zeros(())}, TP, ROWS, 0), MetadataError, "'w' of shape .*too long"),
-        (lambda: from_local({"w": torch.zeros(2)}, TP, PartitionSpec("dp"), 0), MetadataError, "'dp'"),
-        (
-            lambda: from_local({"w": torch.zeros(3)}, TP, ROWS, 1, global_shapes={"w": (5,)}),
-            ShapeError,
-            r"(?s)'w' at tree\['w'\] isn't what rank 1 has of \(5,\)",
-        ),
-        (
-            lambda: from_local({"w": torch.zeros(3)}, TP, PartitionSpec(at={"tp": 1}), 0),
-            ShapeError,
-            "(?s)isn't what rank 0 has.*expected nothing",
-        ),
-        (
-            lambda: from_local({"a": torch.zeros(2), "b": torch.ones(2)}, TP, ROWS, 0, key=lambda path: "w"),
-            IntegrityError,
-            r"(?s)different tensors have the key 'w'.*tree\['a'\].*tree\['b'\]",
-        ),
-        (lambda: from_local({"w": torch.zeros(2)}, TP, ROWS, 0, global_shapes=[(4,)]), MetadataError, "isn't a dict"),
-        (
-            lambda: from_local({"a": {"b": TIED}, "a.b": TIED}, TP, ROWS, 0),
-            TreeError,
-            r"(?s)from_local: two paths have the key 'a.b'.*tree\['a'\]\['b'\].*tree\['a.b'\].*Pass key=",
-        ),
-        (
-            lambda: from_local({"w": torch.zeros(2).to_sparse()}, TP, ROWS, 0),
-            TreeError,
-            r"(?s)from_local: not dense.*tree\['w'\]: torch.sparse_coo",
-        ),
-        (lambda: from_local({"w": TIED}, TP, ROWS, 0, key="w"), MetadataError, "from_local: key isn't a function"),  # type: ignore[arg-type]
-        (lambda: from_local({"w": TIED}, TP, ROWS, 0, key=lambda path: []), MetadataError, "key doesn't fit"),  # type: ignore[arg-type,return-value]
-    ],
-)
-def test_what_does_not_fit_is_an_error(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

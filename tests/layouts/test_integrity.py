@@ -257,14 +257,6 @@ def described(*shards: ShardedTensor) -> list[str]:
     return [str(problem) for problem in access_problems(columns)]
 
 
-def test_flat_ranges_of_boxes_that_overlap_are_told_in_boxes() -> None:
-    first = shard((0, 0), (2, 2), (3, 2), flattened_range=slice(0, 4))
-    assert described(first, shard((1, 0), (2, 2), (3, 2), flattened_range=slice(0, 4))) == [
-        "'w' (ranks 0, 1): [1:2, 0:2] is held by more than one main replica (2 of 6 elements): "
-        "rank 0 elements [0:4] of [0:2, 0:2], rank 1 elements [0:4] of [1:3, 0:2]"
-    ]
-
-
 def test_a_scalar_is_one_element() -> None:
     assert described(shard((), (), ())) == []
     assert described(shard((), (), ()), shard((), (), ())) == [
@@ -327,12 +319,6 @@ def test_a_region_of_any_size_is_counted(shapes: list[list[int]]) -> None:
 
 def test_the_law_catches_sizes_that_begin_again_at_zero() -> None:
     assert not counts(volumes, [[2**40, 2**40]])
-
-
-def test_every_tensor_that_is_wrong_is_named() -> None:
-    shards = [ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 0, 2)) for key in ("a", "b")]
-    with pytest.raises(IntegrityError, match=r"(?s)'a' \(rank 0\).*'b' \(rank 0\).*offsets"):
-        check_access(shard_columns(shards))
 
 
 def test_huge_irregular_layouts_are_searched_where_they_are_wrong() -> None:

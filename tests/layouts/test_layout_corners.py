@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -32,14 +31,12 @@ from shardtree.layouts import (
     mesh_columns,
     mesh_shard,
     mesh_shards,
-    object_columns,
     object_problems,
     problem_lines,
     rank_leaf,
     select_rows,
     shard,
     shard_columns,
-    sharding_faults,
     sharding_problems,
     unshard,
     write_problems,
@@ -49,7 +46,6 @@ from shardtree.objects import reshard_objects
 
 FULL = torch.arange(24.0).reshape(4, 6)
 W = ShardedTensor.from_rank_offsets("w", FULL)
-SCALAR = ShardedTensor.from_rank_offsets("s", torch.tensor(1.0))
 KIND = TensorKind(torch.float32, (4, 6), 0)
 MESH, ROWS = Mesh(dp=2, tp=2), PartitionSpec("tp")
 
@@ -61,52 +57,6 @@ def rows_of(indices: list[int], size: int, key: str = "w") -> ShardColumns:
         for index in indices
     ]
     return join_columns([shard_columns([one], rank) for rank, one in enumerate(shards)])
-
-
-def is_regular(columns: Any, axes: int) -> None:
-    """Assert that columns have one length, int64 numbers and as many axes."""
-    for field in fields(columns):
-        column = getattr(columns, field.name)
-        if isinstance(column, np.ndarray):
-            assert column.dtype == (np.bool_ if field.name in ("main", "doubled") else np.int64), field.name
-            assert column.shape == ((len(columns), axes) if field.name in ("offset", "shape") else (len(columns),))
-
-
-@pytest.mark.parametrize(
-    ("columns", "axes"),
-    [
-        (lambda: shard_columns([]), 1),
-        (lambda: shard_columns([], 3), 1),
-        (lambda: shard_columns([W, W], 3), 2),
-        (lambda: shard_columns([SCALAR]), 1),
-        (lambda: join_columns([]), 1),
-        (lambda: join_columns([shard_columns([]), shard_columns([W], 1)]), 2),
-        (lambda: mesh_columns({}, MESH, {}), 1),
-        (
-            lambda: mesh_columns(
-                {"w": KIND, "s": TensorKind(torch.int8, (), 0)}, MESH, {"w": ROWS, "s": PartitionSpec()}
-            ),
-            2,
-        ),
-        (lambda: mesh_columns({"s": TensorKind(torch.int8, (), 0)}, MESH, {"s": PartitionSpec()}), 1),
-        (lambda: select_rows(shard_columns([W]), np.zeros(0, dtype=np.int64)), 2),
-        (lambda: sharding_faults(shard_columns([])), 1),
-        (lambda: sharding_faults(rows_of([0, 2], 4)), 2),
-        (lambda: object_columns([]), 1),
-        (lambda: object_columns([ShardedObject("o", 1, (2, 2), (0, 1))], 1), 2),
-        (lambda: join_objects([]), 1),
-        (lambda: join_objects([object_columns([]), object_columns([ShardedObject("o", 1, (2,), (0,))], 1)]), 1),
-    ],
-)
-def test_columns_are_regular_also_where_nothing_is_held(columns: Callable[[], Any], axes: int) -> None:
-    is_regular(columns(), axes)
-
-
-def test_is_regular_catches_floats_and_lost_axes() -> None:
-    columns = shard_columns([W])
-    for broken in (replace(columns, rank=columns.rank + 0.5), replace(columns, shape=columns.shape[:, :1])):
-        with pytest.raises(AssertionError):
-            is_regular(broken, 2)
 
 
 def test_nobody_has_no_problems_and_no_chunks() -> None:
@@ -147,33 +97,6 @@ def test_three_problems_of_a_key_are_listed() -> None:
     ]
     assert problem_lines([Problem(("a", 0), (1, 2, 4), "differs")]) == ["tree['a'][0] (ranks 1, 2, 4): differs"]
     assert problem_lines([]) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (np.array([1, 2, 3, 4]), "ndarray (4,) int64 [1, 2, 3, 4]"),
-        (np.array([1, 2, 3, 4, 5]), "ndarray (5,) int64"),
-        (np.array([True]), "ndarray (1,) bool [True]"),
-        (np.array([1j]), "ndarray (1,) complex128 [1j]"),
-        (np.array([0.5], dtype=np.float16), "ndarray (1,) float16 [0.5]"),
-        (np.array([1], dtype=np.uint8), "ndarray (1,) uint8 [1]"),
-        (np.array(["a"]), "ndarray (1,) <U1"),
-        (torch.tensor([[1.5, 2], [3, 4]], dtype=torch.bfloat16), "Tensor (2, 2) bfloat16 [[1.5, 2.0], [3.0, 4.0]]"),
-        (torch.zeros(5), "Tensor (5,) float32"),
-        (torch.zeros(1, dtype=torch.complex64), "Tensor (1,) complex64"),
-        (b"x", "b'x'"),
-        (1j, "1j"),
-        (0.5, "0.5"),
-        (True, "True"),
-        ({1}, "set"),
-        ("y" * 58, "'" + "y" * 58 + "'"),
-        ("y" * 59, "'" + "y" * 59 + "…"),
-    ],
-)
-def test_small_values_are_shown_and_large_ones_described(value: Any, text: str) -> None:
-    (found,) = common_problems([{"a": None}, {"a": value}])
-    assert found.what == f"rank 0 has None, rank 1 has {text}"
 
 
 def test_the_table_of_a_coverage_reads_like_this() -> None:
@@ -287,16 +210,6 @@ def test_a_part_of_several_boxes_is_the_replica_that_its_rank_is() -> None:
 def test_shards_without_elements_need_no_data() -> None:
     nothing = replace(W, data=None, local_shape=(0, 6), global_offset=(4, 0), axis_fragmentations=None)
     assert torch.equal(unshard([{"w": W}, {"w": nothing}])["w"], FULL)
-
-
-def test_all_tensors_with_problems_are_in_the_table_of_a_coverage() -> None:
-    one = ShardedTensor.from_rank_offsets("z", torch.zeros(1))
-    others = [ShardedTensor.from_rank_offsets(key, torch.zeros(2)) for key in "abcdefghijkl"]
-    lines = str(coverage([{"z": one, "y": replace(one), **{shard.key: shard for shard in others}}])).splitlines()
-    assert lines[1].startswith("z ") and lines[11] == "and 3 more"
-    halves = [replace(shard, global_shape=(4,), axis_fragmentations=(2,)) for shard in others]
-    lines = str(coverage([{shard.key: shard for shard in halves}])).splitlines()
-    assert [line[0] for line in lines[1:13]] == list("abcdefghijkl")
 
 
 def flat_in(rows: tuple[int, int], stop: int, key: str = "w", size: int = 4) -> ShardedTensor:

@@ -352,23 +352,6 @@ SPOILT: dict[str, tuple[Spoil, str, str]] = {
         "make memory",
         ", freed",
     ),
-    "no plan": (lambda case, rank: {"plan": 3}, "prepare", "a ReshardPlan"),
-    "a bound of no number": (lambda case, rank: {"max_bytes_in_flight": "much"}, "prepare", "max_bytes_in_flight"),
-    "a target that doesn't fit": (
-        lambda case, rank: {"tree": {"w": rows(0, 3), "step": 3}, "target": {"step": [columns(0, 2)]}},
-        "make memory",
-        "doesn't fit",
-    ),
-    "a target with shared memory": (
-        lambda case, rank: {"target": {"w": columns(0, 2, torch.zeros(1).expand(6, 2))}, "donate": True},
-        "make memory",
-        "share memory",
-    ),
-    "a source that is given away": (
-        lambda case, rank: {"target": {"w": columns(0, 2, WHOLE[:, :2])}, "donate": True},
-        "make memory",
-        "share memory",
-    ),
     "a source that is given away in another storage": (
         lambda case, rank: {"target": {"w": columns(0, 2, IN_ANOTHER_STORAGE)}, "donate": True},
         "make memory",
@@ -378,11 +361,6 @@ SPOILT: dict[str, tuple[Spoil, str, str]] = {
         lambda case, rank: {"empty": no_room},
         "make memory",
         "no memory for buffers",
-    ),
-    "a device that isn't there": (
-        lambda case, rank: {"device": "nowhere"},
-        "prepare",
-        "device doesn't fit",
     ),
 }
 

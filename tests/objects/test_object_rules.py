@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, TreeError, UnsupportedValue
+from shardtree.errors import IntegrityError
 from tests.trees.samples import assert_caught
 
 Rule = st.objects.ObjectRule
@@ -313,98 +313,6 @@ def test_a_last_size_that_is_not_known_ends_with_the_last_object() -> None:
         st.objects.reshard_objects(
             sources, [st.ShardedObject("rng", None, (4, -1), (0, 0))], {"rng": st.objects.replicate_objects}
         )
-
-
-FOUR = [st.ShardedObject("rng", place, (4,), (place,)) for place in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("sources", "targets", "rules", "error", "text"),
-    [
-        (
-            FOUR[:3],
-            asked("rng", (2,)),
-            {"rng": st.objects.replicate_objects},
-            IntegrityError,
-            r"of these cells\n  \(3,\)",
-        ),
-        (
-            FOUR + FOUR[1:2],
-            asked("rng", (2,)),
-            {"rng": st.objects.replicate_objects},
-            IntegrityError,
-            r"'rng' at \(1,\) of",
-        ),
-        (FOUR[:3], asked("rng", (4,)), None, IntegrityError, r"no rank has the cell \(3,\)"),
-        (FOUR, asked("rgn", (4,)), None, KeyMismatch, "no such objects\n  'rgn'"),
-        (FOUR, asked("rng", (2,)), {"rgn": st.objects.replicate_objects}, TreeError, "name nothing\n  'rgn'"),
-        (FOUR, asked("rng", (2,)), {"rng": "replicate"}, TreeError, "'rng': str"),
-        (FOUR, asked("rng", (2,)), st.objects.drop_objects, TreeError, "not a dict of rules\n  found function"),
-        (FOUR, asked("rng", (2,)), {"rng": lambda array, shape: [1]}, ShapeError, "found 1, expected 2"),
-        *(
-            (FOUR, asked("rng", (2,)), {"rng": lambda array, shape, value=value: value}, UnsupportedValue, text)
-            for value, text in (
-                ("ab", "'rng' returned no list of values\n  found str, expected a list of 2"),
-                ({"seed": 1, "step": 2}, "found dict, expected a list of 2"),
-                (torch.zeros(2), "found Tensor, expected a list of 2"),
-                (None, "found NoneType"),
-            )
-        ),
-        (
-            [*FOUR, st.ShardedObject("rng", 1, (3,), (0,))],
-            asked("rng", (2,)),
-            {"rng": st.objects.replicate_objects},
-            IntegrityError,
-            r"of shape \(4,\) and \(3,\), asked for in shape \(2,\)",
-        ),
-        ([st.ShardedObject("it", iter(()), (1,), (0,))], asked("it", (1,)), None, None, ""),
-        (
-            [st.ShardedObject("it", (one for one in ()), (1,), (0,))],
-            asked("it", (1,)),
-            None,
-            UnsupportedValue,
-            r"the object 'it' at \(0,\) can't be copied",
-        ),
-    ],
-)
-def test_what_cannot_be_done_says_why(sources: Any, targets: Any, rules: Any, error: Any, text: str) -> None:
-    if error is None:
-        assert len(st.objects.reshard_objects(sources, targets, rules)) == 1
-        return
-    with pytest.raises(error, match=text):
-        st.objects.reshard_objects(sources, targets, rules)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([[1], (2,)], r"'state' at \(1,\): tuple\n  expected list, as 'state' at \(0,\)"),
-        ([{"a": 1}], "found dict, .*\n  Use rules_by_field for dicts"),
-        ([7], "found int"),
-        ([torch.tensor(7)], "found Tensor, torch.int64 on cpu, without axes"),
-        ([torch.zeros(1), torch.zeros(1, 2)], r"Tensor, torch.float32 on cpu, rows of shape \(2,\)"),
-        ([np.zeros(1), np.zeros(1, dtype=np.int8)], r"ndarray, int8, rows of shape \(\)"),
-    ],
-)
-def test_what_cannot_be_joined_says_why(values: Any, text: str) -> None:
-    for rule in (st.objects.concatenate_objects, st.objects.redistribute_objects):
-        with pytest.raises(UnsupportedValue, match=text):
-            reshaped(values, 3, rule)
-
-
-@pytest.mark.parametrize(
-    ("values", "error", "text"),
-    [
-        ([{"a": 1}, {"b": 1}], TreeError, r"'state' at \(1,\) (lacks 'a'|has 'b')"),
-        ([{"a": 1, "b": 2}], TreeError, "no rule for the field 'b'"),
-        ([{}], TreeError, "a rule for 'a', which no value has"),
-        ([{"a": 1}, [1]], UnsupportedValue, r"'state' at \(1,\) isn't a dict\n  found list"),
-        ([{"a": 1}], UnsupportedValue, r"\"state\['a'\]\" can't be joined"),
-    ],
-)
-def test_fields_that_do_not_fit_say_why(values: Any, error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        reshaped(values, 3, st.objects.rules_by_field({"a": st.objects.redistribute_objects}))
 
 
 def test_an_error_of_a_users_rule_names_the_objects() -> None:

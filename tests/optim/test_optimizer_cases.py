@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from shardtree.testing._law_factory import stacked
 W, B = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(2, 3))
 MODEL = {"w": st.ShardedTensor.from_rank_offsets("w", W), "b": st.ShardedTensor.from_rank_offsets("b", B)}
 PARAMS = {0: MODEL["w"], 1: MODEL["b"]}
-NAMES = {0: "w", 1: "b"}
 
 
 def state_dict(*, by_name: bool = False, moved: bool = False) -> dict[str, Any]:
@@ -190,42 +188,6 @@ def test_a_group_without_members_keeps_its_own_by_name() -> None:
 
 
 # -- what is refused
-
-convert = st.optim.optim_state_to_sharding_state
-NAMED = state_dict(by_name=True)
-STORED = {"x": st.ShardedTensor("optimizer.state.m.w", None, torch.float32, (2, 1), (2, 1), (0, 0), None)}
-NO_GROUPS = {"state": {}, "param_groups": {}}
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (lambda: convert(NAMED, PARAMS), TreeError, "sharded tree lacks\n  'w'\n  'b'"),
-        (lambda: convert({"state": [], "param_groups": []}, {}), TreeError, "found list, expected a dict by parameter"),
-        (lambda: convert({"state": {0: 1}, "param_groups": []}, {}), TreeError, "0: int"),
-        (lambda: convert(NO_GROUPS, {}), TreeError, "found dict, expected a list"),
-        (lambda: convert({"state": {}, "param_groups": [{}]}, {}), TreeError, "group 0"),
-        (lambda: convert(state_dict(), PARAMS, rules=[max]), TreeError, "not a dict of rules"),
-        (lambda: st.optim.optim_state_by_name(state_dict(), {0: "w", 1: "w"}), TreeError, "'w' would be several"),
-        (lambda: st.optim.optim_state_by_name(NAMED, NAMES), TreeError, "found names, expected ids"),
-        (lambda: st.optim.optim_state_by_id(state_dict(), NAMES), TreeError, "found ids, expected names"),
-        (lambda: st.optim.optim_state_by_id(NAMED, {**NAMES, 2: "c"}), TreeError, "place 2: nothing, expected 'c'"),
-        (
-            lambda: st.optim.regroup_optim_state(NAMED, [{"params": ["w"]}]),
-            TreeError,
-            "states of parameters that no group has\n  'b'",
-        ),
-        (lambda: st.optim.regroup_optim_state(NAMED, [], hyperparameters="x"), TreeError, "found 'x'"),
-        (
-            lambda: st.optim.abstract_optim_state_from_metadata(state_dict(), PARAMS, STORED, missing="leave_out"),
-            TreeError,
-            r"'m' of state\[0\]: \(2, 1\) stored",
-        ),
-    ],
-)
-def test_it_says_what_is_wrong(call: Callable[[], Any], kind: type, words: str) -> None:
-    with pytest.raises(kind, match=words):
-        call()
 
 
 @pytest.mark.parametrize("value", [(torch.zeros(2, 3),), {"a": torch.zeros(2, 3)}, [[torch.zeros(2, 3)]]])

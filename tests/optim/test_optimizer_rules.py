@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, ShapeError, TreeError
+from shardtree.errors import ShapeError, TreeError
 from shardtree.testing import (
     Layout,
     assemble,
@@ -190,35 +190,6 @@ def test_what_a_rule_raises_says_for_what() -> None:
     with pytest.raises(ShapeError, match=r"'row_var' of 'w'\n  found \(5,\), expected \(2,\)") as caught:
         st.optim.optim_state_to_sharding_state(state, {0: param}, rules=st.optim.adafactor_rules())
     assert "at tree['state']['w']['row_var']" in caught.value.__notes__[0]
-
-
-GRID = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
-IRREGULAR = st.ShardedTensor("w", None, torch.float32, (2, 3), (8, 3), (3, 0), None)
-FLAT = st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(3), (2, 3), flattened_range=slice(0, 3))
-FACTORY = st.ShardedTensorFactory("w", torch.zeros(2, 3), lambda *args: [], lambda parts: parts)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: st.optim.reduced_axis(2)(GRID, "k", torch.zeros(1, 3)), "found 2 axes, expected an axis 2"),
-        (lambda: st.optim.reduced_axis(-2, where_cut="own")(GRID, "k", torch.zeros(3)), "found 4 pieces"),
-        (
-            lambda: st.optim.reduced_axis(-2, where_cut="own")(IRREGULAR, "k", torch.zeros(1, 3)),
-            "found an irregular grid",
-        ),
-        (lambda: st.optim.reduced_axis(-1)(FLAT, "k", torch.zeros(1)), "found a flat range, expected one box"),
-        (lambda: st.optim.reduced_axis(-1)(FACTORY, "k", torch.zeros(2, 1)), "found a factory, expected one box"),
-        (lambda: st.optim.block_scales(4)(FACTORY, "k", torch.zeros(2)), "found a factory"),
-        (lambda: st.optim.block_scales(3)(GRID, "k", torch.zeros(3)), r"found \(3,\), expected \(2,\)"),
-        (lambda: st.optim.block_scales(0), "block_size"),
-        (lambda: st.optim.one_per_shard(IRREGULAR, "k", 1), "irregular grid"),
-        (lambda: st.optim.one_per_shard(FLAT, "k", 1), "flat range"),
-    ],
-)
-def test_a_rule_refuses(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(CheckpointingException, match=words):
-        call()
 
 
 # -- loaded by metadata

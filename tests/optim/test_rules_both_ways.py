@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, ShapeError, TreeError
+from shardtree.errors import CheckpointingException
 from shardtree.layouts import Mesh
 from shardtree.optim import OptimizerRule, OptimizerState, along, on_mesh, square_preconditioners
 from shardtree.testing import cut, irregular_layouts, regular_layouts, shapes
@@ -237,26 +237,3 @@ def test_a_state_on_a_mesh_of_its_own_comes_back_on_another(size: int) -> None:
 
 
 # -- what is refused
-
-
-GRID = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
-STACKED = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4), prepend_axis_num=1)
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (lambda: along("0"), TreeError, "different axes of the parameter"),
-        (lambda: along(1, where_cut="own"), TreeError, "'refuse' or 'equal'"),
-        (lambda: along(2)(GRID, "k", torch.zeros(3)), TreeError, "found 2 axes"),
-        (lambda: along(0, None)(GRID, "k", torch.zeros(3, 5)), ShapeError, r"found \(3, 5\), expected \(2, any\)"),
-        (lambda: along(0)(GRID, "k", 3), ShapeError, r"found int, expected \(2,\)"),
-        (lambda: square_preconditioners()["Q"](GRID, "Q", torch.eye(8)), TreeError, "a piece of it"),
-        (lambda: square_preconditioners(where_cut="all"), TreeError, "'refuse', 'equal' or 'own'"),
-        (lambda: on_mesh(Mesh(dp=2), st.P("dp"), 0)(STACKED, "k", torch.eye(2)), TreeError, "prepended axes"),
-        (lambda: on_mesh(Mesh(dp=2), st.P("tp"), 0)(GRID, "k", torch.eye(2)), CheckpointingException, "tp"),
-    ],
-)
-def test_a_rule_refuses(call: Callable[[], Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        call()

@@ -7,21 +7,15 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.errors import size_text
 from shardtree.layouts import TensorKind
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import (
-    Explanation,
     Gap,
     Mismatch,
-    RankReads,
-    ReadCost,
-    Refusal,
     Unexpected,
     convertible,
     find_gaps,
@@ -138,35 +132,3 @@ def test_scales_and_packed_dtypes_convert_to_themselves_alone() -> None:
     assert not convertible(torch.float32, torch.float8_e8m0fnu)
     assert convertible(torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2)
     assert not convertible(torch.float4_e2m1fn_x2, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (999_949, "999.9 kB"),
-        (10**6, "1.0 MB"),
-        (2_500_000_000, "2.5 GB"),
-        (10**9, "1.0 GB"),
-        (10**13, "10000.0 GB"),
-    ],
-)
-def test_sizes_are_told_in_the_largest_unit_that_they_fill(count: int, text: str) -> None:
-    assert size_text(count) == text
-
-
-def test_an_explanation_sorts_its_problems_and_adds_its_costs() -> None:
-    problems = (Unexpected("a"), Mismatch("b", kind(1), kind(2)), Gap("c", (0,), 1, 2), Refusal("d", "why"))
-    one, other = ReadCost(100, 150, 3, 2), ReadCost(20, 30, 4, 1)
-    reads = (RankReads(0, 2, 1, one), RankReads(1, 3, 0, other))
-    found = Explanation(("e",), problems, reads)
-    assert (found.unexpected, found.mismatches, found.gaps, found.refused) == tuple((each,) for each in problems)
-    assert (found.ok, found.reshaped) == (False, ())
-    assert found.cost == one + other == ReadCost(120, 180, 7, 3)
-    assert found.over_read == 1.5 == one.over_read
-    assert ReadCost().over_read == 1.0 == ReadCost(0, 5).over_read
-    assert Explanation((), (), ()).ok
-    unknown = replace(found, reads=(*reads, RankReads(2, 0, 0, None)))
-    assert (unknown.cost, unknown.over_read) == (None, None)

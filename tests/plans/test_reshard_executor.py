@@ -339,14 +339,6 @@ def test_a_tensor_that_was_changed_is_an_error() -> None:
         shardtree.reshard(trees, [{"w": W}])
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_tensors_that_are_not_plain_bits_are_an_error() -> None:
-    for data in (torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)):
-        shard_of = ShardedTensor("w", data, data.dtype, (2, 2), (2, 2), (0, 0), None)
-        with pytest.raises(shardtree.errors.UnsupportedValue, match="isn't a dense tensor of plain bits"):
-            shardtree.reshard([{"w": shard_of}], [{"w": replace(shard_of, data=None)}])
-
-
 class Counting(TorchDispatchMode):
     """Counts the bytes that torch copies, and those of the memory that it makes."""
 

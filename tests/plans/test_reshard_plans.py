@@ -72,11 +72,6 @@ def test_a_tensor_s_own_key_comes_before_another_s_place() -> None:
     assert list(plan.explain("mlp.up").kinds) == ["mlp.up"] and list(plan.explain("up").kinds) == ["mlp.up"]
 
 
-def test_names_of_trees_are_among_those_that_look_alike() -> None:
-    with pytest.raises(st.errors.KeyMismatch, match=r"Did you mean 'model\.fused'"):
-        st.plan_reshard([TRAINER], [engine(0)]).explain("model.fusde")
-
-
 Drawn = Callable[[], tuple[list[Any], list[Any]]]
 Explain = Callable[[st.ReshardPlan, str], Any]
 

@@ -90,9 +90,3 @@ def test_a_backend_writes_a_file_of_any_buffers_with_the_hashes_of_its_blocks(ch
     assert (file.length, pending.storage.read(file.name)) == (len(WHOLE), WHOLE)
     known = None if file.hashes is None else file.hashes.tolist()
     assert known == (block_hashes([memoryview(WHOLE)]).tolist() if checksums else None)
-
-
-def test_a_backend_that_passes_text_is_told_which_file() -> None:
-    pending = PendingSave(MemoryStorage(), "save-1", one_process())
-    with pytest.raises(StorageError, match=r"save-1/00000-of-00001\.raw.*isn't a buffer"):
-        write_file(pending, rank_file(pending, "raw"), ["text"])  # type: ignore[list-item]

@@ -20,6 +20,16 @@ Pause = Callable[[], AbstractContextManager[None]]
 
 MADE = 20_000
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_frozen() -> Iterator[None]:
+    """Unfreeze what the tests' start has frozen: a pause treats a program that freezes differently."""
+    gc.unfreeze()
+    gc.collect()  # else the next collection would be a full one: too few objects have outlived the last
+    yield
+    gc.freeze()
+
+
 STEPS = st.lists(st.sampled_from(["pause", "fail"]), max_size=4)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import shardtree as st
 from shardtree.errors import CheckpointingException, StorageError
 from shardtree.storage._local_files import LocalReader
 from tests.options import load_keywords
+from tests.quick_python.command import quick_python
 
 ROWS = torch.arange(4096 * 64, dtype=torch.float32).view(4096, 64)
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_cut_while_it_is_open_ends_no_process(
     backend: tuple[str, int], name: str, tmp_path: Path
 ) -> None:
     folder = saved(tmp_path / "a", backend)
-    done = subprocess.run([sys.executable, "-c", CUT, str(folder), name], capture_output=True, text=True, check=False)
+    done = subprocess.run([*quick_python(), "-c", CUT, str(folder), name], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr
 
 
@@ -112,7 +112,7 @@ assert all(float(one["w"].data[1, 1].read()) == 65 for one in opened)
 
 def test_open_checkpoints_hold_no_descriptors(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a")
-    done = subprocess.run([sys.executable, "-c", MANY, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*quick_python(), "-c", MANY, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

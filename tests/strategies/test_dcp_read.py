@@ -15,10 +15,11 @@ from hypothesis import strategies as some
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 import shardtree as st
-from shardtree.errors import UnsafeFile, UnsupportedValue
+from shardtree.errors import UnsafeFile
 from shardtree.strategies.torch_dist._common import nested
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
+from tests.strategies.dcp_ranks import rows, save_dtensors, save_what_differs
 from tests.strategies.test_torch_dist_read import SAVED
 
 
@@ -32,10 +33,6 @@ def save_alone(state, folder, **options):
 def whole(key, like, **options):
     shape = tuple(like.shape)
     return st.ShardedTensor(key, None, like.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), **options)
-
-
-def rows(count, *shape, dtype=torch.float32):
-    return (torch.arange(count * torch.Size(shape).numel()) % 120).reshape(count, *shape).to(dtype)
 
 
 # One process: what kinds of tensors there are
@@ -237,42 +234,13 @@ def test_a_value_of_an_unknown_class_needs_leave(tmp_path):
     assert torch.equal(loaded["w"], rows(4)) and loaded["mine"] == Unknown()
 
 
-def test_a_quantised_tensor_is_refused_where_it_is_asked_for(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are to be removed
-        quantised = torch.quantize_per_tensor(rows(2, 3), 0.5, 1, torch.qint8)
-    folder = save_alone({"q": quantised, "w": rows(4)}, tmp_path)
-    assert st.load_plain_tensors(folder).keys() == {"w"}
-    with pytest.raises(UnsupportedValue, match="'q': its dtype: quantised"):
-        st.load({"q": whole("q", quantised)}, folder)
-
-
 # Several ranks
-
-
-def save_on_ranks(world, folder):
-    """Save DTensors of several placements, replicas, and values, from each process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    state = {
-        "rows": distribute_tensor(rows(8, 6), line, [Shard(0)]),
-        "uneven": distribute_tensor(rows(7, 5), line, [Shard(0)]),
-        "columns": distribute_tensor(rows(8, 6).bfloat16(), square, [Replicate(), Shard(1)]),
-        "blocks": distribute_tensor(rows(8, 6), square, [Shard(0), Shard(1)]),
-        "few": distribute_tensor(rows(2, 3), line, [Shard(0)]),
-        "copies": rows(3),
-        "nested": {"list": [distribute_tensor(rows(4, 2), line, [Shard(0)]), {"step": 5}], "seed": 3},
-    }
-    dcp.save(state, checkpoint_id=str(folder))
-    dcp.save({"a": rows(5) + world.rank, f"of rank {world.rank}": world.rank}, checkpoint_id=f"{folder}-apart")
 
 
 @pytest.fixture(scope="module")
 def from_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dcp") / "saved"
-    run_processes(4, partial(save_on_ranks, folder=str(folder)))
+    run_processes(4, partial(save_dtensors, folder=str(folder)))
     return folder
 
 
@@ -296,9 +264,10 @@ def test_dtensors_of_several_ranks_open_directly(from_ranks):
 
 
 @pytest.mark.torchrun
-def test_values_that_differ_between_ranks_are_all_there(from_ranks):
-    common = st.load_common_state_dict(f"{from_ranks}-apart")
-    assert common == {f"of rank {rank}": rank for rank in range(4)}
+def test_values_that_differ_between_ranks_are_all_there(tmp_path):
+    run_processes(3, partial(save_what_differs, folder=str(tmp_path / "saved")))
+    common = st.load_common_state_dict(tmp_path / "saved")
+    assert common == {f"of rank {rank}": rank for rank in range(3)}
 
 
 def test_the_check_of_loads_sees_a_tensor_in_the_order_of_its_payload(tmp_path):

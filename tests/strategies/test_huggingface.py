@@ -19,11 +19,8 @@ from shardtree.errors import (
     CorruptCheckpoint,
     IntegrityError,
     KeyMismatch,
-    MetadataError,
     NotACheckpoint,
     StorageError,
-    StrategyError,
-    UnsupportedValue,
 )
 from shardtree.storage import MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
@@ -198,51 +195,6 @@ def test_no_tensors_are_a_model_too():
     folder = MemoryStorage()
     st.save([], folder, HF)
     assert st.load_plain_tensors(folder) == {}
-
-
-def test_values_and_objects_are_refused_by_their_paths():
-    folder = MemoryStorage()
-    tree = {"w": whole("w", torch.zeros(2)), "optimizer": {"step": 5}}
-    with pytest.raises(
-        UnsupportedValue, match=r"(?s)tree\['optimizer'\]\['step'\].*common_strategy=\('safetensors', 1"
-    ):
-        st.save(tree, folder, HF)
-    with pytest.raises(UnsupportedValue, match=r"(?s)'rng/shard_0_1'.*Leave them out"):
-        st.save([st.ShardedObject("rng", 1, (1,), (0,))], folder, HF)
-    assert folder.names() == (), "a save that failed leaves nothing"
-    st.save({"w": whole("w", torch.zeros(2)), "none": {}, "local": st.LocalNonpersistentObject(3)}, folder, HF)
-
-
-def test_dtypes_and_names_that_the_format_lacks():
-    folder = MemoryStorage()
-    with pytest.raises(UnsupportedValue, match=r"(?s)'w': \(2,\) complex128.*Cast them"):
-        st.save([whole("w", torch.zeros(2, dtype=torch.complex128))], folder, HF)
-    with pytest.raises(UnsupportedValue, match="Rename the tensor"):
-        st.save([whole("__metadata__", torch.zeros(2))], folder, HF)
-    assert folder.names() == ()
-
-
-def test_ranks_have_to_know_each_others_shards():
-    folder = MemoryStorage()
-
-    def write(world):
-        part = whole("w", torch.zeros(2), (0, world.rank, 2))
-        st.save([part], folder, HF, world=world, validate_access_integrity=False)
-
-    with pytest.raises(StrategyError, match="Leave validate_access_integrity on"):
-        st.simulate(2, write)
-
-
-def test_a_tensor_with_a_gap_is_refused_whoever_checks():
-    for validate in (True, False):
-        with pytest.raises(IntegrityError, match="'w'"):
-            st.save([whole("w", torch.zeros(2), (0, 0, 2))], MemoryStorage(), HF, validate_access_integrity=validate)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "5GB", None])
-def test_a_size_of_files_that_is_none(wrong):
-    with pytest.raises(MetadataError, match="max_file_bytes"):
-        huggingface.save_sharded_up_to(wrong)
 
 
 def test_a_file_that_is_in_the_way_stays():

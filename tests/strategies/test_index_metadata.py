@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.index import IndexMetadata, _columns, _file, index_problem, text_columns
+from shardtree.strategies.index import IndexMetadata, _file, index_problem, text_columns
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 KEYS = [f"layers.{number:03d}.µ" for number in range(150)]
@@ -54,17 +54,6 @@ def test_all_at_once_is_each_by_its_key():
         else:
             assert shard.data == opened[key].data == {"rank": shard.global_offset[0]}
     assert opened.nested(separator="/").keys() >= {"rng"}
-
-
-def test_nothing_is_made_by_the_constructor(monkeypatch):
-    """The index is checked as columns; once more for each shard would be most of the time of opening it."""
-    calls = []
-    monkeypatch.setattr(st.ShardedTensor, "__post_init__", lambda shard: calls.append(shard.key))
-    opened = st.open_checkpoint(FOLDER)
-    assert len(st.load_tensors_metadata(FOLDER)) == len([*opened.items()]) - 3 == len(KEYS)
-    assert opened[KEYS[3]].key == KEYS[3] and not calls
-    replace(opened[KEYS[3]])
-    assert calls == [KEYS[3]]
 
 
 def test_tensors_before_one_that_cannot_be_read_come_first():
@@ -125,16 +114,7 @@ def test_any_number_is_refused_or_sound(places, rows):
 def test_the_law_catches_shapes_that_nobody_checks(monkeypatch):
     index = changed(SMALL, [("key_shape", SMALL.key_shape.size - 1, -1)])
     check_refused_or_sound(sure, index)
-    monkeypatch.setattr(_file, "_keys", lambda _: None)
+    monkeypatch.setattr(_file, "_keys", lambda *_: None)
     monkeypatch.setattr(_file, "_places", lambda _: None)
     with pytest.raises(CheckpointingException):
         check_refused_or_sound(sure, index)
-
-
-def test_a_few_are_made_at_once(monkeypatch):
-    """Whoever lets go of them keeps only a few alive."""
-    made = []
-    real = _columns.whole_tensors
-    monkeypatch.setattr(_columns, "whole_tensors", lambda keys, *rest: made.append(len(keys)) or real(keys, *rest))
-    next(iter(IndexMetadata(INDEX).items()))
-    assert made == [_columns._AT_ONCE] and len(KEYS) > _columns._AT_ONCE

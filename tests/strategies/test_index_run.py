@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
 import numpy as np
@@ -61,13 +60,6 @@ def index_of(case):
     return build_index(columns, np.zeros_like(ends), 64 + ends - columns.elements * 2, files=[StoredFile("f", 10**6)])
 
 
-def opened(case):
-    folder = MemoryStorage()
-    other = st.ShardedTensor.from_rank_offsets("a", torch.arange(3, dtype=torch.int8))
-    st.save([*case.shards, other], folder, validate_access_integrity=False)
-    return st.open_checkpoint(folder, options=st.LoadOptions(verify=None))
-
-
 def box(case, data=None):
     return st.ShardedTensor("w", data, case.whole.dtype, case.shape, tuple(case.whole.shape), case.offset, None)
 
@@ -116,46 +108,9 @@ def test_the_law_catches(name, broken, monkeypatch):
     find(cases(), fails, settings=settings(max_examples=2000))
 
 
-@dataclass(frozen=True, eq=False)
-class CountingStorage(MemoryStorage):
-    """A storage that remembers which files were opened."""
-
-    opened: list = field(default_factory=list)
-
-    @contextmanager
-    def open(self, name):
-        self.opened.append(name)
-        with super().open(name) as reader:
-            yield reader
-
-
 def rows_of(folder, **options):
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4096).reshape(64, 64))}, folder)
     return st.open_checkpoint(folder, **load_keywords(verify=None, **options))["w"].data[3:5]
-
-
-def test_a_few_rows_are_planned_by_nobody_and_read_by_one_call(monkeypatch):
-    monkeypatch.setattr(_load.plans, "plan_load", None)
-    folder = CountingStorage()
-    rows = rows_of(folder)
-    folder.opened.clear()
-    assert rows.read().tolist() == torch.arange(4096).reshape(64, 64)[3:5].tolist()
-    assert len(folder.opened) == 1
-
-
-def test_tensors_that_were_read_are_remembered_and_no_more_than_some(monkeypatch):
-    monkeypatch.setattr(_load, "_REMEMBERED", 2)
-    folder, looked_up = MemoryStorage(), []
-    tensors = {key: torch.arange(6).reshape(3, 2) + number for number, key in enumerate("abc")}
-    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in tensors.items()], folder)
-    find_texts = _load.find_texts
-    monkeypatch.setattr(_load, "find_texts", lambda *given: looked_up.extend(given[2]) or find_texts(*given))
-    tree = st.open_checkpoint(folder, **load_keywords(verify=None))
-    for key in "aabbaca":
-        assert tree[key].data[1:].read().tolist() == tensors[key][1:].tolist()
-    assert looked_up == ["a", "b", "c"]
-    assert tree["b"].data[0].read().tolist() == tensors["b"][0].tolist()
-    assert looked_up == ["a", "b", "c", "b"]
 
 
 def test_a_file_that_is_gone_shorter_or_replaced_is_told_so():

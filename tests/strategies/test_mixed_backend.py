@@ -107,11 +107,6 @@ def test_without_the_table_the_error_names_the_backend():
         st.load(tree(), folder)
 
 
-def test_what_has_no_row_can_not_be_done():
-    with pytest.raises(StrategyError, match="remove_sharded with backend 'toy'"):
-        st.remove_sharded_tensors(saved(), "w", strategies=TABLE)
-
-
 def test_a_mixture_is_overwritten_and_its_left_overs_go():
     folder = saved()
     st.simulate(2, lambda world: st.save(tree(world.rank, 2), folder, world=world, overwrite=True))
@@ -144,18 +139,3 @@ def test_a_function_replaces_the_row_for_one_call():
     assert st.load(tree(fill=0.0), folder, watched)["w"].sum() == 66
     assert st.load({}, folder, None, lambda checkpoint: {"from": "a function"}) == {"from": "a function"}
     assert seen == [["w"]]
-
-
-@pytest.mark.parametrize(
-    "choice", ["punch cards", ("safetensors", "1"), ("safetensors",), 3, ("punch cards", 1)], ids=str
-)
-def test_what_is_no_strategy_is_refused(choice):
-    folder = saved(None)
-    with pytest.raises(StrategyError):
-        st.save(tree(), MemoryStorage(), choice)
-    with pytest.raises(StrategyError):
-        st.save(tree(), MemoryStorage(), None, choice)
-    with pytest.raises(StrategyError):
-        st.load(tree(), folder, choice)
-    with pytest.raises(StrategyError):
-        st.load(tree(), folder, None, choice)

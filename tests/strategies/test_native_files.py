@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.geometry import Column
 from shardtree.storage import Buffer, LocalStorage
 from shardtree.strategies.safetensors import _layout, _write
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.options import save_keywords
 from tests.storage.threads import torch_threads
-from tests.trees.samples import assert_caught
-
-Shares = Callable[[Column, int], list[Column]]
 
 FILE = 64
-LENGTHS = some.lists(some.integers(0, 200), max_size=12)
 
 
 @contextmanager
@@ -50,33 +44,6 @@ def data_files(folder: Any) -> list[str]:
 
 
 # How entries are shared out.
-
-
-def share_out_evenly(shares: Shares, lengths: list[int], files: int) -> None:
-    """Each share has what is its due, but for the entries at its two ends."""
-    found = [rows.tolist() for rows in shares(np.array(lengths, dtype=np.int64), files)]
-    assert [row for rows in found for row in rows] == list(range(len(lengths)))
-    assert all(found) and len(found) <= max(1, files)
-    due, longest = sum(lengths) / max(1, files), max(lengths, default=0)
-    assert all(sum(lengths[row] for row in rows) <= due + longest for rows in found)
-
-
-@given(LENGTHS, some.integers(0, 5))
-def test_entries_are_shared_out_evenly_and_in_order(lengths: list[int], files: int) -> None:
-    share_out_evenly(_layout._shares, lengths, files)
-
-
-def by_count(length: Column, files: int) -> list[Column]:
-    return [rows for rows in np.array_split(np.arange(len(length)), max(1, files)) if len(rows)]
-
-
-def without_the_last(length: Column, files: int) -> list[Column]:
-    return _layout._shares(length[:-1], files)
-
-
-@pytest.mark.parametrize("broken", [by_count, without_the_last])
-def test_the_law_catches(broken: Shares) -> None:
-    assert_caught(share_out_evenly, broken, LENGTHS, some.integers(0, 5))
 
 
 # Trees.

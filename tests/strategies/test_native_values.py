@@ -8,13 +8,11 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import MetadataError, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.index import find_texts, text_columns
 from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, random_bits
 
@@ -41,47 +39,12 @@ def header_of(data):
     return json.loads(data[8 : 8 + length]), 8 + length
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_tensor_is_refused_with_the_way_out():
-    quantised = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
-    shard = st.ShardedTensor("w", quantised, torch.qint8, (4,), (4,), (0,), (1,))
-    folder = MemoryStorage()
-    with pytest.raises(UnsupportedValue, match=r"'w'[\s\S]*qint8[\s\S]*dequantize"):
-        st.save([shard], folder)
-    assert not st.is_checkpoint(folder)
-
-
 def test_dtypes_that_the_format_lacks_are_bytes_there():
     folder = stored([whole("c", torch.ones(2, 3, dtype=torch.complex128)), whole("f", torch.ones(2))])
     (data,) = data_files(folder).values()
     header, _ = header_of(data)
     assert header["c"]["dtype"] == "U8" and header["c"]["shape"] == [96]
     assert header["f"]["dtype"] == "F32" and header["f"]["shape"] == [2]
-
-
-@given(
-    some.lists(some.text(some.characters(codec="utf-8"), min_size=1, max_size=4), unique=True, min_size=1, max_size=6)
-)
-def test_every_text_is_a_key(keys):
-    folder = stored([whole(key, torch.tensor(number)) for number, key in enumerate(keys)])
-    assert {key: int(tensor) for key, tensor in st.load_plain_tensors(folder).items()} == {
-        key: number for number, key in enumerate(keys)
-    }
-
-
-@given(
-    some.sets(some.text("ab./é🌳", min_size=1, max_size=4), min_size=40, max_size=60), some.text("ab./é🌳", max_size=4)
-)
-@settings(max_examples=15)
-def test_one_key_of_many_is_found_and_another_is_not(keys, other):
-    text, start = text_columns(sorted(keys))
-    for number, key in enumerate(sorted(keys)):
-        assert find_texts(text, start, [key]) == [number]
-    assert find_texts(text, start, sorted(keys)) == list(range(len(keys)))
-    everything = find_texts(text, start, [*sorted(keys), other])
-    assert everything[:-1] == list(range(len(keys)))
-    assert find_texts(text, start, [other]) == everything[-1:]
-    assert (everything[-1] >= 0) == (other in keys)
 
 
 def test_many_keys_go_to_several_parts_when_a_header_would_be_too_long():
@@ -134,9 +97,3 @@ def test_a_rank_with_nothing_to_write_writes_no_file(ranks):
     st.simulate(ranks, lambda world: st.save(tree if world.rank == 0 else {"step": 1}, folder, world=world))
     assert len(data_files(folder)) == 1
     assert math.prod(st.load_plain_tensors(folder)["w"].shape) == 2
-
-
-@pytest.mark.parametrize("key", ["", "\ud800"], ids=ascii)
-def test_what_is_no_text_is_no_key(key):
-    with pytest.raises(MetadataError):
-        whole(key, torch.zeros(1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, StrategyError
+from shardtree.errors import StrategyError
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import (
     AsyncRequest,
@@ -22,7 +22,6 @@ from shardtree.strategies import (
     StrategyAction,
     base,
     default_strategies,
-    find_strategy,
     formats_with,
     get_default_strategy,
     register_default_strategy,
@@ -106,27 +105,6 @@ def test_a_taken_row_raises_unless_overridden(free_row):
     assert get_default_strategy(*free_row) is one
     register_default_strategy(*free_row, other, override=True)
     assert get_default_strategy(*free_row) is other
-
-
-@pytest.mark.parametrize(
-    "row",
-    [("load_common", "zarr", 1), (StrategyAction.LOAD_COMMON, 1, "zarr"), (StrategyAction.LOAD_COMMON, "zarr", True)],
-    ids=str,
-)
-def test_what_is_no_row_is_refused(row):
-    with pytest.raises(StrategyError, match="not a row"):
-        register_default_strategy(*row, len)
-    with pytest.raises(StrategyError, match="not a row"):
-        get_default_strategy(*row)
-
-
-def test_a_missing_row_lists_what_exists():
-    with pytest.raises(StrategyError, match=r"load_sharded.*'punch cards', version 3[\s\S]*\('safetensors', 1\)"):
-        get_default_strategy(StrategyAction.LOAD_SHARDED, "punch cards", 3)
-    with pytest.raises(StrategyError, match="exists for no backend"):
-        get_default_strategy(StrategyAction.LOAD_SHARDED, "punch cards", 3, strategies={})
-    assert find_strategy(StrategyAction.LOAD_SHARDED, "punch cards", 3) is None
-    assert issubclass(StrategyError, CheckpointingException)
 
 
 def test_the_default_table_is_read_only():
@@ -241,11 +219,3 @@ def test_a_bare_name_for_the_common_state_and_a_table_of_ones_own():
     fields = st.open_checkpoint(storage, strategies=table).checkpoint.fields
     assert (fields["sharded_backend"], fields["sharded_backend_version"]) == ("own", 7)
     assert (fields["common_backend"], fields["common_backend_version"]) == NATIVE
-
-
-def test_ranks_that_name_one_format_two_ways_are_told():
-    def save(world):
-        st.save({}, MemoryStorage(), "zarr" if world.rank else "huggingface", world=world)
-
-    with pytest.raises(CheckpointingException, match="sharded_strategy"):
-        st.simulate(2, save)

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.codec.archives import add_record, encode_archive
 from shardtree.codec.pickles import write_pickle
-from shardtree.errors import CheckpointingException, UnsafeFile, UnsupportedValue
+from shardtree.errors import CheckpointingException
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions
 from shardtree.strategies.torch import COMMON_FILE, load_common, save_common
@@ -96,15 +96,6 @@ def test_the_law_of_holes_catches_positions_that_shift() -> None:
 
 def test_an_empty_dict_in_a_list_stays_one() -> None:
     assert read(written({"x": [{}, HOLE]})) == {"x": [{}, HOLE]}
-
-
-def test_values_that_need_code_take_allow_pickle() -> None:
-    with pytest.raises(UnsupportedValue, match=r"tree\['a'\]\[0\]"):
-        written({"a": [len]})
-    storage = written({"a": [len]}, allow_pickle=True)
-    with pytest.raises(UnsafeFile, match=r"common\.pt.*len, which"):
-        read(storage)
-    assert read(storage, allow_pickle=True) == {"a": [len]}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as hs
 
 import shardtree as st
-from shardtree.errors import UnsupportedValue
 from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import GlobalState, check_roundtrip, even_layout, global_states, state_layouts
@@ -187,24 +186,6 @@ def test_what_is_stored_of_a_view_of_something_large_is_row_major_and_nothing_mo
     found = archived(storage, place)
     assert torch.equal(found, data) and found.is_contiguous()
     assert place.length < found.nbytes + 2000
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_dtype_that_torch_cannot_store_plainly_is_refused() -> None:
-    data = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    shard = st.ShardedTensor("w", data, torch.qint8, (2,), (2,), (0,), (1,))
-    with pytest.raises(UnsupportedValue, match="'w'"):
-        saved(lambda world: {"w": shard})
-
-
-@BACKENDS
-def test_an_object_that_an_archive_cannot_hold_is_refused_before_anything_is_written(backend: Any) -> None:
-    storage = MemoryStorage()
-    item = st.ShardedObject("rng", {"seed": object()}, (1,), (0,))
-    with pytest.raises(UnsupportedValue) as caught:
-        st.save({"rng": item}, storage, backend)
-    assert any("'rng/shard_0_1'" in note for note in caught.value.__notes__)
-    assert storage.names() == ()
 
 
 # -- failures and retries

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from struct import pack
@@ -17,6 +16,7 @@ import torch
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
+from tests.quick_python.command import quick_python
 from tests.strategies.folders import folder_of
 from tests.strategies.zarr_nodes import LITTLE, V2_GROUP, V3_GROUP, encoded, v2_node, v3_node
 
@@ -100,7 +100,7 @@ def test_a_chunk_that_says_more_than_there_is_never_reaches_its_decoder(tmp_path
             print(number, "verified", len(st.verify(place, report=print)))
     """
     found = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), str(len(names))],
+        [*quick_python(), "-c", script, str(tmp_path), str(len(names))],
         capture_output=True, text=True, check=False, env=os.environ | {"PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     assert found.returncode == 0, f"ended by {found.returncode}: {found.stderr[-2000:]}"

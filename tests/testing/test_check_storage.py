@@ -26,7 +26,7 @@ from shardtree.storage import (
     storage_at,
     wrapped,
 )
-from shardtree.testing import check_storage, watched
+from shardtree.testing import _check_storage, check_storage, watched
 from tests.storage.storages import STORAGES
 
 
@@ -384,7 +384,9 @@ FAULTS: dict[Fault, str] = {
 
 
 @pytest.mark.parametrize(("fault", "found"), FAULTS.items(), ids=[fault.__name__ for fault in FAULTS])
-def test_it_catches_a_storage_that(fault: Fault, found: str) -> None:
+def test_it_catches_a_storage_that(fault: Fault, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "all or nothing" not in found:  # the saves take four fifths of the time, and find only what says so
+        monkeypatch.setattr(_check_storage, "check_strategy", lambda *_, **options: None)
     with pytest.raises(AssertionError, match=found):
         check_storage(lambda: fault(MemoryStorage()))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,36 +14,11 @@ from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
 from shardtree.traces import _local
 from tests.quick_python.command import quick_python
-
-Tensors = Mapping[str, torch.Tensor]
-WEIGHTS = {name: torch.arange(48.0).view(8, 6) + 100 * place for place, name in enumerate(("q", "k", "v", "o"))}
-
-
-def fused(given: Tensors, order: str = "qkv", factor: float = 0.125, bias: float = 1.0) -> dict[str, torch.Tensor]:
-    """Return what has a move of each kind: of a source, through a function, of a constant, of several tensors."""
-    o = given["o"]
-    return {
-        "qkv": torch.cat([given[name] for name in order]),
-        "o": torch.stack([o * factor, torch.full_like(o, bias)]),
-        "sum": (o.to(torch.bfloat16) + given["q"]).t(),
-    }
-
-
-def traced(**changes: Any) -> st.Trace:
-    return st.trace(lambda given: fused(given, **changes), WEIGHTS)
-
-
-def saved() -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save({name: st.ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in WEIGHTS.items()}, folder)
-    return folder
+from tests.traces.fused_weights import SOURCE, WEIGHTS, Tensors, fused, identity, traced
 
 
 class Killed(BaseException):
     """What no handler of a conversion catches."""
-
-
-SOURCE = saved()
 
 
 def run(storage: Any, found: st.Trace) -> int:
@@ -117,16 +91,10 @@ def test_other_code_that_makes_the_same_moves_goes_on() -> None:
 
 
 def test_a_trace_has_the_same_identity_in_another_process() -> None:
-    code = "from tests.traces.test_killed_conversion import identity, traced; print(identity(traced()))"
+    code = "from tests.traces.fused_weights import identity, traced; print(identity(traced()))"
     # That process has another seed for the hashes of its texts.
     done = subprocess.run([*quick_python(), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == identity(traced())
-
-
-def identity(found: st.Trace) -> str:
-    """Return what a conversion through a trace is known by, as text."""
-    opened = st.open_checkpoint(SOURCE, transform=found)
-    return str([opened[name].data.source.made_of[:2] for name in found.outputs])
 
 
 def test_the_law_of_identity_catches_moves_that_are_known_by_their_places_alone(

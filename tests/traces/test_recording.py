@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import subprocess
-import sys
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, TraceError
+from tests.quick_python.command import quick_python
 
 Tensors = dict[str, torch.Tensor]
 GIVEN = {"w": torch.arange(12.0).reshape(4, 3), "v": torch.arange(4.0)}
@@ -525,7 +525,7 @@ import sys, torch, shardtree as st
 st.trace(lambda given: {"w": given["w"].view(2, 2).T}, {"w": torch.empty(4)})
 assert "torch._dynamo" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([*quick_python(), "-c", code], check=True)
 
 
 def test_what_random_functions_fill_is_never_written_until_it_is_loaded() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import MetadataError, ShapeError, TreeError
 from shardtree.testing import random_bits
 from shardtree.transforms import merge_tensors, split_tensor
 from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, lazily, whole
@@ -101,34 +100,3 @@ def test_the_groups_of_ranks_are_the_groups_of_the_whole() -> None:
     ]
     for key, shard in both.items():
         assert torch.equal(shard.data, torch.cat([rank[key].data for rank in ranks]))
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "sizes that don't fall into groups": (
-        lambda: split_tensor(flat(whole("w", QKV)), "w", ["a", "b"], sizes=[9, 3], groups=2),
-        ShapeError,
-        r"found \[9, 3\], expected 2 sizes that add up to 12, each of 2 equal groups",
-    ),
-    "half a group": (
-        lambda: merge_tensors({}, ["a", "b"], "w", groups=0.5),
-        MetadataError,
-        r"groups doesn't fit\n  found float",
-    ),
-    "an axis that is a text": (
-        lambda: split_tensor(flat(whole("w", QKV)), "w", ["a", "b"], axis="0"),
-        MetadataError,
-        "axis",
-    ),
-    "names that are a number": (
-        lambda: split_tensor(flat(whole("w", QKV)), "w", 3),
-        TreeError,
-        "a list of different keys",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fall_into_groups_is_refused(case: str) -> None:
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()

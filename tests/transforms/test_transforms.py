@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import ShapeError, TreeError
 from shardtree.lazy import stored
 from shardtree.testing import check_pure, random_bits
 from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
@@ -154,51 +151,3 @@ def test_partial_rename_fills_in_stars_and_leaves_the_rest() -> None:
     tree = {"a": whole("decoder.layers.3.fc1.weight", torch.ones(1)), "b": st.ShardedObject("rng", 1, (1,), (0,))}
     found = check_pure(partial_rename, tree, {"decoder.layers.*.fc1.*": "model.*.up.*", "rng": "rng_state"})
     assert {entry: leaf.key for entry, leaf in found.items()} == {"a": "model.3.up.weight", "b": "rng_state"}
-
-
-A, B = whole("h.0.w", torch.ones(2)), whole("h.1.w", torch.ones(2))
-HALF = st.ShardedTensor.from_rank_offsets("h.0.w", torch.ones(2), (0, 0, 2))
-FLAT = st.ShardedTensor.from_rank_offsets_flat("h.0.w", torch.ones(2), (3,), flattened_range=slice(0, 2))
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a nested tree": (lambda: stack_layers([A], "h"), TreeError, "not a flat tree"),
-    "a missing layer": (lambda: stack_layers(flat(B), "h"), TreeError, "'h.w' lacks layers\n  layer 0"),
-    "layers of two shapes": (
-        lambda: stack_layers(flat(A, whole("h.1.w", torch.ones(3))), "h"),
-        TreeError,
-        r"'h.1.w': local_shape is \(3,\), not \(2,\)",
-    ),
-    "a layer without data": (lambda: stack_layers(flat(A, B.without_data()), "h"), TreeError, "'h.1.w': no data"),
-    "a flat layer": (lambda: stack_layers(flat(FLAT), "h"), TreeError, "a flat range"),
-    "one layer twice": (lambda: stack_layers({"x": A, "y": A}, "h"), TreeError, "'h.0.w' occurs twice"),
-    "a name that is taken": (
-        lambda: stack_layers({"h.0.w": A, "h.w": whole("other", torch.ones(2))}, "h"),
-        TreeError,
-        "two entries would have one name\n  'h.w'",
-    ),
-    "a scalar to take apart": (lambda: unstack_layers(flat(whole("h.w", torch.ones(()))), "h"), TreeError, "no axis"),
-    "thirds of two": (lambda: split_tensor(flat(A), "h.0.w", list("abc")), ShapeError, "Pass sizes="),
-    "a cut axis": (lambda: split_tensor(flat(HALF), "h.0.w", ["a", "b"]), ShapeError, "is cut along axis 0"),
-    "no such axis": (lambda: split_tensor(flat(A), "h.0.w", ["a", "b"], axis=1), ShapeError, "no such axis"),
-    "other stars": (lambda: split_tensor(flat(A), "h.*.w", ["a", "b"]), TreeError, "'a' has 0"),
-    "one name as a text": (lambda: split_tensor(flat(A), "h.0.w", "ab"), TreeError, "a list of different keys"),
-    "parts of two dtypes": (
-        lambda: merge_tensors(flat(A, whole("h.0.b", torch.ones(2).int())), ["h.*.w", "h.*.b"], "h.*.wb"),
-        TreeError,
-        "dtype is torch.int32",
-    ),
-    "parts of two widths": (
-        lambda: merge_tensors(flat(whole("a", torch.ones(2, 2)), whole("b", torch.ones(2, 3))), ["a", "b"], "ab"),
-        TreeError,
-        "'b': local_shape",
-    ),
-    "no parts": (lambda: merge_tensors(flat(A), ["x", "y"], "xy"), TreeError, "expected 'x', 'y'"),
-    "a pattern that is no text": (lambda: partial_rename(flat(A), {"": "f"}), TreeError, "not a pattern"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused(case: str) -> None:
-    call, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
-        call()

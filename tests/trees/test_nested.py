@@ -56,25 +56,3 @@ def test_another_separator() -> None:
     tree = {"params": {"layers.0": {"kernel": 1}}}
     assert flat(tree, separator="/") == {"params/layers.0/kernel": 1}
     assert nested(flat(tree, separator="/"), separator="/") == tree
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a list": (lambda: flat([1]), "found list of length 1, expected a dict"),  # type: ignore[arg-type]
-    "shards in a list": (lambda: flat({"a": {"b": [0, W]}}), r"tree\['a'\]\['b'\]: list of length 2 that holds shards"),
-    "shards deep in a tuple": (lambda: flat({"a": (1, {"b": W})}), r"tree\['a'\]: tuple of length 2"),
-    "numbers as keys": (
-        lambda: flat({"state": {0: {"exp_avg": W}}}),
-        r"tree\['state'\]\[0\].*: a key that isn't a text",
-    ),
-    "one name twice": (lambda: flat({"a.b": 1, "a": {"b": 2}}), r"'a.b': tree\['a.b'\], tree\['a'\]\['b'\]"),
-    "a value and a branch": (lambda: nested({"a": 1, "a.b": 2, "c.d": 3, "c": 4}), r"one\n  'a'\n  'c'"),
-    "an empty dict and a branch": (lambda: nested({"a": {}, "a.b": 2}), "both a key and the beginning"),
-    "names that aren't texts": (lambda: nested({0: 1}), "expected a dict with texts"),  # type: ignore[dict-item]
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_could_not_be_undone_is_refused(case: str) -> None:
-    call, message = REFUSED[case]
-    with pytest.raises(TreeError, match=message):
-        call()

@@ -9,7 +9,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import optree
 import pytest
 import torch
 from hypothesis import given
@@ -27,7 +26,6 @@ from shardtree.trees import (
     extract_metadata,
     leaves_with_paths,
     map_data,
-    map_shards,
     match_key,
     narrow,
     prefix,
@@ -125,15 +123,6 @@ def test_the_law_of_patterns_catches_a_cast_of_what_only_begins_alike() -> None:
     assert_caught(casts_what_matches, by_beginning, SOME)
 
 
-def test_cast_of_keys_that_are_not_there_or_no_list() -> None:
-    with pytest.raises(TreeError, match="'v'"):
-        cast([W], torch.float16, ["w", "v"])
-    with pytest.raises(TreeError, match="expected a list of different keys"):
-        cast([W], torch.float16, "w")
-    with pytest.raises(TreeError, match="'rng'"):
-        cast([W, RNG], torch.float16, ["rng"])
-
-
 def test_narrow_puts_a_shard_for_a_box_and_a_list_for_a_flat_one() -> None:
     flat = flat_shard("flat", torch.arange(6.0))
     narrowed = narrow({"w": W, "flat": flat, "step": 3}, 1, 1, 1)
@@ -184,14 +173,6 @@ def test_a_pipeline() -> None:
         bind(rename, {"w": "weight"}), bind(cast, torch.bfloat16), partial(map_data, torch.neg), without_data
     )
     assert to_serving({"w": W})["w"] == replace(W, key="weight", dtype=torch.bfloat16, data=None)
-
-
-@pytest.mark.parametrize("function", [map_data, map_shards, optree.tree_map], ids=lambda function: function.__name__)
-def test_bind_refuses_a_function_that_takes_the_tree_second(function: Callable[..., Any]) -> None:
-    name = function.__name__
-    with pytest.raises(TreeError, match=rf"bind: {name} takes (?s:.*)functools.partial\({name}, ") as caught:
-        bind(function, torch.neg)
-    assert "a function that takes the tree first" in str(caught.value)
 
 
 def scaled(state: int, by: int, tree: int = 0) -> tuple[int, int, int]:

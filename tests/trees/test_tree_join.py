@@ -209,26 +209,6 @@ def test_the_law_of_partial_targets_catches_holes_that_leak() -> None:
     assert_caught(never_fails, lambda stored, target: {**stored, **join(stored, target)}, STORED, TARGETS)
 
 
-@pytest.mark.parametrize(
-    ("common", "target", "text"),
-    [
-        ({"a": [HOLE, HOLE, 1]}, {"a": ["w", HOLE, HOLE]}, r"tree\['a'\]\[1\]"),
-        ({"a": [[HOLE, 1], HOLE]}, {"a": [HOLE, "w"]}, r"tree\['a'\]\[0\]"),
-        ({}, {"a": ["w", HOLE]}, r"tree\['a'\]\[1\]"),
-        ({"a": 1}, {"a": "w"}, r"target\['a'\].*common\['a'\]"),
-        ({"a": 1}, {"a": {"b": "w"}}, r"target\['a'\].*common\['a'\]"),
-        ({"a": {"b": 1}}, {"a": "w"}, r"target\['a'\].*common\['a'\]"),
-        ({"a": {"b": 1}}, {"a": ["w"]}, r"target\['a'\].*common\['a'\]"),
-        ({"a": [HOLE, 1]}, {"a": ["w"]}, r"target\['a'\].*common\['a'\]"),
-        (HOLE, HOLE, "nothing is left"),
-        ([HOLE, 1], [HOLE, HOLE], "nothing is left"),
-    ],
-)
-def test_join_names_what_doesnt_fit(common: Any, target: Any, text: str) -> None:
-    with pytest.raises(TreeError, match=text):
-        join(common, target)
-
-
 def test_what_the_target_holds_unchanged_is_shared() -> None:
     target = {"model": {"w": torch.ones(1)}}
     assert join({"step": 1}, target)["model"] is target["model"]

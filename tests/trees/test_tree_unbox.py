@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from shardtree.errors import CheckpointingException, ShapeError, TreeError
+from shardtree.errors import TreeError
 from shardtree.lazy import stored
 from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from shardtree.trees import HOLE, leaves_with_paths, map_shards, partition, rebox, unbox, without_data
+from shardtree.trees import leaves_with_paths, map_shards, partition, rebox, unbox, without_data
 from tests.trees.samples import Pair, assert_caught, flat_shard, halves, join_halves, outline, trees
 
 W = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 1, 2))
@@ -112,17 +112,6 @@ def test_all_that_does_not_fit_is_named_at_once() -> None:
         "tree['f'][0]: found dict with 1 key at tree['f'], expected a place in a list of length 1",
     ):
         assert line in str(caught.value)
-
-
-def test_shapes_alone_are_a_shape_error() -> None:
-    with pytest.raises(ShapeError, match=r"tree\['e'\]: found \(3,\)"):
-        rebox({"e": FACTORY}, {"e": torch.ones(3)})
-
-
-@pytest.mark.parametrize("data", [{}, {"w": HOLE}, [torch.ones(2)], None, {"w": [torch.ones(2)]}])
-def test_a_shard_without_a_place_is_an_error(data: Any) -> None:
-    with pytest.raises(CheckpointingException, match=r"tree\['w'\]"):
-        rebox({"w": W}, data)
 
 
 def test_what_partition_took_out_stays_a_hole() -> None:

@@ -161,14 +161,6 @@ def test_all_ranks_raise_one_class_which_one_rank_alone_would_raise(
     check_one_class(phase, faults)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_each_error_is_caught_as_on_one_rank(phase: Phase, kind: Kind) -> None:
-    for faults in ([kind], [kind] * 3, [None, kind], [kind, None, kind]):
-        check_one_class(phase, faults)
-
-
 STEPS = ("open", "look")
 
 

@@ -42,12 +42,10 @@ from .._open import read_fields, recognized
 from ..opened import tree_of
 from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
-from ._identity import conversion_digest
-from ._journal import Journal, abort_uploads, begin_journal, begun_save, forget, has_files, journal_at, remove_others
-from ._passage import Passage
+from ._journal import Journal, abort_uploads, announced, begin_journal, begun_save, forget, journal_of, remove_others
 from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._single import in_one_file, single_file
-from ._source import open_alike
+from ._source import Passage, open_alike
 from ._write import Batches, Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
@@ -207,8 +205,8 @@ def convert(
             or not traits_of(*target.backends[0], strategies).shares_files,
         )
         pickles = target.options.allow_pickle
-        digest = conversion_digest(checkpoint, target.backends, plan.batches, nonce=nonces[0], allow_pickle=pickles)
-        return plan, journal_at(target.storage, digest, target.backends, strategies)
+        where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
+        return plan, journal_of(*where, nonce=nonces[0], allow_pickle=pickles)
 
     (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
     _check_same_plan(folders)
@@ -312,7 +310,7 @@ def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage
         try:
             return write_batches(Batches(target, journal, save_id, plan, common, passage), world), False
         except Exception as error:
-            if has_files(journal):
+            if announced(journal):
                 error.add_note("convert: what was written stays there, and the same call resumes from it")
             elif world.rank == 0:
                 forget(journal)

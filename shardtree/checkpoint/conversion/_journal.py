@@ -1,7 +1,8 @@
-"""The journal that a conversion keeps in its destination, so that it can resume after it was killed.
+"""What a conversion is known by, and the journal that it keeps in its destination to go on after it was killed.
 
-It is a hidden folder with the conversion's hash in its name. For each batch it holds the names of its files, written
-before they are, and then what writing the batch returned, with the files' lengths.
+The journal is a hidden folder with the conversion's hash in its name: another conversion's half is never gone on with.
+For each batch it holds the names of its files, written before they are, and then what writing the batch returned, with
+the files' lengths.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from typing import Any
 
-from ...codec import canonical_json, decode_tree, encode_tree, parse_json
+from ...codec import canonical_json, decode_tree, dtype_name, encode_tree, parse_json, row_major_bits
 from ...errors import CheckpointingException
+from ...lazy import LazyTensor
+from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
     Buffer,
     Function,
@@ -24,15 +26,22 @@ from ...storage import (
     Storage,
     abort_open_uploads,
     around,
+    digest,
+    file_lengths,
     in_threads,
+    listed,
     make_folder,
     read_ahead,
     remove_files,
     remove_folder,
     threads_of,
 )
-from ...strategies import Strategies, table_of
+from ...strategies import Checkpoint, Strategies, table_of
 from ...trees import HOLE, Record
+from .._dispatch import Backends
+from ..opened import StoredBoxes
+from ._plan import Batch
+from ._source import StoredObject
 
 _PREFIX = ".convert-"
 _BEGUN = "begun.json"
@@ -55,14 +64,91 @@ class Journal:
     packages: frozenset[str] = frozenset({"shardtree"})
 
 
-def journal_at(
-    storage: Storage, digest: str, backends: Sequence[tuple[str, int]], strategies: Strategies | None
+# The identity of a conversion: the source's bytes, the format, and how each piece is made of the source
+
+_VERSION = 1  # of the journal and of what is hashed here
+
+
+def journal_of(
+    storage: Storage,
+    source: Checkpoint,
+    backends: Backends,
+    batches: Sequence[Batch],
+    strategies: Strategies | None,
+    *,
+    nonce: str,
+    allow_pickle: bool,
 ) -> Journal:
-    """Return the journal of the conversion that has this hash, into formats of these backends and versions."""
+    """Return the journal of a conversion: two with the same one write the same files.
+
+    Tensors and objects that a transform has made itself are hashed by value.
+
+    Args:
+        storage: the destination.
+        source: what is converted.
+        backends: of the destination.
+        batches: what is written.
+        strategies: the dispatch table; None for the process's.
+        nonce: another one in each call, and the same on all its ranks: the hash of what can't be hashed.
+        allow_pickle: whether values are pickled.
+    """
+    known: dict[int, str] = {}
+    made = [
+        [_tensor(shard, known, nonce) for shard in batch.tensors]
+        + [_object(item, nonce, allow_pickle) for item in batch.objects]
+        for batch in batches
+    ]
+    name = digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, made]))
     table = table_of(strategies)
     # Only those rows: looking up another format's would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
-    return Journal(storage, _PREFIX + digest, frozenset({"shardtree", *packages}))
+    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}))
+
+
+def _identity(source: Checkpoint) -> Any:
+    """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
+    known = source.fields.get("digest")
+    if isinstance(known, str):
+        return known
+    with listed(source.storage) as seen:
+        files = [(name, length, str(seen.changed(name))) for name, length in file_lengths(seen)]
+    return [source.storage.where(), *files]
+
+
+def _tensor(shard: ShardedTensor, known: dict[int, str], nonce: str) -> Any:
+    place = (shard.global_shape, shard.global_offset, shard.local_shape, shard.prepend_axis_num)
+    fragments = shard.axis_fragmentations
+    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, known, nonce)]
+
+
+def _data(data: Any, known: dict[int, str], nonce: str) -> Any:
+    if isinstance(data, LazyTensor):
+        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, known, nonce)]
+    return digest(memoryview(row_major_bits(data).numpy()))
+
+
+def _source(source: Any, known: dict[int, str], nonce: str) -> str:
+    """Return the hash of what a lazy tensor is a view of, computed once for all views."""
+    if id(source) not in known:
+        # A caller's function can't be hashed: such a conversion begins anew each time.
+        parts = [nonce] if source.made_of is None else source.made_of
+        made = [_data(part, known, nonce) if isinstance(part, LazyTensor) else part for part in parts]
+        reader = getattr(source, "reader", None)  # of another checkpoint, from which a transform takes this tensor
+        origin = [_identity(reader.tree.checkpoint)] if isinstance(reader, StoredBoxes) else []
+        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made, *origin]))
+    return known[id(source)]
+
+
+def _object(item: ShardedObject, nonce: str, allow_pickle: bool) -> Any:
+    if isinstance(item.data, StoredObject):
+        return [item.unique_key, item.data.unique_key]
+    try:
+        return [item.unique_key, digest(encode_tree(item.data, allow_pickle=allow_pickle))]
+    except CheckpointingException:
+        return [item.unique_key, nonce]  # can't be hashed: equal to nothing, so it's written anew
+
+
+# The journal
 
 
 def begun_save(journal: Journal) -> str | None:
@@ -84,11 +170,6 @@ def begin_journal(journal: Journal, save_id: str, *, durable: bool) -> None:
     """Make the journal of a conversion, with the name of its save."""
     make_folder(journal.storage, journal.folder)
     journal.storage.replace(f"{journal.folder}/{_BEGUN}", canonical_json({"save_id": save_id}), durable=durable)
-
-
-def has_files(journal: Journal) -> bool:
-    """Return whether any file may have been written."""
-    return any(name.endswith(".files") for name in journal.storage.names(journal.folder))
 
 
 def announcer(journal: Journal, batch: int) -> Callable[[str], None]:
@@ -124,35 +205,41 @@ def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, d
         data = encode_tree({"lengths": lengths, "result": result})
     except CheckpointingException:
         return
-    journal.storage.replace(f"{journal.folder}/{batch:06d}.done", data, durable=durable)
+    journal.storage.replace(f"{journal.folder}/{_done(batch)}", data, durable=durable)
 
 
-def recorded(journal: Journal) -> set[int]:
-    """Return the numbers of the batches that were recorded."""
-    # One listing: a new conversion of many batches doesn't look for each of them.
-    names = (name.partition(".") for name in journal.storage.names(journal.folder))
-    return {int(number) for number, _, kind in names if kind == "done" and number.isdecimal()}
+def results_of(journal: Journal, batches: int) -> dict[int, Any]:
+    """Return the results of the batches that are written, by number, whose files are as long as they were then.
 
-
-def recall(journal: Journal, batch: int) -> Any:
-    """Return a batch's result, `HOLE` unless it is written and its files are as long as they were.
+    Args:
+        journal: the conversion's.
+        batches: how many there are.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
         >>> journal = Journal(MemoryStorage(), ".convert-0")
         >>> record(journal, 3, ("written", 4), [], durable=True)
-        >>> recall(journal, 3), recall(journal, 4)
-        (('written', 4), HOLE)
+        >>> results_of(journal, 8)
+        {3: ('written', 4)}
     """
-    name = f"{journal.folder}/{batch:06d}.done"
-    if journal.storage.length(name) is None:
-        return HOLE
-    data = journal.storage.read(name)
+    # One listing: a new conversion of many batches doesn't look for each of them.
+    there = {*journal.storage.names(journal.folder)}
+    found = {number: _result(journal, name) for number in range(batches) if (name := _done(number)) in there}
+    return {number: result for number, result in found.items() if result is not HOLE}
+
+
+def _done(batch: int) -> str:
+    return f"{batch:06d}.done"
+
+
+def _result(journal: Journal, name: str) -> Any:
+    """Return a batch's result, `HOLE` if it can't be read, or a file was removed or cut since."""
+    data = journal.storage.read(f"{journal.folder}/{name}")
     try:
         # Decoded twice: the first time to find which classes occur, of which only those that are loaded are used.
         found = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
         lengths, result = found["lengths"], found["result"]
-        # A file may have been removed or cut since, say by a power failure without `durable`.
+        # As by a power failure without `durable`.
         is_there = all(journal.storage.length(file) == length for file, length in lengths.items())
     except (CheckpointingException, KeyError, TypeError, AttributeError):
         return HOLE
@@ -192,41 +279,31 @@ def forget(journal: Journal) -> None:
 
 def remove_others(journal: Journal) -> None:
     """Remove orphaned files of other conversions to the same place: their journals, and the files listed there."""
-    keep: set[str] | None = None
-    for folder in journal.storage.names():
-        if folder.startswith(_PREFIX) and folder != journal.folder:
-            other = Journal(journal.storage, folder)
-            keep = {*_announced(journal)} if keep is None else keep
-            # They may have names that this conversion writes, and otherwise take up room for good.
-            _remove_files(other, keep)
-            forget(other)
+    storage = journal.storage
+    others = [name for name in storage.names() if name.startswith(_PREFIX) and name != journal.folder]
+    # They may have names that this conversion writes, and otherwise take up room for good.
+    keep = {*announced(journal)} if others else set()
+    for other in (Journal(storage, folder) for folder in others):
+        save_id, names = begun_save(other), [name for name in announced(other) if name not in keep]
+        abort_uploads(other)
+        remove_files(storage, names)
+        folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
+        for folder in sorted(folders | ({save_id} if save_id else set()), key=len, reverse=True):
+            remove_folder(storage, folder)
+        forget(other)
 
 
 def abort_uploads(journal: Journal) -> None:
     """Give up the uploads that a killed call of this conversion has left open."""
-    names, save_id = {*_announced(journal)}, begun_save(journal)
+    names, save_id = {*announced(journal)}, begun_save(journal)
     abort_open_uploads(journal.storage, lambda name, _: name in names or name.partition("/")[0] == save_id)
 
 
-def _announced(journal: Journal) -> list[str]:
+def announced(journal: Journal) -> list[str]:
     """Return the names of the files that were written, or begun."""
     storage = journal.storage
     lists = [_read_json(storage, f"{journal.folder}/{name}") for name in storage.names(journal.folder)]
-    return [name for listed in lists if isinstance(listed, list) for name in listed if isinstance(name, str)]
-
-
-def _remove_files(journal: Journal, keep: AbstractSet[str]) -> None:
-    storage = journal.storage
-    names = [name for name in _announced(journal) if name not in keep]
-    save_id = begun_save(journal)
-    folders = {save_id} if save_id else set()
-    abort_uploads(journal)
-    for name in names:
-        storage.remove(name)
-        *above, _ = name.split("/")
-        folders |= {"/".join(above[:depth]) for depth in range(1, len(above) + 1)}
-    for folder in sorted(folders, key=len, reverse=True):
-        remove_folder(storage, folder)
+    return [name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)]
 
 
 def _read_json(storage: Storage, name: str) -> Any:
@@ -264,7 +341,9 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
             return lambda name, buffers, **options: noting(call, name)(name, _ahead(buffers), **options)
         if kind == "move":
             return lambda old, new: noting(call, new)(old, new)
-        if kind in ("write_parts", "replace", "replace_if"):
+        if kind == "write_parts":
+            return lambda name, length, parts, **options: noting(call, name)(name, length, _placed(parts), **options)
+        if kind in ("replace", "replace_if"):
             return lambda name, *rest, **options: noting(call, name)(name, *rest, **options)
         return call
 
@@ -288,3 +367,8 @@ def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         return buffers
     made = read_ahead(buffers, _AHEAD_BYTES)
     return SizedBuffers(buffers.nbytes, made) if isinstance(buffers, SizedBuffers) else made
+
+
+def _placed(parts: Iterable[tuple[int, Buffer]]) -> Iterable[tuple[int, Buffer]]:
+    """Return parts of a file, each with its place, likewise."""
+    return read_ahead(parts, _AHEAD_BYTES, size_of=lambda part: part[1].nbytes)

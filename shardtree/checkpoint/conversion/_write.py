@@ -24,16 +24,14 @@ from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import MemoryStorage, Storage, can, in_threads, threads_of
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies, StrategyAction
-from ...trees import HOLE
 from ...world import World, gather, on_rank_zero
 from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
 from ..saving._start import RunningSave
-from ._journal import Journal, announcer, recall, record, recorded, recording, remove_others
-from ._passage import Passage, ReadTurn
+from ._journal import Journal, announcer, record, recording, remove_others, results_of
 from ._plan import Plan
 from ._single import SingleFile
-from ._source import StoredObject
+from ._source import Passage, ReadTurn, StoredObject
 
 # One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
 
@@ -215,8 +213,7 @@ def write_batches(batches: Batches, world: World) -> int:
     def look() -> list[int]:
         # Made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that.
         batches.first = batches.prepared(0)
-        known = {number: recall(journal, number) for number in recorded(journal) & {*range(len(plan.batches))}}
-        results.update((number, result) for number, result in known.items() if result is not HOLE)
+        results.update(results_of(journal, len(plan.batches)))
         if 0 in results:
             batches.first[-1].end()  # a format may have read something for its request, which isn't run
         return sorted(results)

@@ -22,6 +22,7 @@ from ...strategies import (
     find_strategy,
     unless_replaced,
 )
+from ...strategies.index import stored_keys, stored_kinds
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, united_of
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
@@ -29,12 +30,9 @@ from .._open import (
     OPEN_STEPS,
     Metadata,
     Opened,
-    as_opened,
     load_common,
     parse_together,
     sharded_metadata,
-    stored_keys,
-    stored_kinds,
     with_opened,
 )
 from ._checks import Keys, ObjectsFit, check_rank, check_target, named_unexpected
@@ -172,8 +170,8 @@ def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) ->
         return LocalLoad(checkpoint, mode, device, target, known, described)
 
     def message(local: LocalLoad) -> Message:
-        place = place_of(local.checkpoint.storage, world.size)
-        return as_opened(local.checkpoint), brief(local.description, world.size), place
+        opened = local.checkpoint.fields, local.checkpoint.stamp
+        return opened, brief(local.description, world.size), place_of(local.checkpoint.storage, world.size)
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
@@ -182,7 +180,7 @@ def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) ->
         alone,
         message,
         steps=_ASKED_STEPS,
-        given=_given(request),
+        given=_given(request) if world.size > 1 else None,
     )
     described = complete(world, local.description, [description for _, description, _ in messages])
     messages = [(opened, each, place) for (opened, _, place), each in zip(messages, described, strict=True)]
@@ -200,8 +198,8 @@ def _given(request: LoadRequest) -> dict[str, object]:
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
     """Return what a rank asks for, taken apart, and the layout that it was given, matched with that."""
-    target = take_apart(request.tree, donate=request.donate)
-    return target, known_layout("load", request.layout, target.tensors, rank, ranks)
+    target, layout = take_apart(request.tree, donate=request.donate), request.layout
+    return target, None if layout is None else known_layout("load", layout, target.tensors, rank, ranks)
 
 
 def resolve(
@@ -353,7 +351,7 @@ def check(
     if local.mode in LOGGING:
         log_omitted(LEFT_OUT, omitted.left_out)
     with step("load: choose to exchange"):
-        saved = None if callable(sharded) or columns is None else bytes_wanted_twice([columns])
+        saved = None if callable(sharded) or columns is None else partial(bytes_wanted_twice, [columns])
         exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved)
     checkpoint = replace(checkpoint, fetched={})  # which are read by now
     reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)

@@ -35,10 +35,10 @@ from ...strategies import (
     get_default_strategy,
     old_unique_key,
 )
-from ...strategies.index import DeferredMetadata, IndexMetadata, explain_from_index
+from ...strategies.index import DeferredMetadata, IndexMetadata, explain_from_index, stored_kinds
 from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
-from .._open import Metadata, stored_kinds
+from .._open import Metadata
 from ._plain import asking_whole, refuse_renamed, unfilled
 from ._strict import LEFT_OUT, RAISING, UNFILLED, Omissions, StrictHandling, refuse_keys, refuse_omitted
 from ._targets import Kinds, Target, is_sharded, without_unexpected
@@ -338,7 +338,8 @@ def check_rank(
             refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
     kept, fitted, common, omitted = target, otherwise, HOLE, Omissions()
     with run("load: leave out"):
-        kept = without_unexpected(target, tree, keys.unexpected)
+        if keys.unexpected:
+            kept = without_unexpected(target, tree, keys.unexpected)
     with run("load: check the target"):
         if kept.plain:
             kept = asking_whole(kept, keys.kinds(kept.plain_keys))

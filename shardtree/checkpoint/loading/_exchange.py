@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,20 +81,23 @@ class ExchangeChoice:
 ALONE = ExchangeChoice(together=False)
 
 
-def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: int | None = None) -> ExchangeChoice:
+def exchange_choice(
+    exchange: Exchange, places: Sequence[Place], saved_bytes: Callable[[], int] | None = None
+) -> ExchangeChoice:
     """Return whether ranks send each other what they read.
 
     Args:
         exchange: what the caller says.
         places: of all ranks, by rank.
-        saved_bytes: how many bytes fewer all ranks together would read; None where ranks don't know what others want.
+        saved_bytes: returns how many bytes fewer all ranks together would read; None where ranks don't know what others
+            want.
 
     Raises:
         StrategyError: no such choice.
 
     Examples:
         >>> places = [Place("node-0", True), Place("node-1", True)]
-        >>> exchange_choice("auto", places, 2**30).why
+        >>> exchange_choice("auto", places, lambda: 2**30).why
         'Ranks read for each other, since they are on several machines, and storage is remote.'
     """
     if exchange not in ("auto", "always", "never"):
@@ -107,7 +111,7 @@ def exchange_choice(exchange: Exchange, places: Sequence[Place], saved_bytes: in
     # Of what one machine reads twice, the second read comes from its cache, or at least from its own connection.
     if len({place.host for place in places}) == 1:
         return ExchangeChoice(False, f"{alone} all are on one machine.")
-    if saved_bytes is not None and saved_bytes < len(places) * _WORTH_BYTES:
+    if saved_bytes is not None and saved_bytes() < len(places) * _WORTH_BYTES:
         return ExchangeChoice(False, f"{alone} an exchange would save less than {_WORTH_BYTES >> 20} MiB a rank.")
     why = "Ranks read for each other, since they are on several machines, and storage is remote."
     return ExchangeChoice(True, why)
@@ -117,7 +121,7 @@ def foretold_exchange(checkpoint: Checkpoint, ranks: int, wanted: Iterable[Shard
     """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
     remote = crosses_network(checkpoint.storage)
     places = [Place(str(rank), remote) for rank in range(ranks)]
-    saved = None if wanted is None else bytes_wanted_twice(wanted)
+    saved = None if wanted is None else partial(bytes_wanted_twice, wanted)
     choice = exchange_choice(checkpoint.options.exchange, places, saved)
     others = " On one machine, each would read by itself."
     return replace(choice, why=choice.why + others) if choice.together and choice.why else choice

@@ -18,11 +18,12 @@ from ...layouts import ShardColumns, shard_columns
 from ...lenses import through_traces
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
+from ...strategies.index import stored_keys, stored_kinds
 from ...traces import Trace
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_held, describe, united_of
 from .._dispatch import Choice
-from .._open import Metadata, open_at, stored_keys, stored_kinds
+from .._open import Metadata, open_at
 from .._packed import AlikeColumns
 from ._ask import LoadRequest, listing, matched_target, stored_common
 from ._checks import (

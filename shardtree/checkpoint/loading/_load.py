@@ -217,7 +217,7 @@ def load_plain_tensors(
     twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
 
     def with_memory() -> tuple[Reading, Destination]:
-        exchange = exchange_choice(how.exchange, places, twice)
+        exchange = exchange_choice(how.exchange, places, lambda: twice)
         reading = Reading(checkpoint, None, strategies, exchange=exchange)
         return reading, destination_of(reading, list(target.values()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -233,17 +233,16 @@ def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[An
     """Return the data of each object, that of arrays that change their shape by their rules."""
     fit = reading.objects
     if not fit.reshaped:
-        return _read_stored(reading, objects)
+        return _read_stored(reading, objects) if objects else []
     as_stored = [item for item in objects if not fit.changes(item)]
-    read = _read_stored(reading, [*as_stored, *fit.read])
+    wanted = [*as_stored, *fit.read]
+    read = _read_stored(reading, wanted) if wanted else []
     changed = [item for item in objects if fit.changes(item)]
     plain, reshaped = iter(read), iter(reshaped_values(fit, changed, read[len(as_stored) :]))
     return [next(reshaped if fit.changes(item) else plain) for item in objects]
 
 
 def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
-    if not objects:
-        return []
     backend = backend_of(reading.sharded_strategy, sharded_backend(reading.checkpoint.fields), reading.strategies)
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=reading.strategies) is None:
         backend = common_backend(reading.checkpoint.fields)
@@ -265,16 +264,16 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
     # Only now, when all ranks have read: a save that replaced the files earlier would have mixed two checkpoints.
     check_unreplaced(reading.checkpoint)
     tensors = iter(deliver_all(destination.shards, destination.memories, donate=reading.donate, device=reading.device))
-    return [_loaded(leaf, tensors, rest) for leaf in destination.leaves]
-
-
-def _loaded(leaf: Any, tensors: Iterator[torch.Tensor], objects: Iterator[Any]) -> Any:
-    if isinstance(leaf, ShardedTensor):
-        return next(tensors)
-    if isinstance(leaf, ShardedObject):
-        # Boxed: a loaded object may be a container, which the join would enter.
-        return LocalNonpersistentObject(next(objects))
-    return leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE
+    loaded: list[Any] = []
+    for leaf in destination.leaves:
+        if isinstance(leaf, ShardedTensor):
+            loaded.append(next(tensors))
+        elif isinstance(leaf, ShardedObject):
+            # Boxed: a loaded object may be a container, which the join would enter.
+            loaded.append(LocalNonpersistentObject(next(rest)))
+        else:
+            loaded.append(leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE)
+    return loaded
 
 
 def reads_to_device(

@@ -48,20 +48,6 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def can_be_staged(shard: ShardedTensor, given: torch.Tensor | None, device: torch.device, *, donate: bool) -> bool:
-    """Return whether a shard's tensor can be filled on its device part by part, through staged copies.
-
-    Args:
-        shard: the target's.
-        given: its `given_tensor`.
-        device: that of `given`, or where tensors are put whose target has none.
-        donate: whether `given` is given away.
-    """
-    if copies_of(device) is None or shard.allow_shape_mismatch:
-        return False
-    return not donate or given is None or (given.is_contiguous() and not given.is_conj() and not given.is_neg())
-
-
 def with_memory(
     shard: ShardedTensor, given: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
@@ -126,7 +112,11 @@ def with_memories(
             memories.append(shard)
             continue
         place = device if given is None else given.device
-        staged = can_be_staged(shard, given, place, donate=donate) and is_staged(shard)
+        # Part by part, through staged copies: only what is filled from its first element to its last.
+        staged = copies_of(place) is not None and not shard.allow_shape_mismatch
+        if staged and donate and given is not None:
+            staged = given.is_contiguous() and not given.is_conj() and not given.is_neg()
+        staged = staged and is_staged(shard)
         memories.append(with_memory(shard, given, donate=donate, on_device=place if staged else None))
     if donate:
         # Two shards that alias would be filled one over the other, and the second would silently win.
@@ -307,8 +297,6 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
     Raises:
         KeyMismatch: of a factory's shards some are stored, and some aren't, so that it can't be merged.
     """
-    if not unexpected:
-        return target
     lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
     partly = [
         f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"

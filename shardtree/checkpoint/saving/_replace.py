@@ -158,7 +158,8 @@ def own_files(storage: Storage, strategies: Strategies | None) -> set[str]:
         StrategyError: its format doesn't say.
     """
     fields = read_fields(storage, strategies)
-    checkpoint = Checkpoint(storage, fields, one_process(), traits=traits_together(fields, strategies))
+    traits = traits_together(fields, deciding_files(strategies), strategies)
+    checkpoint = Checkpoint(storage, fields, one_process(), traits=traits)
     own = {METADATA_FILE}
     for backend in {sharded_backend(fields), common_backend(fields)}:
         list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from ..._ambient import shielded
+from ...codec import encode_tree
 from ...errors import IntegrityError, error_text
 from ...layouts import ShardColumns, shard_columns
 from ...mapping import ShardedTensor, is_main_replica
 from ...plans import level_writes
-from ...storage import Directory, Storage, background_threads
+from ...storage import Directory, Storage, background_threads, digest
 from ...strategies import AsyncRequest, PendingSave, SaveOptions, Strategies
 from ...world import World, agree, current_world, share, step, tried
 from .._consistency import (
@@ -23,7 +24,6 @@ from .._consistency import (
     KnownLayout,
     brief,
     check_together,
-    common_digest,
     complete,
     describe,
     known_layout,
@@ -132,7 +132,8 @@ def save(
     with ExitStack() as undo_folder:
         local, messages = meet(call, parts_or_error, checkpoint_dir, undo_folder)  # 2: all ranks wait
         local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if common states differ
-        check_replicas(call, local, messages)  # 3: all wait with the option of that name
+        if options.check_replicas:
+            check_replicas(call, local, messages)  # 3: all wait
         # A process group of its own, so that an asynchronous commit never pairs with a collective of a training step.
         # Not before step 2, in which ranks that aren't asynchronous would be waited for in vain.
         writing = current_world(world, purpose="async save") if is_async else ranks
@@ -204,7 +205,9 @@ def meet(
     def alone() -> LocalSave:
         with step("save: prepare"):
             own = parts()
-            known = known_layout("save", call.layout, own.tensors, call.world.rank, call.world.size)
+            known = None
+            if call.layout is not None:
+                known = known_layout("save", call.layout, own.tensors, call.world.rank, call.world.size)
         with step("save: find the format"):
             refuse_overlap(directory, call.world.rank)
             backends = backends_of(*call.choices, call.strategies)
@@ -214,7 +217,7 @@ def meet(
             storage = folder_at(directory)
         description = None
         if call.describes:
-            hashed = common_digest(compared(call, own.common), allow_pickle=call.options.allow_pickle)
+            hashed = digest(encode_tree(compared(call, own.common), allow_pickle=call.options.allow_pickle))
             description = describe(own.tensors, own.objects, call.world.rank, hashed, known, ranks=call.world.size)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
         running = RunningSave()
@@ -258,7 +261,7 @@ def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequen
 
 
 def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> None:
-    """Raise, with the option of that name, if replicas differ; one all-gather if they don't.
+    """Raise if replicas differ; one all-gather if they don't.
 
     Args:
         call: the call of `save`.
@@ -268,8 +271,6 @@ def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]
     Raises:
         IntegrityError: shards don't fit together, or replicas differ.
     """
-    if not call.options.check_replicas:
-        return
 
     def join() -> tuple[ShardColumns, Sequence[ShardedTensor]]:
         order = range(len(local.parts.tensors)) if local.known is None else local.known.order.tolist()

@@ -49,7 +49,7 @@ from ...strategies import (
     stamp,
     traits_of,
 )
-from ...trees import comparable
+from ...trees import comparable, without_holes
 from ...world import World, step
 from .._dispatch import Backends, Choice, alike, alike_choices, common_backend, sharded_backend
 from .._open import recognized
@@ -94,6 +94,8 @@ class SaveCall:
     @property
     def given(self) -> dict[str, object]:
         """The arguments that have to be the same on all ranks, where they aren't the usual ones."""
+        if self.world.size == 1:
+            return {}
         flags = {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
         asked = {name: flag for name, flag in flags.items() if flag}
         return alike(self.options) | asked | alike_choices(*self.choices)
@@ -117,9 +119,10 @@ def compared(call: SaveCall, common: Any) -> Any:
     """Return what of a rank's common tree must be the same on all ranks, or fit together."""
     if not call.validate:
         return None
-    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them.
+    # `comparable` drops empty containers: a list of shards is empty on a rank that holds none of them. Holes in dicts
+    # don't count either, since ranks may hold different shards.
     common = comparable(common)
-    return common if call.common_view is None else call.common_view(common)
+    return common if call.common_view is None else without_holes(call.common_view(common))
 
 
 _FILE = re.compile(r".+\.(safetensors|bin|pt|pth)", re.DOTALL)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...errors import CheckpointingException, MetadataError, StorageError, error_text
+from ...errors import CheckpointingException, StorageError, error_text
 from ...retention import NEWEST, PINNED, Choose, SavedStep, kept_steps
 from ...storage import (
     Listed,
@@ -109,18 +109,6 @@ def _plan(
         else:
             going.append(found)
     return Removal(steps, kept, tuple(going))
-
-
-def check_removal(removal: object) -> Removal:
-    """Return the argument if it is a plan.
-
-    Raises:
-        MetadataError: it isn't.
-    """
-    if isinstance(removal, Removal):
-        return removal
-    found, fix = repr(removal)[:200], "Pass what plan_removal returns."
-    raise MetadataError(error_text("series: not a plan of a removal", found=found, fix=fix))
 
 
 def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
@@ -285,17 +273,13 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
         The folders of unfinished steps that are still there: of saves in progress, and with files of unknown owners.
     """
     with listed(root) as seen:
-        return _clean(seen, names, strategies, stale_after)
-
-
-def _clean(root: Storage, names: str, strategies: Strategies | None, stale_after: float) -> tuple[str, ...]:
-    failures = finish_removals(root, names)
-    before = time.time() - stale_after
-    unfinished = [folder for folder in root.names() if _is_unfinished(root, folder, names, strategies)]
-    for folder in unfinished:
-        _clean_step(root, folder, before)
-    _raise_failures(root, failures)
-    return tuple(folder for folder in unfinished if is_folder(root, folder))
+        failures = finish_removals(seen, names)
+        before = time.time() - stale_after
+        unfinished = [folder for folder in seen.names() if _is_unfinished(seen, folder, names, strategies)]
+        for folder in unfinished:
+            _clean_step(seen, folder, before)
+        _raise_failures(seen, failures)
+        return tuple(folder for folder in unfinished if is_folder(seen, folder))
 
 
 def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategies | None) -> bool:

@@ -23,7 +23,7 @@ from ..loading import load
 from ..saving import save
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
-from ._remove import apply_policy, check_removal, clean, drop_after, plan_removal, remove_steps
+from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
 from ._save import Place, change_record, checked_step, folder_for, nothing, with_record
 
 logger = logging.getLogger("shardtree")
@@ -288,7 +288,8 @@ class CheckpointSeries:
             StorageError: some can't be removed; all others were.
             MetadataError: that is no plan.
         """
-        run = partial(remove_steps, self._storage, self.names, check_removal(removal), self.strategies)
+        check_type("series: remove", "removal", removal, Removal, "Pass what plan_removal returns.")
+        run = partial(remove_steps, self._storage, self.names, removal, self.strategies)
         return on_rank_zero(self._ranks(), "series: remove", run)
 
     def drop_after(self, step: int | SavedStep) -> tuple[int, ...]:

@@ -19,10 +19,11 @@ from ...layouts import TensorKind, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
-from .._actions import Resolution, Strategy, StrategyAction
+from .._actions import Recognize, Resolution, Strategies, Strategy, StrategyAction
 from .._checks import Comparison, check_fit, check_objects_known, first_difference, memory_of, pieces_of
 from .._findings import Damage, Finding, uncovered
 from .._metadata import check_lengths
+from .._traits import FormatTraits
 from .._values import Checkpoint
 from ..index import (
     IndexMetadata,
@@ -37,8 +38,7 @@ from ..index import (
 )
 from ..torch import HEADERS
 from ._contents import Contents
-from ._copies import Seen, differing_among, resolution
-from ._files import ArchiveFile, filled
+from ._files import ArchiveFile, Seen, differing_among, filled, resolution
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -273,6 +273,16 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve
+
+
+def rows_of_archives(
+    backend: str, version: int, recognize: Recognize, decided_by: tuple[str, ...], read_contents: ReadContents
+) -> Strategies:
+    """Return all rows of a format that is only read, and that its files' names recognise."""
+    functions: dict[StrategyAction, Strategy] = dict(zip(ACTIONS, rows_from_contents(read_contents), strict=True))
+    functions[StrategyAction.RECOGNIZE] = recognize
+    functions[StrategyAction.DESCRIBE] = lambda: FormatTraits(decided_by=decided_by)
+    return {(action, backend, version): function for action, function in functions.items()}
 
 
 def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from ..archives import (
     Tensors,
     contents_of,
     filled,
+    hyperparameters,
     read_archives,
     rows_from_contents,
     state_key,
@@ -61,8 +62,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     for number, parameters in enumerate(model.groups):
         if parameters:
             _add_group(checkpoint, tensors, model, optimizer, number)
-    # Without the numbers of flat vectors: an optimizer has its own numbers of parameters.
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups[0]]
+    groups = hyperparameters(optimizer.param_groups[0])
     common = model.common | {"zero": optimizer.scaler, "optimizer": {"param_groups": groups}}
     check = partial(_check_paddings, model.groups, optimizer) if optimizer.is_zero3 else None
     return contents_of(files, tensors, common=plain(common), check=check, where=storage.where)

@@ -19,6 +19,7 @@ from ..archives import (
     Tensors,
     ValueAt,
     contents_of,
+    hyperparameters,
     read_archives,
     rows_from_contents,
     state_key,
@@ -83,8 +84,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     optimizer = files[-1].saved if len(wanted) > len(names) else ValueAt({}, "")
     groups = _groups(optimizer)
     _add_steps(tensors, model, optimizer, groups, len(files) - 1)
-    kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    common = model.common | {"optimizer": {"param_groups": kept}}
+    common = model.common | {"optimizer": {"param_groups": hyperparameters(groups)}}
     return contents_of(files, tensors, common=plain(common), where=storage.where)
 
 

@@ -118,7 +118,9 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
     # With another format's common state, metadata.json is the commit and lists the files: the index comes after it.
     named = checkpoint.fields.get("tensor_files")
     if named is not None:
-        return _from_metadata(named)
+        if isinstance(named, list) and all(_is_inside(name) for name in named) and len(set(named)) == len(named):
+            return Listing("metadata.json", tuple(named))
+        raise _unsound("metadata.json", f"tensor_files = {named!r}"[:500], "names of files in the same folder")
     name = find_weights(checkpoint.storage)
     if name is None:
         where = checkpoint.storage.where()
@@ -153,12 +155,6 @@ def _total_size(value: Mapping[str, Any]) -> float | None:
     metadata = value.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return total if isinstance(total, (int, float)) and not isinstance(total, bool) else None
-
-
-def _from_metadata(named: Any) -> Listing:
-    if isinstance(named, list) and all(_is_inside(name) for name in named) and len(set(named)) == len(named):
-        return Listing("metadata.json", tuple(named))
-    raise _unsound("metadata.json", f"tensor_files = {named!r}"[:500], "names of files in the same folder")
 
 
 def _is_inside(name: Any) -> bool:

@@ -20,7 +20,7 @@ from .._checks import check_taken
 from .._findings import Damage, Finding, Unchecked, untaken_findings
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
-from ..index import Index, IndexMetadata, build_index, load_from_index
+from ..index import Index, IndexMetadata, build_index, load_from_index, stored_columns
 from ._listing import Listing, are_tied, find_weights, read_listing
 
 # Reading the header of a safetensors file of any writer
@@ -219,18 +219,8 @@ def _columns(entries: Sequence[Entry]) -> ShardColumns:
     shape = box_column(shapes, fill=1)
     # A model repeats few kinds in many layers; each is one object.
     known = {kind: TensorKind(dtype_from_tag(kind[0]), kind[1], 0) for kind in {entry[1:3] for entry in entries}}
-    whole, zero = np.full(len(entries), -1, dtype=np.int64), np.zeros(len(entries), dtype=np.int64)
-    return ShardColumns(
-        keys=tuple(entry.name for entry in entries),
-        kinds=tuple(known[entry[1:3]] for entry in entries),
-        key=np.arange(len(entries)),
-        offset=np.zeros_like(shape),
-        shape=shape,
-        start=whole,
-        stop=whole,
-        rank=zero,
-        main=np.ones(len(entries), dtype=np.bool_),
-    )
+    kinds = {entry.name: known[entry[1:3]] for entry in entries}
+    return stored_columns(kinds, np.arange(len(entries)), np.zeros_like(shape), shape)
 
 
 def _texts(files: Sequence[WeightFile]) -> dict[str, str]:

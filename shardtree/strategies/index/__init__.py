@@ -6,9 +6,11 @@ from ._columns import (
     chunks_of,
     file_at,
     find_texts,
+    int64,
     item_sizes,
     kind_at,
     kinds_at,
+    stored_columns,
     text_at,
     text_columns,
     texts,
@@ -26,13 +28,23 @@ from ._file import (
     unsound_index,
 )
 from ._load import explain_from_index, load_from_index, plan_shards, planned_cost, read_planned
-from ._metadata import DeferredMetadata, IndexMetadata, reasoned, stored_fingerprints, untaken_of
+from ._metadata import (
+    DeferredMetadata,
+    IndexMetadata,
+    reasoned,
+    stored_fingerprints,
+    stored_keys,
+    stored_kinds,
+    untaken_of,
+)
 from ._rows import (
     list_files,
+    load_common,
     objects_from_index,
     remove_sharded,
     rows_from_index,
     rows_of_saves,
+    unused_files,
     verify_index,
     without_prefix,
 )

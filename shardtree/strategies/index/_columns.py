@@ -5,7 +5,7 @@ Columns, since a checkpoint may have a million chunks: they stay in the file's b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...codec import check_storable, dtype_from_name
 from ...errors import UnsupportedValue
 from ...geometry import Column, box_column, span_numbers
-from ...layouts import TensorKind
+from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedTensor, whole_tensors
 from ...plans import StoredChunks
 from ...storage import Hashes, StoredFile
@@ -358,3 +358,31 @@ def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
     skipped = (axes - index.key_axes[rows]).tolist()
     return [shape[skip:] for shape, skip in zip(shapes, skipped, strict=True)] if any(skipped) else shapes
+
+
+def stored_columns(
+    kinds: Mapping[str, TensorKind],
+    key: Column,
+    offset: Column,
+    shape: Column,
+    start: Column | None = None,
+    stop: Column | None = None,
+) -> ShardColumns:
+    """Return what is stored as shards of no rank, each once: whole boxes, unless flat ranges are given."""
+    whole = np.full(len(key), -1, dtype=np.int64)
+    return ShardColumns(
+        tuple(kinds),
+        tuple(kinds.values()),
+        key,
+        offset,
+        shape,
+        start=whole if start is None else start,
+        stop=whole if stop is None else stop,
+        rank=np.zeros(len(key), dtype=np.int64),
+        main=np.ones(len(key), dtype=np.bool_),
+    )
+
+
+def int64(values: Sequence[int]) -> Column:
+    """Return numbers as a column."""
+    return np.array(values, dtype=np.int64)

@@ -16,7 +16,7 @@ from ...layouts import ShardColumns
 from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
 from .._metadata import read_checked, write_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, item_sizes, text_columns, texts
+from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -66,9 +66,9 @@ def build_index(
     return Index(
         key_text=key_text,
         key_start=key_start,
-        key_axes=_int64([len(kind.global_shape) for kind in columns.kinds]),
-        key_prepended=_int64([kind.prepend_axis_num for kind in columns.kinds]),
-        key_dtype=_int64([number[dtype_name(kind.dtype)] for kind in columns.kinds]),
+        key_axes=int64([len(kind.global_shape) for kind in columns.kinds]),
+        key_prepended=int64([kind.prepend_axis_num for kind in columns.kinds]),
+        key_dtype=int64([number[dtype_name(kind.dtype)] for kind in columns.kinds]),
         key_shape=shapes,
         dtype_text=dtype_text,
         dtype_start=dtype_start,
@@ -87,14 +87,10 @@ def build_index(
         object_length=numbers[:, 2],
         file_text=file_text,
         file_start=file_start,
-        file_length=_int64([one.length for one in files]),
+        file_length=int64([one.length for one in files]),
         file_block=np.cumsum([0, *(one.size for one in hashes)], dtype=np.int64),
         block_hash=np.concatenate([*hashes, np.zeros(0, dtype=np.uint64)]),
     )
-
-
-def _int64(values: Sequence[int]) -> Column:
-    return np.array(values, dtype=np.int64)
 
 
 # The file: columns as safetensors
@@ -207,7 +203,14 @@ def index_problem(index: Index) -> str | None:
     Whether all blocks need hashes is checked by each format.
     """
     # In this order: each check relies on what the ones before it have made sure of.
-    return _kinds(index) or _lengths(index) or _texts(index) or _keys(index) or _files(index) or _places(index)
+    return (
+        _kinds(index)
+        or _lengths(index)
+        or _texts(index)
+        or _in_parts(partial(_keys, index), index.key_axes.size)
+        or _files(index)
+        or _places(index)
+    )
 
 
 def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
@@ -278,11 +281,7 @@ def _with_next(rows: int) -> list[slice]:
     return [slice(first, min(first + _ROWS + 1, rows)) for first in range(0, rows, _ROWS)]
 
 
-def _keys(index: Index) -> str | None:
-    return _in_parts(partial(_keys_of, index), index.key_axes.size)
-
-
-def _keys_of(index: Index, rows: slice) -> str | None:
+def _keys(index: Index, rows: slice) -> str | None:
     axes, shape, prepended = index.key_axes[rows], index.key_shape[rows], index.key_prepended[rows]
     width, dtype = shape.shape[1], index.key_dtype[rows]
     if axes.min() < 0 or axes.max() > width:
@@ -292,7 +291,10 @@ def _keys_of(index: Index, rows: slice) -> str | None:
     if dtype.min() < 0 or dtype.max() >= index.dtype_start.size - 1:
         return "a dtype's number is out of range"
     padding = np.arange(width) < width - axes[:, None]
-    if shape.min() < 0 or (padding & (shape != 1)).any() or _too_large(shape):
+    with np.errstate(over="ignore"):
+        elements = np.prod(np.maximum(shape, 1).astype(np.float64), axis=1)
+    # So few that an int64 counts the bytes of all.
+    if shape.min() < 0 or (padding & (shape != 1)).any() or (elements > 2.0**58).any():
         return "a global shape is out of range"
     return None
 
@@ -376,12 +378,6 @@ def _outside(index: Index, file: Any, byte: Any, length: Any) -> bool:
     if ((file < 0) | (file >= index.file_length.size) | (byte < 0) | (length < 0)).any():
         return True
     return bool((byte > index.file_length[file] - length).any()) if file.size else False
-
-
-def _too_large(shape: Any) -> bool:
-    """Return whether a tensor has more bytes than an int64 counts."""
-    with np.errstate(over="ignore"):
-        return bool((np.prod(np.maximum(shape, 1).astype(np.float64), axis=1) > 2.0**58).any())
 
 
 def blocks_problem(index: Index) -> str | None:

@@ -88,16 +88,6 @@ Find = Callable[[str], StoredTensor | None]
 _REMEMBERED = 1024
 
 
-def finder(index: Index) -> Find:
-    """Return what looks tensors up, and remembers those that it was asked for last.
-
-    Args:
-        index: what is stored.
-    """
-    # A lookup takes longer than the read of a few rows, and who reads rows reads many of one tensor.
-    return lru_cache(_REMEMBERED)(partial(_stored_tensor, index))
-
-
 def _stored_tensor(index: Index, key: str) -> StoredTensor | None:
     (number,) = find_texts(index.key_text, index.key_start, [key])
     if number < 0:
@@ -204,7 +194,8 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
 def _finder_of(checkpoint: Checkpoint, index: Index) -> Find:
     newest = checkpoint.once(_Newest)
     if newest.find is None or newest.index is not index:
-        newest.index, newest.find = index, finder(index)
+        # Remembered: a lookup takes longer than the read of a few rows, and who reads rows reads many of one tensor.
+        newest.index, newest.find = index, lru_cache(_REMEMBERED)(partial(_stored_tensor, index))
     return newest.find
 
 

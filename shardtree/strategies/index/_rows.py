@@ -1,4 +1,4 @@
-"""The rows that follow from an index of which box lies where: loads, metadata, verify and removal."""
+"""The rows that follow from an index of which box lies where: loads, metadata, verify and removal; and LOAD_COMMON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...storage import ReadReport, Storage, can, remove_files, sync_folder
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
-from .._metadata import checked_name, read_metadata, replace_metadata, write_checked
+from .._metadata import checked_name, read_checked, read_metadata, replace_metadata, write_checked
 from .._save_folders import is_save_file, noted
 from .._traits import FormatTraits
 from .._values import Checkpoint
@@ -118,6 +118,13 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
 
 
+def load_common(checkpoint: Checkpoint) -> Any:
+    """Return the stored common tree, with holes where shards were, of formats that have it in the common codec."""
+    data, _ = read_checked(checkpoint, "common")
+    options = checkpoint.options
+    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
+
+
 def _decoded_object(memory: torch.Tensor, unique_key: str, checkpoint: Checkpoint) -> Any:
     options = checkpoint.options
     try:
@@ -159,9 +166,10 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     sync_folder(checkpoint.storage, name.rpartition("/")[0])
     replace_metadata(checkpoint.storage, before, fields, durable=True)
-    unused = set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
     # Guards against a crafted index that names other files: only names that a save gives are removed.
-    remove_files(checkpoint.storage, [file for file in (*sorted(unused), old_name) if is_save_file(file)])
+    remove_files(
+        checkpoint.storage, [file for file in (*sorted(unused_files(old, new)), old_name) if is_save_file(file)]
+    )
 
 
 def _next_name(storage: Storage, name: str) -> str:
@@ -179,6 +187,11 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     folder = checkpoint.fields.get("save_id")
     names = checkpoint.storage.names(folder) if isinstance(folder, str) and folder else ()
     return tuple(name for name in (f"{folder}/{last}" for last in names) if is_save_file(name))
+
+
+def unused_files(old: Index, new: Index) -> set[str]:
+    """Return the files that only the old of two indexes refers to."""
+    return set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
 
 
 # An index without some of its tensors and objects, and without the files that become unused

@@ -2,8 +2,8 @@
 
 from .._actions import Strategies, StrategyAction
 from .._traits import FormatTraits
-from ..index import rows_of_saves
-from ._write import load_common, save_common, save_sharded, verify_files
+from ..index import load_common, rows_of_saves
+from ._write import save_common, save_sharded, verify_files
 
 ROWS: Strategies = {
     **rows_of_saves("safetensors", 1),  # loads, metadata, removal, files: from the index

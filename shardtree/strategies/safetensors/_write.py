@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..._ambient import collector_paused
-from ...codec import decode_tree, encode_tree
+from ...codec import encode_tree
 from ...errors import CheckpointingException, error_text
 from ...fingerprints import add_fingerprints, piece_total, run_pieces
 from ...geometry import Column
@@ -39,7 +39,7 @@ from ...storage import (
 )
 from .._checks import checked_data
 from .._findings import Damage, Finding, stored_parts
-from .._metadata import checked_name, read_checked, write_checked
+from .._metadata import checked_name, write_checked
 from .._values import AsyncRequest, Checkpoint, Fields, PendingSave
 from ..index import (
     IndexMetadata,
@@ -145,7 +145,12 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part
         hasher = BlockHasher() if pending.options.checksums else None
         with closing(in_parts(buffers) if hasher is None else hashed(buffers, hasher)) as stream:
             try:
-                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed), stay=_stay(part))
+                # In tensors' own memory, or in new memory each; what is on a device is staged.
+                stay = all(
+                    isinstance(one, bytes) or (isinstance(one.data, torch.Tensor) and one.data.is_cpu)
+                    for one in part.entries.sources
+                )
+                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed), stay=stay)
                 length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
             except _OtherFailed:
                 # `in_threads` raises the other thread's error, which says what happened.
@@ -157,12 +162,6 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part
 
 class _OtherFailed(Exception):
     """Another file of the same save can't be written."""
-
-
-def _stay(part: Part) -> bool:
-    """Return whether a file's buffers are in tensors' own memory, or in new memory each; a device's are staged."""
-    sources = part.entries.sources
-    return all(isinstance(one, bytes) or (isinstance(one.data, torch.Tensor) and one.data.is_cpu) for one in sources)
 
 
 def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
@@ -208,13 +207,6 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
     name = f"{pending.save_id}/common.safetensors"
     entry = write_checked(pending.storage, name, data, durable=pending.options.durable)
     return {"save_id": pending.save_id, "common": entry}
-
-
-def load_common(checkpoint: Checkpoint) -> Any:
-    """Return the stored common tree, with holes where shards were."""
-    data, _ = read_checked(checkpoint, "common")
-    options = checkpoint.options
-    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[RankFiles]:

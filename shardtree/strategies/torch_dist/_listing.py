@@ -18,7 +18,7 @@ from ...storage import StoredFile
 from .._checks import is_object
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
-from ..index import Index, build_index, index_problem, text_columns
+from ..index import Index, build_index, index_problem, int64, stored_columns, text_columns
 from ._metadata_content import MetadataFile, Places, TensorEntry
 from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
 from ._pickled_columns import Ints
@@ -279,8 +279,8 @@ def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
     columns = _columns(tensors, boxes)
     names = [key for key, found in boxes.items() for _ in range(len(found.offsets))] + list(contents.values)
     entries = [tensors[key] for key in boxes]
-    rows = np.concatenate([*(entry.places for entry in entries), _int64(list(contents.values.values()))])
-    axes = np.repeat(_int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
+    rows = np.concatenate([*(entry.places for entry in entries), int64(list(contents.values.values()))])
+    axes = np.repeat(int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
     shapes = _right_aligned([entry.shapes for entry in entries], fill=1)
     payload = columns.elements * columns.item_size[columns.key] if len(columns) else np.zeros(0, dtype=np.int64)
     archives, number = archives_of(names, contents.places, rows, shapes, axes, payload)
@@ -312,25 +312,22 @@ def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dic
 
 
 def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> ShardColumns:
-    kinds = tuple(_kind(tensors[key], found) for key, found in boxes.items())
+    kinds = {key: _kind(tensors[key], found) for key, found in boxes.items()}
     counts = [len(found.offsets) for found in boxes.values()]
     chunks = sum(counts)
-    if chunks * max((len(kind.global_shape) for kind in kinds), default=0) > _MOST_NUMBERS:
+    if chunks * max((len(kind.global_shape) for kind in kinds.values()), default=0) > _MOST_NUMBERS:
         raise ValueError(f"{chunks} chunks of too many axes")
     flat, end = np.full((chunks, 2), -1), np.cumsum(counts).tolist()
     for found, last in zip(boxes.values(), end, strict=True):
         if found.flat is not None:
             flat[last - len(found.flat) : last] = found.flat
-    return ShardColumns(
-        keys=tuple(boxes),
-        kinds=kinds,
-        key=np.repeat(np.arange(len(counts)), counts),
-        offset=_right_aligned([found.offsets for found in boxes.values()], fill=0),
-        shape=_right_aligned([found.shapes for found in boxes.values()], fill=1),
-        start=flat[:, 0],
-        stop=flat[:, 1],
-        rank=np.zeros(chunks, dtype=np.int64),
-        main=np.ones(chunks, dtype=np.bool_),
+    return stored_columns(
+        kinds,
+        np.repeat(np.arange(len(counts)), counts),
+        _right_aligned([found.offsets for found in boxes.values()], fill=0),
+        _right_aligned([found.shapes for found in boxes.values()], fill=1),
+        flat[:, 0],
+        flat[:, 1],
     )
 
 
@@ -350,10 +347,6 @@ def _right_aligned(parts: Sequence[Column], fill: int) -> Column:
 def _kind(entry: TensorEntry, boxes: Boxes) -> TensorKind:
     assert entry.dtype is not None
     return TensorKind(entry.dtype, boxes.global_shape, 0)
-
-
-def _int64(values: Sequence[int]) -> Column:
-    return np.array(values, dtype=np.int64)
 
 
 # Which files a checkpoint of archives consists of.

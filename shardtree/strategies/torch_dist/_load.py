@@ -181,7 +181,8 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     keys = {shard.key for shard in shards}
     check_taken(refused_among(listing, keys), keys)
     uncompared = _compare(checkpoint, listing, keys)
-    index = _index_for(checkpoint, listing, keys)
+    # As `.metadata` lists them, or with states of the model's parameters.
+    index = _states(checkpoint, listing) if _has_states(listing, keys) else listing.index
     return replace(_load(checkpoint, listing, index, shards), uncompared=uncompared)
 
 
@@ -223,11 +224,6 @@ def _copies(checkpoint: Checkpoint, listing: Listing) -> Iterator[Copies]:
 def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
     plan = plan_shards(index, shards, shard_columns(shards, checkpoint.world.rank))
     return read_archives(checkpoint, listing, plan, [shard.data for shard in shards])
-
-
-def _index_for(checkpoint: Checkpoint, listing: Listing, keys: set[str]) -> Index:
-    """Return the index that has some keys: as `.metadata` lists them, or with states of the model's parameters."""
-    return _states(checkpoint, listing) if _has_states(listing, keys) else listing.index
 
 
 def _has_states(listing: Listing, keys: Set[str] | None) -> bool:

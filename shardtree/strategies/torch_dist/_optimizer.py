@@ -12,21 +12,22 @@ from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...codec import byte_buffer, dtype_from_name
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import Column, box_column
+from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind, join_columns
 from ...mapping import ShardedTensor, box_of
 from ...plans import grouped
 from ...storage import Buffer, digest, digest_of, in_threads
 from .._actions import Copies
 from .._values import Checkpoint
-from ..index import Index, ObjectRow, build_index, find_texts, kinds_at, texts
+from ..archives import Piece as Range
+from ..archives import piece_columns
+from ..index import Index, ObjectRow, build_index, find_texts, int64, kinds_at, stored_columns, texts
 from ._buckets import (
     MASTER,
     Bucket,
@@ -238,56 +239,22 @@ def _hashes(fill: Fill, held: Unit | Match) -> Iterator[str]:
 # The index: each stored chunk of a bucket is a range of one or two of the model's boxes
 
 
-class _Range(NamedTuple):
-    """A stored range of a state.
-
-    Attributes:
-        key: of the state.
-        dtype: that it is stored as.
-        piece: of the model, whose box it is a range of.
-        start: first element in the box, row-major; -1 for the whole box.
-        stop: one past its last one; -1 for the whole box.
-        byte: where it begins in the virtual file of payloads.
-    """
-
-    key: str
-    dtype: torch.dtype
-    piece: Piece
-    start: int
-    stop: int
-    byte: int
-
-
 def _index(listing: Listing, matches: Sequence[Match]) -> Index:
     own, own_byte, objects = _without_buckets(listing.index)
     ranges = [found for match in matches for state in match.bucket.states for found in _ranges(listing, match, *state)]
-    scalar = Piece("", (), (), ())
     step = _step_byte(listing)
     ranges += [
-        _Range(STEP + key, torch.float32, scalar, -1, -1, step)
+        (TensorKind(torch.float32, (), 0), Range(STEP + key, 0, step, (), ()))
         for key in {piece.key for match in matches for piece in match.pieces}
     ]
-    kinds = {found.key: TensorKind(found.dtype, found.piece.global_shape, 0) for found in ranges}
-    if differing := sorted({found.key for found in ranges if found.dtype != kinds[found.key].dtype}):
+    kinds = {found.key: kind for kind, found in ranges}
+    if differing := sorted({found.key for kind, found in ranges if kind.dtype != kinds[found.key].dtype}):
         fix = "The checkpoint was damaged, or its ranks were configured differently; load an earlier one."
         raise CorruptCheckpoint(
             error_text("open: ranks' optimizer states have other dtypes", offenders=differing, fix=fix)
         )
-    keys = tuple(sorted(kinds))
-    number = {key: row for row, key in enumerate(keys)}
-    states = ShardColumns(
-        keys=keys,
-        kinds=tuple(kinds[key] for key in keys),
-        key=_int64([number[found.key] for found in ranges]),
-        offset=box_column([found.piece.offset for found in ranges], fill=0),
-        shape=box_column([found.piece.shape for found in ranges], fill=1),
-        start=_int64([found.start for found in ranges]),
-        stop=_int64([found.stop for found in ranges]),
-        rank=_int64([0] * len(ranges)),
-        main=np.ones(len(ranges), dtype=np.bool_),
-    )
-    byte = np.concatenate([own_byte, _int64([found.byte for found in ranges])])
-    columns = join_columns([own, states])
+    columns = join_columns([own, piece_columns(kinds, [found for _, found in ranges])])
+    byte = np.concatenate([own_byte, int64([found.byte for _, found in ranges])])
     return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
 
 
@@ -302,16 +269,13 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow
     names = texts(index.key_text, index.key_start)
     kept = [number for number, key in enumerate(names) if not is_bucket(key)]
     chunks = np.flatnonzero(np.isin(index.chunk_key, kept))
-    columns = ShardColumns(
-        keys=tuple(names[number] for number in kept),
-        kinds=tuple(kinds_at(index, kept)),
-        key=np.searchsorted(kept, index.chunk_key[chunks]),
-        offset=index.chunk_offset[chunks],
-        shape=index.chunk_shape[chunks],
-        start=index.chunk_start[chunks],
-        stop=index.chunk_stop[chunks],
-        rank=np.zeros(chunks.size, dtype=np.int64),
-        main=np.ones(chunks.size, dtype=np.bool_),
+    columns = stored_columns(
+        dict(zip((names[number] for number in kept), kinds_at(index, kept), strict=True)),
+        np.searchsorted(kept, index.chunk_key[chunks]),
+        index.chunk_offset[chunks],
+        index.chunk_shape[chunks],
+        index.chunk_start[chunks],
+        index.chunk_stop[chunks],
     )
     objects = zip(
         texts(index.object_text, index.object_start),
@@ -324,8 +288,8 @@ def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow
     return columns, index.chunk_byte[chunks], [row for row in objects if not is_bucket_size(row[0])]
 
 
-def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> Iterator[_Range]:
-    """Yield the stored ranges of a parameter's state, in order."""
+def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> Iterator[tuple[TensorKind, Range]]:
+    """Yield the stored ranges of a parameter's state, in order, each with the kind of the state."""
     first = match.begin
     begins, bytes_at = _chunks(listing.index, f"{match.bucket.name}.{state}")
     for piece in match.pieces:
@@ -336,7 +300,8 @@ def _ranges(listing: Listing, match: Match, state: str, dtype: torch.dtype) -> I
                 whole = high - low == size
                 start, stop = (-1, -1) if whole else (low - first, high - first)
                 key, at = f"optimizer.state.{state}.{piece.key}", byte + dtype.itemsize * (low - begin)
-                yield _Range(key, dtype, piece, start, stop, at)
+                kind = TensorKind(dtype, piece.global_shape, 0)
+                yield kind, Range(key, 0, at, piece.offset, piece.shape, start, stop)
         first += size
 
 
@@ -345,7 +310,3 @@ def _chunks(index: Index, key: str) -> tuple[list[int], list[int]]:
     (number,) = find_texts(index.key_text, index.key_start, [key])
     rows = slice(*index.chunk_key.searchsorted((number, number + 1)).tolist())
     return index.chunk_offset[rows, -1].tolist(), index.chunk_byte[rows].tolist()
-
-
-def _int64(values: Sequence[int]) -> Column:
-    return np.array(values, dtype=np.int64)

@@ -28,7 +28,7 @@ ROWS: StoredRows = {
     (StrategyAction.VERIFY, "zarr", 1): "zarr._verify:verify_files",
     (StrategyAction.LIST_FILES, "zarr", 1): "zarr._verify:list_files",
     (StrategyAction.RECOGNIZE, "zarr", 3): recognize,
-    (StrategyAction.LOAD_COMMON, "zarr", 3): "zarr._own:load_common",
+    (StrategyAction.LOAD_COMMON, "zarr", 3): "zarr._own:load_own_common",
     (StrategyAction.LOAD_SHARDED, "zarr", 3): "zarr._load:load_sharded",
     (StrategyAction.LOAD_OBJECTS, "zarr", 3): "zarr._load:load_objects",
     (StrategyAction.LOAD_METADATA, "zarr", 3): "zarr._load:load_metadata",

@@ -17,7 +17,7 @@ from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
 from ...storage import Storage, StoredFile, is_folder
 from .._checks import is_object
-from ..index import Index, build_index
+from ..index import Index, build_index, int64, stored_columns
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
 from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3
@@ -109,20 +109,14 @@ def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[
     """Return the rows of arrays, which are sorted by key, as columns, and each one's file and byte."""
     axes = max((len(array.box) for array in arrays), default=1)
     counts = [len(one.file) for one in rows]
-    total = sum(counts)
     empty = np.zeros((0, axes), dtype=np.int64)
-    columns = ShardColumns(
-        keys=tuple(array.key for array in arrays),
-        kinds=tuple(TensorKind(array.dtype, array.shape, 0) for array in arrays),
-        key=np.repeat(np.arange(len(arrays)), counts),
-        offset=np.concatenate([empty, *(widen(one.offset, axes, 0) for one in rows)]),
-        shape=np.concatenate([empty, *(widen(one.shape, axes, 1) for one in rows)]),
-        start=np.full(total, -1, dtype=np.int64),
-        stop=np.full(total, -1, dtype=np.int64),
-        rank=np.zeros(total, dtype=np.int64),
-        main=np.ones(total, dtype=np.bool_),
+    columns = stored_columns(
+        {array.key: TensorKind(array.dtype, array.shape, 0) for array in arrays},
+        np.repeat(np.arange(len(arrays)), counts),
+        np.concatenate([empty, *(widen(one.offset, axes, 0) for one in rows)]),
+        np.concatenate([empty, *(widen(one.shape, axes, 1) for one in rows)]),
     )
-    file, byte = (np.concatenate([_none(), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
+    file, byte = (np.concatenate([int64([]), *(getattr(one, name) for one in rows)]) for name in ("file", "byte"))
     return columns, file, byte
 
 
@@ -218,13 +212,9 @@ def _joined(parts: Sequence[Rows], axes: int) -> Rows:
     return Rows(
         np.concatenate([empty, *(part.offset for part in parts)]),
         np.concatenate([empty, *(part.shape for part in parts)]),
-        np.concatenate([_none(), *(part.file for part in parts)]),
-        np.concatenate([_none(), *(part.byte for part in parts)]),
+        np.concatenate([int64([]), *(part.file for part in parts)]),
+        np.concatenate([int64([]), *(part.byte for part in parts)]),
     )
-
-
-def _none() -> Column:
-    return np.zeros(0, dtype=np.int64)
 
 
 # Finding the arrays of zarr v2 and v3 in a folder, in nested groups, and Megatron-Core's object files

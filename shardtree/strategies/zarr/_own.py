@@ -16,10 +16,10 @@ import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, error_text
-from ...storage import Buffer, Storage, can, digest, make_folder, remove_files, remove_folder, sync_folder
-from .._metadata import read_checked, read_metadata, replace_metadata
+from ...storage import Buffer, Storage, can, make_folder, remove_files, remove_folder, sync_folder
+from .._metadata import checked_entry, read_checked, read_metadata, replace_metadata
 from .._values import Checkpoint, Fields, PendingSave, ReadCache
-from ..index import COLUMNS, Index, sound_index, texts, unsound_index, without_prefix
+from ..index import COLUMNS, Index, load_common, sound_index, texts, unsound_index, unused_files, without_prefix
 from ._array import StoredArray
 from ._layout import array_name
 from ._metadata import NODE_FILE, OURS, encode_v3
@@ -107,16 +107,12 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
     data = encode_tree(common, allow_pickle=pending.options.allow_pickle)
     name, document = blob("common", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
-    return {"common": {"name": name, "length": len(data), "digest": digest(data)}}
+    return {"common": checked_entry(name, data)}
 
 
-def load_common(checkpoint: Checkpoint) -> Any:
+def load_own_common(checkpoint: Checkpoint) -> Any:
     """Return the stored common tree, with holes where shards were; an empty one if another program wrote the arrays."""
-    if "common" not in checkpoint.fields:
-        return {}
-    data, _ = read_checked(checkpoint, "common")
-    options = checkpoint.options
-    return decode_tree(data, types=options.types, allow_pickle=options.allow_pickle)
+    return load_common(checkpoint) if "common" in checkpoint.fields else {}
 
 
 # Removing tensors and objects from a folder of ours: a new index first, then the arrays that became unused
@@ -142,8 +138,9 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     new = without_prefix(old, key_prefix)
     if new is old:
         return
-    members, unused = group_members(current), _unused(old, new)
-    gone = (_folders(old, new) | folders_of(unused)).intersection(members)
+    members, unused = group_members(current), unused_files(old, new)
+    lost = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
+    gone = (set(map(array_name, lost)) | folders_of(unused)).intersection(members)
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     data = encode_columns(new)
     name, document = blob(_next_index(old_index, storage), len(data))
@@ -152,24 +149,12 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     kept = {folder: each for folder, each in members.items() if folder not in gone}
     kept[name.rpartition("/")[0]] = document
     group = canonical_json(group_document({folder: kept[folder] for folder in sorted(kept)}))
-    fields["index"] = {"name": name, "length": len(data), "digest": digest(data)}
-    fields["group"] = {"name": NODE_FILE, "length": len(group), "digest": digest(group)}
+    fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
     # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
     # interrupted, every array that is listed anywhere is there.
     replace_metadata(storage, before, fields, durable=True)
     storage.replace(NODE_FILE, group, durable=True)
     _remove(storage, unused, gone)
-
-
-def _unused(old: Index, new: Index) -> set[str]:
-    """Return the files that only the old index refers to."""
-    return set(texts(old.file_text, old.file_start)) - set(texts(new.file_text, new.file_start))
-
-
-def _folders(old: Index, new: Index) -> set[str]:
-    """Return the folders of the tensors that only the old index has."""
-    keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
-    return {array_name(key) for key in keys}
 
 
 def group_members(checkpoint: Checkpoint) -> dict[str, Document]:

@@ -19,7 +19,6 @@ from ...storage import (
     BlockHasher,
     Hashes,
     StoredFile,
-    digest,
     hash_column,
     hashed,
     make_folder,
@@ -28,7 +27,7 @@ from ...storage import (
     sync_folder,
 )
 from .._checks import check_objects_written, check_seen
-from .._metadata import replace_metadata
+from .._metadata import checked_entry, replace_metadata
 from .._save_folders import abandoning
 from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
@@ -102,7 +101,7 @@ def write_index(pending: PendingSave, saving: Saving, written: Sequence[RankFile
     name, document = blob("index", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
     saving.members = _members(parts, written) | {f"{FOLDER}/index": document}
-    return {"save_id": pending.save_id, "index": {"name": name, "length": len(data), "digest": digest(data)}}
+    return {"save_id": pending.save_id, "index": checked_entry(name, data)}
 
 
 def _rows(part: ArrayLayout, number: dict[str, int]) -> Rows:
@@ -149,8 +148,8 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     if pending.options.durable:
         for folder in (*groups, ""):
             sync_folder(pending.storage, folder)
-    entry = {"name": NODE_FILE, "length": len(data), "digest": digest(data)}
-    replace_metadata(pending.storage, pending.before, {**fields, "group": entry}, durable=pending.options.durable)
+    named = {**fields, "group": checked_entry(NODE_FILE, data)}
+    replace_metadata(pending.storage, pending.before, named, durable=pending.options.durable)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -315,12 +315,7 @@ _LISTED = frozenset({StrategyAction.LIST_FILES})
 
 PROMISES = (
     Promise("a save that dies leaves no checkpoint, or a whole one", _NO_ROW, commits, saves=True),
-    Promise(
-        "a checkpoint is replaced as a whole, and only when asked",
-        _LISTED,
-        overwrites,
-        saves=True,
-    ),
+    Promise("a checkpoint is replaced as a whole, and only when asked", _LISTED, overwrites, saves=True),
     Promise("the checkpoint's files are listed, and no others", _LISTED, listings),
     Promise("the format is recognised, and nothing else", LOADS | {StrategyAction.RECOGNIZE}, recognitions),
     Promise("verify sees flipped bits, or says that it can't", frozenset({StrategyAction.VERIFY}), damages),

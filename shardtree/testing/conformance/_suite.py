@@ -13,14 +13,14 @@ from ...errors import CheckpointingException, RemoteError, StrategyError, error_
 from ...storage import Directory, MemoryStorage
 from ...strategies import Strategies, StrategyAction
 from . import _files as _file_cases
-from . import _layout_cases, _row_cases, _tensor_cases, _value_cases
+from . import _layout_cases, _tensor_cases, _value_cases
 from ._subject import Case, Promise, Refused, Subject, Writer, raising
 
 # Plain named cases first, Hypothesis last: it finds unexpected cases, but that flat ranges, replicas and empty
 # shards are where formats break is known. Named cases run in the same order each time, fail with a name, and need no
 # shrinking.
 _PROMISES: tuple[Promise, ...] = (
-    *_row_cases.PROMISES,
+    *_value_cases.ROW_PROMISES,
     *_layout_cases.PROMISES,
     *_tensor_cases.PROMISES,
     *_value_cases.PROMISES,
@@ -181,7 +181,7 @@ def _why_left_out(promise: Promise, subject: Subject) -> str:
     can_save = subject.has(StrategyAction.SAVE_SHARDED) or subject.has(StrategyAction.SAVE_COMMON)
     if promise.saves and not can_save:
         return "no row for saving"
-    if promise not in _row_cases.PROMISES and not can_save and subject.save is None:
+    if promise not in _value_cases.ROW_PROMISES and not can_save and subject.save is None:
         return "no row for saving; pass save="
     return ""
 

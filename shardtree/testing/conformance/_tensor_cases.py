@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointingException, KeyMismatch
+from ...geometry import slices
 from ...lazy import stored
 from ...mapping import ShardedTensor
 from ...storage import ReadReport, Storage, storage_at
 from ...strategies import LoadOptions, SaveOptions, StrategyAction
 from ...world import simulate
-from .._bits import bits, first_difference
+from .._bits import bits, check_equal
 from .._layouts import even_layout
 from .._states import GlobalState
 from .._tensors import STORABLE_DTYPES, random_bits
@@ -100,7 +101,7 @@ def _check_lazy(subject: Subject, view: Callable[[Any], Any]) -> None:
     whole = numbers(SHAPE)
 
     def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        return whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))].clone()
+        return whole[slices(offset, shape)].clone()
 
     data = view(stored(read_box, SHAPE, whole.dtype, name="w"))
     place = saved(subject, [{"w": ShardedTensor.from_rank_offsets("w", data)}])
@@ -152,8 +153,7 @@ def _check_part(
     options = LoadOptions(verify=verify, report=read.append)
     (found,) = loaded(subject, [{"w": asked}], place, validate_access_integrity=False, options=options)
     assert tuple(found["w"].shape) == size, f"has shape {tuple(found['w'].shape)}, expected {size}"
-    differ = first_difference(found["w"], expected)
-    assert differ is None, differ
+    check_equal("'w'", found["w"], expected)
     assert isinstance(read[0], ReadReport), f"load_sharded returned {read[0]!r}, expected a ReadReport"
 
 
@@ -171,8 +171,7 @@ def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
     (found,) = loaded(subject, [{"w": target}], place, donate=True)
     assert found["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
-    differ = first_difference(found["w"][:4, :6], state.tensors["w"])
-    assert differ is None, differ
+    check_equal("'w'", found["w"][:4, :6], state.tensors["w"])
     beyond = bool((found["w"][4:] == -1).all()) and bool((found["w"][:, 6:] == -1).all())
     assert beyond, "wrote where nothing is stored"
 
