@@ -1,7 +1,8 @@
 """Every error that shardtree raises, and the form of their texts.
 
 An error says what was being done, on what, what was found, what was expected and what to do. A place in a tree is
-written as the Python expression that reaches it: ``tree['model']['layers'][3]``.
+written as the Python expression that reaches it: ``tree['model']['layers'][3]``. Counts, sizes and tables are written
+here for all other texts too.
 """
 
 from __future__ import annotations
@@ -315,6 +316,35 @@ def plural(count: int, noun: str) -> str:
         ('1 rank', '3 ranks')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes in words.
+
+    Examples:
+        >>> size_text(999), size_text(16_777_216)
+        ('999 B', '16.8 MB')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def table_lines(rows: Sequence[Sequence[str]], words: int = 0) -> list[str]:
+    """Return rows as lines with aligned columns; the first row is the heading.
+
+    Args:
+        rows: texts, as many in each.
+        words: how many columns, the first ones, are aligned on the left.
+
+    Examples:
+        >>> table_lines([("rank", "sent"), ("0", "7 B")])
+        ['rank  sent', '   0   7 B']
+    """
+    sides = [str.ljust if place < words else str.rjust for place in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in rows]
 
 
 def rank_text(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ..errors import KeyMismatch, MetadataError, error_text, plural, shorten
+from ..errors import KeyMismatch, MetadataError, error_text, plural, shorten, table_lines
 from ..geometry import Column, integer, refuse
 
 # Plans as text.
@@ -69,9 +69,8 @@ def _text(part: slice) -> str:
 
 def _lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     cells = [head, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return [lines[0], *shorten(lines[1:], _SHOWN)]
+    heading, *lines = table_lines(cells)
+    return [heading, *shorten(lines, _SHOWN)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ import torch
 
 from .._ambient import shielded
 from .._deferred import notebook_html
-from ..errors import shorten
+from ..errors import shorten, size_text
 from ..layouts import TensorKind
 from ..lazy import LazyTensor, stored
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, box_of
-from ..plans import grouped, size_text
+from ..plans import grouped
 from ..storage import Directory, HostMemory, can
 from ..strategies import LoadOptions, Strategies, StrategyAction, traits_of, unreplaced
 from ..trees import Difference, Record, diff, map_shards

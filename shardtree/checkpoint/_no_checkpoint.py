@@ -11,9 +11,9 @@ from contextlib import suppress
 from itertools import islice
 
 from ..errors import CheckpointingException, NotACheckpoint, error_text
-from ..plans import near_names
 from ..storage import LocalStorage, Storage, folder_in, is_folder
 from ..strategies import Fields, is_save_folder
+from ..trees import near_names
 
 FieldsAt = Callable[[Storage], Fields | None]
 """Returns the fields of the checkpoint in a place, None if there is none."""

@@ -17,7 +17,6 @@ from ..errors import KeyMismatch, StrategyError, error_text
 from ..layouts import StoredLayout
 from ..lazy import frozen_values, stored_each
 from ..mapping import ShardedObject, ShardedTensor, box_of, with_data
-from ..plans import near_names
 from ..storage import Directory
 from ..strategies import (
     Checkpoint,
@@ -42,7 +41,7 @@ from ..strategies.index import (
     untaken_of,
 )
 from ..traces import Trace, transformed
-from ..trees import nested, without_holes
+from ..trees import near_names, nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata

@@ -19,10 +19,9 @@ from ..codec import dtype_name
 from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids
 from ..mapping import ShardedObject, ShardedTensor
-from ..plans import near_patterns
 from ..storage import LocalStorage, MemoryStorage, Storage, file_lengths
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, reasoned, texts, untaken_of
-from ..trees import HOLE, Record, key_matcher, shell_differences
+from ..trees import HOLE, Record, key_matcher, near_patterns, shell_differences
 
 
 @dataclass(frozen=True, slots=True)

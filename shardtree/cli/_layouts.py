@@ -13,8 +13,8 @@ from ..checkpoint import OpenCheckpoint
 from ..errors import KeyMismatch, error_text
 from ..layouts import Mesh, PartitionSpec, abstract_at
 from ..mapping import ShardedTensor, with_keys
-from ..plans import near_patterns
 from ..strategies.index import Index, texts
+from ..trees import near_patterns
 from ._contents import matcher, note_shell_patterns, stored_index
 from ._names import did_you_mean
 

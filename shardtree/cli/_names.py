@@ -13,8 +13,8 @@ import typer
 
 from ..codec import dtype_name
 from ..errors import CheckpointingException, TreeError, error_text
-from ..plans import near_names
 from ..strategies import StrategyAction, formats_with
+from ..trees import near_names
 
 ALIASES = {
     "hf": "huggingface",

@@ -28,7 +28,7 @@ from rich.style import Style
 from rich.text import Text
 
 from ..errors import printable as printable
-from ..plans import size_text as size
+from ..errors import size_text as size
 
 # Our own signs alone: keys may hold any character, and are escaped where the encoding lacks it.
 _ASCII = str.maketrans({"\N{MULTIPLICATION SIGN}": "x", "─": "-", "✓": "+", "✗": "!", "→": ">"})

@@ -19,10 +19,10 @@ from ..geometry import slices
 from ..layouts import place_text
 from ..mapping import ShardedTensor
 from ..pictures import COLOURS, Picture, picture_lines
-from ..plans import near_names
 from ..storage import Directory
 from ..strategies import LoadOptions
 from ..strategies.index import find_texts, reasoned, texts, untaken_of
+from ..trees import near_names
 from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, plain, shape_text, stored_index
 from ._layouts import chunk_shard
 from ._output import Heading, Output, json_text, printable, show_table, size

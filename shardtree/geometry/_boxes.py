@@ -295,7 +295,10 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
         array([2, 0])
     """
     kind: Any = type(columns)
-    found: Record = kind(*(getattr(columns, name)[rows] for name in kind.__slots__))
+    each = (getattr(columns, name) for name in kind.__slots__)
+    # By `take`, which is several times as fast, where it does.
+    is_plain = isinstance(rows, slice) or rows.dtype == np.bool_
+    found: Record = kind(*(one[rows] if is_plain else one.take(rows, axis=0) for one in each))
     return found
 
 

@@ -1,6 +1,7 @@
 """Layouts of global tensors over ranks: shards as columns, and whether they tile their tensors."""
 
 from ._columns import (
+    ROWS,
     BoxColumns,
     ShardColumns,
     TensorKind,
@@ -12,32 +13,31 @@ from ._columns import (
     shard_columns,
     unpacked_kinds,
 )
-from ._coverage import Coverage, RankTrees, coverage, tensor_shards, tree_columns, trees_by_rank
-from ._stored import Grid, StoredLayout, chunk_grids
-from ._unshard import unshard
-from .integrity import (
-    Faults,
-    ObjectColumns,
-    Problem,
+from ._coverage import (
+    Coverage,
+    Grid,
+    RankTrees,
+    StoredLayout,
+    chunk_grids,
+    coverage,
+    tensor_shards,
+    tree_columns,
+    trees_by_rank,
+)
+from ._integrity import (
     access_problems,
     check_access,
     check_stored_shards,
     common_problems,
-    doubled_faults,
     join_checked,
     join_columns,
-    join_objects,
-    kind_problems,
-    object_columns,
-    object_problems,
-    place_text,
-    problem_lines,
     raise_problems,
-    select_faults,
-    sharding_faults,
     sharding_problems,
     write_problems,
 )
+from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
+from ._problems import Faults, Problem, doubled_faults, integrity_error, place_text, problem_lines, sharding_faults
+from ._unshard import unshard
 from .meshes import (
     AxisSplit,
     KeyFunction,

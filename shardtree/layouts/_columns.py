@@ -70,8 +70,8 @@ class ShardColumns:
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to pickle columns, as ranks send them to each other."""
         # Kinds are packed as columns too: pickled one by one they would be most of the message.
-        others = (self.key, self.offset, self.shape, self.start, self.stop, self.rank, self.main)
-        return _from_packed, (self.keys, packed_kinds(self.kinds), tuple(map(narrowed, others)))
+        others = tuple(narrowed(getattr(self, name)) for name in ROWS)
+        return _from_packed, (self.keys, packed_kinds(self.kinds), others)
 
     @property
     def elements(self) -> Column:
@@ -88,6 +88,9 @@ class ShardColumns:
         """How many bytes each shard holds, int64 (shards,)."""
         return self.elements * self.item_size[self.key]
 
+
+ROWS = ("key", "offset", "shape", "start", "stop", "rank", "main")
+"""The columns of `ShardColumns` that have a row for each shard, in order."""
 
 _PackedKinds: TypeAlias = tuple[Column, tuple[torch.dtype, ...], Column, Column, Column]
 
@@ -230,29 +233,25 @@ def select_rows(columns: ShardColumns, rows: Column) -> ShardColumns:
         >>> select_rows(shard_columns(shards), np.array([1])).offset.tolist()
         [[2]]
     """
-    names = ("key", "offset", "shape", "start", "stop", "rank", "main")
-    return replace(columns, **{name: getattr(columns, name).take(rows, axis=0) for name in names})
+    return replace(columns, **{name: getattr(columns, name).take(rows, axis=0) for name in ROWS})
 
 
 def join_agreed(parts: Sequence[ShardColumns]) -> ShardColumns:
     """Return several ranks' columns as one; the caller knows that they agree about their tensors."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) < 2:
+        return parts[0] if parts else shard_columns([])
     keys, kinds, numbers = _joined_tables({part.keys: part.kinds for part in parts})
-    none = np.zeros(0, dtype=np.int64)
-    axes = max((part.offset.shape[1] for part in parts), default=1)
-    renumbered = [numbers[part.keys][part.key] for part in parts]
-    return ShardColumns(
-        keys=keys,
-        kinds=kinds,
-        key=np.concatenate([*renumbered, none]),
-        offset=np.concatenate([widen(part.offset, axes, 0) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
-        shape=np.concatenate([widen(part.shape, axes, 1) for part in parts] or [np.zeros((0, 1), dtype=np.int64)]),
-        start=np.concatenate([*(part.start for part in parts), none]),
-        stop=np.concatenate([*(part.stop for part in parts), none]),
-        rank=np.concatenate([*(part.rank for part in parts), none]),
-        main=np.concatenate([*(part.main for part in parts), np.zeros(0, dtype=np.bool_)]),
-    )
+    axes = max(part.offset.shape[1] for part in parts)
+    alike = [
+        replace(
+            part,
+            key=numbers[part.keys][part.key],
+            offset=widen(part.offset, axes, 0),
+            shape=widen(part.shape, axes, 1),
+        )
+        for part in parts
+    ]
+    return ShardColumns(keys, kinds, *(np.concatenate([getattr(part, name) for part in alike]) for name in ROWS))
 
 
 def _joined_tables(

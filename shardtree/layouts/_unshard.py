@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, ShapeError, TreeError, TreePath, error_text, render_path
-from ..geometry import Column
+from ..geometry import Column, rows_of
 from ..lazy import LazyTensor
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory, has_elements
 from ..objects import ObjectRule, held_arrays, reshard_objects
@@ -31,16 +31,8 @@ from ..trees import (
 )
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes, shard_columns
 from ._coverage import RankTrees, trees_by_rank
-from .integrity import (
-    Problem,
-    common_problems,
-    doubled_faults,
-    fault_problems,
-    join_columns,
-    problem_lines,
-    select_faults,
-    sharding_faults,
-)
+from ._integrity import common_problems, join_columns
+from ._problems import Problem, doubled_faults, fault_problems, integrity_error, sharding_faults
 
 # Global tensors assembled from shards.
 
@@ -81,12 +73,12 @@ def check_covered(columns: ShardColumns) -> None:
     # Where main replicas are missing a copy will do, so gaps are looked for among all shards.
     all_main = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
     faults = sharding_faults(all_main)
-    missing = fault_problems(all_main, select_faults(faults, np.flatnonzero(~faults.doubled)), "element")
+    missing = fault_problems(all_main, rows_of(faults, np.flatnonzero(~faults.doubled)), "element")
     problems: Sequence[Problem] = (*missing, *doubled)
     if problems:
-        fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
-        what = "unshard: each element needs a shard that holds it, and at most one main replica"
-        raise IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join(fixes)))
+        raise integrity_error(
+            "unshard: each element needs a shard that holds it, and at most one main replica", problems
+        )
 
 
 def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]:

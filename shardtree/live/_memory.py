@@ -13,8 +13,7 @@ from ..errors import CheckpointingException, ShapeError, error_text
 from ..geometry import Column
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
 from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, tied
-from ..plans import Schedule
-from ..plans.moving import SourceTree, TargetTree, complete, join_filled, take_source, take_target
+from ..plans import Schedule, SourceTree, TargetTree, complete, join_filled, take_source, take_target
 from ..trees import HOLE, refuse_too_deep
 
 # A rank's source and target trees, either of which may be missing.

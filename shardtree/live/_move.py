@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from ..geometry import Column, flat_boxes, row_major_strides, rows_of
-from ..plans import ReshardPlan, Schedule
-from ..plans.moving import (
+from ..plans import (
     CARRIERS,
     Boxes,
     Memories,
     Regions,
+    ReshardPlan,
+    Schedule,
     copy_boxes,
     copy_transfers,
     region_views,

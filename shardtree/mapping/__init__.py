@@ -4,15 +4,18 @@ Names and meaning are Megatron-Core's; every change is a new value. A shard is t
 [global_offset, global_offset + shape) of the global tensor named by its key, or one flat range of such a box.
 """
 
-from ._base import (
+from ._leaves import (
     INTEGERS,
     CommonStateDict,
     FactoryBuildFn,
     FactoryMergeFn,
+    LocalNonpersistentObject,
     RankOffset,
     ReplicaId,
     ShardedBase,
+    ShardedObject,
     ShardedStateDict,
+    ShardedTensorFactory,
     StateDict,
     given_tensor,
     has_elements,
@@ -20,7 +23,6 @@ from ._base import (
     lacks_memory,
 )
 from ._many import box_of, whole_tensors, with_data, with_keys
-from ._object import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from ._tensor import SHAPE_FIX, ShardedTensor, check_has_shape, without_shape
 
 __all__ = [

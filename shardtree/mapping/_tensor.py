@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from .. import geometry
 from ..errors import MetadataError, ShapeError
 from ..lazy import LazyTensor
-from ._base import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
+from ._leaves import RankOffset, ReplicaId, ShardedBase, check_key, leaf_name, normalise, replica
 
 # Checks of a shard's data against its metadata.
 
@@ -62,64 +62,6 @@ def check_has_shape(subject: str, data: object) -> None:
     """Raise MetadataError for a tensor without a single shape: nested, or not initialised yet."""
     if found := without_shape(data):
         geometry.refuse(subject, "data", found, "a tensor of one shape", SHAPE_FIX, error=MetadataError)
-
-
-# Narrowing: the smaller box, and the pieces of data in it.
-
-Shape = tuple[int, ...]
-
-
-def narrowed_box(
-    subject: str, local_shape: Shape, global_shape: Shape, offset: Shape, dim: int, length: int
-) -> tuple[Shape, Shape, Shape]:
-    """Return local shape, global shape and offset once every box of a grid keeps `length` indices along `dim`.
-
-    Args:
-        subject: what errors are about.
-        local_shape: the box's shape, without the prepended axes.
-        global_shape: the global tensor's, with them.
-        offset: the box's first index along each global axis.
-        dim: an axis of `local_shape`.
-        length: how many indices are kept.
-
-    Raises:
-        ShapeError: the grid is irregular along `dim`.
-
-    Examples:
-        >>> narrowed_box("narrow 'w'", (4, 2), (32, 2), (12, 0), 0, 1)
-        ((1, 2), (8, 2), (3, 0))
-    """
-    # Prepended axes come first in global shapes, and aren't in local ones.
-    axis, size = dim + len(global_shape) - len(local_shape), local_shape[dim]
-    return (
-        (*local_shape[:dim], length, *local_shape[dim + 1 :]),
-        geometry.narrow_axis(subject, "global_shape", global_shape, axis, size, length),
-        geometry.narrow_axis(subject, "global_offset", offset, axis, size, length),
-    )
-
-
-def narrowed_pieces(
-    subject: str, data: Any, local_shape: Shape, flat: slice | None, dim: int, start: int, length: int
-) -> list[tuple[Any, slice | None]]:
-    """Return the remaining pieces of a shard's data, as views, each with its flat range of the narrowed box.
-
-    Args:
-        subject: what errors are about.
-        data: something with a `narrow` method, or None.
-        local_shape: the box's shape before narrowing.
-        flat: the range of the flattened box that `data` is; None where it is the box.
-        dim: the axis to narrow.
-        start: the first index to keep.
-        length: how many indices to keep.
-
-    Examples:
-        >>> narrowed_pieces("narrow 'w'", None, (2, 4), slice(1, 8), 1, 2, 2)
-        [(None, slice(0, 2, None)), (None, slice(2, 4, None))]
-    """
-    if flat is None:
-        return [(_narrow_data(subject, data, dim, start, length), None)]
-    runs = geometry.narrow_flat_range(local_shape, flat.start, flat.stop, dim, start, length)
-    return [(_narrow_data(subject, data, 0, part.start, part.stop - part.start), run) for part, run in runs]
 
 
 def _narrow_data(subject: str, data: Any, dim: int, start: int, length: int) -> Any:
@@ -355,12 +297,23 @@ class ShardedTensor(ShardedBase):
         """
         subject = f"narrow {leaf_name(self)}"
         dim, start, length = geometry.narrow_place(subject, self.local_shape, dim, start, length)
-        shape, whole, first = narrowed_box(
-            subject, self.local_shape, self.global_shape, self.global_offset, dim, length
+        # Prepended axes come first in global shapes, and aren't in local ones.
+        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
+        box = partial(
+            replace,
+            self,
+            local_shape=(*self.local_shape[:dim], length, *self.local_shape[dim + 1 :]),
+            global_shape=geometry.narrow_axis(subject, "global_shape", self.global_shape, axis, size, length),
+            global_offset=geometry.narrow_axis(subject, "global_offset", self.global_offset, axis, size, length),
         )
-        box = partial(replace, self, local_shape=shape, global_shape=whole, global_offset=first)
-        pieces = narrowed_pieces(subject, self.data, self.local_shape, self.flattened_range, dim, start, length)
-        return [box(data=data, flattened_range=flat) for data, flat in pieces]
+        flat = self.flattened_range
+        if flat is None:
+            return [box(data=_narrow_data(subject, self.data, dim, start, length))]
+        runs = geometry.narrow_flat_range(self.local_shape, flat.start, flat.stop, dim, start, length)
+        return [
+            box(data=_narrow_data(subject, self.data, 0, part.start, part.stop - part.start), flattened_range=run)
+            for part, run in runs
+        ]
 
     def init_data(
         self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty

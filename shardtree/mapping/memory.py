@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import ShapeError, error_text
-from ._base import INTEGERS, lacks_memory
+from ._leaves import INTEGERS, lacks_memory
 from ._tensor import ShardedTensor
 
 # One tensor: whether it still fits its leaf, and may be written.

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ..errors import KeyMismatch, error_text, plural
+from ..errors import KeyMismatch, error_text, plural, size_text
 from ..geometry import Column, group_sums
 from ..layouts import (
     Mesh,
@@ -25,7 +25,7 @@ from ..layouts import (
     splits,
 )
 from ..mapping import ShardedTensor
-from ..plans import near_names, size_text
+from ..trees import near_names
 from ._picture import Bar, Bars, Cell, Entry, Picture, Plane
 from ._regions import Regions, places, regions_of
 from ._style import rank_labels, rank_words

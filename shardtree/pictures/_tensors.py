@@ -8,12 +8,11 @@ from itertools import islice, pairwise, product
 
 import numpy as np
 
-from ..geometry import Column, distinct
+from ..geometry import Column, distinct, rows_of
 from ..layouts import (
     ShardColumns,
     TensorKind,
     place_text,
-    select_faults,
     select_rows,
     shard_boxes,
     sharding_faults,
@@ -133,7 +132,7 @@ def _pieces(own: ShardColumns, number: int, axes: int, *, with_gaps: bool) -> _P
     starts = np.searchsorted(inverse.ravel()[order], np.arange(len(unique) + 1))
     of_box = [own.rank[shard[order[low:high]]] for low, high in pairwise(starts)]
     faults = sharding_faults(select_rows(own, np.flatnonzero(own.main)))
-    faults = select_faults(faults, np.flatnonzero((faults.key == number) & (faults.doubled | with_gaps)))
+    faults = rows_of(faults, np.flatnonzero((faults.key == number) & (faults.doubled | with_gaps)))
     bad = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     begin = bad.offset[:, -axes:]
     return _Pieces(

@@ -3,6 +3,20 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
+from ._copies import (
+    CARRIERS,
+    Boxes,
+    Memories,
+    Regions,
+    convert,
+    copy_boxes,
+    copy_transfers,
+    region_views,
+    select_regions,
+    shard_regions,
+    target_regions,
+    write_boxes,
+)
 from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
 from ._fit import (
@@ -24,10 +38,18 @@ from ._fit import (
     stored_elements,
     wants_names,
 )
+from ._in_memory import (
+    SourceTree,
+    TargetTree,
+    agreed_common,
+    complete,
+    join_filled,
+    reshard,
+    take_source,
+    take_target,
+)
 from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
 from ._save import held_places, level_writes, main_writes
-from ._text import differing_prefix, near_names, near_patterns, size_text
-from .moving import SourceTree, TargetTree, agreed_common, complete, reshard, take_source, take_target
 from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 
 __all__ = [

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .._deferred import notebook_html
-from ..errors import plural, rank_text, shorten
+from ..errors import plural, rank_text, shorten, size_text, table_lines
 from ..objects import ShapeChange
 from ._fit import Gap, Misfit, Mismatch, Refusal, Unexpected, misfit_lines
-from ._text import size_text, table_lines
 
 _HEADINGS = ("rank", "shards", "objects", "asked for", "read", "over-read", "pieces", "files")
 

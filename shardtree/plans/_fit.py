@@ -16,7 +16,7 @@ from ..geometry import Column, intersect, slices
 from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
 from ..objects import ShapeChange
-from ._text import differing_prefix, near_names
+from ..trees import differing_prefix, near_names
 
 # Dtypes that a load or a reshard converts, when it is asked to.
 

@@ -235,8 +235,8 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
     # reading what lies between them too.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
     chosen, others = np.flatnonzero(direct), np.flatnonzero(~direct)
-    runs = _runs(_rows(pieces, chosen), rows.take(chosen, axis=0), count[chosen], run[chosen])
-    return runs, _rows(pieces, others)
+    runs = _runs(geometry.rows_of(pieces, chosen), rows.take(chosen, axis=0), count[chosen], run[chosen])
+    return runs, geometry.rows_of(pieces, others)
 
 
 def _runs(pieces: Strided, rows: Column, count: Column, run: Column) -> Runs:
@@ -272,13 +272,7 @@ def _merge(runs: Runs) -> Runs:
     return Runs(file[first], byte[first], target[first], target_byte[first], total)
 
 
-def _rows(pieces: Strided, rows: Column) -> Strided:
-    return Strided(*(getattr(pieces, name).take(rows, axis=0) for name in Strided.__slots__))
-
-
-# Work in rounds and groups of bounded size, so that memory stays bounded.
-
-# Rounds of reads that need a buffer besides their target.
+# Work in rounds and groups of bounded size: rounds of reads that need a buffer besides their target.
 
 CAST_BYTES = 256 * 1024 * 1024
 """The most bytes that a rank buffers of stored elements that are to be converted; a single tensor may take more."""

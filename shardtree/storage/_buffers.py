@@ -272,16 +272,6 @@ def copies_of(device: torch.device) -> DeviceCopies | None:
     return None if make is None else make(device)
 
 
-def any_staged(memories: Iterable[torch.Tensor]) -> bool:
-    """Return whether any memory is on a device with staging.
-
-    Examples:
-        >>> any_staged([torch.empty(2)])
-        False
-    """
-    return any(map(copies_of, {memory.device for memory in memories}))
-
-
 def is_staged(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is in the memory of a device with staging; faster than `copies_of`.
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from .._deferred import notebook_html
 from ..codec import crc32
-from ..errors import CorruptCheckpoint, error_text, plural, shorten
+from ..errors import CorruptCheckpoint, error_text, plural, shorten, size_text
 from ..geometry import Column, rows_of
-from ..plans import Runs, Strided, size_text
+from ..plans import Runs, Strided
 from ._blocks import BLOCK_BYTES, NEARLY_WHOLE_BYTES, Hashes, covered
 from ._storage import Buffer, Reader
 

@@ -59,19 +59,9 @@ class ObjectStorage:
     @property
     def capabilities(self) -> Capabilities:
         """What an object store can do beyond `Storage`."""
-        names = (
-            "move",
-            "folder",
-            "replace_if",
-            "mark",
-            "entries",
-            "content",
-            "remove_all",
-            "read_range",
-            "abort_uploads",
-        )
+        names = ("move", "folder", "replace_if", "mark", "remove_all", "abort_uploads", "entries", "content")
         facts = {"latency": _latencies.get(self._place), "request_scale": self.request_scale}
-        return Capabilities.of(self, *names, late_requests=True, **facts)
+        return Capabilities.of(self, *names, "read_range", late_requests=True, **facts)
 
     def where(self, name: str = "") -> str:
         """Return the URL of a name."""

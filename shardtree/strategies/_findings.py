@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from .._deferred import notebook_html
-from ..errors import plural, shorten
+from ..errors import plural, shorten, size_text
 from ..fingerprints import PartialFingerprint, piece_total, shard_parts
 from ..geometry import slabs
 from ..mapping import ShardedTensor
-from ..plans import grouped, size_text
+from ..plans import grouped
 from ..storage import in_threads
 
 

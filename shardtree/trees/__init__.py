@@ -40,13 +40,17 @@ from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
 from ._key_patterns import (
     check_stars,
     checked_keys,
+    differing_prefix,
     fill_key,
     key_expression,
     key_matcher,
     match_key,
     match_keys,
+    near_names,
+    near_patterns,
     shell_differences,
     stars,
+    with_guesses,
 )
 from ._maps import bind, call_at, compose, map_data, map_shards, map_sharing, register_nodes, with_data
 from ._nodes import (

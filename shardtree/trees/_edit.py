@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from math import prod
 from typing import Any, NoReturn
 
@@ -14,7 +13,7 @@ from ..errors import KeyMismatch, ShapeError, TreeError, error_text
 from ..geometry import check_type
 from ..lazy import LazyTensor, stored
 from ..mapping import INTEGERS, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ._key_patterns import checked_keys, match_keys
+from ._key_patterns import checked_keys, match_keys, near_names, with_guesses
 from ._maps import check_function, described_kind, map_sharing, with_data
 from ._nodes import SameTree, Tree, flatten
 
@@ -149,9 +148,7 @@ def _check_names(names: Mapping[str, str], keys: Collection[str]) -> None:
     unknown = [name for name in names if name not in keys]
     if not unknown:
         return
-    # Comparing with every key takes long, so only the names that the error shows are compared.
-    near = {name: get_close_matches(name, keys, n=1) for name in unknown[:10] if isinstance(name, str)}
-    lines = [f"{name!r}" + "".join(f" (did you mean {one!r}?)" for one in near.get(name, ())) for name in unknown]
+    lines = with_guesses(unknown, near_names([name for name in unknown if isinstance(name, str)], keys))
     fix = "Correct them; where ranks hold different keys, pass a function, such as lambda key: names.get(key, key)."
     raise KeyMismatch(error_text("rename: no shard of the tree has these keys", offenders=lines, fix=fix))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -129,16 +129,11 @@ def _unite(left: Tree, right: Tree, path: TreePath, check: _Check) -> Tree:
     if mine is None or theirs is None or not same_kind(left, right):
         raise _conflict(left, right, path)
     check(left, right, path)
-    return like(left, {**mine, **_new_entries(mine, theirs, path, check)})
-
-
-def _new_entries(
-    mine: Mapping[Any, Tree], theirs: Mapping[Any, Tree], path: TreePath, check: _Check
-) -> dict[Any, Tree]:
-    return {
+    new = {
         entry: _unite(mine[entry], child, (*path, entry), check) if entry in mine else child
         for entry, child in theirs.items()
     }
+    return like(left, {**mine, **new})
 
 
 def _check_merge(left: Tree, right: Tree, path: TreePath) -> None:

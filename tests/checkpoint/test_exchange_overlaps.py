@@ -15,7 +15,8 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.checkpoint.loading import _exchange, _read
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
-from shardtree.plans import ExchangePlan, _cells, plan_exchange, plan_reads
+from shardtree.plans import ExchangePlan, plan_exchange, plan_reads
+from shardtree.plans._exchange import Cells, wanted_cells
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
 from shardtree.world import World
@@ -65,7 +66,7 @@ def wanted_elements(case: Case) -> np.ndarray:
     return found
 
 
-def check_cells(cells_of: Callable[..., _cells.Cells], case: Case) -> None:
+def check_cells(cells_of: Callable[..., Cells], case: Case) -> None:
     """Raise unless cells tile what is wanted, and those of a shard tile it."""
     shape, _ = case
     columns = columns_of(case)
@@ -89,12 +90,12 @@ def check_cells(cells_of: Callable[..., _cells.Cells], case: Case) -> None:
 
 @given(cases())
 def test_cells_tile_what_is_wanted_and_those_of_a_shard_tile_it(case: Case) -> None:
-    check_cells(_cells.wanted_cells, case)
+    check_cells(wanted_cells, case)
 
 
 def test_the_law_of_cells_catches_shards_that_stay_whole() -> None:
-    def whole(columns: ShardColumns, *, most: int) -> _cells.Cells:
-        return _cells.wanted_cells(columns, is_cut=False)
+    def whole(columns: ShardColumns, *, most: int) -> Cells:
+        return wanted_cells(columns, is_cut=False)
 
     assert_caught(check_cells, whole, cases())
 

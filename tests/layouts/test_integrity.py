@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import IntegrityError
-from shardtree.geometry import volumes
+from shardtree.geometry import rows_of, volumes
 from shardtree.layouts import (
     Faults,
     Problem,
     ShardColumns,
+    _integrity,
     access_problems,
     check_access,
     doubled_faults,
@@ -27,14 +28,12 @@ from shardtree.layouts import (
     object_columns,
     place_text,
     raise_problems,
-    select_faults,
     select_rows,
     shard_columns,
     sharding_faults,
     sharding_problems,
 )
-from shardtree.layouts.integrity import _integrity
-from shardtree.layouts.integrity._problems import _sizes, join_faults
+from shardtree.layouts._problems import _sizes, join_faults
 from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardtree.testing import Layout, Piece, cut, layouts, shapes
 from tests.trees.samples import assert_caught
@@ -166,7 +165,7 @@ def only_regular(main: ShardColumns) -> Faults:
 
 def without_the_last(main: ShardColumns) -> Faults:
     faults = sharding_faults(main)
-    return select_faults(faults, np.arange(max(0, len(faults) - 1)))
+    return rows_of(faults, np.arange(max(0, len(faults) - 1)))
 
 
 @pytest.mark.slow

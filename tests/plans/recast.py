@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from shardtree.errors import ShapeError
-from shardtree.plans import convertible
-from shardtree.plans.moving import convert
+from shardtree.plans import convert, convertible
 from shardtree.testing import STORABLE_DTYPES, GlobalState, global_states
 from shardtree.testing._bits import carried
 

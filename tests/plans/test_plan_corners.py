@@ -13,13 +13,13 @@ import shardtree as st
 from shardtree import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.plans import (
+    copy_transfers,
     level_writes,
     plan_load,
     plan_reshard,
 )
+from shardtree.plans._in_memory import first_sources
 from shardtree.plans._load import StoredChunks
-from shardtree.plans.moving import copy_transfers
-from shardtree.plans.moving._reshard import first_sources
 from shardtree.trees import HOLE
 from tests.plans.test_reshard_cases import ALL, CASES, box, plan_of
 

@@ -20,9 +20,9 @@ from ...errors import (
     error_text,
     plural,
     shorten,
+    size_text,
 )
 from ...mapping import ShardedTensor
-from ...plans import size_text
 from ...storage import Directory, can, in_larger_requests, in_turn, listed, remove_folder, storage_at
 from ...strategies import (
     METADATA_FILE,

@@ -16,10 +16,10 @@ from ...geometry import Column, box_shape, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import grouped, near_patterns
+from ...plans import grouped
 from ...strategies.index import untaken_of
 from ...traces import Trace, transformed
-from ...trees import HOLE, key_matcher, leaves_with_paths
+from ...trees import HOLE, key_matcher, leaves_with_paths, near_patterns
 from .._comparison import BoxReader
 from .._differences import boxes
 from .._open import load_common

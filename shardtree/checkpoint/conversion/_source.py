@@ -21,11 +21,10 @@ from ...geometry import Box, box_shape, slices
 from ...layouts import TensorKind
 from ...lazy import Fetch, LazyTensor, of_source, stored
 from ...mapping import ShardedObject, ShardedTensor
-from ...plans import near_patterns
 from ...storage import Directory, in_larger_requests, storage_at
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
-from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, path_key, shell_differences
+from ...trees import HOLE, holds_tensors, key_matcher, leaves_with_paths, near_patterns, path_key, shell_differences
 from ...world import World, one_process, share
 from .._comparison import BoxReader
 from .._fingerprint import in_usual_threads

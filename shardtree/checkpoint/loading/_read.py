@@ -14,8 +14,7 @@ from ...errors import StrategyError, error_text
 from ...layouts import ShardColumns, join_columns
 from ...live import move
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import overlaps, plan_exchange
-from ...plans.moving import convert
+from ...plans import convert, overlaps, plan_exchange
 from ...storage import ReadReport
 from ...strategies import (
     Checkpoint,

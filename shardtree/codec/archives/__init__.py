@@ -1,7 +1,15 @@
 """torch.save's zip archives: encoding and decoding values, and reading or writing one tensor's payload in place."""
 
 from ._decode import decode_archive
-from ._describe import DTensorParts, Placement, StoredDTensor, StoredTensor, describe_archive, filled_tensor
+from ._describe import DTensorParts, Placement, StoredDTensor, describe_archive, filled_tensor
 from ._encode import StreamedTensor, encode_archive, streamed_archive
-from ._payload import archive_ends, archive_head, archive_length, archive_records, archive_tail, tensor_place
+from ._payload import (
+    StoredTensor,
+    archive_ends,
+    archive_head,
+    archive_length,
+    archive_records,
+    archive_tail,
+    tensor_place,
+)
 from ._zip import Record, add_record, find_record

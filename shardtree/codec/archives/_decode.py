@@ -19,7 +19,7 @@ from .._values import PATHS, device_of, path_of
 from ..pickles import Constructor, read_pickle
 from ._classes import NAMED, constructors
 from ._tensors import DTYPES, NO_VALUES, NUMPY, REBUILDERS, STORAGE_KINDS, loader
-from ._zip import Archive, open_archive, slices
+from ._zip import open_archive, slices
 
 # Constructors beside those of tensors: containers, numbers, buffers, paths, namespaces, dtypes. Each checks the types
 # of its arguments, since these come from the file and can be anything.
@@ -189,11 +189,13 @@ def decode_archive(
     """
     classes = {**_CLASSES, **constructors(types)}
     try:
-        archive = _verified_archive(data, what)
+        archive = open_archive(slices(data), memoryview(data).nbytes, what)
     except UnsafeFile:
         if not allow_pickle:
             raise
         return _unpickled(data, what)
+    for name in archive.records:
+        archive.checked(name)
     load = loader(archive.data)
     try:
         pickled = archive.data("data.pkl")
@@ -202,13 +204,6 @@ def decode_archive(
         if not allow_pickle:
             raise
     return _unpickled(data, what)
-
-
-def _verified_archive(data: bytes | bytearray | memoryview, what: str) -> Archive:
-    archive = open_archive(slices(data), memoryview(data).nbytes, what)
-    for name in archive.records:
-        archive.checked(name)
-    return archive
 
 
 def _unpickled(data: bytes | bytearray | memoryview, what: str) -> Any:

@@ -18,8 +18,8 @@ from .._nodes import exactly
 from ..pickles import Constructor, Stub, inert, read_pickle
 from ._classes import NAMED, constructors
 from ._decode import VALUES
-from ._payload import DESCRIBERS, DescribedTensor
-from ._tensors import DTYPES, NUMPY, STORAGE_KINDS, StorageKind, StorageReference, storage_reference
+from ._payload import StoredTensor, describe_tensor, not_lazy, stored_tensor
+from ._tensors import DTYPES, NUMPY, STORAGE_KINDS, StorageKind, StorageReference, rebuilders, storage_reference
 from ._zip import Archive, Read, Record, open_archive
 
 
@@ -203,37 +203,6 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
-    """A tensor of an archive that isn't read.
-
-    Attributes:
-        file: the archive's name, as the caller gave it.
-        dtype: of the elements.
-        shape: lengths.
-        stride: elements from one to the next, by axis.
-        begin: the byte of the file where its first element is.
-        record: the record that it lies in.
-    """
-
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    begin: int
-    record: Record
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether its elements are adjacent, in row-major order."""
-        expected = 1
-        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if length not in (0, 1) and step != expected:
-                return False
-            expected *= max(length, 1)
-        return True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StoredDTensor:
     """A rank's part of a DTensor, which isn't read.
 
@@ -304,7 +273,7 @@ def describe_archive(
         **NUMPY,
         **STORAGE_KINDS,
         **DTYPES,
-        **{name: places.constructor(described) for name, described in DESCRIBERS.items()},
+        **rebuilders(places.tensor, not_lazy, StoredTensor, StoredDTensor),
         **_DTENSOR_CLASSES,
         ("torch", "Tensor"): _TENSOR,
         ("torch._tensor", "_rebuild_from_type_v2"): Constructor(places.typed),
@@ -312,7 +281,7 @@ def describe_archive(
         **constructors(types),
     }
     pickled = archive.checked("data.pkl")
-    refused = frozenset({StorageKind, StorageReference, DescribedTensor, TensorSubclass})
+    refused = frozenset({StorageKind, StorageReference, TensorSubclass})
     value = read_pickle(pickled, known, what=what, persistent_load=storage_reference, fix=_FIX, refused=refused)
     return Description(value, tuple(archive.records.values()))
 
@@ -329,19 +298,9 @@ class _Places:
     archive: Archive
     file: str
 
-    def constructor(self, described: Constructor) -> Constructor:
-        """Return the constructor of tensors that a function of torch's rebuilds."""
-        return Constructor(lambda *args: _parameter(args) or self._place(described.make(*args)))
-
-    def _place(self, tensor: Any) -> StoredTensor:
-        if type(tensor) is not DescribedTensor:
-            raise TypeError("a tensor without a storage")
-        record = self.archive.records.get(f"data/{tensor.storage.key}")
-        if record is None or record.nbytes < tensor.storage.nbytes:
-            raise ValueError(f"the bytes of storage {tensor.storage.key[:100]!r} aren't there")
-        layout = tensor.place
-        begin = record.begin + layout.offset * layout.dtype.itemsize
-        return StoredTensor(self.file, layout.dtype, layout.shape, layout.stride, begin, record)
+    def tensor(self, *arguments: Any) -> StoredTensor:
+        """Return the tensor of a storage and a layout in it."""
+        return stored_tensor(describe_tensor(*arguments), self.archive, self.file)
 
     def typed(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """Return a tensor with attributes, or of a subclass."""
@@ -360,11 +319,6 @@ class _Places:
             raise TypeError("a mesh whose ranks aren't a tensor of integers")
         values: list[int] = filled_tensor(self.archive.read, stored, self.archive.what).flatten().tolist()
         return tuple(values)
-
-
-def _parameter(args: tuple[Any, ...]) -> Any:
-    """Return the tensor of a parameter's arguments: it was placed before; None for a tensor's own."""
-    return args[0] if args and type(args[0]) in (StoredTensor, StoredDTensor) else None
 
 
 def filled_tensor(read: Read, stored: StoredTensor, what: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -28,9 +28,9 @@ from .._nodes import MAX_DEPTH, Child, path_to, plainer, record_of, step_of, typ
 from .._values import PATHS
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
-from ._payload import serialization_id
+from ._payload import begun, finished
 from ._tensors import STORAGE_KINDS
-from ._zip import ALIGNMENT, WrittenRecord, append, descriptor, directory, local_header
+from ._zip import WrittenRecord, descriptor, local_header
 
 # Values that can be stored: leaves unchanged, containers and tensors as plain copies.
 
@@ -75,32 +75,12 @@ def _array(value: np.ndarray[Any, Any], child: Child) -> Any:
     return value
 
 
-def _list(value: list[Any], child: Child) -> Any:
+def _items(value: Iterable[Any], child: Child) -> list[Any]:
     return [child(item, position) for position, item in enumerate(value)]
-
-
-def _tuple(value: tuple[Any, ...], child: Child) -> Any:
-    return tuple([child(item, position) for position, item in enumerate(value)])
-
-
-def _deque(value: deque[Any], child: Child) -> Any:
-    return deque([child(item, position) for position, item in enumerate(value)], value.maxlen)
-
-
-def _set(value: set[Any] | frozenset[Any], child: Child) -> Any:
-    return type(value)([child(item) for item in value])
 
 
 def _dict(value: dict[Any, Any], child: Child) -> Any:
     return {child(key): child(item, step_of(key)) for key, item in value.items()}
-
-
-def _ordered(value: OrderedDict[Any, Any], child: Child) -> Any:
-    return OrderedDict(_dict(value, child))
-
-
-def _counter(value: Counter[Any], child: Child) -> Any:
-    return Counter(_dict(value, child))
 
 
 def _defaultdict(value: defaultdict[Any, Any], child: Child) -> Any:
@@ -117,10 +97,6 @@ def _namespace(value: Namespace | SimpleNamespace, child: Child) -> Any:
     return plain
 
 
-def _slice(value: slice, child: Child) -> Any:
-    return slice(child(value.start), child(value.stop), child(value.step))
-
-
 def _buffer(value: BytesIO, child: Child) -> Any:
     if value.closed:
         return NotImplemented
@@ -133,18 +109,18 @@ _REBUILDS: dict[type, Callable[[Any, Child], Any]] = {
     torch.Tensor: _tensor,
     torch.nn.Parameter: _tensor,
     np.ndarray: _array,
-    list: _list,
-    tuple: _tuple,
-    deque: _deque,
-    set: _set,
-    frozenset: _set,
+    list: _items,
+    tuple: lambda value, child: tuple(_items(value, child)),
+    deque: lambda value, child: deque(_items(value, child), value.maxlen),
+    set: lambda value, child: {child(item) for item in value},
+    frozenset: lambda value, child: frozenset([child(item) for item in value]),
     dict: _dict,
-    OrderedDict: _ordered,
-    Counter: _counter,
+    OrderedDict: lambda value, child: OrderedDict(_dict(value, child)),
+    Counter: lambda value, child: Counter(_dict(value, child)),
     defaultdict: _defaultdict,
     Namespace: _namespace,
     SimpleNamespace: _namespace,
-    slice: _slice,
+    slice: lambda value, child: slice(child(value.start), child(value.stop), child(value.step)),
     BytesIO: _buffer,
 }
 
@@ -285,11 +261,7 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
 
 
 def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]:
-    out, at, records = bytearray(), 0, list[WrittenRecord]()
-    append(out, at, records, "data.pkl", data)
-    append(out, at, records, ".format_version", b"1")
-    append(out, at, records, ".storage_alignment", b"%d" % ALIGNMENT)
-    append(out, at, records, "byteorder", b"little")
+    (out, records), at = begun(data), 0
     for number, tensor in enumerate(tensors):
         begin = at + len(out)
         record = WrittenRecord(f"archive/data/{number}", 0, tensor.nbytes, begin)
@@ -307,9 +279,7 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
         # The CRC32 follows the bytes, in a descriptor, so that nothing is written twice.
         records.append(WrittenRecord(record.name, checksum, done, begin))
         out = bytearray(descriptor(records[-1]))
-    append(out, at, records, "version", b"3\n")
-    append(out, at, records, ".data/serialization_id", serialization_id(records))
-    yield memoryview(bytes(out + directory(records, at + len(out))))
+    yield memoryview(finished(out, at, records))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,16 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from .._dtypes import check_storable, dtype_name
 from ..pickles import Constructor, Global, Persistent, Reduced, read_pickle, write_pickle
-from ._tensors import DTYPES, STORAGE_KINDS, StorageReference, TensorLayout, storage_reference, tensor_layout
+from ._tensors import (
+    DTYPES,
+    STORAGE_KINDS,
+    StorageReference,
+    TensorLayout,
+    rebuilders,
+    storage_reference,
+    tensor_layout,
+)
 from ._zip import (
     ALIGNMENT,
+    Archive,
     Read,
     WrittenRecord,
     append,
@@ -36,32 +45,44 @@ _MOST_CACHED = 1000
 """Bytes; longer pickles aren't cached. That of one tensor is commonly shorter."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Where a tensor's elements are in an archive.
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor of an archive that isn't read.
 
     Attributes:
+        file: the archive's name, as the caller gave it.
         dtype: of the elements.
         shape: lengths.
         stride: elements from one to the next, by axis.
-        storage_offset: elements of the payload before the first.
-        begin: the byte of the archive where the payload, a storage, begins.
-        nbytes: of the payload.
-        crc32: of the payload; 0 if none was recorded.
-        is_row_major: whether the payload consists of the tensor's elements in row-major order.
+        begin: the byte of the file where its first element is.
+        record: the record that it lies in.
     """
 
+    file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    storage_offset: int
     begin: int
-    nbytes: int
-    crc32: int
-    is_row_major: bool
+    record: ZipRecord
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements are adjacent, in row-major order."""
+        expected = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length not in (0, 1) and step != expected:
+                return False
+            expected *= max(length, 1)
+        return True
+
+    @property
+    def fills_record(self) -> bool:
+        """Whether the record consists of its elements, in row-major order."""
+        nbytes = prod(self.shape) * self.dtype.itemsize
+        return self.is_row_major and (self.begin, nbytes) == (self.record.begin, self.record.nbytes)
 
 
-def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
+def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
     """Return where the elements of an archive's only tensor are; only the archive's beginning and end are read.
 
     The tensor may be a parameter. Archives of anything else, such as two tensors, a list, or a lazily conjugated
@@ -82,28 +103,17 @@ def tensor_place(read: Read, length: int, *, what: str) -> TensorPlace:
         >>> torch.save(torch.arange(6.0).reshape(2, 3), file)
         >>> data = file.getvalue()
         >>> place = tensor_place(lambda begin, end: data[begin:end], len(data), what="example")
-        >>> place.shape, place.nbytes, place.is_row_major
+        >>> place.shape, place.record.nbytes, place.fills_record
         ((2, 3), 24, True)
     """
     archive = open_archive(_cached_ends(read, length), length, what)
     value = _read_description(bytes(archive.checked("data.pkl")), what)
     if type(value) is not DescribedTensor:
         raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
-    record = archive.records.get(f"data/{value.storage.key}")
-    if record is None or record.nbytes < value.storage.nbytes:
-        found = "none" if record is None else f"{record.nbytes} bytes"
-        raise CorruptCheckpoint(error_text(f"{what}: the tensor's bytes aren't there", found=found))
-    place = value.place
-    return TensorPlace(
-        place.dtype,
-        place.shape,
-        place.stride,
-        place.offset,
-        record.begin,
-        record.nbytes,
-        record.crc32,
-        _is_row_major(place, record.nbytes),
-    )
+    try:
+        return stored_tensor(value, archive, what)
+    except ValueError as error:
+        raise CorruptCheckpoint(error_text(f"{what}: {error}")) from None
 
 
 def archive_ends(length: int) -> list[tuple[int, int]]:
@@ -156,15 +166,6 @@ def _parse(data: bytes, what: str) -> Any:
     return read_pickle(data, _CLASSES, what=what, persistent_load=storage_reference)
 
 
-def _is_row_major(place: TensorLayout, nbytes: int) -> bool:
-    expected = place.dtype.itemsize
-    for axis in reversed(range(len(place.shape))):
-        if place.shape[axis] != 1 and place.stride[axis] * place.dtype.itemsize != expected and 0 not in place.shape:
-            return False
-        expected *= place.shape[axis]
-    return place.offset == 0 and expected == nbytes
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DescribedTensor:
     """A tensor in a pickle whose storage isn't read.
@@ -178,47 +179,40 @@ class DescribedTensor:
     place: TensorLayout
 
 
-def _describe(storage: Any, *arguments: Any) -> DescribedTensor:
+def describe_tensor(storage: Any, *arguments: Any) -> DescribedTensor:
+    """Return where a tensor's elements are in a storage; see `tensor_layout`."""
     if type(storage) is not StorageReference:
         raise TypeError("a tensor without a storage")
     return DescribedTensor(storage, tensor_layout(storage.dtype, storage.nbytes, arguments))
 
 
-def _describe_v2(
-    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None
-) -> DescribedTensor:
-    return _check_not_lazy(_describe(storage, offset, shape, stride), extra)
+T = TypeVar("T")
 
 
-def _describe_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
-) -> DescribedTensor:
-    return _check_not_lazy(_describe(storage, offset, shape, stride, dtype), extra)
-
-
-def _check_not_lazy(found: DescribedTensor, extra: Any) -> DescribedTensor:
+def not_lazy(tensor: T, extra: Any) -> T:
+    """Return a tensor, after checking that it isn't conjugated or negated lazily."""
     if extra and (type(extra) is not dict or any(extra.values())):
         raise ValueError("a tensor that is conjugated or negated lazily")
-    return found
+    return tensor
 
 
-def _describe_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
-    return data
+def stored_tensor(tensor: DescribedTensor, archive: Archive, file: str) -> StoredTensor:
+    """Return where the elements of a described tensor are in its archive.
 
+    Raises:
+        ValueError: its storage isn't there.
+    """
+    record, place = archive.records.get(f"data/{tensor.storage.key}"), tensor.place
+    if record is None or record.nbytes < tensor.storage.nbytes:
+        raise ValueError(f"the bytes of storage {tensor.storage.key[:100]!r} aren't there")
+    begin = record.begin + place.offset * place.dtype.itemsize
+    return StoredTensor(file, place.dtype, place.shape, place.stride, begin, record)
 
-DESCRIBERS: dict[tuple[str, str], Constructor] = {
-    ("torch._utils", "_rebuild_tensor"): Constructor(_describe),
-    ("torch._utils", "_rebuild_tensor_v2"): Constructor(_describe_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Constructor(_describe_v3),
-    ("torch._utils", "_rebuild_parameter"): Constructor(_describe_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(_describe_parameter),
-}
-"""Constructors of tensors that are described in place of being read."""
 
 _CLASSES: dict[tuple[str, str], Any] = {
     **STORAGE_KINDS,
     **DTYPES,
-    **DESCRIBERS,
+    **rebuilders(describe_tensor, not_lazy, DescribedTensor),
     ("collections", "OrderedDict"): Constructor(dict),
 }
 
@@ -288,11 +282,7 @@ def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
     head, before = _head(dtype, tuple(shape))
     nbytes = _nbytes(dtype, shape)
     records = [*before[:-1], WrittenRecord(before[-1].name, crc32, nbytes, before[-1].at)]
-    out = bytearray(descriptor(records[-1]))
-    start = len(head) + nbytes
-    append(out, start, records, "version", b"3\n")
-    append(out, start, records, ".data/serialization_id", serialization_id(records))
-    return bytes(out + directory(records, start + len(out)))
+    return finished(bytearray(descriptor(records[-1])), len(head) + nbytes, records)
 
 
 def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -320,11 +310,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
     """Return the head, and its records; the last one is the tensor's, without its CRC32."""
     check_storable(dtype, "archive_head")
-    out, records = bytearray(), list[WrittenRecord]()
-    append(out, 0, records, "data.pkl", _pickle(dtype, shape))
-    append(out, 0, records, ".format_version", b"1")
-    append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
-    append(out, 0, records, "byteorder", b"little")
+    out, records = begun(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
     out += local_header(payload)
     return bytes(out), (*records, payload)
@@ -344,7 +330,24 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), typed), protocol=2)
 
 
-def serialization_id(records: Sequence[WrittenRecord]) -> bytes:
+def begun(pickled: bytes) -> tuple[bytearray, list[WrittenRecord]]:
+    """Return the records that an archive begins with, before those of tensors: its bytes so far, and their list."""
+    out, records = bytearray(), list[WrittenRecord]()
+    append(out, 0, records, "data.pkl", pickled)
+    append(out, 0, records, ".format_version", b"1")
+    append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
+    append(out, 0, records, "byteorder", b"little")
+    return out, records
+
+
+def finished(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
+    """Return bytes of an archive that begin at byte `at`, with all that comes after them; the list gets its records."""
+    append(out, at, records, "version", b"3\n")
+    append(out, at, records, ".data/serialization_id", _serialization_id(records))
+    return bytes(out + directory(records, at + len(out)))
+
+
+def _serialization_id(records: Sequence[WrittenRecord]) -> bytes:
     """Return the id of an archive: torch's hash of the records' names, then one of their CRC32s."""
     seed = 0
     for record in records:

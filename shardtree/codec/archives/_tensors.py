@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from sys import byteorder
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -135,18 +135,6 @@ def _tensor(storage: Any, *arguments: Any) -> torch.Tensor:
     return whole.view(place.dtype).as_strided(place.shape, place.stride, place.offset)
 
 
-def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> Any:
-    """Return the tensor of `torch._utils._rebuild_tensor_v2`; hooks and `requires_grad` are ignored."""
-    return _with_lazy_bits(_tensor(storage, offset, shape, stride), extra)
-
-
-def rebuild_v3(
-    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
-) -> Any:
-    """Return the tensor of `torch._utils._rebuild_tensor_v3`, which has its own dtype."""
-    return _with_lazy_bits(_tensor(storage, offset, shape, stride, dtype), extra)
-
-
 def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
     """Return the tensor with torch's bits for lazy conjugation and negation set as they were."""
     flags = {} if extra is None else exactly(dict, extra)
@@ -156,18 +144,46 @@ def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
     return torch._neg_view(conjugated) if flags.get("neg") else conjugated
 
 
-def rebuild_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> torch.Tensor:
-    """Return a parameter's tensor, as a plain one."""
-    return exactly(torch.Tensor, data)
+T = TypeVar("T")
 
 
-REBUILDERS: dict[tuple[str, str], Constructor] = {
-    ("torch._utils", "_rebuild_tensor"): Constructor(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): Constructor(rebuild_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Constructor(rebuild_v3),
-    ("torch._utils", "_rebuild_parameter"): Constructor(rebuild_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Constructor(rebuild_parameter),
-}
+def rebuilders(
+    tensor: Callable[..., T], flagged: Callable[[T, Any], T], *kinds: type
+) -> dict[tuple[str, str], Constructor]:
+    """Return the constructors that stand for torch's functions which rebuild tensors.
+
+    Hooks and `requires_grad` are ignored, and a parameter is its tensor.
+
+    Args:
+        tensor: called with a storage, an offset, a shape, strides, and the dtype if it isn't the storage's.
+        flagged: called with what `tensor` returned, and torch's bits for lazy conjugation and negation, None for none.
+        kinds: of tensors, as parameters may hold.
+    """
+
+    def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> T:
+        return flagged(tensor(storage, offset, shape, stride), extra)
+
+    def rebuild_v3(
+        storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
+    ) -> T:
+        return flagged(tensor(storage, offset, shape, stride, dtype), extra)
+
+    def rebuild_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
+        if type(data) not in kinds:
+            raise TypeError(f"a parameter that holds a {type(data).__name__}")
+        return data
+
+    functions: dict[str, Callable[..., Any]] = {
+        "_rebuild_tensor": tensor,
+        "_rebuild_tensor_v2": rebuild_v2,
+        "_rebuild_tensor_v3": rebuild_v3,
+        "_rebuild_parameter": rebuild_parameter,
+        "_rebuild_parameter_with_state": rebuild_parameter,
+    }
+    return {("torch._utils", name): Constructor(function) for name, function in functions.items()}
+
+
+REBUILDERS = rebuilders(_tensor, _with_lazy_bits, torch.Tensor)
 
 STORAGE_KINDS: dict[tuple[str, str], StorageKind] = {
     ("torch", "DoubleStorage"): StorageKind(torch.float64),

@@ -9,11 +9,19 @@ from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
-from ...errors import IntegrityError, KeyMismatch, ShapeError, error_text, plural
+from ...errors import KeyMismatch, ShapeError, error_text, plural
 from ...geometry import Column, Mask, box_slices, group_sums, intersect, overlapping_pairs, shared_groups, volumes
-from ...layouts import Problem, ShardColumns, TensorKind, place_text, problem_lines, select_rows, write_problems
+from ...layouts import (
+    Problem,
+    ShardColumns,
+    TensorKind,
+    integrity_error,
+    place_text,
+    select_rows,
+    write_problems,
+)
+from ...trees import near_names, with_guesses
 from .._fit import convertible
-from .._text import near_names
 from ._pieces import NOWHERE, Pieces
 from ._transfers import Transfers, sending_shards, shard_memory
 
@@ -151,9 +159,8 @@ def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> No
     absent = [key for key in target.keys if key not in had]
     if absent:
         near = near_names(absent, [key for key in source.keys if key not in asked])
-        lines = (repr(key) + (f" (did you mean {near[key]!r}?)" if key in near else "") for key in absent)
         fix = "Ask for tensors that the source has, or rename one side."
-        raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=lines, fix=fix))
+        raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=with_guesses(absent, near), fix=fix))
     pairs = {key: (had[key], kind) for key, kind in asked.items()}
     wrong = {key: pair for key, pair in pairs.items() if not _fits(*pair, cast=cast)}
     if wrong:
@@ -235,5 +242,4 @@ def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator
 def _raise(what: str, problems: Iterable[Problem]) -> None:
     found = sorted(problems, key=lambda problem: str(problem.key))
     if found:
-        fixes = dict.fromkeys(problem.fix for problem in found if problem.fix)
-        raise IntegrityError(error_text(what, offenders=problem_lines(found), fix="\n  ".join(fixes)))
+        raise integrity_error(what, found)

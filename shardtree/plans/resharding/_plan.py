@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from ..._deferred import notebook_html
-from ...errors import MetadataError, error_text, plural
+from ...errors import MetadataError, error_text, plural, size_text
 from ...geometry import Column, check_type, group_sums, integer, joined_rows
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
 from ...trees import apply_factories
-from .._text import size_text
 from ._check import check_held, check_kinds, check_mains, check_sizes, transfer_problems
 from ._pieces import (
     cut_pieces,

@@ -6,8 +6,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...geometry import Column, check_type, group_sums, integer, joined_rows, row_numbers, rows_of, volumes
-from .._cells import aligned_boxes, first_rows
+from ...geometry import (
+    Column,
+    aligned_boxes,
+    check_type,
+    first_rows,
+    group_sums,
+    integer,
+    joined_rows,
+    row_numbers,
+    rows_of,
+    volumes,
+)
 from .._save import snapped
 from ._plan import SHORTEST_CUT, ReshardPlan
 from ._transfers import Routes, Transfers, as_transfers

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..._deferred import notebook_html
-from ...errors import MetadataError, plural
+from ...errors import MetadataError, plural, size_text
 from ...geometry import Column, Mask, group_sums, integer, refuse, row_numbers, rows_of
-from .._text import size_text
 from ._summary import steps_table
 from ._transfers import Transfers
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten
+from ...errors import KeyMismatch, MetadataError, error_text, plural, shorten, size_text, table_lines
 from ...geometry import Column, box_slices, group_sums
 from ...layouts import ShardColumns, TensorKind, place_text, problem_lines
 from ...mapping import ShardedTensor, ShardedTensorFactory
-from ...trees import leaves_with_paths, path_key
-from .._text import near_names, size_text, table_lines
+from ...trees import leaves_with_paths, near_names, path_key
 from ._check import check_sizes, transfer_problems
 from ._transfers import Transfers
 

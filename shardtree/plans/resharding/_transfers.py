@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...geometry import Column, row_major_strides, volumes
-from ...layouts import ShardColumns, select_rows
-
-_SHARD = ("key", "offset", "shape", "start", "stop", "rank", "main")
+from ...layouts import ROWS, ShardColumns, select_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +122,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
     # The argsort of a permutation is its inverse: rows come back in the order of the transfers.
     place = np.argsort(np.concatenate([before, after]))
     columns: dict[str, Any] = {
-        name: np.concatenate([getattr(sources, name), getattr(targets, name)])[place] for name in _SHARD
+        name: np.concatenate([getattr(sources, name), getattr(targets, name)])[place] for name in ROWS
     }
     return replace(targets, **columns)
 

@@ -188,7 +188,7 @@ def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: i
         # Not in the usual form: decoding it whole handles more kinds of tensors, or raises the error that fits.
         return SCATTERED, 0
     check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
-    return (byte + place.begin, place.crc32) if place.is_row_major else (SCATTERED, 0)
+    return (byte + place.begin, place.record.crc32) if place.fills_record else (SCATTERED, 0)
 
 
 def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.Tensor:

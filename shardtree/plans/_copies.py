@@ -9,13 +9,13 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
-from ...geometry import Column, row_major_strides, widen
-from ...layouts import ShardColumns, select_rows
-from ...mapping import INTEGERS
-from ...trees import as_integers
-from .._fit import is_integer
-from ..resharding import ReshardPlan
+from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
+from ..geometry import Column, row_major_strides, widen
+from ..layouts import ShardColumns, select_rows
+from ..mapping import INTEGERS
+from ..trees import as_integers
+from ._fit import is_integer
+from .resharding import ReshardPlan
 
 # Boxes of elements in memory of any strides, and copies between them.
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ...errors import MetadataError, rank_text
-from ...geometry import Column, Mask, box_column, refuse, widen
-from ...mapping import ShardedObject, is_main_replica
-from .._columns import ShardColumns, TensorKind, select_rows
+from ..errors import MetadataError, rank_text
+from ..geometry import Column, Mask, box_column, refuse, widen
+from ..mapping import ShardedObject, is_main_replica
+from ._columns import ShardColumns, TensorKind, select_rows
 from ._problems import Problem, fault_problems, sharding_faults
 
 # Completeness: each object of a global array has exactly one main replica.
@@ -82,18 +82,17 @@ def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
     arrays = sorted({array for part in parts for array in zip(part.keys, part.shapes, strict=True)})
     number = {array: position for position, array in enumerate(arrays)}
     axes = max((part.offset.shape[1] for part in parts), default=1)
-    own = [[number[array] for array in zip(part.keys, part.shapes, strict=True)] for part in parts]
-    filled = [object_columns([]), *parts]
-    return ObjectColumns(
-        keys=tuple(key for key, _ in arrays),
-        shapes=tuple(shape for _, shape in arrays),
-        key=np.concatenate(
-            [filled[0].key, *(np.array(new, dtype=np.int64)[part.key] for new, part in zip(own, parts, strict=True))]
-        ),
-        offset=np.concatenate([widen(part.offset, axes, 0) for part in filled]),
-        rank=np.concatenate([part.rank for part in filled]),
-        main=np.concatenate([part.main for part in filled]),
-    )
+    columns = [
+        (
+            np.array([number[array] for array in zip(part.keys, part.shapes, strict=True)], dtype=np.int64)[part.key],
+            widen(part.offset, axes, 0),
+            part.rank,
+            part.main,
+        )
+        for part in (object_columns([]), *parts)
+    ]
+    joined: Any = map(np.concatenate, zip(*columns, strict=True))
+    return ObjectColumns(tuple(key for key, _ in arrays), tuple(shape for _, shape in arrays), *joined)
 
 
 def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:

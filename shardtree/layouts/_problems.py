@@ -5,22 +5,21 @@ A fault is a box, or a flat range of one, like a shard. A problem names it with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
 import numpy as np
 
-from ... import geometry
-from ...errors import TreePath, plural, rank_text, render_path
-from ...geometry import Column, Mask
-from .._columns import ShardColumns, select_rows, shard_boxes
+from .. import geometry
+from ..errors import IntegrityError, TreePath, error_text, plural, rank_text, render_path
+from ..geometry import Column, Mask
+from ._columns import ShardColumns, select_rows, shard_boxes
 
 _MOST = 2**63 - 1
 _ROUNDED = 2.0**62
 """Products that are this large as floats are computed again as Python ints: an int64 could overflow."""
-_COLUMNS = ("key", "offset", "shape", "start", "stop", "doubled")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,14 +199,8 @@ def _whole_boxes(key: int, offset: Column, shape: Column, *, doubled: bool) -> F
 
 def join_faults(found: list[Faults]) -> Faults:
     """Return faults as one, by key; of one key in the order given."""
-    columns = {name: np.concatenate([getattr(each, name) for each in found]) for name in _COLUMNS}
-    together = Faults(**columns)
-    return select_faults(together, np.argsort(together.key, kind="stable"))
-
-
-def select_faults(faults: Faults, rows: Column) -> Faults:
-    """Return the given rows of faults, in the order given."""
-    return Faults(**{name: getattr(faults, name)[rows] for name in _COLUMNS})
+    together = geometry.joined_rows(found)
+    return geometry.rows_of(together, np.argsort(together.key, kind="stable"))
 
 
 # A problem, and how boxes and flat ranges are written in its text.
@@ -255,6 +248,19 @@ def problem_lines(problems: Iterable[Problem]) -> list[str]:
         more = len(same) - _SHOWN_OF_ONE_KIND
         lines += [str(Problem(same[0].key, (), f"and {more} more"))] if more > 0 else []
     return lines
+
+
+def integrity_error(what: str, problems: Sequence[Problem], *more: str) -> IntegrityError:
+    """Return the error that tells of problems, with what to do about each kind, and what else can be done.
+
+    Examples:
+        >>> print(integrity_error("save", [Problem("w", (0,), "is held twice", fix="Hold it once.")]))
+        save
+          'w' (rank 0): is held twice
+          Hold it once.
+    """
+    fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
+    return IntegrityError(error_text(what, offenders=problem_lines(problems), fix="\n  ".join([*fixes, *more])))
 
 
 def place_text(box: tuple[slice, ...], flat: slice | None = None) -> str:
@@ -321,7 +327,7 @@ def fault_problems(columns: ShardColumns, faults: Faults, noun: str) -> tuple[Pr
     concerned = np.zeros(len(columns.keys), dtype=np.bool_)
     concerned[faults.key] = True
     shards = select_rows(columns, np.flatnonzero(concerned[columns.key]))
-    holders = _holders(shards, select_faults(faults, shown))
+    holders = _holders(shards, geometry.rows_of(faults, shown))
     problems = []
     for row, held in zip(shown.tolist(), holders, strict=True):
         problems.append(_problem(shards, faults, row, held, noun))
@@ -358,7 +364,7 @@ def _holders(shards: ShardColumns, faults: Faults) -> list[tuple[str, Column]]:
         (_OTHERS, gaps, others, 0),
         (_HELD, doubled, mains, 0),
     ):
-        for row, held in _within_reach(select_rows(shards, candidates), select_faults(faults, rows), reach=reach):
+        for row, held in _within_reach(select_rows(shards, candidates), geometry.rows_of(faults, rows), reach=reach):
             found[int(rows[row])] = relation, candidates[held]
     return found
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
-from ...geometry import box_column, refuse
-from ...trees import diff, value_at, without_holes
-from .._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
+from ..errors import IntegrityError, MetadataError, TreePath, error_text, rank_text
+from ..geometry import box_column, refuse
+from ..trees import diff, value_at, without_holes
+from ._columns import ShardColumns, check_columns, check_ranks_columns, join_agreed, select_rows
 from ._objects import ONE_KIND, ObjectColumns, join_objects, kind_problems, object_problems, without_keys
 from ._problems import (
     Faults,
     Problem,
     doubled_faults,
     fault_problems,
+    integrity_error,
     join_faults,
-    problem_lines,
     sharding_faults,
 )
 
@@ -204,16 +204,12 @@ def raise_problems(problems: Sequence[Problem]) -> None:
         >>> raise_problems([])
     """
     if problems:
-        fixes = dict.fromkeys(problem.fix for problem in problems if problem.fix)
-        skip = "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."
-        raise IntegrityError(
-            error_text(
-                "sharding integrity: each element of a global tensor, and each object of a global array, "
-                "needs exactly one main replica (replica_id 0)",
-                offenders=problem_lines(problems),
-                fix="\n  ".join([*fixes, skip]),
-            )
+        what = (
+            "sharding integrity: each element of a global tensor, and each object of a global array, "
+            "needs exactly one main replica (replica_id 0)"
         )
+        skip = "A load may pass validate_access_integrity=False; a save that does leaves out what has no main replica."
+        raise integrity_error(what, problems, skip)
 
 
 def _overhanging(main: ShardColumns) -> tuple[Problem, ...]:

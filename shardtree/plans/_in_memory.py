@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._ambient import shielded
-from ...errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
-from ...layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
-from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor
-from ...mapping.memory import check_unchanged
-from ...objects import ObjectRule, own_copy, reshard_objects
-from ...trees import (
+from .._ambient import shielded
+from ..errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
+from ..layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
+from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor
+from ..mapping.memory import check_unchanged
+from ..objects import ObjectRule, own_copy, reshard_objects
+from ..trees import (
     HOLE,
     MergeOne,
     apply_factories,
@@ -38,8 +38,8 @@ from ...trees import (
     unfilled,
     with_data,
 )
-from ..resharding import ReshardPlan, plan_reshard
-from ._copy import copy_transfers
+from ._copies import copy_transfers
+from .resharding import ReshardPlan, plan_reshard
 
 # The trees at a reshard's two ends: flattened into shards and plain values, and rebuilt.
 
