@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise, product
 
 import numpy as np
@@ -101,10 +101,12 @@ def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool
     """
     number = columns.keys.index(key)
     kind, own = columns.kinds[number], select_rows(columns, np.flatnonzero(columns.key == number))
+    # With the other keys, all other tensors would be looked through for what no shard of this one holds.
+    own = replace(own, keys=(key,), kinds=(kind,), key=np.zeros_like(own.key))
     whole = kind.global_shape or (1,)
     if not all(whole):
         return []
-    pieces = _pieces(own, number, len(whole), with_gaps=with_gaps)
+    pieces = _pieces(own, len(whole), with_gaps=with_gaps)
     rows, column, sliced = _drawn_axes(pieces, whole)
     others = {axis: slice(0, length) for axis, length in enumerate(whole) if axis not in (rows, column, *sliced)}
     cuts = [distinct(np.concatenate([pieces.begin[:, a], pieces.end[:, a], [0, whole[a]]])).tolist() for a in sliced]
@@ -123,7 +125,7 @@ def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
     return (*merged, *(hidden if len(sheets) == _MOST_SLICES else ()))
 
 
-def _pieces(own: ShardColumns, number: int, axes: int, *, with_gaps: bool) -> _Pieces:
+def _pieces(own: ShardColumns, axes: int, *, with_gaps: bool) -> _Pieces:
     boxes = shard_boxes(own.offset, own.shape, own.start, own.stop)
     rows = np.flatnonzero((boxes.shape > 0).all(axis=1))
     shard, offset, shape = boxes.shard[rows], boxes.offset[rows, -axes:], boxes.shape[rows, -axes:]
@@ -132,7 +134,7 @@ def _pieces(own: ShardColumns, number: int, axes: int, *, with_gaps: bool) -> _P
     starts = np.searchsorted(inverse.ravel()[order], np.arange(len(unique) + 1))
     of_box = [own.rank[shard[order[low:high]]] for low, high in pairwise(starts)]
     faults = sharding_faults(select_rows(own, np.flatnonzero(own.main)))
-    faults = rows_of(faults, np.flatnonzero((faults.key == number) & (faults.doubled | with_gaps)))
+    faults = rows_of(faults, np.flatnonzero(faults.doubled | with_gaps))
     bad = shard_boxes(faults.offset, faults.shape, faults.start, faults.stop)
     begin = bad.offset[:, -axes:]
     return _Pieces(
