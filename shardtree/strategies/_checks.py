@@ -146,14 +146,15 @@ def misfit(shard: ShardedTensor) -> str:
     data = shard.data
     if data is None or (data.dtype == shard.dtype and data.shape == shard.data_shape):
         return f"the storage of {shard.key!r} is freed" if lacks_memory(data) else ""
-    said, found = TensorKind(shard.dtype, shard.data_shape, 0), TensorKind(shard.data.dtype, tuple(shard.data.shape), 0)
-    return f"{shard.key!r} is {said}, its data {found}"
+    shard_kind = TensorKind(shard.dtype, shard.data_shape, 0)
+    data_kind = TensorKind(shard.data.dtype, tuple(shard.data.shape), 0)
+    return f"{shard.key!r} is {shard_kind}, its data {data_kind}"
 
 
 # Checks of sharded objects: that those asked for are stored, and that each was written once
 
 
-def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> None:
+def check_objects_known(unique_keys: Sequence[str], are_there: Sequence[bool]) -> None:
     """Raise unless every object that is asked for was found.
 
     Args:
@@ -166,7 +167,9 @@ def check_objects_known(unique_keys: Sequence[str], found: Sequence[bool]) -> No
     Examples:
         >>> check_objects_known(["rng/shard_0_1"], [True])
     """
-    check_fit([Unexpected(key, is_object=True) for key, known in zip(unique_keys, found, strict=True) if not known])
+    check_fit(
+        [Unexpected(key, is_object=True) for key, is_there in zip(unique_keys, are_there, strict=True) if not is_there]
+    )
 
 
 def is_object(name: str) -> bool:
@@ -213,10 +216,10 @@ def check_objects_written(unique_keys: Sequence[str], tensor_keys: Collection[st
         raise IntegrityError(
             error_text("save: objects written by more than one main replica", offenders=twice, fix=fix)
         )
-    shared = sorted(set(tensor_keys).intersection(unique_keys))
-    if shared:
+    clashes = sorted(set(tensor_keys).intersection(unique_keys))
+    if clashes:
         fix = "Rename the tensors: '<key>/shard_<offset>_<shape>' is how an object is named."
-        raise IntegrityError(error_text("save: tensors named like objects", offenders=map(repr, shared), fix=fix))
+        raise IntegrityError(error_text("save: tensors named like objects", offenders=map(repr, clashes), fix=fix))
 
 
 def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) -> None:
@@ -232,11 +235,11 @@ def check_seen(storage: Storage, files: Iterable[tuple[str, int]], writer: str) 
     """
     # Each node may have mounted a disk of its own at the same path, or another save's clean-up removed a file.
     for name, length in files:
-        found = storage.length(name)
-        if found != length:
+        length_here = storage.length(name)
+        if length_here != length:
             what = f"save: rank 0 doesn't see {storage.where(name)!r} as {writer} wrote it"
             fix = "Every rank must see the same folder; use shared storage."
-            raise StorageError(error_text(what, found=found, expected=f"{length} bytes", fix=fix))
+            raise StorageError(error_text(what, found=length_here, expected=f"{length} bytes", fix=fix))
 
 
 def checked_data(shard: ShardedTensor) -> Any:
@@ -245,8 +248,8 @@ def checked_data(shard: ShardedTensor) -> Any:
     Raises:
         ShapeError: it was changed since the save began.
     """
-    if found := misfit(shard):
-        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=found))
+    if difference := misfit(shard):
+        raise ShapeError(error_text("save: a tensor was changed while it waited to be written", found=difference))
     return shard.data
 
 

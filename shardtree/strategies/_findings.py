@@ -130,12 +130,12 @@ def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, in
         >>> gaps(10, [(4, 6), (1, 4)])
         ((0, 1), (6, 10))
     """
-    found, at = [], 0
+    ranges, at = [], 0
     for begin, end in sorted(covered):
         if begin > at:
-            found.append((at, begin))
+            ranges.append((at, begin))
         at = max(at, end)
-    return (*found, (at, length)) if at < length else tuple(found)
+    return (*ranges, (at, length)) if at < length else tuple(ranges)
 
 
 def uncovered(file: str, why: str, length: int, covered: Iterable[tuple[int, int]]) -> tuple[Unchecked, ...]:
@@ -165,10 +165,10 @@ def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
         >>> list(by_reason([Unchecked("a", "no checksum", 7), Unchecked("b", "no checksum", 9)]))
         ['no checksum']
     """
-    found: dict[str, list[Unchecked]] = {}
+    groups: dict[str, list[Unchecked]] = {}
     for one in unchecked:
-        found.setdefault(one.why, []).append(one)
-    return found
+        groups.setdefault(one.why, []).append(one)
+    return groups
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -192,9 +192,9 @@ class VerifyReport:
             7 B in 1 file couldn't be checked: no checksum
         """
         lines = [f"{size_text(self.bytes_read)} read"]
-        for why, found in by_reason(self.unchecked).items():
-            amount = size_text(sum(one.nbytes for one in found))
-            lines.append(f"{amount} in {plural(len(found), 'file')} couldn't be checked: {why}")
+        for why, group in by_reason(self.unchecked).items():
+            amount = size_text(sum(one.nbytes for one in group))
+            lines.append(f"{amount} in {plural(len(group), 'file')} couldn't be checked: {why}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -89,9 +89,9 @@ def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], froz
         return (), frozenset()
     names = sorted(manifest)
     wrong = in_threads(lambda name: _wrong(checkpoint, name, manifest[name]), names, checkpoint.options.threads)
-    found = [Damage(name, what) for name, what in zip(names, wrong, strict=True) if what]
+    damages = [Damage(name, what) for name, what in zip(names, wrong, strict=True) if what]
     whole = frozenset(name for name, what in zip(names, wrong, strict=True) if not what)
-    return (*found, *_unlisted(checkpoint.storage, manifest)), whole | {MANIFEST_FILE}
+    return (*damages, *_unlisted(checkpoint.storage, manifest)), whole | {MANIFEST_FILE}
 
 
 def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
@@ -100,11 +100,11 @@ def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
         length = checkpoint.storage.length(name)
         if length is None:
             return f"no such file, which {MANIFEST_FILE} lists"
-        found = file_sha256(checkpoint.storage, name)
+        sha256 = file_sha256(checkpoint.storage, name)
     except CheckpointingException as error:  # say for a name that leads out of the folder
         return str(error)
     checkpoint.options.progress(length)
-    return "" if found == expected else f"its SHA-256 isn't the one in {MANIFEST_FILE}"
+    return "" if sha256 == expected else f"its SHA-256 isn't the one in {MANIFEST_FILE}"
 
 
 def _unlisted(storage: Storage, manifest: Mapping[str, Any]) -> Iterator[Unchecked]:
@@ -125,13 +125,13 @@ def file_sha256(storage: Storage, name: str) -> str:
         >>> file_sha256(storage, "empty")[:16]
         'e3b0c44298fc1c14'
     """
-    found, room = hashlib.sha256(), memoryview(bytearray(_STEP_BYTES))
+    sha256, room = hashlib.sha256(), memoryview(bytearray(_STEP_BYTES))
     with storage.open(name) as reader:
         for byte in range(0, reader.length, _STEP_BYTES):
             part = room[: min(_STEP_BYTES, reader.length - byte)]
             reader.read_into(byte, [part])
-            found.update(part)
-    return found.hexdigest()
+            sha256.update(part)
+    return sha256.hexdigest()
 
 
 def _unsound(where: str, found: str, expected: str) -> CorruptCheckpoint:

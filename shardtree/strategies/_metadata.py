@@ -65,8 +65,8 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
     fields.setdefault("common_backend_version", fields["sharded_backend_version"])
     for name, kind in _KINDS.items():
         if type(fields.get(name)) is not kind:
-            found = f"{name} = {fields.get(name)!r}"[:200]
-            raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, expected=kind.__name__))
+            entry = f"{name} = {fields.get(name)!r}"[:200]
+            raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=entry, expected=kind.__name__))
     if ("digest" in fields or "save_id" in fields) and encode_metadata(fields) != data:
         fix = "The file was damaged or edited; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
@@ -145,12 +145,12 @@ def _unknown(storage: Storage, found: object) -> OutcomeUnknown:
 def _has_arrived(storage: Storage, before: bytes | None, data: bytes) -> bool:
     """Return whether metadata.json holds the new bytes; raises CheckpointReplaced if it holds another save's."""
     try:
-        found = metadata_bytes(storage)
+        content = metadata_bytes(storage)
     except CheckpointingException:
         return False
-    if found not in (before, data):
+    if content not in (before, data):
         check_unchanged(storage, before)
-    return found == data
+    return content == data
 
 
 def check_unchanged(storage: Storage, before: bytes | None) -> None:
@@ -189,8 +189,8 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
     if can(storage).late_requests:
         return ()
     names = [name for name in storage.names() if is_deciding(name, decided_by)]
-    found = ((name, storage.length(name), storage.changed(name)) for name in names)
-    return tuple((name, length, changed or 0.0) for name, length, changed in found if length is not None)
+    files = ((name, storage.length(name), storage.changed(name)) for name in names)
+    return tuple((name, length, changed or 0.0) for name, length, changed in files if length is not None)
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
@@ -228,11 +228,11 @@ def missing_file(checkpoint: Checkpoint, name: str, length: int) -> Exception:
     """
     storage = checkpoint.storage
     refuse_replaced(checkpoint)
-    found = storage.length(name)
+    length_now = storage.length(name)
     return CorruptCheckpoint(
         error_text(
             f"open: {storage.where(name)!r} isn't what was saved",
-            found="no such file" if found is None else f"{found} bytes",
+            found="no such file" if length_now is None else f"{length_now} bytes",
             expected=f"{length} bytes",
             fix="The checkpoint was damaged; load another one.",
         )
@@ -246,9 +246,9 @@ def unreplaced(checkpoint: Checkpoint, read: Callable[..., T], *arguments: Any) 
         CheckpointReplaced: another save took its place meanwhile; also in place of any error of the strategy.
     """
     with unless_replaced(checkpoint):
-        found = read(checkpoint, *arguments)
+        result = read(checkpoint, *arguments)
     check_unreplaced(checkpoint)
-    return found
+    return result
 
 
 @contextmanager
@@ -303,8 +303,8 @@ def _changed(checkpoint: Checkpoint) -> list[str]:
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
     # By the digest where there is one: lengths and times can agree by chance.
     # As bytes: the file may be another format's by now, and needn't parse.
-    if digest is not None and (found := read_if_there(storage, METADATA_FILE)) is not None:
-        return [] if f'"digest":"{digest}"'.encode() in found else [METADATA_FILE]
+    if digest is not None and (data := read_if_there(storage, METADATA_FILE)) is not None:
+        return [] if f'"digest":"{digest}"'.encode() in data else [METADATA_FILE]
     now = stamp(storage, checkpoint.traits.decided_by) if checkpoint.stamp else ()
     return [entry[0] for entry in now if entry not in checkpoint.stamp]
 
@@ -363,9 +363,9 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
     storage = checkpoint.storage
     where = storage.where(name)
     if (content := can(storage).content) is not None:
-        found = content(name, length)
-        data = memoryview(b"" if found is None else found)
-        if found is None or data.nbytes != length:
+        buffer = content(name, length)
+        data = memoryview(b"" if buffer is None else buffer)
+        if buffer is None or data.nbytes != length:
             raise missing_file(checkpoint, name, length)
     else:
         if storage.length(name) != length:
@@ -380,11 +380,11 @@ def read_checked(checkpoint: Checkpoint, field: str) -> tuple[Buffer, str]:
 
 def fetch_checked(checkpoint: Checkpoint, *fields: str) -> Checkpoint:
     """Return the checkpoint with files fetched side by side, where each is a request; errors are left to the reads."""
-    known = [field for field in fields if field in checkpoint.fields]
+    names = [field for field in fields if field in checkpoint.fields]
     if can(checkpoint.storage).content is not None:
         with suppress(CheckpointingException):
-            found = in_threads(partial(read_checked, checkpoint), known, threads=len(known))
-            return replace(checkpoint, fetched=dict(zip(known, found, strict=True)))
+            contents = in_threads(partial(read_checked, checkpoint), names, threads=len(names))
+            return replace(checkpoint, fetched=dict(zip(names, contents, strict=True)))
     return checkpoint
 
 

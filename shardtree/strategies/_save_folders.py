@@ -86,7 +86,7 @@ def is_save_file(name: str) -> bool:
 def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
     """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here."""
     # Before the folder: from its first moment on, it belongs to a save that is known to be alive.
-    held = claim(folder)
+    own_claim = claim(folder)
     try:
         make_folder(storage, folder, durable=durable)
         _leave_note(storage, folder)
@@ -95,7 +95,7 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
         with suppress(CheckpointingException):  # the same cause may prevent this too
             disown(storage, folder)
         raise
-    return held
+    return own_claim
 
 
 def _leave_note(storage: Storage, folder: str) -> None:
@@ -121,12 +121,12 @@ _warned: set[str] = set()
 @contextmanager
 def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool) -> Iterator[None]:
     """Own a save's folder inside the block; unless this process has left its note there already, it is made."""
-    held = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable)
+    own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable)
     try:
         yield
     finally:
         release(folder)
-        del held
+        del own_claim
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def newest_change(storage: Storage, folder: str) -> float:
     return max(storage.changed(name) or 0.0 for name in (folder, *inside))
 
 
-def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
+def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: bytes | None, stale_after: float) -> None:
     """Remove the folder of the save that was replaced, and those of interrupted saves; only files that a save writes.
 
     Args:
@@ -229,24 +229,24 @@ def remove_orphaned(storage: Storage, seen: Storage, *, keep: str, before: bytes
     replaced = _save_id(before)
     # Where a commit is conditional, this one has turned away whatever an interrupted save may have sent.
     is_dead = is_orphaned if can(storage).replace_if is not None else is_surely_orphaned
-    now = max(seen.changed(name) or 0.0 for name in (METADATA_FILE, keep))
-    for name in seen.names():
+    now = max(listing.changed(name) or 0.0 for name in (METADATA_FILE, keep))
+    for name in listing.names():
         if not is_save_folder(name):
             continue
         if name == keep:
-            seen.remove(f"{name}/{OWNER_FILE}")
-        elif name == replaced and seen.length(f"{name}/{OWNER_FILE}") is not None:
-            remove_interrupted(seen, name)  # what removed tensors from it was killed
-        elif name == replaced or _was_replaced_before(storage, seen, name):
-            remove_save(seen, name)
+            listing.remove(f"{name}/{OWNER_FILE}")
+        elif name == replaced and listing.length(f"{name}/{OWNER_FILE}") is not None:
+            remove_interrupted(listing, name)  # what removed tensors from it was killed
+        elif name == replaced or _was_replaced_before(storage, listing, name):
+            remove_save(listing, name)
         # A save that was committed since the listing has no note any more, and would be judged by its age.
-        elif is_dead(seen, name, before=now - stale_after) and not is_committed(storage, name):
-            remove_interrupted(seen, name)
-    if seen is not storage:
-        settle(seen)
+        elif is_dead(listing, name, before=now - stale_after) and not is_committed(storage, name):
+            remove_interrupted(listing, name)
+    if listing is not storage:
+        settle(listing)
 
 
-def _was_replaced_before(storage: Storage, seen: Storage, folder: str) -> bool:
+def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> bool:
     """Return whether a folder is of a save that was replaced by one that was killed before it removed it.
 
     Args:
@@ -256,7 +256,7 @@ def _was_replaced_before(storage: Storage, seen: Storage, folder: str) -> bool:
     """
     # On object stores a save has its note until after its commit: one that had none in the listing was committed by
     # then. Unless it is the current one by now, it was replaced.
-    if can(storage).replace_if is None or seen.length(f"{folder}/{OWNER_FILE}") is not None:
+    if can(storage).replace_if is None or listing.length(f"{folder}/{OWNER_FILE}") is not None:
         return False
     return _save_id(metadata_bytes(storage)) not in (None, folder)
 
@@ -265,8 +265,8 @@ def remove_unless_committed(storage: Storage, folder: str) -> None:
     """Remove a save's folder, unless metadata.json refers to it."""
     metadata = metadata_bytes(storage)
     if metadata is None or _save_id(metadata) not in (None, folder):
-        with listed(storage) as seen:
-            remove_interrupted(seen, folder)
+        with listed(storage) as listing:
+            remove_interrupted(listing, folder)
 
 
 def is_committed(storage: Storage, folder: str) -> bool:

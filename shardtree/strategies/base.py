@@ -47,8 +47,8 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     def __getitem__(self, row: Row) -> Strategy:
         """Return the function of a row."""
-        found = self._rows[row]
-        return _function_at(found) if isinstance(found, str) else found
+        strategy = self._rows[row]
+        return _function_at(strategy) if isinstance(strategy, str) else strategy
 
     def __contains__(self, row: object) -> bool:
         """Return whether there is a row; nothing is imported."""
@@ -64,11 +64,11 @@ class StrategyTable(Mapping[Row, Strategy]):
 
     def __or__(self, other: Strategies) -> StrategyTable:
         """Return a table with the other's rows in it, which win."""
-        return StrategyTable({**self._rows, **_stored(other)})
+        return StrategyTable({**self._rows, **_rows_of(other)})
 
     def __ror__(self, other: Strategies) -> StrategyTable:
         """Return a table of both, in which these rows win."""
-        return StrategyTable({**_stored(other), **self._rows})
+        return StrategyTable({**_rows_of(other), **self._rows})
 
     def __repr__(self) -> str:
         backends = sorted({row[1:] for row in self})
@@ -94,7 +94,7 @@ def _function_at(place: str) -> Strategy:
     return function
 
 
-def _stored(table: Strategies) -> StoredRows:
+def _rows_of(table: Strategies) -> StoredRows:
     return table._rows if isinstance(table, StrategyTable) else table
 
 
@@ -139,9 +139,9 @@ def register_default_strategy(
     row = _checked_row(action, backend, version)
 
     def register(function: Fn) -> Fn:
-        taken = default_strategies.get(row)
-        if taken is not None and taken is not function and not override:
-            name = f"{taken.__module__}.{getattr(taken, '__qualname__', taken)}"
+        other = default_strategies.get(row)
+        if other is not None and other is not function and not override:
+            name = f"{other.__module__}.{getattr(other, '__qualname__', other)}"
             fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
             raise StrategyError(
                 error_text(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix)
@@ -180,15 +180,15 @@ def get_default_strategy(
           Install the package that brings this backend, register_default_strategy a function, or pass strategies=.
     """
     row = _checked_row(action, backend, version)
-    found = find_strategy(action, backend, version, strategies=strategies)
-    if found is None:
+    strategy = find_strategy(action, backend, version, strategies=strategies)
+    if strategy is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
         broken = _packages().broken
         fix = "Install the package that brings this backend, register_default_strategy a function, or pass strategies=."
         offenders = [f"{action.value} exists for {have or 'no backend'}", *broken]
         error = StrategyError(error_text(f"no strategy for {_shown(row)}", offenders=offenders, fix=fix))
         raise error from next(iter(broken.values()), None)
-    return found
+    return strategy
 
 
 def find_strategy(
@@ -293,9 +293,9 @@ def _packages() -> _Packages:
 def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
     if isinstance(action, StrategyAction) and isinstance(backend, str) and type(version) is int:
         return action, backend, version
-    found = f"({action!r}, {backend!r}, {version!r})"
+    row = f"({action!r}, {backend!r}, {version!r})"
     raise StrategyError(
-        error_text("not a row of the table", found=found, expected="(StrategyAction, backend name, version)")
+        error_text("not a row of the table", found=row, expected="(StrategyAction, backend name, version)")
     )
 
 

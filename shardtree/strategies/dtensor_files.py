@@ -61,8 +61,8 @@ def recognize(storage: Storage) -> Fields | None:
 
 
 def _is_parameters(name: str) -> bool:
-    found = _NAME.fullmatch(name)
-    return found is not None and found[1] != "extra_state"
+    match = _NAME.fullmatch(name)
+    return match is not None and match[1] != "extra_state"
 
 
 def rank_files(names: Iterable[str], where: str) -> RankFiles:
@@ -79,17 +79,17 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
         >>> rank_files(["model_world_size_2_rank_1.pt", "model_world_size_2_rank_0.pt"], "example").names["model"][1]
         'model_world_size_2_rank_1.pt'
     """
-    found: dict[int, dict[str, dict[int, str]]] = {}
+    by_size: dict[int, dict[str, dict[int, str]]] = {}
     for name in names:
         match = _NAME.fullmatch(name)
         if match is not None:
-            found.setdefault(int(match[2]), {}).setdefault(match[1], {})[int(match[3])] = name
-    if len(found) != 1:
-        sizes = ", ".join(f"of {size} ranks" for size in sorted(found))
+            by_size.setdefault(int(match[2]), {}).setdefault(match[1], {})[int(match[3])] = name
+    if len(by_size) != 1:
+        sizes = ", ".join(f"of {size} ranks" for size in sorted(by_size))
         fix = "Move the other save's files away: only you know which belong together."
         what = f"open: {where!r} has ranks' files of several saves"
         raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one world size", fix=fix))
-    ((size, kinds),) = found.items()
+    ((size, kinds),) = by_size.items()
     missing = [
         f"{kind}_world_size_{size}_rank_{rank}.pt"
         for kind, ranks in kinds.items()
@@ -127,7 +127,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         kind: list(enumerate(files))[number * listed.world_size : (number + 1) * listed.world_size]
         for number, kind in enumerate(kinds)
     }
-    model, others = _by_tensor(of_kind.get("model", []), _named)
+    model, others = _by_tensor(of_kind.get("model", []), _entries)
     shapes = {key: ranks[0][1].shape for key, ranks in model.items()}
     optimizers = of_kind.get("optim", [])
     names = _names(checkpoint, optimizers, shapes) if optimizers else {}
@@ -141,7 +141,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     return contents_of(files, tensors, common=common, objects=objects, where=storage.where)
 
 
-def _named(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
+def _entries(file: ArchiveFile) -> Iterator[tuple[str, Any]]:
     return ((key, one.value) for key, one in file.saved.members(str).items())
 
 
@@ -152,7 +152,7 @@ def _by_tensor(
 
     A rank may lack a tensor, as of another pipeline stage.
     """
-    found: dict[str, list[RankPart]] = {}
+    parts: dict[str, list[RankPart]] = {}
     others: dict[str, Any] = {}
     for rank, (number, file) in enumerate(files):
         for key, value in entries(file):
@@ -160,8 +160,8 @@ def _by_tensor(
                 others.setdefault(key, value)
                 continue
             check_rank(file, rank, key, value)
-            found.setdefault(key, []).append((number, value))
-    return found, others
+            parts.setdefault(key, []).append((number, value))
+    return parts, others
 
 
 # The optimizer: states by index, whose names no file has, or by name
@@ -195,17 +195,17 @@ def _names(
     Raises:
         TreeError: these are more or fewer, or a state has another shape than the parameter of its name.
     """
-    given = checkpoint.options.parameter_names
-    if given is None:
+    parameter_names = checkpoint.options.parameter_names
+    if parameter_names is None:
         return {}
     _, file = optimizers[0]
     members = [[one.of(int, str) for one in group.member("params", []).items()] for group in _groups(file)]
-    flat = [name for group in given for name in ([group] if isinstance(group, str) else group)]
+    flat = [name for group in parameter_names for name in ([group] if isinstance(group, str) else group)]
     ids = [index for group in members for index in group]
     doing = f"open: parameter_names for {checkpoint.storage.where(file.name)!r}"
     if any(not isinstance(index, int) for index in ids):
         raise TreeError(error_text(doing, found="states that have names already", fix="Leave parameter_names out."))
-    nested = [len(group) for group in given if not isinstance(group, str)]
+    nested = [len(group) for group in parameter_names if not isinstance(group, str)]
     sizes = [len(group) for group in members]
     if len(flat) != len(ids) or len(set(flat)) != len(flat) or (nested and nested != sizes):
         counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {nested}" if nested else "")

@@ -64,8 +64,8 @@ def recognize(storage: Storage) -> Fields | None:
     items = by_item(names)
     # Without metadata.pkl, which not each save writes, only names say it: each rank has a file of some item.
     ranks = {rank for item in items.values() for rank in item}
-    named = bool(ranks) and ranks == set(range(len(ranks))) and all(0 in item for item in items.values())
-    if METADATA not in names and not named:
+    has_all_ranks = bool(ranks) and ranks == set(range(len(ranks))) and all(0 in item for item in items.values())
+    if METADATA not in names and not has_all_ranks:
         return None
     return fields_of_backend(BACKEND, VERSION)
 
@@ -77,12 +77,12 @@ def by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
         >>> by_item(["model_0.pt", "model_1.pt", "lr_scheduler_0.pt", "notes.txt"])
         {'model': {0: 'model_0.pt', 1: 'model_1.pt'}, 'lr_scheduler': {0: 'lr_scheduler_0.pt'}}
     """
-    found: dict[str, dict[int, str]] = {}
+    files: dict[str, dict[int, str]] = {}
     for name in names:
         match = _NAME.fullmatch(name)
         if match is not None:
-            found.setdefault(match[1], {})[int(match[2])] = name
-    return found
+            files.setdefault(match[1], {})[int(match[2])] = name
+    return files
 
 
 def listed(storage: Storage) -> Listing:
@@ -113,7 +113,7 @@ def listed(storage: Storage) -> Listing:
             layouts = one.member("rank_to_layout_info").members(int, str)
             files[item] = {int(rank): _file(item, int(rank), layout) for rank, layout in layouts.items()}
             for path, groups in one.member("nested_path_to_metadata").members(str).items():
-                boxes |= {(item, path): held} if (held := _boxes(groups)) else {}
+                boxes |= {(item, path): by_rank} if (by_rank := _boxes(groups)) else {}
     size = size or 1 + max((rank for ranks in files.values() for rank in ranks), default=-1)
     # An item may be one rank's alone; one that several ranks have, each has.
     missing = [
@@ -141,12 +141,12 @@ def _file(item: str, rank: int, layout: ValueAt) -> str:
 
 def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
     """Return by rank what is said of a tensor that isn't a DTensor; a DTensor says itself where it lies."""
-    found: dict[int, ValueAt] = {}
+    boxes: dict[int, ValueAt] = {}
     for group in groups.items():
         sharding = group.member("sharding_metadata")
         if sharding.member("type").of(str) == "default_tensor_v1":
-            found |= {rank.count(): sharding.member("data") for rank in group.member("ranks").items()}
-    return found
+            boxes |= {rank.count(): sharding.member("data") for rank in group.member("ranks").items()}
+    return boxes
 
 
 RankPart = tuple[int, int, StoredTensor | StoredDTensor]
@@ -166,22 +166,22 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     numbered = iter(enumerate(files))
     tensors, common, objects = Tensors(), dict[str, Any](), dict[str, Any]()
     for item, ranks in listing.files.items():
-        found: dict[TreePath, list[RankPart]] = {}
+        by_path: dict[TreePath, list[RankPart]] = {}
         rest: dict[int, Any] = {}
         for rank in ranks:
             number, file = next(numbered)
             for path, tensor in _tensors(file.value, ()):
                 check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
-                found.setdefault(path, []).append((rank, number, tensor))
+                by_path.setdefault(path, []).append((rank, number, tensor))
             rest[rank] = _without_tensors(file.value)
             _refuse_hidden(rest[rank], file.where)
-        for path, held in found.items():
+        for path, parts in by_path.items():
             key = ".".join([item, *map(str, path)])
             boxes = listing.boxes.get((item, json.dumps(list(path), separators=(",", ":"), default=str)))
             if boxes is None:
-                place_parts(checkpoint, key, [each[1:] for each in held], tensors, files)
+                place_parts(checkpoint, key, [each[1:] for each in parts], tensors, files)
             else:
-                _place_boxes(key, held, boxes, tensors, files)
+                _place_boxes(key, parts, boxes, tensors, files)
         first = next(iter(rest.values()))
         if any(diff(first, other) for other in rest.values()):
             cells = {rank: ShardedObject(item, None, (len(rest),), (cell,)) for cell, rank in enumerate(rest)}
@@ -218,26 +218,26 @@ def _refuse_hidden(value: Any, where: str) -> None:
     Raises:
         UnsupportedValue: it has.
     """
-    left, seen = [value], set[int]()
+    left, ids = [value], set[int]()
     while left:
         one = left.pop()
         if isinstance(one, (StoredTensor, StoredDTensor)):
             what = f"open: {where!r} has tensors outside of dicts, lists and tuples"
             fix = "Load it with torch_checkpointing, and save these tensors in a dict."
             raise UnsupportedValue(error_text(what, found="one in a set or an object, or as a key", fix=fix))
-        if id(one) not in seen:
-            seen.add(id(one))
+        if id(one) not in ids:
+            ids.add(id(one))
             left.extend(contents(one))
 
 
 def _place_boxes(
-    key: str, held: Sequence[RankPart], boxes: Mapping[int, ValueAt], tensors: Tensors, files: Sequence[ArchiveFile]
+    key: str, parts: Sequence[RankPart], boxes: Mapping[int, ValueAt], tensors: Tensors, files: Sequence[ArchiveFile]
 ) -> None:
     """Add a tensor of which ranks have boxes that metadata.pkl describes; or the reason why it can't be read."""
-    whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(held[0][2]).dtype
+    whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(parts[0][2]).dtype
     tensors.add(key, dtype, whole)
     placed = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()
-    for rank, number, tensor in held:
+    for rank, number, tensor in parts:
         if rank not in boxes or not isinstance(tensor, StoredTensor) or tensor.dtype != dtype:
             tensors.refused[key] = f"{files[number].where!r} has another kind of it than metadata.pkl says"
             return

@@ -175,10 +175,10 @@ def contents_of(
     kinds, pieces = tensors.kinds, tensors.pieces
     derived, numbers, refused = tensors.derived, tensors.numbers, tensors.refused
     own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
-    stored = [piece for piece in pieces if piece.key in own]
-    _check_tiled(files, own, [piece for piece in stored if piece.key not in refused], where)
+    own_pieces = [piece for piece in pieces if piece.key in own]
+    _check_tiled(files, own, [piece for piece in own_pieces if piece.key not in refused], where)
     places: dict[str, list[Piece]] = {}
-    for piece in stored:
+    for piece in own_pieces:
         places.setdefault(piece.key, []).append(piece)
     # What a derived tensor or a number is shown as is never read: the rows only make the index whole.
     shown = [piece._replace(key=key) for key, master in derived.items() for piece in places.get(master, ())]
@@ -188,8 +188,8 @@ def contents_of(
     return Contents(
         files=files,
         checked=[_with_checksums(file) for file in files],
-        stored=_index(own, stored, listed, rows),
-        shown=_index(kinds, [*stored, *shown], listed, rows),
+        stored=_index(own, own_pieces, listed, rows),
+        shown=_index(kinds, [*own_pieces, *shown], listed, rows),
         derived=derived,
         numbers=numbers,
         compared=tensors.compared,
@@ -237,15 +237,15 @@ def _check_tiled(
     files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
 ) -> None:
     """Raise unless each tensor has as many elements as its pieces; which boxes they are, formats know."""
-    found = dict.fromkeys(kinds, 0)
+    counts = dict.fromkeys(kinds, 0)
     shapes = box_column([piece.shape for piece in pieces], fill=1)
     for piece, volume in zip(pieces, volumes(shapes).tolist(), strict=True):
-        found[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
+        counts[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
     last = {piece.key: where(files[piece.file].name) for piece in pieces}
     wrong = [
-        f"{key!r}: {found[key]} of {prod(kind.global_shape)} elements, some of them in {last[key]!r}"
+        f"{key!r}: {counts[key]} of {prod(kind.global_shape)} elements, some of them in {last[key]!r}"
         for key, kind in kinds.items()
-        if key in last and found[key] != prod(kind.global_shape)
+        if key in last and counts[key] != prod(kind.global_shape)
     ]
     if wrong:
         what = "open: the ranks' files don't hold these tensors exactly once"
@@ -334,8 +334,8 @@ def check_rank(file: ArchiveFile, rank: int, key: str, tensor: StoredTensor | St
     if isinstance(tensor, StoredDTensor) and tensor.parts.rank not in (None, rank):
         what = f"open: {file.where!r} is another rank's file"
         fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
-        found = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
-        raise CorruptCheckpoint(error_text(what, found=found, expected=f"that of rank {rank}", fix=fix))
+        part = f"the part of rank {tensor.parts.rank} of {key[:200]!r}"
+        raise CorruptCheckpoint(error_text(what, found=part, expected=f"that of rank {rank}", fix=fix))
 
 
 def place_parts(
@@ -366,13 +366,13 @@ def _place(
             box = _box(tensor)
         except ValueError as error:
             return f"{where!r} has {error}"
-        held = boxes.setdefault(box, (number, tensor))
-        if held[0] == number or 0 in box[1]:
+        part = boxes.setdefault(box, (number, tensor))
+        if part[0] == number or 0 in box[1]:
             continue
-        places = checkpoint.storage.where(files[held[0]].name), where
-        tensors.add_copy([key], local_part(held[1]), local_part(tensor), places, box[0])
-    stored = [(box, held) for box, held in boxes.items() if 0 not in box[1]]
-    tensors.pieces.extend(Piece(key, number, local_part(tensor).begin, *box) for box, (number, tensor) in stored)
+        places = checkpoint.storage.where(files[part[0]].name), where
+        tensors.add_copy([key], local_part(part[1]), local_part(tensor), places, box[0])
+    rows = [(box, part) for box, part in boxes.items() if 0 not in box[1]]
+    tensors.pieces.extend(Piece(key, number, local_part(tensor).begin, *box) for box, (number, tensor) in rows)
     return reason
 
 

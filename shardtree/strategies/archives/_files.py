@@ -51,10 +51,10 @@ class ValueAt:
 
     def count(self) -> int:
         """Return an int that isn't negative, and that 64 bits hold."""
-        found: int = self.of(int)
-        if not 0 <= found < 2**63:
+        number: int = self.of(int)
+        if not 0 <= number < 2**63:
             raise self._wrong("0 or more, in 64 bits")
-        return found
+        return number
 
     def shape(self) -> tuple[int, ...]:
         """Return the lengths that a list or a tuple has."""
@@ -71,18 +71,18 @@ class ValueAt:
 
     def member(self, name: str, default: Any = None) -> ValueAt:
         """Return what a dict has under a name; the default where that is None or isn't there."""
-        found = self.of(dict).get(name)
-        return ValueAt(default if found is None else found, self.file, (*self.path, name))
+        value = self.of(dict).get(name)
+        return ValueAt(default if value is None else value, self.file, (*self.path, name))
 
     def members(self, *keys: type[Any]) -> dict[Any, ValueAt]:
         """Return what a dict has, whose keys are of these types; those that are numbers count something."""
-        found = self.of(dict)
-        for key in found:
+        entries = self.of(dict)
+        for key in entries:
             if not isinstance(key, keys):
                 raise self._wrong(f"keys that are each {_one_of(keys)}, not {_shown(key)}")
             if isinstance(key, int) and not 0 <= key < 2**63:
                 raise self._wrong(f"keys of 0 or more, in 64 bits, not {_shown(key)}")
-        return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in found.items()}
+        return {key: ValueAt(value, self.file, (*self.path, key)) for key, value in entries.items()}
 
     def _wrong(self, expected: str) -> CorruptCheckpoint:
         what = f"open: {self.file!r} isn't as the program of its format writes it"
@@ -159,8 +159,10 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
             # The pickle is the first record of most, and the directory the last.
             fetch_ahead(reader, [(0, min(_END_BYTES, length)), (max(0, length - _END_BYTES), length)])
             with collector_paused():  # a large pickle makes millions of objects and no garbage
-                found = describe_archive(reader.read, reader.length, what=what, file=name, classes=classes, types=types)
-            return ArchiveFile(name, where, reader.length, found.value, found.records)
+                archive = describe_archive(
+                    reader.read, reader.length, what=what, file=name, classes=classes, types=types
+                )
+            return ArchiveFile(name, where, reader.length, archive.value, archive.records)
 
     return in_threads(read, names, threads_of(checkpoint.storage, checkpoint.options.threads))
 
@@ -290,11 +292,11 @@ def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
 
 def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[str]) -> dict[str, str]:
     """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
-    known = checkpoint.once(Seen).copies
-    found = dict.fromkeys(key for key in keys if key in copies)
-    for key in found.keys() - known.keys():
-        known[key] = next((copy.reason for copy in copies[key] if _differs(checkpoint, copy)), "")
-    return {key: known[key] for key in found if known[key]}
+    reasons = checkpoint.once(Seen).copies
+    candidates = dict.fromkeys(key for key in keys if key in copies)
+    for key in candidates.keys() - reasons.keys():
+        reasons[key] = next((copy.reason for copy in copies[key] if _differs(checkpoint, copy)), "")
+    return {key: reasons[key] for key in candidates if reasons[key]}
 
 
 def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
@@ -312,29 +314,29 @@ def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
     for key, each in sorted(copies.items()):
         boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
         for one, other, places, offset, _ in each:
-            held = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
-            held.append((places[1], partial(_read, checkpoint, other)))
-        yield from (Copies(key, offset, held) for offset, held in boxes.items())
+            readers = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
+            readers.append((places[1], partial(_read, checkpoint, other)))
+        yield from (Copies(key, offset, readers) for offset, readers in boxes.items())
 
 
 def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
-    found = filled(checkpoint, value)
-    return torch.tensor(found, dtype=torch.float64, device="cpu") if isinstance(found, (int, float)) else found
+    result = filled(checkpoint, value)
+    return torch.tensor(result, dtype=torch.float64, device="cpu") if isinstance(result, (int, float)) else result
 
 
 def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
     """Return the numbers of those copies of a share that differ."""
     total = sum(_nbytes(copy.one) for copy in copies)
-    found, before = [], 0
+    numbers, before = [], 0
     for number, copy in enumerate(copies):
         # By where its middle lies.
         mine = (2 * before + _nbytes(copy.one)) * shares // (2 * total or 1)
         if min(mine, shares - 1) == share and _differs(checkpoint, copy):
-            found.append(number)
+            numbers.append(number)
         before += _nbytes(copy.one)
-    return found
+    return numbers
 
 
-def _keep(seen: Seen, reasons: Sequence[tuple[str, str]], found: Sequence[Sequence[int]]) -> None:
-    differing = sorted((number for numbers in found for number in numbers), reverse=True)
-    seen.copies = dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)
+def _keep(memo: Seen, reasons: Sequence[tuple[str, str]], numbers_by_rank: Sequence[Sequence[int]]) -> None:
+    differing = sorted((number for numbers in numbers_by_rank for number in numbers), reverse=True)
+    memo.copies = dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)

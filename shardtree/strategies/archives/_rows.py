@@ -71,10 +71,10 @@ def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[Sh
 
 
 def _check_files(checkpoint: Checkpoint, contents: Contents) -> None:
-    seen = checkpoint.once(Seen)
-    if contents.check is not None and not seen.files:
+    memo = checkpoint.once(Seen)
+    if contents.check is not None and not memo.files:
         contents.check(checkpoint)
-        seen.files = True
+        memo.files = True
 
 
 def _uncompared(checkpoint: Checkpoint, contents: Contents, keys: Set[str]) -> tuple[str, ...]:
@@ -98,13 +98,13 @@ def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[st
         keys: of the tensors that are meant.
         reads: whether copies are compared whose checksums don't say whether they are equal.
     """
-    wanted = dict.fromkeys(keys)
-    refused = {key: contents.refused[key] for key in wanted if key in contents.refused}
+    unique_keys = dict.fromkeys(keys)
+    refused = {key: contents.refused[key] for key in unique_keys if key in contents.refused}
     if checkpoint.options.verify is None:
         return refused
     if reads:
-        return differing_among(checkpoint, contents.copies, wanted) | refused
-    copies = ((key, copy) for key in wanted for copy in contents.copies.get(key, ()))
+        return differing_among(checkpoint, contents.copies, unique_keys) | refused
+    copies = ((key, copy) for key in unique_keys for copy in contents.copies.get(key, ()))
     unlike = [(key, copy.reason) for key, copy in copies if copy.same is False]
     return dict(reversed(unlike)) | refused  # the first of a tensor's copies that differs is named
 
@@ -142,14 +142,14 @@ def _compare(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -
     """
     pair = contents.compared.get(shard.key)
     box = (pair, shard.global_offset, shard.local_shape, str(shard.flattened_range))
-    seen = checkpoint.once(Seen).boxes
-    if pair is None or box in seen:
+    boxes = checkpoint.once(Seen).boxes
+    if pair is None or box in boxes:
         return ReadReport()
     read, dtype = partial(_read, checkpoint, contents), _stored_kind(contents, pair.weight).dtype
     place, report = first_difference(read, pair, shard, dtype)
     if place is not None:
         raise _not_its_own(checkpoint, contents, pair, shard.global_shape, place)
-    seen.add(box)
+    boxes.add(box)
     return report
 
 
@@ -206,8 +206,8 @@ def load_metadata(checkpoint: Checkpoint, contents: Contents) -> IndexMetadata:
 def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor], shown: LoadPlan) -> ReadCost:
     """Return what loading shards would read; what a comparison of masters with weights reads isn't counted."""
     # What is shown has the masters' places in derived tensors' rows, so that it is planned anew.
-    asked = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
-    columns = shard_columns(asked)
+    sources = [_as_read(contents, shard) for shard in shards if shard.key not in contents.numbers]
+    columns = shard_columns(sources)
     numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
     plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
     files = {number: contents.checked[number] for number in plan.files}
@@ -252,9 +252,9 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
 
     def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:
         """Return the data of each sharded object, in order."""
-        known, wanted = contents(checkpoint).objects, [item.unique_key for item in objects]
-        check_objects_known(wanted, [key in known for key in wanted])
-        return [filled(checkpoint, known[key]) for key in wanted]
+        stored_objects, unique_keys = contents(checkpoint).objects, [item.unique_key for item in objects]
+        check_objects_known(unique_keys, [key in stored_objects for key in unique_keys])
+        return [filled(checkpoint, stored_objects[key]) for key in unique_keys]
 
     def metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
         """Return every stored tensor by key, and object by unique key, whole and without data."""
@@ -263,10 +263,10 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
     def verify(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         """Return which records aren't as they were saved, and which parameters' masters aren't their weights."""
         try:
-            found = contents(checkpoint)
+            content = contents(checkpoint)
         except CheckpointingException as error:
             return (Damage("", str(error)),)
-        return tuple(_verified(checkpoint, found))
+        return tuple(_verified(checkpoint, content))
 
     def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution | None:
         """Return how ranks compare copies together, if some of the tensors have any that only reading tells apart."""
@@ -292,11 +292,11 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
         file, record = pair
         try:
             with opened(checkpoint.storage, file.name, record.begin + record.nbytes) as reader:
-                found = read_crc32(reader, record.begin, record.begin + record.nbytes)
+                crc32 = read_crc32(reader, record.begin, record.begin + record.nbytes)
         except CheckpointingException as error:
             return str(error)
         checkpoint.options.progress(record.nbytes)
-        return "" if found == record.crc32 else f"the CRC32 of record {record.name[:100]!r} of an archive differs"
+        return "" if crc32 == record.crc32 else f"the CRC32 of record {record.name[:100]!r} of an archive differs"
 
     problems = in_threads(wrong, records, threads_of(checkpoint.storage, checkpoint.options.threads))
     numbers = {file.name: number for number, file in enumerate(contents.files)}

@@ -70,17 +70,18 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 def _check_copies(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
     """Raise where two ranks have the same masters and states: ZeRO-3 stores no weights to compare masters with."""
-    seen: dict[tuple[tuple[int, int], ...], Vector] = {}
+    first_vectors: dict[tuple[tuple[int, int], ...], Vector] = {}
     for rank in range(optimizer.ranks if checkpoint.options.verify is not None else 0):
         vectors = [group[rank] for group in optimizer.masters]
         states = (value for group in optimizer.states[rank].values() for value in group.values())
         tensors = [vector.tensor for vector in vectors] + [one for one in states if isinstance(one, StoredTensor)]
         same = tuple((tensor.record.crc32, tensor.record.nbytes) for tensor in tensors)
-        other = seen.setdefault(same, vectors[0])
+        other = first_vectors.setdefault(same, vectors[0])
         if other is vectors[0] or not _has_values(checkpoint, vectors):
             continue
-        where, known = (checkpoint.storage.where(one.tensor.file) for one in (vectors[0], other))
-        what, fix = f"open: {where!r} is a copy of {known!r}", "Copy each rank's own file, or load another checkpoint."
+        where, other_where = (checkpoint.storage.where(one.tensor.file) for one in (vectors[0], other))
+        what = f"open: {where!r} is a copy of {other_where!r}"
+        fix = "Copy each rank's own file, or load another checkpoint."
         raise CorruptCheckpoint(error_text(what, found="the same masters and states on two ranks", fix=fix))
 
 
@@ -104,7 +105,9 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
     """
     ranks = range(optimizer.ranks)
     paddings = [split_paddings(parameters, optimizer.ranks) for parameters in groups]
-    places = [[(number, *place) for number, found in enumerate(paddings) for place in found[rank]] for rank in ranks]
+    places = [
+        [(number, *place) for number, by_rank in enumerate(paddings) for place in by_rank[rank]] for rank in ranks
+    ]
 
     def zeros(rank: int, padded: int) -> bool:
         """Whether a rank's moments are zeros where another rank's padding is."""
@@ -123,8 +126,10 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
     for rank in (rank for rank, is_own in zip(ranks, own, strict=True) if not is_own):
         other = next((other for other in ranks if other != rank and zeros(other, rank)), None)
         if other is not None:
-            where, known = (checkpoint.storage.where(optimizer.masters[0][one].tensor.file) for one in (rank, other))
-            what = f"load: {where!r} isn't its rank's own: moments where padding should be, as {known!r} has it"
+            where, other_where = (
+                checkpoint.storage.where(optimizer.masters[0][one].tensor.file) for one in (rank, other)
+            )
+            what = f"load: {where!r} isn't its rank's own: moments where padding should be, as {other_where!r} has it"
             fix = "Files were renamed, exchanged or copied; copy each rank's own, or load another checkpoint."
             raise CorruptCheckpoint(error_text(what, fix=f"{fix} LoadOptions(verify=None) skips the comparison."))
 
@@ -135,15 +140,15 @@ _LOOKED_AT_PADDINGS = 4
 
 def _check_whole(checkpoint: Checkpoint, models: Sequence[ArchiveFile], model: Model) -> None:
     """Raise where weights would have to be derived from masters, of which there is no file."""
-    lost = [
+    names = [
         repr(name)
         for name, one in model.parameters.items()
         if name in model.module and model.module[name].shape != one.shape
     ]
-    if lost:
+    if names:
         where = checkpoint.storage.where(models[0].name)
         what = f"open: {where!r} has no elements of these, which ZeRO-3 keeps in the masters"
-        raise CorruptCheckpoint(error_text(what, offenders=lost, fix="Copy the optim_states files of all ranks too."))
+        raise CorruptCheckpoint(error_text(what, offenders=names, fix="Copy the optim_states files of all ranks too."))
 
 
 def _add_group(checkpoint: Checkpoint, tensors: Tensors, model: Model, optimizer: Optimizer, number: int) -> None:

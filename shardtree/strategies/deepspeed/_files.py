@@ -94,17 +94,17 @@ def read_model(
     trained = {parameter.name: parameter for group in groups for parameter in group}
     own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
     # Only the first rank's file names them under ZeRO-3.
-    shared = {name: owner.of(str) for name, owner in first.member("shared_params", {}).members(str).items()}
+    owners = {name: owner.of(str) for name, owner in first.member("shared_params", {}).members(str).items()}
     frozen = _shapes(first.member("frozen_param_shapes", {}))
-    for name, stored in own.items():
-        owner = shared.get(name, name)
-        if owner in trained and stored.shape != trained[owner].shape:
-            tensors.add_derived(name, stored.dtype, trained[owner].shape, state_key("param", owner))
-        elif owner in frozen and stored.shape != frozen[owner]:
+    for name, tensor in own.items():
+        owner = owners.get(name, name)
+        if owner in trained and tensor.shape != trained[owner].shape:
+            tensors.add_derived(name, tensor.dtype, trained[owner].shape, state_key("param", owner))
+        elif owner in frozen and tensor.shape != frozen[owner]:
             _add_frozen(checkpoint, files, name, Parameter(owner, frozen[owner]), tensors)
         else:
-            tensors.add(name, stored.dtype, stored.shape, _whole(name, 0, stored))
-            _compare_replicas(checkpoint, files, modules, name, stored, tensors)
+            tensors.add(name, tensor.dtype, tensor.shape, _whole(name, 0, tensor))
+            _compare_replicas(checkpoint, files, modules, name, tensor, tensors)
     others = {name: value for name, value in module.items() if name not in own}
     common = {key: value for key, value in first.value.items() if key not in _NOT_COMMON}
     return Model(files[0].where, groups, own, common | ({"module": others} if others else {}))
@@ -126,8 +126,8 @@ def _group(
     return [Parameter(name, shape, skip) for (name, shape), skip in zip(shapes.items(), skipped, strict=True)]
 
 
-def _whole(key: str, number: int, stored: StoredTensor) -> list[Piece]:
-    return [Piece(key, number, stored.begin, (0,) * len(stored.shape), stored.shape)] if prod(stored.shape) else []
+def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
+    return [Piece(key, number, tensor.begin, (0,) * len(tensor.shape), tensor.shape)] if prod(tensor.shape) else []
 
 
 def _compare_replicas(
@@ -135,18 +135,18 @@ def _compare_replicas(
     files: Sequence[ArchiveFile],
     modules: Sequence[ValueAt],
     name: str,
-    stored: StoredTensor,
+    tensor: StoredTensor,
     tensors: Tensors,
 ) -> None:
     """Refuse a tensor of which each rank of ZeRO-3 has a copy of its own, unless all are alike."""
-    if not stored.is_row_major:
-        tensors.refused[name] = f"{checkpoint.storage.where(stored.file)!r} has elements that aren't in row-major order"
+    if not tensor.is_row_major:
+        tensors.refused[name] = f"{checkpoint.storage.where(tensor.file)!r} has elements that aren't in row-major order"
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
-        if not prod(stored.shape):
+        if not prod(tensor.shape):
             return
         places = files[0].where, file.where
-        tensors.add_copy([name], stored, other if isinstance(other, StoredTensor) else None, places)
+        tensors.add_copy([name], tensor, other if isinstance(other, StoredTensor) else None, places)
 
 
 def _add_frozen(
@@ -239,8 +239,8 @@ class Optimizer:
     def group_steps(self, group: int) -> list[Any]:
         """Return by rank a group's step, where it is among its hyperparameters, as FusedAdam has it, or one of all."""
         owner = next((owner for owner, groups in enumerate(self.owners) if group in groups), None)
-        found = [{} if owner is None else groups[owner] for groups in self.param_groups]
-        return [own.get("step", step) for own, step in zip(found, self.steps, strict=True)]
+        rank_groups = [{} if owner is None else groups[owner] for groups in self.param_groups]
+        return [own.get("step", step) for own, step in zip(rank_groups, self.steps, strict=True)]
 
 
 def read_optimizer(checkpoint: Checkpoint, files: Sequence[ArchiveFile], first: int, saved_by: int) -> Optimizer:

@@ -97,17 +97,17 @@ def split_paddings(parameters: Sequence[Parameter], ranks: int) -> list[list[tup
         >>> split_paddings([Parameter("w", (3, 5)), Parameter("gain", (1,))], 4)
         [[], [(4, 1)], [(4, 1)], [(3, 1), (4, 1)]]
     """
-    found: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    by_rank: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     at = 0
     for parameter in parameters:
         count = prod(parameter.shape)
         part = -(-count // ranks)
-        for rank, paddings in enumerate(found):
-            held = min(max(count - rank * part, 0), part)
-            if held < part:
-                paddings.append((at + held, part - held))
+        for rank, paddings in enumerate(by_rank):
+            own_count = min(max(count - rank * part, 0), part)
+            if own_count < part:
+                paddings.append((at + own_count, part - own_count))
         at += part
-    return found
+    return by_rank
 
 
 def split_length(parameters: Sequence[Parameter], ranks: int) -> int:

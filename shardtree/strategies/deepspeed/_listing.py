@@ -48,8 +48,8 @@ def recognize(storage: Storage) -> Fields | None:
         >>> recognize(MemoryStorage()) is None
         True
     """
-    found = tag_folder(storage)
-    names = () if found is None else storage.names(found.rstrip("/"))
+    folder = tag_folder(storage)
+    names = () if folder is None else storage.names(folder.rstrip("/"))
     if not any(map(_is_model, names)) or "zero" in names:
         return None
     return fields_of_backend(*ZERO)
@@ -108,8 +108,8 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
         two = ["mp_rank_00_model_states.pt", next(name for name in models.values() if name.startswith("zero_pp_rank"))]
     if two:
         fix = "Move the other save's files away: only you know which belong together."
-        found = " beside ".join(two)
-        raise CorruptCheckpoint(error_text(f"open: {where!r} has files of two saves", found=found, fix=fix))
+        pair = " beside ".join(two)
+        raise CorruptCheckpoint(error_text(f"open: {where!r} has files of two saves", found=pair, fix=fix))
     optimizers = next(iter(prefixes.values()), {})
     for kind, ranks in (("model_states", models), ("optim_states", optimizers)):
         missing = [str(rank) for rank in range(min(max(ranks, default=-1) + 1, 100_000)) if rank not in ranks]
@@ -121,8 +121,8 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
 
 
 def _check_joinable(names: Iterable[str], where: str) -> None:
-    matches = [found for name in names if (found := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-    tensor_parallel = [found[0] for found in matches if int(found[found.re.groups]) > 0]
+    matches = [match for name in names if (match := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
+    tensor_parallel = [match[0] for match in matches if int(match[match.re.groups]) > 0]
     wrong = [f"{tensor_parallel[0]!r}: a slice of tensor parallelism"] if tensor_parallel else []
     for pattern, what in _OTHERS:
         wrong += [f"{name!r}: {what}" for name in names if pattern.fullmatch(name)][:1]
@@ -131,7 +131,7 @@ def _check_joinable(names: Iterable[str], where: str) -> None:
         raise UnsupportedValue(error_text(f"open: {where!r} can't be joined", offenders=wrong, fix=fix))
 
 
-def check_count(storage: Storage, folder: str, kind: str, found: int, expected: int, by: str) -> None:
+def check_count(storage: Storage, folder: str, kind: str, count: int, expected: int, by: str) -> None:
     """Raise unless there is a file for each data-parallel rank of the save, and no other.
 
     Args:
@@ -145,9 +145,9 @@ def check_count(storage: Storage, folder: str, kind: str, found: int, expected: 
     Raises:
         CorruptCheckpoint: there are fewer, or more.
     """
-    if found == expected:
+    if count == expected:
         return
     fewer = "Copy every rank's file; without one, its part of each tensor is missing."
-    fix = fewer if found < expected else "Files of an older save of more ranks lie beside them: move those away."
+    fix = fewer if count < expected else "Files of an older save of more ranks lie beside them: move those away."
     what = f"open: {storage.where(folder.rstrip('/'))!r} hasn't one {kind} file for each rank"
-    raise CorruptCheckpoint(error_text(what, found=f"{found} files", expected=f"{expected}, by {by}", fix=fix))
+    raise CorruptCheckpoint(error_text(what, found=f"{count} files", expected=f"{expected}, by {by}", fix=fix))

@@ -77,11 +77,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     model = read_model(checkpoint, models, None, tensors)
     names = _state_files(storage, folder, model)
     optimizer_file = f"{folder}{STATES}/{OPTIMIZER_FILE}"
-    wanted = [*names, *([optimizer_file] if storage.length(optimizer_file) is not None else [])]
-    files = [*models, *read_archives(checkpoint, wanted, CLASSES)]
+    state_files = [*names, *([optimizer_file] if storage.length(optimizer_file) is not None else [])]
+    files = [*models, *read_archives(checkpoint, state_files, CLASSES)]
     for number, (file, place) in enumerate(zip(files[len(models) :], names.values(), strict=False), len(models)):
         _add_state(checkpoint, tensors, model, file, number, *place)
-    optimizer = files[-1].saved if len(wanted) > len(names) else ValueAt({}, "")
+    optimizer = files[-1].saved if len(state_files) > len(names) else ValueAt({}, "")
     groups = _groups(optimizer)
     _add_steps(tensors, model, optimizer, groups, len(files) - 1)
     common = model.common | {"optimizer": {"param_groups": hyperparameters(groups)}}
@@ -90,18 +90,18 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 def _state_files(storage: Storage, folder: str, model: Model) -> dict[str, tuple[Parameter, str]]:
     """Return the files of all trained parameters, with the parameter and the state that each has."""
-    found: dict[str, tuple[Parameter, str]] = {}
+    files: dict[str, tuple[Parameter, str]] = {}
     missing = list[str]()
     for parameter in model.parameters.values():
         place = f"{folder}{STATES}/{parameter.name}"
         states = [name.removesuffix(".pt") for name in storage.names(place) if name.endswith(".pt")]
         if MASTER not in states:
             missing.append(repr(f"{place}/{MASTER}.pt"))
-        found |= {f"{place}/{state}.pt": (parameter, state) for state in states}
+        files |= {f"{place}/{state}.pt": (parameter, state) for state in states}
     if missing:
         what = f"open: {storage.where(folder.rstrip('/'))!r} lacks masters of param_shapes in {model.where!r}"
         raise CorruptCheckpoint(error_text(what, offenders=missing, fix="Copy the whole folder, or convert it again."))
-    return found
+    return files
 
 
 def _add_state(
@@ -123,13 +123,13 @@ def _add_state(
         shape = value.shape[:1] + shape[1:]  # without the rows that pad the vocabulary
     # From ZeRO-3, tensors are flat.
     if not isinstance(value, StoredTensor) or not _fits(value.shape, shape) or not value.is_row_major:
-        found = f"a {type(value).__name__}"
+        description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
-            found = f"{value.shape} at strides {value.stride}"
+            description = f"{value.shape} at strides {value.stride}"
         what = f"open: {file.where!r} isn't a state of its parameter"
         expected = f"a row-major tensor {shape}, by param_shapes in {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
-        raise CorruptCheckpoint(error_text(what, found=found, expected=expected, fix=fix))
+        raise CorruptCheckpoint(error_text(what, found=description, expected=expected, fix=fix))
     pieces = [Piece(key, number, value.begin, (0,) * len(shape), shape)] if 0 not in shape else []
     tensors.add(key, value.dtype, shape, pieces)
     weight = model.module.get(parameter.name)
@@ -137,8 +137,8 @@ def _add_state(
         tensors.compared[key] = Comparison(state_key("param", parameter.name), parameter.name)
 
 
-def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return found in (shape, (prod(shape),))
+def _fits(stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return stored_shape in (shape, (prod(shape),))
 
 
 def _groups(optimizer: ValueAt) -> list[Mapping[str, Any]]:

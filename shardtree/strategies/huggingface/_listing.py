@@ -55,18 +55,18 @@ def find_weights(storage: Storage) -> str | None:
         >>> find_weights(storage)
         'adapter_model.safetensors'
     """
-    with listed(storage, deep=False) as seen:
-        if seen.length("") is not None:
-            return "" if seen.where().endswith(SUFFIX) else None
-        names = seen.names()
+    with listed(storage, deep=False) as listing:
+        if listing.length("") is not None:
+            return "" if listing.where().endswith(SUFFIX) else None
+        names = listing.names()
     singles = [name for name in names if name.endswith(SUFFIX) and not _ONE_OF_SEVERAL.fullmatch(name)]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     for stem in _USUAL_STEMS:
-        for found in (singles, indexes):
-            suffix = SUFFIX if found is singles else INDEX_SUFFIX
-            if f"{stem}{suffix}" in found:
+        for group in (singles, indexes):
+            suffix = SUFFIX if group is singles else INDEX_SUFFIX
+            if f"{stem}{suffix}" in group:
                 return f"{stem}{suffix}"
-    return next((found[0] for found in (indexes, singles) if len(found) == 1), None)
+    return next((group[0] for group in (indexes, singles) if len(group) == 1), None)
 
 
 def file_name(number: int, count: int) -> str:
@@ -116,11 +116,15 @@ def read_listing(checkpoint: Checkpoint) -> Listing:
         CorruptCheckpoint: nothing that could be a model is there (any more), or the index isn't sound.
     """
     # With another format's common state, metadata.json is the commit and lists the files: the index comes after it.
-    named = checkpoint.fields.get("tensor_files")
-    if named is not None:
-        if isinstance(named, list) and all(_is_inside(name) for name in named) and len(set(named)) == len(named):
-            return Listing("metadata.json", tuple(named))
-        raise _unsound("metadata.json", f"tensor_files = {named!r}"[:500], "names of files in the same folder")
+    tensor_files = checkpoint.fields.get("tensor_files")
+    if tensor_files is not None:
+        if (
+            isinstance(tensor_files, list)
+            and all(_is_inside(name) for name in tensor_files)
+            and len(set(tensor_files)) == len(tensor_files)
+        ):
+            return Listing("metadata.json", tuple(tensor_files))
+        raise _unsound("metadata.json", f"tensor_files = {tensor_files!r}"[:500], "names of files in the same folder")
     name = find_weights(checkpoint.storage)
     if name is None:
         where = checkpoint.storage.where()
@@ -178,7 +182,7 @@ _TIED = re.compile(
 )
 
 
-def are_tied(storage: Storage, keys: Iterable[str], stored: Iterable[str]) -> bool:
+def are_tied(storage: Storage, keys: Iterable[str], stored_keys: Iterable[str]) -> bool:
     """Return whether a model's config says that its embeddings are tied, and keys are such, with one of them stored.
 
     Examples:
@@ -188,7 +192,7 @@ def are_tied(storage: Storage, keys: Iterable[str], stored: Iterable[str]) -> bo
         >>> are_tied(storage, ["lm_head.weight"], ["model.embed_tokens.weight"])
         True
     """
-    if not all(map(_TIED.fullmatch, keys)) or not any(map(_TIED.fullmatch, stored)):
+    if not all(map(_TIED.fullmatch, keys)) or not any(map(_TIED.fullmatch, stored_keys)):
         return False
     length = storage.length(_CONFIG)
     if length is None or length > _MOST_BYTES:

@@ -55,18 +55,18 @@ def read_header(storage: Storage, name: str) -> WeightFile:
     Raises:
         CorruptCheckpoint: there is no such file, or its header isn't one or doesn't fit the file.
     """
-    found = _header_if_there(storage, name)
-    if found is None:
+    header = _header_if_there(storage, name)
+    if header is None:
         what, fix = f"open: {storage.where(name)!r} belongs to the checkpoint", "Fetch it again, or load another one."
         raise CorruptCheckpoint(error_text(what, found="no such file", fix=fix))
-    return found
+    return header
 
 
 def _header_if_there(storage: Storage, name: str) -> WeightFile | None:
-    where, known = storage.where(name), storage.length(name)
-    if known is None:
+    where, size = storage.where(name), storage.length(name)
+    if size is None:
         return None
-    with opened(storage, name, known) as reader:
+    with opened(storage, name, size) as reader:
         length = reader.length
         first = _bytes(reader, 0, min(length, _FIRST_BYTES))
         try:
@@ -91,12 +91,13 @@ def read_headers(storage: Storage, listing: Listing) -> list[WeightFile]:
         CorruptCheckpoint: as `read_header`.
     """
     names, threads = listing.files, threads_of(storage, None, _MOST_REQUESTS)
-    found = in_threads(partial(_header_if_there, storage), names, threads)
-    if listing.weight_map is None or not any(found):
+    headers = in_threads(partial(_header_if_there, storage), names, threads)
+    if listing.weight_map is None or not any(headers):
         return [
-            read_header(storage, name) if header is None else header for name, header in zip(names, found, strict=True)
+            read_header(storage, name) if header is None else header
+            for name, header in zip(names, headers, strict=True)
         ]
-    return [header for header in found if header is not None]
+    return [header for header in headers if header is not None]
 
 
 def _bytes(reader: Reader, begin: int, end: int) -> bytearray:
@@ -154,13 +155,15 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
     """
     rows = _rows(listing, files)
     refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
-    kept = sorted(((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name)
-    if len(kept) * max((len(entry.shape) for _, entry in kept), default=0) > _MOST_NUMBERS:
+    loadable_rows = sorted(
+        ((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name
+    )
+    if len(loadable_rows) * max((len(entry.shape) for _, entry in loadable_rows), default=0) > _MOST_NUMBERS:
         raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
-    byte = [files[file].data_start + entry.start for file, entry in kept]
+    byte = [files[file].data_start + entry.start for file, entry in loadable_rows]
     index = build_index(
-        _columns([entry for _, entry in kept]),
-        np.array([file for file, _ in kept], dtype=np.int64),
+        _columns([entry for _, entry in loadable_rows]),
+        np.array([file for file, _ in loadable_rows], dtype=np.int64),
         np.array(byte, dtype=np.int64),
         files=[StoredFile(file.name, file.length) for file in files],
     )
@@ -218,18 +221,18 @@ def _columns(entries: Sequence[Entry]) -> ShardColumns:
     shapes = [entry.shape for entry in entries]
     shape = box_column(shapes, fill=1)
     # A model repeats few kinds in many layers; each is one object.
-    known = {kind: TensorKind(dtype_from_tag(kind[0]), kind[1], 0) for kind in {entry[1:3] for entry in entries}}
-    kinds = {entry.name: known[entry[1:3]] for entry in entries}
+    unique_kinds = {kind: TensorKind(dtype_from_tag(kind[0]), kind[1], 0) for kind in {entry[1:3] for entry in entries}}
+    kinds = {entry.name: unique_kinds[entry[1:3]] for entry in entries}
     return stored_columns(kinds, np.arange(len(entries)), np.zeros_like(shape), shape)
 
 
 def _texts(files: Sequence[WeightFile]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for file in files:
         for name, text in file.texts.items():
             if name != "format":
-                found.setdefault(name, text)
-    return found
+                texts.setdefault(name, text)
+    return texts
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -241,15 +244,15 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         UnsupportedValue: a tensor has a dtype that torch lacks.
         CorruptCheckpoint: the files aren't sound, or don't fit each other.
     """
-    found = read_contents(checkpoint)
-    check_taken(found.refused, [shard.key for shard in shards])
-    return load_from_index(checkpoint, found.index, shards)
+    model_contents = read_contents(checkpoint)
+    check_taken(model_contents.refused, [shard.key for shard in shards])
+    return load_from_index(checkpoint, model_contents.index, shards)
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
-    found = read_contents(checkpoint)
-    return IndexMetadata(found.index, untaken=found.refused)
+    model_contents = read_contents(checkpoint)
+    return IndexMetadata(model_contents.index, untaken=model_contents.refused)
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -285,22 +288,22 @@ def _unchecked(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
 
 
 def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
-    files, found, keys = list[WeightFile](), list[Damage](), _keys(listing)
+    files, damages, keys = list[WeightFile](), list[Damage](), _keys(listing)
     for name in listing.files:
         try:
             files.append(read_header(checkpoint.storage, name))
         except CheckpointingException as error:
-            found.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
+            damages.append(Damage(name, str(error), keys=tuple(sorted(keys.get(name, ())))))
     # The index is compared only with sound files: a damaged header would make all its tensors seem missing.
-    return tuple(found) or _contradictions(checkpoint.storage, listing, files)
+    return tuple(damages) or _contradictions(checkpoint.storage, listing, files)
 
 
 def _keys(listing: Listing) -> dict[str, list[str]]:
     """Return the tensors that the index lists, by file."""
-    found: dict[str, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for key, file in (listing.weight_map or {}).items():
-        found.setdefault(file, []).append(key)
-    return found
+        by_file.setdefault(file, []).append(key)
+    return by_file
 
 
 def _contradictions(storage: Storage, listing: Listing, files: list[WeightFile]) -> tuple[Damage, ...]:

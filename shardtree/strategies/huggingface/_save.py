@@ -60,7 +60,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     If another format keeps the common state, metadata.json comes before the index: it is the commit then.
     """
     saving: Saving = pending.state
-    files, moved = saving.model.files, saving.moved
+    files, final_names = saving.model.files, saving.moved
     count = len(files)
     alone = fields["common_backend"] == BACKEND
     if alone and count == 1:
@@ -69,11 +69,11 @@ def commit(pending: PendingSave, fields: Fields) -> None:
         return
     for number in range(count):
         move(pending.storage, draft_name(pending.save_id, number, count), file_name(number, count))
-        moved.append(file_name(number, count))
+        final_names.append(file_name(number, count))
     _sync(pending)
     if not alone:
-        named = {**fields, "tensor_files": list(moved)}
-        replace_metadata(pending.storage, pending.before, named, durable=pending.options.durable)
+        all_fields = {**fields, "tensor_files": list(final_names)}
+        replace_metadata(pending.storage, pending.before, all_fields, durable=pending.options.durable)
     pending.storage.replace(INDEX_FILE, index_json(files), durable=pending.options.durable)
 
 
@@ -227,8 +227,8 @@ def _writers(columns: ShardColumns, ranks: int) -> dict[str, int]:
     """Return the first rank that writes to each tensor, as a save shares it out; 0 for those without elements."""
     rows = np.flatnonzero(level_writes(columns, ranks))
     # Backwards, so that the first counts. A tensor of several ranks can't be written: the storage's error says why.
-    known = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
-    return {key: known.get(number, 0) for number, key in enumerate(columns.keys)}
+    writers = dict(zip(columns.key[rows][::-1].tolist(), columns.rank[rows][::-1].tolist(), strict=True))
+    return {key: writers.get(number, 0) for number, key in enumerate(columns.keys)}
 
 
 def _layout(pending: PendingSave) -> ShardColumns:

@@ -117,13 +117,13 @@ def buckets_of(tensors: Mapping[str, TensorEntry]) -> list[Bucket]:
     states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     names = {}
     for key, entry in tensors.items():
-        if found := _BUCKET.fullmatch(key):
-            names[key.rpartition(".")[0]] = found
-            states[key.rpartition(".")[0]][found["state"]] = entry
+        if match := _BUCKET.fullmatch(key):
+            names[key.rpartition(".")[0]] = match
+            states[key.rpartition(".")[0]][match["state"]] = entry
     return sorted((_bucket(name, names[name], states[name]) for name in names), key=_place)
 
 
-def _bucket(name: str, found: re.Match[str], states: Mapping[str, TensorEntry]) -> Bucket:
+def _bucket(name: str, match: re.Match[str], states: Mapping[str, TensorEntry]) -> Bucket:
     edges = {(*sorted(at for ((at,), _) in entry.boxes), entry.shape[0]) for entry in states.values()}
     dtypes = {state: entry.dtype for state, entry in states.items() if entry.dtype is not None}
     if dtypes.get(MASTER) is torch.int16:
@@ -136,9 +136,9 @@ def _bucket(name: str, found: re.Match[str], states: Mapping[str, TensorEntry]) 
         raise CorruptCheckpoint(
             error_text(f"open: bucket {name!r} is not sound", found=sorted(states), expected=expected, fix=fix)
         )
-    buffer = (int(found["buffer"]), found["dtype"])
+    buffer = (int(match["buffer"]), match["dtype"])
     return Bucket(
-        name, found["group"], buffer, int(found["bucket"]), found["dtype"], (*sorted(dtypes.items()),), edges.pop()
+        name, match["group"], buffer, int(match["bucket"]), match["dtype"], (*sorted(dtypes.items()),), edges.pop()
     )
 
 
@@ -148,11 +148,11 @@ def _place(bucket: Bucket) -> tuple[str, tuple[int, str], int]:
 
 def pieces_of(tensors: Mapping[str, TensorEntry]) -> dict[str, list[Piece]]:
     """Return the pieces that may be parameters, by dtype as torch names it."""
-    found: dict[str, list[Piece]] = defaultdict(list)
+    by_dtype: dict[str, list[Piece]] = defaultdict(list)
     for key, entry in tensors.items():
         if entry.dtype is not None and entry.dtype.is_floating_point and not is_bucket(key):
-            found[str(entry.dtype).removeprefix("torch.")] += [Piece(key, *box, entry.shape) for box in entry.boxes]
-    return found
+            by_dtype[str(entry.dtype).removeprefix("torch.")] += [Piece(key, *box, entry.shape) for box in entry.boxes]
+    return by_dtype
 
 
 def halves(pieces: Sequence[Piece]) -> Iterator[Candidate]:
@@ -220,39 +220,39 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
     length, cuts = bucket.edges[-1], _slice_edges(bucket.edges)
     # A chunk that isn't cut by the end of a data-parallel rank's slice is one parameter, or the padding after one.
     edges, fixed = set(bucket.edges), [edge for edge in bucket.edges if edge not in cuts]
-    found: dict[int, list[Unit]] = {}
+    units: dict[int, list[Unit]] = {}
     ahead = [0]
     while ahead:
         at = ahead.pop()
-        if at in found or at == length:
+        if at in units or at == length:
             continue
-        found[at] = []
+        units[at] = []
         nearest = fixed[bisect_right(fixed, at)]
         ends = (at + size for size in sorted(sizes, reverse=True) if at + size <= nearest)
         for end in ends if at in edges and at % _ALIGNMENT == 0 else ():
             padded = bisect_left(fixed, _after(end, length)) <= bisect_right(fixed, end)
             if end in edges and padded and (candidates := tuple(matches(at, end))):
-                found[at].append(Unit(bucket, at, end, candidates))
-        ahead += [_after(unit.end, length) for unit in found[at]]
+                units[at].append(Unit(bucket, at, end, candidates))
+        ahead += [_after(unit.end, length) for unit in units[at]]
     readings: dict[int, list[Reading]] = {length: [()]}
-    for at in sorted(found, reverse=True):
-        tails = ((unit, *tail) for unit in found[at] for tail in readings.get(_after(unit.end, length), ()))
+    for at in sorted(units, reverse=True):
+        tails = ((unit, *tail) for unit in units[at] for tail in readings.get(_after(unit.end, length), ()))
         readings[at] = [*islice(tails, MOST_READINGS)]
     if readings[0]:
         return readings[0]
     fix = "Weights and optimizer aren't of one step, or were edited since. Load the model alone, or another checkpoint."
-    what = f"open: {bucket.name!r}, from element {max(found)}: no parameter of the model has the values"
+    what = f"open: {bucket.name!r}, from element {max(units)}: no parameter of the model has the values"
     raise UnsupportedValue(error_text(what, fix=fix))
 
 
 def _slice_edges(edges: Ints) -> set[int]:
     """Return where slices of data-parallel ranks may end: at the multiples of a length, if all of these are edges."""
-    found, known, length = set[int](), set(edges), edges[-1]
+    multiples, all_edges, length = set[int](), set(edges), edges[-1]
     for size in edges[1:-1]:
         ends = range(size, length, size)
-        if known.issuperset(ends) and _is_slice(size, length):
-            found.update(ends)
-    return found
+        if all_edges.issuperset(ends) and _is_slice(size, length):
+            multiples.update(ends)
+    return multiples
 
 
 def _is_slice(size: int, length: int) -> bool:

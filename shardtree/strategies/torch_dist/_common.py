@@ -151,15 +151,15 @@ def named_values(common: Any) -> dict[str, Value]:
         groups.0.lr ('groups', 0, 'lr') 0.1
         groups.1.lr ('groups', 1, 'lr') 0.2
     """
-    named: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for path, value in _top_values(common):
         name = path_key(path)
-        if name in named:
-            offenders = [render_path(other) for other in (named[name][0], path)]
+        if name in values:
+            offenders = [render_path(other) for other in (values[name][0], path)]
             fix = "Rename one of them; torch.distributed.checkpoint names a value by its path, joined by dots."
             raise TreeError(error_text(f"save: two values named {name!r}", offenders=offenders, fix=fix))
-        named[name] = (path, value)
-    return named
+        values[name] = (path, value)
+    return values
 
 
 def _top_values(common: Any) -> Iterator[Value]:
@@ -198,7 +198,7 @@ def _is_one_value(node: Any) -> bool:
     return not isinstance(node, list) or any(child is HOLE for child in node) or all(map(_is_one_value, node))
 
 
-def without_hollow(named: dict[str, Value], taken: Set[str]) -> dict[str, Value]:
+def without_hollow(values: dict[str, Value], shard_keys: Set[str]) -> dict[str, Value]:
     """Return values by name without empty containers in the place of a tensor or an object.
 
     A rank that has no shards at all has an empty container of them, which is no value.
@@ -209,12 +209,12 @@ def without_hollow(named: dict[str, Value], taken: Set[str]) -> dict[str, Value]
     """
     return {
         name: (path, value)
-        for name, (path, value) in named.items()
-        if taken.isdisjoint((name, path[0])) or not is_hollow(value)
+        for name, (path, value) in values.items()
+        if shard_keys.isdisjoint((name, path[0])) or not is_hollow(value)
     }
 
 
-def check_names(named: dict[str, Value], taken: Set[str]) -> None:
+def check_names(values: dict[str, Value], shard_keys: Set[str]) -> None:
     """Raise unless values, tensors and objects can lie in one checkpoint.
 
     Args:
@@ -234,11 +234,11 @@ def check_names(named: dict[str, Value], taken: Set[str]) -> None:
     """
     wrong = [
         f"{render_path(path)} is in the place of {place!r}"
-        for name, (path, _) in named.items()
+        for name, (path, _) in values.items()
         for place in dict.fromkeys((name, path[0]))
-        if place in taken
+        if place in shard_keys
     ]
-    wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in named.items() if is_object(name)]
+    wrong += [f"{render_path(path)} is named like an object" for name, (path, _) in values.items() if is_object(name)]
     if wrong:
         fix = "Rename the shards or the values: torch.distributed.checkpoint keeps all of them in one dict."
         raise TreeError(error_text("save: plain values in the places of tensors or objects", offenders=wrong, fix=fix))

@@ -176,14 +176,14 @@ def true_boxes(entry: TensorEntry) -> Boxes:
     return Boxes(entry.grid_shape, offsets, shapes, np.stack([start, stop], axis=1))
 
 
-def _cell(stored: Ints, shape: Ints) -> Ints:
+def _cell(stored_shape: Ints, shape: Ints) -> Ints:
     """Return the shape of one cell of a grid."""
-    fits = len(stored) == len(shape) + 1 and all(
-        count > 0 and size % count == 0 for size, count in zip(shape, stored, strict=False)
+    fits = len(stored_shape) == len(shape) + 1 and all(
+        count > 0 and size % count == 0 for size, count in zip(shape, stored_shape, strict=False)
     )
-    cell = tuple(size // count for size, count in zip(shape, stored, strict=False)) if fits else ()
-    if not fits or prod(cell) != stored[-1]:
-        raise ValueError(f"it is stored as {stored}, which isn't a grid of flattened cells of {shape}")
+    cell = tuple(size // count for size, count in zip(shape, stored_shape, strict=False)) if fits else ()
+    if not fits or prod(cell) != stored_shape[-1]:
+        raise ValueError(f"it is stored as {stored_shape}, which isn't a grid of flattened cells of {shape}")
     return cell
 
 
@@ -277,7 +277,7 @@ def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
     tensors = {key: contents.tensors[key] for key in sorted(contents.tensors)}
     boxes, unknown = _readable(tensors)
     columns = _columns(tensors, boxes)
-    names = [key for key, found in boxes.items() for _ in range(len(found.offsets))] + list(contents.values)
+    names = [key for key, own in boxes.items() for _ in range(len(own.offsets))] + list(contents.values)
     entries = [tensors[key] for key in boxes]
     rows = np.concatenate([*(entry.places for entry in entries), int64(list(contents.values.values()))])
     axes = np.repeat(int64([len(entry.shape) for entry in entries]), [len(entry.places) for entry in entries])
@@ -312,20 +312,20 @@ def _readable(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, Boxes], dic
 
 
 def _columns(tensors: Mapping[str, TensorEntry], boxes: Mapping[str, Boxes]) -> ShardColumns:
-    kinds = {key: _kind(tensors[key], found) for key, found in boxes.items()}
-    counts = [len(found.offsets) for found in boxes.values()]
+    kinds = {key: _kind(tensors[key], tensor_boxes) for key, tensor_boxes in boxes.items()}
+    counts = [len(tensor_boxes.offsets) for tensor_boxes in boxes.values()]
     chunks = sum(counts)
     if chunks * max((len(kind.global_shape) for kind in kinds.values()), default=0) > _MOST_NUMBERS:
         raise ValueError(f"{chunks} chunks of too many axes")
     flat, end = np.full((chunks, 2), -1), np.cumsum(counts).tolist()
-    for found, last in zip(boxes.values(), end, strict=True):
-        if found.flat is not None:
-            flat[last - len(found.flat) : last] = found.flat
+    for tensor_boxes, last in zip(boxes.values(), end, strict=True):
+        if tensor_boxes.flat is not None:
+            flat[last - len(tensor_boxes.flat) : last] = tensor_boxes.flat
     return stored_columns(
         kinds,
         np.repeat(np.arange(len(counts)), counts),
-        _right_aligned([found.offsets for found in boxes.values()], fill=0),
-        _right_aligned([found.shapes for found in boxes.values()], fill=1),
+        _right_aligned([tensor_boxes.offsets for tensor_boxes in boxes.values()], fill=0),
+        _right_aligned([tensor_boxes.shapes for tensor_boxes in boxes.values()], fill=1),
         flat[:, 0],
         flat[:, 1],
     )

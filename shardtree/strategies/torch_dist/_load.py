@@ -95,10 +95,10 @@ def archives_cost(
     direct, begin = plan.select(~repeats[run], ~repeats[piece]), archives.start[numbers]
     ranges = ByteRanges(begin, begin + archives.payload[numbers], np.ones_like(begin))
     virtual = replace(archives.virtual, ranges=ranges)
-    found = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
+    cost = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
     decoded = int(archives.length[numbers[repeats[numbers]]].sum())
     files = np.unique(archives.file[numbers]).size
-    return replace(found, bytes_wanted=plan.bytes_read, bytes_read=found.bytes_read + decoded, files=files)
+    return replace(cost, bytes_wanted=plan.bytes_read, bytes_read=cost.bytes_read + decoded, files=files)
 
 
 def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
@@ -113,14 +113,14 @@ def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column
 
 def _files(listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, StoredFile]:
     """Return the files of some payloads, by number, with the payloads as byte ranges that have a checksum."""
-    archives, found = listing.archives, dict[int, StoredFile]()
+    archives, files = listing.archives, dict[int, StoredFile]()
     for file in np.unique(archives.file[numbers]).tolist():
         inside = numbers[archives.file[numbers] == file]
         begin = payloads.begin[inside]
         # The CRC32 of the zip record, which torch writes and never looks at.
         ranges = ByteRanges(begin, begin + archives.payload[inside], payloads.crc32[inside])
-        found[file] = StoredFile(archives.files[file], payloads.lengths[file], ranges=ranges)
-    return found
+        files[file] = StoredFile(archives.files[file], payloads.lengths[file], ranges=ranges)
+    return files
 
 
 def _read_decoded(
@@ -162,10 +162,10 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
             partial(archives_cost, checkpoint, listing),
         )
 
-    stored = metadata_of(listing.index)
+    metadata = metadata_of(listing.index)
     if not any(map(is_bucket, listing.contents.tensors)):
-        return stored
-    return DeferredMetadata(stored, lambda: metadata_of(_states(checkpoint, listing)))
+        return metadata
+    return DeferredMetadata(metadata, lambda: metadata_of(_states(checkpoint, listing)))
 
 
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -228,8 +228,8 @@ def _fill(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequen
 
 def _has_states(listing: Listing, keys: Set[str] | None) -> bool:
     """Return whether some keys may be states that are in buckets."""
-    known = keys is not None and keys <= listing.contents.tensors.keys()
-    return not known and any(map(is_bucket, listing.contents.tensors))
+    are_tensors = keys is not None and keys <= listing.contents.tensors.keys()
+    return not are_tensors and any(map(is_bucket, listing.contents.tensors))
 
 
 def _states(checkpoint: Checkpoint, listing: Listing) -> Index:
@@ -257,8 +257,8 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
     listing = read_listing(checkpoint)
     if _has_states(listing, None if listed else keys):
 
-        def keep_states(found: Sequence[Index]) -> None:
-            checkpoint.once(States).index = found[0]
+        def keep_states(indexes: Sequence[Index]) -> None:
+            checkpoint.once(States).index = indexes[0]
 
         # One rank for all: a bucket's reading takes the hashes of all weights.
         copies = partial(_copies, checkpoint, listing)
@@ -266,8 +266,8 @@ def resolve(checkpoint: Checkpoint, keys: Set[str], listed: bool) -> Resolution 
     if checkpoint.options.verify is None or not states_among(checkpoint, listing, keys):
         return None
 
-    def keep(found: Sequence[Mapping[str, str]]) -> None:
-        refuse(checkpoint, {key: reason for each in reversed(found) for key, reason in each.items()})
+    def keep(reasons: Sequence[Mapping[str, str]]) -> None:
+        refuse(checkpoint, {key: reason for each in reversed(reasons) for key, reason in each.items()})
         checkpoint.once(Comparisons).all_alike = True
 
     return Resolution(partial(_differing, checkpoint, listing), keep)
@@ -288,11 +288,11 @@ def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> li
         UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
     """
     listing = read_listing(checkpoint)
-    wanted = [item.unique_key for item in objects]
-    check_objects_known(wanted, [name in listing.values and is_object(name) for name in wanted])
-    numbers = [listing.values[name] for name in wanted]
-    found = dict(decoded(checkpoint, listing, numbers))
-    return [unboxed(found[number]) for number in numbers]
+    unique_keys = [item.unique_key for item in objects]
+    check_objects_known(unique_keys, [name in listing.values and is_object(name) for name in unique_keys])
+    numbers = [listing.values[name] for name in unique_keys]
+    values = dict(decoded(checkpoint, listing, numbers))
+    return [unboxed(values[number]) for number in numbers]
 
 
 def unboxed(value: Any) -> Any:

@@ -234,8 +234,8 @@ def read_trusted(data: bytes, classes: Mapping[tuple[str, str], Any], *, what: s
     try:
         return _Unpickler(io.BytesIO(data), classes).load()
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"[:300]
-        raise CorruptCheckpoint(error_text(f"{what}: not a pickle that can be read", found=found)) from error
+        cause = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptCheckpoint(error_text(f"{what}: not a pickle that can be read", found=cause)) from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -248,12 +248,12 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the value of a name."""
         try:
-            known = self.classes[module, name]
+            value = self.classes[module, name]
         except KeyError:
             return super().find_class(module, name)
-        if not isinstance(known, Constructor):
-            return known
-        return known.make if known.build is None else type(name, (_StubClass,), {"made": known})
+        if not isinstance(value, Constructor):
+            return value
+        return value.make if value.build is None else type(name, (_StubClass,), {"made": value})
 
 
 class _StubClass(Stub):

@@ -70,8 +70,8 @@ def read_metadata_file(checkpoint: Checkpoint) -> MetadataFile:
 def unsound(where: str, error: Exception) -> CorruptCheckpoint:
     """Return the error for a `.metadata` that contradicts itself."""
     fix = "It was damaged or made by another program; load another checkpoint."
-    found = str(error)[:300] or type(error).__name__
-    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=found, fix=fix))
+    cause = str(error)[:300] or type(error).__name__
+    return CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=cause, fix=fix))
 
 
 def parse_metadata(data: bytes, where: str) -> MetadataFile:
@@ -94,16 +94,16 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
 def _parse(root: Any, taken: ScanColumns) -> MetadataFile:
     if not (is_a(root, "Metadata") or is_a(root, "MCoreMetadata")):
         raise ValueError(f"{kind_of(root)} where Metadata should be")
-    entries, stored = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
-    if not isinstance(entries, dict) or not isinstance(stored, dict):
+    entries, storage_data = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
+    if not isinstance(entries, dict) or not isinstance(storage_data, dict):
         raise ValueError("no state_dict_metadata or storage_data")
     listed, places = _TensorTable(taken), _PlaceTable(taken)
-    for found, pairs in ((listed, entries), (places, stored)):
+    for table, pairs in ((listed, entries), (places, storage_data)):
         for key, entry in pairs.items():
             if type(key) is Run:
-                found.add_run(key)
+                table.add_run(key)
             else:
-                found.add(key, entry)
+                table.add(key, entry)
     if len({*listed.keys, *listed.values}) != len(listed.keys) + len(listed.values):
         raise Irregular("a key twice")
     # A run may only be where it stands for what it was taken from.
@@ -215,9 +215,9 @@ class _PlaceTable:
             self.refusals[len(self.file)] = refusal
         key, offset = index.state["fqn"], index.state.get("offset")
         # What has a place and another kind of name is never looked up.
-        known = type(key) is str and (offset is None or (type(offset) is tuple and {*map(type, offset)} <= {int}))
-        row = -1 if offset is None or not known else self.taken.shapes.add(offset)
-        self.key.append(key if known else "")
+        is_known = type(key) is str and (offset is None or (type(offset) is tuple and {*map(type, offset)} <= {int}))
+        row = -1 if offset is None or not is_known else self.taken.shapes.add(offset)
+        self.key.append(key if is_known else "")
         self.file.append(file)
         self._columns.append(np.array([[row], [byte], [length]], dtype=np.int64))
 
@@ -249,11 +249,11 @@ def _refusal(file: str, transforms: Any) -> str:
 
 
 def _content(
-    listed: _TensorTable, stored: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
+    listed: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
     """Return what is listed with its places, shapes looked up in the table."""
     axes, table = listed.taken.shapes.table(_MOST_NUMBERS)
-    named, places = stored.columns()
+    place_offset, places = place_table.columns()
     shape, count, offset, size = (
         np.concatenate([_NONE, *part]) for part in (listed.shape, listed.count, listed.offset, listed.size)
     )
@@ -263,22 +263,22 @@ def _content(
         if other.size:
             raise ValueError(f"{listed.keys[tensor[other[0]]]!r}: its chunks don't have its axes")
     number = {key: at for at, key in enumerate(listed.keys)}
-    of_pair = np.fromiter((number.get(key, -1) for key in stored.key), dtype=np.int64, count=len(stored.key))
-    pairs = np.flatnonzero((of_pair >= 0) & (named >= 0))
-    pairs = pairs[axes[named[pairs]] == axes[shape[of_pair[pairs]]]]
+    of_pair = np.fromiter((number.get(key, -1) for key in place_table.key), dtype=np.int64, count=len(place_table.key))
+    pairs = np.flatnonzero((of_pair >= 0) & (place_offset >= 0))
+    pairs = pairs[axes[place_offset[pairs]] == axes[shape[of_pair[pairs]]]]
     chunks = np.column_stack([tensor, table[offset]])
-    place, first = match_pairs(np.column_stack([of_pair[pairs], table[named[pairs]]]), chunks)
+    place, first = match_pairs(np.column_stack([of_pair[pairs], table[place_offset[pairs]]]), chunks)
     if place.size and place.min() < 0:
         row = int(np.argmin(place))
         missing = tuple(table[offset[row], : int(axes[offset[row]])].tolist())
         raise ValueError(f"{listed.keys[tensor[row]]!r}: no place is given for its chunk at {missing}")
-    kept = without_repeated(table[size], axes[size], first)
-    edge = np.searchsorted(tensor[kept], np.arange(count.size + 1)).tolist()
-    offsets, sizes, place = table[offset[kept]], table[size[kept]], pairs[place[kept]]
+    unique_rows = without_repeated(table[size], axes[size], first)
+    edge = np.searchsorted(tensor[unique_rows], np.arange(count.size + 1)).tolist()
+    offsets, sizes, place = table[offset[unique_rows]], table[size[unique_rows]], pairs[place[unique_rows]]
     grids = {key: true for key in listed.keys if (true := _grid_shape(key, flat)) is not None}
     wholes = _tuples(table[shape], axes[shape])
     entries = TensorEntries(number, listed.kinds, wholes, edge, offsets, sizes, place, grids)
-    return MetadataFile(entries, _values(listed.values, stored.key, named), paths, places)
+    return MetadataFile(entries, _values(listed.values, place_table.key, place_offset), paths, places)
 
 
 def _tuples(shapes: Column, axes: Column) -> list[Ints]:
@@ -287,10 +287,10 @@ def _tuples(shapes: Column, axes: Column) -> list[Ints]:
 
 def _values(listed: list[str], keys: list[str], offset: Column) -> dict[str, int]:
     """Return the number of each plain value's place; the last one counts, as in a dict."""
-    found = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
-    if absent := [key for key in listed if key not in found]:
+    row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
+    if absent := [key for key in listed if key not in row_of]:
         raise ValueError(f"{absent[0]!r}: no place is given for it")
-    return {key: found[key] for key in listed}
+    return {key: row_of[key] for key in listed}
 
 
 def _dtype(properties: Any) -> torch.dtype | None:

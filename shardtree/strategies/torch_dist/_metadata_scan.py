@@ -87,7 +87,9 @@ class MetadataScan:
 
     def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
         self.taken = ScanColumns()
-        self._names = {made: name for (_, name), made in classes.items() if isinstance(made, Constructor)}
+        self._names = {
+            constructor: name for (_, name), constructor in classes.items() if isinstance(constructor, Constructor)
+        }
         self._short = 0
         self._kinds: dict[str, Callable[[Machine, int], int]] = {
             "ChunkStorageMetadata": self._chunks,
@@ -155,9 +157,9 @@ class MetadataScan:
         while len(rows) < _MOST:
             again = end + 2 * (data[end : end + 2] == batches)
             before = len(rows)
-            for found in iter(scanner(pattern, data, again), None):
-                rows.append(found.groups())
-                end = found.end()
+            for match in iter(scanner(pattern, data, again), None):
+                rows.append(match.groups())
+                end = match.end()
                 if len(rows) >= _MOST or end - at >= _MOST_BYTES:
                     break
             if len(rows) == before or end - at >= _MOST_BYTES:
@@ -167,9 +169,9 @@ class MetadataScan:
             return [], at, patterns
         return rows, end, patterns
 
-    def _push(self, machine: Machine, runs: list[Run], taken: int) -> None:
+    def _push(self, machine: Machine, runs: list[Run], count: int) -> None:
         machine.stack += runs
-        machine.memo.taken += taken
+        machine.memo.taken += count
         self.taken.runs += len(runs)
 
     def _base(self, machine: Machine) -> int:
@@ -180,10 +182,10 @@ class MetadataScan:
     def check(self, machine: Machine, codes: Sequence[bytes], *expected: str) -> None:
         """Raise unless references are to classes and texts of these names."""
         for code in set(codes):
-            found = [machine.memo[reference(one)] for one in REFERENCE.findall(code)]
+            values = [machine.memo[reference(one)] for one in REFERENCE.findall(code)]
             # Texts first: a class is never equal to one, whatever its name.
-            names = [value if type(value) is str else self._names.get(value) for value in found]
-            if names != list(expected) or any(map(_is_class_name, expected, found)):
+            names = [value if type(value) is str else self._names.get(value) for value in values]
+            if names != list(expected) or any(map(_is_class_name, expected, values)):
                 raise Irregular(f"{names} where {expected} should be")
 
     def is_size(self, machine: Machine, number: int) -> bool:
@@ -200,10 +202,10 @@ class MetadataScan:
 
     def texts(self, machine: Machine, codes: Sequence[bytes], base: Sequence[int]) -> list[str]:
         """Return texts, written out or referred to; those that are new get their numbers."""
-        known: dict[bytes, str] = {}
-        found = []
+        text_of: dict[bytes, str] = {}
+        texts = []
         for code, number in zip(codes, base, strict=True):
-            text = known.get(code)
+            text = text_of.get(code)
             if text is None:
                 if code[0] == 0x8C:
                     text = str(code[2:-1], "utf-8", "surrogatepass")
@@ -215,9 +217,9 @@ class MetadataScan:
                     text = machine.memo[referred]
                     if type(text) is not str or referred >= number:
                         raise Irregular("a reference to a text that isn't one")
-                    known[code] = text
-            found.append(text)
-        return found
+                    text_of[code] = text
+            texts.append(text)
+        return texts
 
     # The two records of a dict
 
@@ -315,14 +317,14 @@ def _dtype_of(properties: Any) -> Any:
     return properties.state[0]
 
 
-def _is_class_name(name: str, found: Any) -> bool:
+def _is_class_name(name: str, value: Any) -> bool:
     """Return whether a class's name was found as a text, or a text as a class's name."""
-    return (name[0].isupper() or name.startswith("_")) == (type(found) is str)
+    return (name[0].isupper() or name.startswith("_")) == (type(value) is str)
 
 
-def _before(taken: Column) -> Column:
+def _before(counts: Column) -> Column:
     """Return how many numbers of the memo all earlier records take, int64 (records,)."""
-    return np.cumsum(taken) - taken
+    return np.cumsum(counts) - counts
 
 
 def _are_new(texts: Sequence[bytes]) -> Column:
@@ -349,9 +351,9 @@ class _ChunkColumns:
         Args:
             base: the next number of the memo before each, int64 (chunks,).
         """
-        taken, known = self.scan.taken, partial(self.scan.shape, self.machine)
+        taken, shape_of = self.scan.taken, partial(self.scan.shape, self.machine)
         at = base + self.of_object
-        taken.chunk_offset.append(self.offset.rows(taken.shapes, at, known))
-        taken.chunk_shape.append(self.shape.rows(taken.shapes, at + self.offset.taken, known))
+        taken.chunk_offset.append(self.offset.rows(taken.shapes, at, shape_of))
+        taken.chunk_shape.append(self.shape.rows(taken.shapes, at + self.offset.taken, shape_of))
         taken.chunks += base.size
         return taken.chunks - base.size

@@ -236,11 +236,11 @@ def _file_names(writer: PickleWriter, files: Sequence[str], rows: Column) -> Cal
     codes, row = [b""] * len(files), rows.copy()
     for number, at in sorted(zip(used.tolist(), first.tolist(), strict=True), key=itemgetter(1)):
         is_new = files[number] not in writer.memo
-        written = _opcodes(writer, files[number])
+        opcodes = _opcodes(writer, files[number])
         codes[number] = reference(writer.memo[files[number]])
         if is_new:
             row[at] = len(codes)
-            codes.append(written)
+            codes.append(opcodes)
     width = np.array([len(code) for code in codes], dtype=np.int64)
     table = np.frombuffer(b"".join(code.ljust(width.max(), b"\0") for code in codes), dtype=np.uint8)
     table = table.reshape(len(codes), -1)

@@ -68,8 +68,8 @@ def _comparable(index: Index) -> Iterator[tuple[str, Comparison]]:
     names = texts(index.key_text, index.key_start)
     number = {name: position for position, name in enumerate(names)}
     for name in names:
-        found = _STATE.fullmatch(name)
-        weight = found["weight"] if found and found["master"] else None
+        match = _STATE.fullmatch(name)
+        weight = match["weight"] if match and match["master"] else None
         if weight not in number:
             continue  # no state of a master, or the weights are in another checkpoint
         master, kind = kind_at(index, number[name]), kind_at(index, number[weight])
@@ -91,18 +91,18 @@ def differing(checkpoint: Checkpoint, listing: Listing, read: Read, share: int =
         shares: how many there are.
     """
     pairs, index = checkpoint.once(_pairs), listing.index
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for row in _rows(index, list(pairs), share, shares).tolist():
         box = _box(index, row)
-        if box.key in found or not prod(box.data_shape):
+        if box.key in reasons or not prod(box.data_shape):
             continue
         pair = pairs[box.key]
         (number,) = find_texts(index.key_text, index.key_start, [pair.weight])
         dtype = kind_at(index, number).dtype
         place, _ = first_difference(read, pair, box, dtype)
         if place is not None:
-            found[box.key] = f"in {dtype_name(dtype)} it isn't {pair.weight!r}, first at {place}"
-    return found
+            reasons[box.key] = f"in {dtype_name(dtype)} it isn't {pair.weight!r}, first at {place}"
+    return reasons
 
 
 def _rows(index: Index, masters: Sequence[str], share: int, shares: int) -> Column:

@@ -87,11 +87,13 @@ def optimizer_index(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Ind
 
 def state_copies(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> Iterator[Copies]:
     """Yield what several data-parallel groups have of the same states: of what isn't cut over tensor-parallel ranks."""
-    for held in _by_pieces(_matches(checkpoint, listing, fill)).values():
-        for state in sorted({state for match in held for state, _ in match.bucket.states} if len(held) > 1 else ()):
+    for matches in _by_pieces(_matches(checkpoint, listing, fill)).values():
+        for state in sorted(
+            {state for match in matches for state, _ in match.bucket.states} if len(matches) > 1 else ()
+        ):
             begin = 0
-            for piece in held[0].pieces:
-                copies = [(match.bucket.group, partial(_copy, fill, match, state, begin, piece)) for match in held]
+            for piece in matches[0].pieces:
+                copies = [(match.bucket.group, partial(_copy, fill, match, state, begin, piece)) for match in matches]
                 yield Copies(f"optimizer.state.{state}.{piece.key}", piece.offset, copies)
                 begin += _size(piece)
 
@@ -130,15 +132,15 @@ Candidates = Mapping[tuple[str, ...], Sequence[Candidate]]
 
 def _candidates(fill: Fill, dtype: str, pieces: Sequence[Piece]) -> Candidates:
     """Return all that a parameter may be, by hashes of the values."""
-    kind, known = dtype_from_name(dtype), dict[Piece, str]()
+    kind, hashes = dtype_from_name(dtype), dict[Piece, str]()
     groups = [*grouped(pieces, lambda piece: prod(piece.shape) * kind.itemsize, _GROUP_BYTES)]
     memory = torch.empty(max((sum(map(_size, group)) for group in groups), default=0), dtype=kind, device="cpu")
     for group in groups:
-        known.update(zip(group, _hashes_of(fill, group, memory), strict=True))
-    found: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
+        hashes.update(zip(group, _hashes_of(fill, group, memory), strict=True))
+    by_hashes: dict[tuple[str, ...], list[Candidate]] = defaultdict(list)
     for candidate in (*((piece,) for piece in pieces), *halves(pieces)):
-        found[tuple(known[piece] for piece in candidate)].append(candidate)
-    return found
+        by_hashes[tuple(hashes[piece] for piece in candidate)].append(candidate)
+    return by_hashes
 
 
 def _size(piece: Piece) -> int:
@@ -183,7 +185,7 @@ def _readings(
     masters, dtype = memory[: bucket.edges[-1]], dtype_from_name(bucket.dtype)
     _read(fill, bucket, MASTER, masters)
     sizes = {_size(piece) for piece in pieces[bucket.dtype]}
-    of_two = {2 * _size(found[0]) for each in candidates.values() for found in each if len(found) == 2}
+    of_two = {2 * _size(candidate[0]) for each in candidates.values() for candidate in each if len(candidate) == 2}
 
     def matches(begin: int, end: int) -> list[Candidate]:
         values, middle = masters[begin:end], (end - begin) // 2
@@ -207,7 +209,9 @@ def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
         CorruptCheckpoint: it isn't equal, bit for bit.
     """
     by_pieces = _by_pieces(matches)
-    differing = [full_name(pieces[0]) for pieces, held in by_pieces.items() if len(held) > 1 and not _agree(fill, held)]
+    differing = [
+        full_name(pieces[0]) for pieces, copies in by_pieces.items() if len(copies) > 1 and not _agree(fill, copies)
+    ]
     if differing:
         fix = (
             "The checkpoint was damaged, or its ranks had diverged when it was saved; load an earlier one. "
@@ -215,24 +219,24 @@ def _one_of_each(fill: Fill, matches: Sequence[Match]) -> list[Match]:
         )
         what = "open: ranks' copies of optimizer states differ"
         raise CorruptCheckpoint(error_text(what, offenders=sorted(differing), fix=fix))
-    return [held[0] for held in by_pieces.values()]
+    return [copies[0] for copies in by_pieces.values()]
 
 
 def _by_pieces(matches: Sequence[Match]) -> dict[Candidate, list[Match]]:
-    found: dict[Candidate, list[Match]] = defaultdict(list)
+    by_pieces: dict[Candidate, list[Match]] = defaultdict(list)
     for match in matches:
-        found[match.pieces].append(match)
-    return found
+        by_pieces[match.pieces].append(match)
+    return by_pieces
 
 
-def _agree(fill: Fill, held: Sequence[Match]) -> bool:
-    return len({tuple(_hashes(fill, match)) for match in held}) == 1
+def _agree(fill: Fill, copies: Sequence[Match]) -> bool:
+    return len({tuple(_hashes(fill, match)) for match in copies}) == 1
 
 
-def _hashes(fill: Fill, held: Unit | Match) -> Iterator[str]:
-    for state, dtype in held.bucket.states:
-        data = torch.empty(held.end - held.begin, dtype=dtype, device="cpu")
-        _read(fill, held.bucket, state, data, held.begin)
+def _hashes(fill: Fill, unit: Unit | Match) -> Iterator[str]:
+    for state, dtype in unit.bucket.states:
+        data = torch.empty(unit.end - unit.begin, dtype=dtype, device="cpu")
+        _read(fill, unit.bucket, state, data, unit.begin)
         yield _hash(data, data.dtype)
 
 
@@ -241,20 +245,20 @@ def _hashes(fill: Fill, held: Unit | Match) -> Iterator[str]:
 
 def _index(listing: Listing, matches: Sequence[Match]) -> Index:
     own, own_byte, objects = _without_buckets(listing.index)
-    ranges = [found for match in matches for state in match.bucket.states for found in _ranges(listing, match, *state)]
+    ranges = [span for match in matches for state in match.bucket.states for span in _ranges(listing, match, *state)]
     step = _step_byte(listing)
     ranges += [
         (TensorKind(torch.float32, (), 0), Range(STEP + key, 0, step, (), ()))
         for key in {piece.key for match in matches for piece in match.pieces}
     ]
-    kinds = {found.key: kind for kind, found in ranges}
-    if differing := sorted({found.key for kind, found in ranges if kind.dtype != kinds[found.key].dtype}):
+    kinds = {span.key: kind for kind, span in ranges}
+    if differing := sorted({span.key for kind, span in ranges if kind.dtype != kinds[span.key].dtype}):
         fix = "The checkpoint was damaged, or its ranks were configured differently; load an earlier one."
         raise CorruptCheckpoint(
             error_text("open: ranks' optimizer states have other dtypes", offenders=differing, fix=fix)
         )
-    columns = join_columns([own, piece_columns(kinds, [found for _, found in ranges])])
-    byte = np.concatenate([own_byte, int64([found.byte for _, found in ranges])])
+    columns = join_columns([own, piece_columns(kinds, [span for _, span in ranges])])
+    byte = np.concatenate([own_byte, int64([span.byte for _, span in ranges])])
     return build_index(columns, np.zeros_like(byte), byte, files=[listing.archives.virtual], objects=objects)
 
 
@@ -267,11 +271,11 @@ def _step_byte(listing: Listing) -> int:
 def _without_buckets(index: Index) -> tuple[ShardColumns, Column, list[ObjectRow]]:
     """Return a checkpoint's other tensors, where they begin in the virtual file, and its objects."""
     names = texts(index.key_text, index.key_start)
-    kept = [number for number, key in enumerate(names) if not is_bucket(key)]
-    chunks = np.flatnonzero(np.isin(index.chunk_key, kept))
+    numbers = [number for number, key in enumerate(names) if not is_bucket(key)]
+    chunks = np.flatnonzero(np.isin(index.chunk_key, numbers))
     columns = stored_columns(
-        dict(zip((names[number] for number in kept), kinds_at(index, kept), strict=True)),
-        np.searchsorted(kept, index.chunk_key[chunks]),
+        dict(zip((names[number] for number in numbers), kinds_at(index, numbers), strict=True)),
+        np.searchsorted(numbers, index.chunk_key[chunks]),
         index.chunk_offset[chunks],
         index.chunk_shape[chunks],
         index.chunk_start[chunks],

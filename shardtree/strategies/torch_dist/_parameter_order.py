@@ -101,10 +101,10 @@ def layer_of(piece: Piece) -> tuple[int | None, str]:
         >>> layer_of(Piece("decoder.layers.7.mlp.linear_fc2.bias", (0,), (16,), (16,)))
         (7, 'mlp.linear_fc2.bias')
     """
-    found = _LAYER.fullmatch(piece.key)
-    if found is None:
+    match = _LAYER.fullmatch(piece.key)
+    if match is None:
         return None, piece.key
-    return (piece.offset[0] if found["number"] is None else int(found["number"])), found["inside"]
+    return (piece.offset[0] if match["number"] is None else int(match["number"])), match["inside"]
 
 
 def full_name(piece: Piece) -> str:
@@ -114,8 +114,8 @@ def full_name(piece: Piece) -> str:
         >>> full_name(Piece("decoder.layers.mlp.linear_fc2.bias", (3, 0), (1, 16), (4, 16)))
         'decoder.layers.3.mlp.linear_fc2.bias'
     """
-    found, (layer, inside) = _LAYER.fullmatch(piece.key), layer_of(piece)
-    return piece.key if found is None else f"{found['before']}.{layer}.{inside}"
+    match, (layer, inside) = _LAYER.fullmatch(piece.key), layer_of(piece)
+    return piece.key if match is None else f"{match['before']}.{layer}.{inside}"
 
 
 def _first_match(patterns: Sequence[str], text: str) -> int | None:
@@ -142,15 +142,15 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
     sure = {unit.candidates[0] for each in readings for unit in set(each[0]).intersection(*each[1:]) if _is_one(unit)}
     # All layers of a model are gated, or none is.
     gated = {len(pieces) for pieces in sure if may_be_gated(pieces[0])}
-    found: list[Unit] = []
+    units: list[Unit] = []
     for each in readings:
         left = [reading for reading in each if len(each) == 1 or all(_has_form(unit, gated) for unit in reading)]
         fitting = [reading for reading in left if any(_descends(reading, order) for order in orders)]
         left = fitting or left
         if len({tuple(_pieces_of(reading)) for reading in left}) != 1 or len(each) == MOST_READINGS:
             raise _unclear({unit for reading in left or each for unit in reading}, orders)
-        found += left[0]
-    return found
+        units += left[0]
+    return units
 
 
 def _pieces_of(reading: Reading) -> Iterator[Hashable]:
@@ -175,12 +175,12 @@ def _descends(reading: Reading, order: Order) -> bool:
     last: Place | None = None
     for unit in reading:
         places = [order.place(pieces[0]) for pieces in unit.candidates]
-        known = [place for place in places if place is not None]
-        if len(known) < len(places) and order.names is None:
+        known_places = [place for place in places if place is not None]
+        if len(known_places) < len(places) and order.names is None:
             continue  # it may be a module that the order doesn't have
         if _may_be_copy(unit):
             continue
-        below = [place for place in known if last is None or place < last]
+        below = [place for place in known_places if last is None or place < last]
         if not below:
             return False
         last = max(below)
@@ -267,30 +267,30 @@ def _settled_by_states(units: Sequence[Unit], states: Callable[[Unit], Hashable]
     for unit in units:
         alike[frozenset(unit.candidates)].append(unit)
     uses = Counter(piece for candidates in alike for pieces in candidates for piece in pieces)
-    found: dict[Unit, Candidate] = {}
+    choices: dict[Unit, Candidate] = {}
     for candidates, same in alike.items():
         counts = {*Counter(unit.bucket.group for unit in same).values(), len(candidates)}
         complete = len(counts) == 1 or len(same) == len(candidates)
         apart = all(uses[piece] == 1 for pieces in candidates for piece in pieces)
         if len(candidates) > 1 and complete and apart and len({states(unit) for unit in same}) == 1:
-            found.update(zip(same, cycle(sorted(candidates)), strict=False))
-    return found
+            choices.update(zip(same, cycle(sorted(candidates)), strict=False))
+    return choices
 
 
 def _of_one_cut(units: Sequence[Unit]) -> list[Unit]:
     """Return the units without candidates of another tensor-parallel rank, as the unique ones tell which that is."""
-    seen: dict[int, set[int]] = defaultdict(set)
+    numbers_by_count: dict[int, set[int]] = defaultdict(set)
     for unit in units:
         if len(unit.candidates) == 1:
             for count, number in _cuts(unit.candidates[0]):
-                seen[count].add(number)
-    known = {count: numbers for count, numbers in seen.items() if len(numbers) == 1}
-    return [unit._replace(candidates=tuple(_fitting(unit.candidates, known))) for unit in units]
+                numbers_by_count[count].add(number)
+    own_numbers = {count: numbers for count, numbers in numbers_by_count.items() if len(numbers) == 1}
+    return [unit._replace(candidates=tuple(_fitting(unit.candidates, own_numbers))) for unit in units]
 
 
-def _fitting(candidates: Sequence[Candidate], known: Mapping[int, set[int]]) -> Iterator[Candidate]:
+def _fitting(candidates: Sequence[Candidate], own_numbers: Mapping[int, set[int]]) -> Iterator[Candidate]:
     for candidate in candidates:
-        if all(number in known.get(count, {number}) for count, number in _cuts(candidate)):
+        if all(number in own_numbers.get(count, {number}) for count, number in _cuts(candidate)):
             yield candidate
 
 
@@ -307,12 +307,12 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
     """Return a candidate for each unit in reverse order in each buffer; None unless there is just one way."""
     chosen: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
-    taken = {pieces for pieces in chosen if pieces is not None}
-    if len(taken) < sum(pieces is not None for pieces in chosen) or not all(unit.candidates for unit in units):
+    chosen_pieces = {pieces for pieces in chosen if pieces is not None}
+    if len(chosen_pieces) < sum(pieces is not None for pieces in chosen) or not all(unit.candidates for unit in units):
         return None  # a tensor can't be in a rank's optimizer twice
     for _, rows in groupby(range(len(units)), key=lambda row: units[row].bucket.buffer):
         for run, above, below in _runs(list(rows), units, order):
-            pool = {pieces for row in run for pieces in units[row].candidates} - taken
+            pool = {pieces for row in run for pieces in units[row].candidates} - chosen_pieces
             if order.names is None and any(order.place(pieces[0]) is None for pieces in pool):
                 return None  # a module that this order doesn't have may stand anywhere
             between = {pieces: _between(order.place(pieces[0]), above, below) for pieces in pool}
@@ -323,7 +323,7 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
                 if pieces not in units[row].candidates:
                     return None
                 chosen[row] = pieces
-                taken.add(pieces)
+                chosen_pieces.add(pieces)
     return [pieces for pieces in chosen if pieces is not None]
 
 

@@ -48,13 +48,13 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
         UnsupportedValue: one is compressed, or in another format.
     """
     payloads = checkpoint.once(_none_yet)  # those that are looked up stay in it
-    wanted = numbers[payloads.begin[numbers] == _UNKNOWN]
-    check_readable(listing, wanted)
+    new_numbers = numbers[payloads.begin[numbers] == _UNKNOWN]
+    check_readable(listing, new_numbers)
     archives = listing.archives
     storage = checkpoint.storage
 
     def look_up(file: int) -> None:
-        inside = wanted[archives.file[wanted] == file].tolist()
+        inside = new_numbers[archives.file[new_numbers] == file].tolist()
         with open_data_file(checkpoint, listing, file, inside) as reader:
             payloads.lengths[file] = reader.length
             for at, number in enumerate(inside):
@@ -63,7 +63,7 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
                 payloads.begin[number], payloads.crc32[number] = _look_up(checkpoint, listing, reader, number)
 
     # Several files at a time only where each waits for its requests: elsewhere Python's lock is what they would share.
-    in_threads(look_up, np.unique(archives.file[wanted]).tolist(), threads_of(storage, None) or 1)
+    in_threads(look_up, np.unique(archives.file[new_numbers]).tolist(), threads_of(storage, None) or 1)
     return payloads
 
 
@@ -112,10 +112,10 @@ def check_readable(listing: Listing, numbers: Column) -> None:
     if not listing.archives.refused:
         return
     names, refused = listing.archives.names, listing.archives.refused
-    found = {f"{names[number]!r}: {refused[number]}" for number in numbers.tolist() if number in refused}
-    if found:
+    reasons = {f"{names[number]!r}: {refused[number]}" for number in numbers.tolist() if number in refused}
+    if reasons:
         fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
-        raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(found), fix=fix))
+        raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(reasons), fix=fix))
 
 
 def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Sequence[int]) -> int:
@@ -128,8 +128,8 @@ def check_reach(checkpoint: Checkpoint, listing: Listing, file: int, numbers: Se
     end = max(int(archives.byte[number] + archives.length[number]) for number in numbers)
     name = archives.files[file]
     # Where a look is a request, one is enough: each answer that is read says how long the file is.
-    known = checkpoint.once(_none_yet).lengths.get(file) if can(storage).read_range is not None else None
-    length = storage.length(name) if known is None else known
+    known_length = checkpoint.once(_none_yet).lengths.get(file) if can(storage).read_range is not None else None
+    length = storage.length(name) if known_length is None else known_length
     if length is None or length < end:
         found = "no such file" if length is None else f"{length} bytes"
         fix = "The checkpoint was damaged, or not all of it was copied; load another one."
@@ -198,8 +198,8 @@ def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.
         CorruptCheckpoint: it is something else.
     """
     if not isinstance(value, torch.Tensor):
-        found = type(value).__name__
-        raise CorruptCheckpoint(error_text(f"{what}: not a tensor", found=found, fix="Load another checkpoint."))
+        type_name = type(value).__name__
+        raise CorruptCheckpoint(error_text(f"{what}: not a tensor", found=type_name, fix="Load another checkpoint."))
     check_kind(listing, number, dtype_name(value.dtype), tuple(value.shape), what)
     return value
 
@@ -212,13 +212,13 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
     """
     # `.metadata` has no checksum: that archives agree with it is the only check of its numbers.
     expected = listing.contents.tensors[listing.archives.names[number]].dtype
-    known = "" if expected is None else dtype_name(expected)
-    if (dtype, shape) != (known, listing.archives.shape(number)):
+    expected_name = "" if expected is None else dtype_name(expected)
+    if (dtype, shape) != (expected_name, listing.archives.shape(number)):
         raise CorruptCheckpoint(
             error_text(
                 f"{what}: not the tensor that .metadata lists",
                 found=f"{shape} {dtype}",
-                expected=f"{listing.archives.shape(number)} {known}",
+                expected=f"{listing.archives.shape(number)} {expected_name}",
                 fix="The checkpoint was damaged; load another one.",
             )
         )
@@ -247,11 +247,11 @@ def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) ->
         CorruptCheckpoint: an archive isn't what was saved.
         UnsafeFile: one needs code to run, and `allow_pickle` isn't given.
     """
-    wanted = np.unique(np.array(numbers, dtype=np.int64))
-    check_readable(listing, wanted)
-    files = listing.archives.file[wanted]
+    unique_numbers = np.unique(np.array(numbers, dtype=np.int64))
+    check_readable(listing, unique_numbers)
+    files = listing.archives.file[unique_numbers]
     for file in np.unique(files).tolist():
-        inside = wanted[files == file].tolist()
+        inside = unique_numbers[files == file].tolist()
         with open_data_file(checkpoint, listing, file, inside) as reader:
             for batch in batches(listing, inside):
                 fetch_ahead(reader, wholes_of(listing, batch))

@@ -63,7 +63,7 @@ def patterns_of(memoized: bool) -> Patterns:
     # Where each has a number of arguments that varies, its kind is told by its first byte alone: no match is ambiguous.
     layout, memory = rb"REF(?:REF\x85~R~)?", rb"REF(?:INT\x85~R~)?"
     properties = rb"REF(?:\)\x81~\(REF" + layout + rb"[\x88\x89]" + memory + rb"[\x88\x89]t~b)?"
-    found = {
+    templates = {
         "chunk": rb"(" + begin + rb")(SHAPE)(REF)(SHAPE)ub",
         "pair": rb"(BEGIN)(TEXT)(REF)(?:N|INT)(REF)(N|SHAPE)ub(BEGIN)(TEXT)(REF)(INT)(REF)(INT)ub",
         "tensor": rb"(TEXT)(BEGIN)(PROPERTIES)(REF)(SHAPE)(REF)\]~(CHUNKa|\((?:CHUNK)+e)ub",
@@ -73,7 +73,7 @@ def patterns_of(memoized: bool) -> Patterns:
     # Last, since they contain bytes of any value.
     nested = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
     compiled = {}
-    for name, pattern in found.items():
+    for name, pattern in templates.items():
         for word, meaning in nested:
             pattern = pattern.replace(word, meaning)
         compiled[name] = re.compile(pattern, re.DOTALL)
@@ -233,15 +233,15 @@ class Shapes:
             self.sortings += 1
             if self.sortings > _MOST_SORTINGS:
                 raise Irregular("too many references to shapes that are near")
-            known = np.concatenate([np.zeros(0, dtype=np.int64), *self.number])
-            order = np.argsort(known, kind="stable")
-            order = order[known[order] >= 0]
-            self.known, self.is_sorted = (known[order], order), True
-        known, row = self.known
-        if not known.size:
+            memo_numbers = np.concatenate([np.zeros(0, dtype=np.int64), *self.number])
+            order = np.argsort(memo_numbers, kind="stable")
+            order = order[memo_numbers[order] >= 0]
+            self.known, self.is_sorted = (memo_numbers[order], order), True
+        memo_numbers, row = self.known
+        if not memo_numbers.size:
             return np.full(number.size, -1)
-        at = np.searchsorted(known, number).clip(0, known.size - 1)
-        return np.where(known[at] == number, row[at], -1)
+        at = np.searchsorted(memo_numbers, number).clip(0, memo_numbers.size - 1)
+        return np.where(memo_numbers[at] == number, row[at], -1)
 
     def table(self, most: int) -> tuple[Column, Column]:
         """Return the numbers of axes, and all rows as one column, at most so many numbers; the table is empty after."""
@@ -321,7 +321,7 @@ class PickledShapes:
     values: Column
     taken: Column
 
-    def rows(self, shapes: Shapes, base: Column, known: Callable[[int], Ints]) -> Column:
+    def rows(self, shapes: Shapes, base: Column, shape_of: Callable[[int], Ints]) -> Column:
         """Add them to a table and return their rows, int64 (shapes,).
 
         Args:
@@ -339,7 +339,7 @@ class PickledShapes:
                 raise Irregular("a reference to a later value")
             rows[old] = shapes.rows_of(self.number[old])
             for row in old[rows[old] < 0].tolist():
-                rows[row] = shapes.add(known(int(self.number[row])))
+                rows[row] = shapes.add(shape_of(int(self.number[row])))
         return rows
 
 
@@ -396,5 +396,5 @@ def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
     for row in again.tolist():
         if 0 not in sizes[row, : axes[row]]:
             chosen[first[row]] = row
-    kept: Column = chosen[first == rows]
-    return kept
+    unique_rows: Column = chosen[first == rows]
+    return unique_rows

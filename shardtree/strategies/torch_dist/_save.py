@@ -31,7 +31,7 @@ from ._write import RankFile, data_file, file_layout, write_file
 # What all ranks wrote, combined and checked on rank 0 before any file refers to it
 
 
-def collect(storage: Storage, written: Sequence[RankFile]) -> Stored:
+def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Stored:
     """Return what all ranks wrote, given by rank, as one value.
 
     Raises:
@@ -39,22 +39,22 @@ def collect(storage: Storage, written: Sequence[RankFile]) -> Stored:
         IntegrityError: ranks disagree about a tensor, two wrote the same element or object, or a tensor is named like
             an object.
     """
-    for rank, part in enumerate(written):
+    for rank, part in enumerate(rank_files):
         check_seen(storage, () if part.file is None else [(part.file, part.file_length)], f"rank {rank}")
-    columns = join_columns([part.columns for part in written])
+    columns = join_columns([part.columns for part in rank_files])
     check_stored_shards(columns)
     # A rank with nothing to write has no file, and no number.
-    number = np.cumsum([0, *(part.file is not None for part in written)])
-    file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(written, number, strict=False)])
+    number = np.cumsum([0, *(part.file is not None for part in rank_files)])
+    file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(rank_files, number, strict=False)])
     # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
     rows = _sorted_once(columns)
     return Stored(
         select_rows(columns, rows),
-        tuple(part.file for part in written if part.file is not None),
+        tuple(part.file for part in rank_files if part.file is not None),
         file[rows],
-        np.concatenate([part.byte for part in written])[rows],
-        np.concatenate([part.length for part in written])[rows],
-        _objects(written, columns.keys),
+        np.concatenate([part.byte for part in rank_files])[rows],
+        np.concatenate([part.length for part in rank_files])[rows],
+        _objects(rank_files, columns.keys),
     )
 
 
@@ -68,8 +68,8 @@ def _sorted_once(columns: ShardColumns) -> Column:
     return order[~again]
 
 
-def _objects(written: Sequence[RankFile], keys: Sequence[str]) -> dict[str, Archive]:
-    rows = sorted((key, part.file or "", byte, length) for part in written for key, byte, length in part.objects)
+def _objects(rank_files: Sequence[RankFile], keys: Sequence[str]) -> dict[str, Archive]:
+    rows = sorted((key, part.file or "", byte, length) for part in rank_files for key, byte, length in part.objects)
     check_objects_written([row[0] for row in rows], keys)
     return {key: (file, byte, length) for key, file, byte, length in rows}
 
@@ -181,9 +181,9 @@ def _request(
     )
 
 
-def _commit(pending: PendingSave, saving: Saving, written: Sequence[RankFile]) -> Fields:
+def _commit(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
     """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
-    saving.stored = collect(pending.storage, written)
+    saving.stored = collect(pending.storage, rank_files)
     return {}
 
 
@@ -218,14 +218,14 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
         TreeError: two of them, or a value and a shard, have one name.
     """
     saving, stored = stored_by(pending, DCP[0])
-    taken = {*stored.columns.keys, *stored.objects}
-    named = without_hollow(named_values(common), taken)
-    check_names(named, taken)
-    encoded = {name: _encoded(path, value, pending) for name, (path, value) in named.items()}
+    shard_keys = {*stored.columns.keys, *stored.objects}
+    plain_values = without_hollow(named_values(common), shard_keys)
+    check_names(plain_values, shard_keys)
+    encoded = {name: _encoded(path, value, pending) for name, (path, value) in plain_values.items()}
     # A second file of rank 0: its first one was written before the common state was.
     file, byte, values = data_file(0, 1), 0, []
     for name, data in encoded.items():
-        values.append(StoredValue(name, named[name][0], (file, byte, len(data))))
+        values.append(StoredValue(name, plain_values[name][0], (file, byte, len(data))))
         byte += len(data)
     if values:
         saving.names.append(file)

@@ -70,7 +70,7 @@ class _BatchResult:
     large: list[LargeRecord] = field(default_factory=list)
 
 
-def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, found: _BatchResult) -> None:
+def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, result: _BatchResult) -> None:
     """Add what is known of one archive of an open file."""
     archives = listing.archives
     if number in archives.refused:
@@ -78,33 +78,33 @@ def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, num
     begin, length = int(archives.byte[number]), int(archives.length[number])
     what = archive_name(checkpoint, listing, number)
     try:
-        if _records_are_right(listing, reader, number, what, found):
+        if _records_are_right(listing, reader, number, what, result):
             _check_value(checkpoint, listing, reader, number, what)
     except (UnsafeFile, UnsupportedValue):
         pass  # a value that can't be read here may still be what was saved
     except CheckpointingException as error:
-        found.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
+        result.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
 
 
-def _records_are_right(listing: Listing, reader: Reader, number: int, what: str, found: _BatchResult) -> bool:
+def _records_are_right(listing: Listing, reader: Reader, number: int, what: str, result: _BatchResult) -> bool:
     """Add the ranges of an archive's records, and return whether those that are read now have their CRC32."""
     byte, length = int(listing.archives.byte[number]), int(listing.archives.length[number])
     try:
         records = archive_records(partial(part_of, reader, byte), length, what=what)
     except CorruptCheckpoint:
         return True  # torch may have written it in another form: decoding, which follows, raises if it is damaged
-    damages = len(found.damage)
+    damages = len(result.damage)
     for record in records:
         begin, end = byte + record.begin, byte + record.begin + record.nbytes
         wrong = f"the CRC32 of record {record.name[:100]!r} of an archive differs"
         if not record.crc32:
             continue  # none was recorded
-        found.compared.append((begin, end))
+        result.compared.append((begin, end))
         if record.nbytes > _LARGE_BYTES:
-            found.large.append(LargeRecord(found.file, number, begin, end, record.crc32, wrong))
+            result.large.append(LargeRecord(result.file, number, begin, end, record.crc32, wrong))
         elif read_crc32(reader, begin, end) != record.crc32:
-            found.damage.append(archive_damage(listing, number, wrong, begin, end))
-    return len(found.damage) == damages
+            result.damage.append(archive_damage(listing, number, wrong, begin, end))
+    return len(result.damage) == damages
 
 
 def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, what: str) -> None:
@@ -150,38 +150,43 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         listing = read_listing(checkpoint)
     except CorruptCheckpoint as error:
         return (Damage(INDEX_FILE, str(error)),)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     work: list[_Batch] = []
     length = checkpoint.storage.length(INDEX_FILE) or 0
-    found.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
+    findings.append(Unchecked(INDEX_FILE, "a pickle, which is compared with the archives alone", length))
     checkpoint.options.progress(length)
     for file in range(len(listing.archives.files)):
         damage, length, inside = _check_file(checkpoint, listing, file)
-        found += damage
+        findings += damage
         work += (_Batch(file, length, numbers) for numbers in batches(listing, inside))
     threads = threads_of(checkpoint.storage, checkpoint.options.threads, _REQUESTS)
     checked = in_threads(partial(_check_batch, checkpoint, listing), work, threads)
-    found += (damage for one in checked for damage in one.damage)
+    findings += (damage for one in checked for damage in one.damage)
     for wrong in _wrong_large(checkpoint, listing, checked):
-        found.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
-    if not any(isinstance(one, Damage) for one in found):  # damaged masters differ from their weights in any case
-        found += master_damage(checkpoint)
-    return (*found, *_meta(checkpoint), *untaken_findings(listing.unknown), *_unchecked(checkpoint, listing, checked))
+        findings.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
+    if not any(isinstance(one, Damage) for one in findings):  # damaged masters differ from their weights in any case
+        findings += master_damage(checkpoint)
+    return (
+        *findings,
+        *_meta(checkpoint),
+        *untaken_findings(listing.unknown),
+        *_unchecked(checkpoint, listing, checked),
+    )
 
 
 def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is wrong with Lightning's archive beside the data files, and which of its bytes have no checksum."""
     if not has_meta(checkpoint):
         return ()
-    found = verify_archive(checkpoint, META_FILE)
-    if any(isinstance(one, Damage) for one in found):
-        return found
+    findings = verify_archive(checkpoint, META_FILE)
+    if any(isinstance(one, Damage) for one in findings):
+        return findings
     try:
         with suppress(UnsafeFile, UnsupportedValue):
             load_dcp_common(checkpoint)  # whether it goes with the rest
     except CorruptCheckpoint as error:
-        return (*found, Damage(META_FILE, str(error)))
-    return found
+        return (*findings, Damage(META_FILE, str(error)))
+    return findings
 
 
 def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[list[Damage], int, list[int]]:
@@ -194,14 +199,14 @@ def _check_file(checkpoint: Checkpoint, listing: Listing, file: int) -> tuple[li
         length = storage.length(name)
         if length is None:
             return [_file_damage(listing, file, "no such file", inside)], 0, []
-        found = []
+        damages = []
         if length > end:
             with opened(storage, name, length) as reader:
                 if not _begins_an_archive(reader, end):
-                    found.append(Damage(name, f"{length - end} bytes after its last archive", end, length))
+                    damages.append(Damage(name, f"{length - end} bytes after its last archive", end, length))
     except CheckpointingException as error:
         return [_file_damage(listing, file, str(error), inside)], 0, []
-    return found, length, inside
+    return damages, length, inside
 
 
 def _begins_an_archive(reader: Reader, byte: int) -> bool:
@@ -214,7 +219,7 @@ def _begins_an_archive(reader: Reader, byte: int) -> bool:
 
 def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _BatchResult:
     archives, name = listing.archives, listing.archives.files[batch.file]
-    found = _BatchResult(batch.file)
+    result = _BatchResult(batch.file)
     try:
         with opened(checkpoint.storage, name, batch.length) as reader:
             inside = [
@@ -226,14 +231,14 @@ def _check_batch(checkpoint: Checkpoint, listing: Listing, batch: _Batch) -> _Ba
                 end = begin + int(archives.length[number])
                 if reader.length < end:
                     what = f"the file ends at byte {reader.length}"
-                    found.damage.append(archive_damage(listing, number, what, begin, end))
+                    result.damage.append(archive_damage(listing, number, what, begin, end))
                     continue
-                put_off = len(found.large)
-                _check_archive(checkpoint, listing, reader, number, found)
-                checkpoint.options.progress(end - begin - sum(each.end - each.begin for each in found.large[put_off:]))
+                put_off = len(result.large)
+                _check_archive(checkpoint, listing, reader, number, result)
+                checkpoint.options.progress(end - begin - sum(each.end - each.begin for each in result.large[put_off:]))
     except CheckpointingException as error:
-        found.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
-    return found
+        result.damage.append(_file_damage(listing, batch.file, str(error), batch.numbers))
+    return result
 
 
 def _read_of(listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -261,8 +266,8 @@ def _file_damage(listing: Listing, file: int, what: str, numbers: Sequence[int])
 def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
     archives, contents = listing.archives, file_contents(listing.index, 0)
     places = [(int(archives.start[number]), int(archives.payload[number])) for number in numbers]
-    found = (regions_between(listing.index, contents, start, start + payload) for start, payload in places)
-    return tuple(region for regions in found for region in regions)
+    by_payload = (regions_between(listing.index, contents, start, start + payload) for start, payload in places)
+    return tuple(region for regions in by_payload for region in regions)
 
 
 def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_BatchResult]) -> Iterator[LargeRecord]:
@@ -275,11 +280,11 @@ def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Ba
         for begin in range(record.begin, record.end, _PIECE_BYTES)
     ]
     read = partial(_piece_crc32, checkpoint, listing)
-    found = iter(zip(pieces, in_threads(read, pieces, checkpoint.options.threads), strict=True))
+    checksums = iter(zip(pieces, in_threads(read, pieces, checkpoint.options.threads), strict=True))
     for record in large:
         crc32, at = 0, record.begin
         while at < record.end:
-            (_, begin, at), part = next(found)
+            (_, begin, at), part = next(checksums)
             crc32 = joined_crc32(crc32, part, at - begin)
         if crc32 != record.crc32:
             yield record
@@ -288,9 +293,9 @@ def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_Ba
 def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int, int]) -> int:
     file, begin, end = piece
     with opened(checkpoint.storage, listing.archives.files[file], end) as reader:
-        found = read_crc32(reader, begin, end)
+        crc32 = read_crc32(reader, begin, end)
     checkpoint.options.progress(end - begin)
-    return found
+    return crc32
 
 
 def _unchecked(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_BatchResult]) -> Iterator[Unchecked]:

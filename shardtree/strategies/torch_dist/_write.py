@@ -110,14 +110,14 @@ def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tup
     whole = replace(
         select_rows(columns, boxes.shard), offset=boxes.offset, shape=boxes.shape, start=no_range, stop=no_range
     )
-    kept = np.flatnonzero((volumes(boxes.shape) > 0) | (_is_empty(columns)[columns.key[boxes.shard]]))
+    rows = np.flatnonzero((volumes(boxes.shape) > 0) | (_is_empty(columns)[columns.key[boxes.shard]]))
     pieces = []
-    for row in kept.tolist():
+    for row in rows.tolist():
         shard = shards[int(boxes.shard[row])]
         axes = len(shard.global_shape)
         shape = tuple(boxes.shape[row, boxes.shape.shape[1] - axes :].tolist())
         pieces.append(Piece(shard, shape, -1 if shard.flattened_range is None else int(boxes.position[row])))
-    return tuple(pieces), select_rows(whole, kept)
+    return tuple(pieces), select_rows(whole, rows)
 
 
 def _is_empty(columns: ShardColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -198,16 +198,16 @@ def _piece_buffers(piece: Piece, length: int) -> Iterator[Buffer]:
     checked_data(piece.shard)
     head = archive_head(piece.shard.dtype, piece.shape)
     yield memoryview(head)
-    written = len(head)
+    nbytes = len(head)
     checksum: Callable[[], int] = partial(int, 0)
     for buffer in tensor_buffers(piece.data):
         checksum = _checksum(buffer, checksum())
         yield buffer
-        written += buffer.nbytes
+        nbytes += buffer.nbytes
     tail = archive_tail(piece.shard.dtype, piece.shape, checksum())
     yield memoryview(tail)
-    if written + len(tail) != length:
-        found, expected = f"an archive of {written + len(tail)} bytes", f"{length} bytes"
+    if nbytes + len(tail) != length:
+        found, expected = f"an archive of {nbytes + len(tail)} bytes", f"{length} bytes"
         what = f"save: {piece.shard.key!r} changed its size"
         raise CheckpointingException(error_text(what, found=found, expected=expected))
 

@@ -98,7 +98,7 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
         [(4, 6), (2, 3)]
     """
     # Checked before any arithmetic: sizes come from a file, and their product must stay within 64 bits.
-    found: list[Shape] = []
+    tuples: list[Shape] = []
     for number, shape in enumerate(shapes):
         least = 1 if number else 0
         # bool is an int to isinstance, and JSON's true no size: hence type().
@@ -107,10 +107,10 @@ def checked_shapes(shapes: Iterator[Any] | tuple[Any, ...], item_size: int, what
             raise unsound_array(what, f"shape {shape!r}"[:200], f"at most {_MOST_AXES} sizes of {least} or more")
         if prod(max(size, 1) for size in shape) * item_size > _MOST_BYTES:
             raise unsound_array(what, f"shape {shape!r}"[:200], "fewer elements")
-        if found and len(shape) != len(found[0]):
-            raise unsound_array(what, f"chunks of {len(shape)} axes", f"{len(found[0])} axes, like the array")
-        found.append(tuple(shape))
-    return found
+        if tuples and len(shape) != len(tuples[0]):
+            raise unsound_array(what, f"chunks of {len(shape)} axes", f"{len(tuples[0])} axes, like the array")
+        tuples.append(tuple(shape))
+    return tuples
 
 
 def unsound_array(what: str, found: str, expected: str) -> CorruptCheckpoint:
@@ -167,9 +167,13 @@ def dtype_of_v3(name: Any, what: str) -> torch.dtype | None:
     """
     if isinstance(name, str) and (name in _V3 or name in _EXTENSIONS):
         return _dtype_if_known(name)
-    named = name.get("name") if isinstance(name, dict) else name
+    type_name = name.get("name") if isinstance(name, dict) else name
     # Any other name may be an extension of another program's; only those of zarr's own families are known to be wrong.
-    if not isinstance(named, str) or not named or (_V3_FAMILY.fullmatch(named) and named not in _V3_FOREIGN):
+    if (
+        not isinstance(type_name, str)
+        or not type_name
+        or (_V3_FAMILY.fullmatch(type_name) and type_name not in _V3_FOREIGN)
+    ):
         raise unsound_array(what, f"data_type {name!r}"[:200], "a data type of zarr")
     return None
 

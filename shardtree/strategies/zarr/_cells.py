@@ -85,12 +85,12 @@ def stored_cells(storage: Storage, array: StoredArray) -> Column:
     # By a listing, not a question for each cell: the cost follows the files, whatever grid the metadata claims.
     if not array.shape:
         return np.zeros((int(storage.length(array.file_name((0,))) is not None), 1), dtype=np.int64)
-    found = [
+    cells = [
         cell
         for cell in _listed(storage, array)
         if all(at < count for at, count in zip(cell, array.counts, strict=True))
     ]
-    return np.array(sorted(found), dtype=np.int64).reshape(-1, len(array.shape))
+    return np.array(sorted(cells), dtype=np.int64).reshape(-1, len(array.shape))
 
 
 def _listed(storage: Storage, array: StoredArray) -> Iterator[Shape]:
@@ -121,7 +121,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
-def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) -> Column:
+def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST_CELLS) -> Column:
     """Return the cells that have no file, int64 (cells, axes).
 
     Args:
@@ -135,20 +135,20 @@ def missing_cells(array: StoredArray, stored: Column, most: int = MOST_CELLS) ->
     # A few bytes of metadata may describe a grid of 2**60 places; only as many as fit the memory are counted out.
     total = prod(array.counts)
     most //= len(array.box)
-    if total - len(stored) > most:
-        found, expected = f"{len(stored)} of {total} chunks stored", f"at most {most} that aren't"
+    if total - len(cells_with_files) > most:
+        found, expected = f"{len(cells_with_files)} of {total} chunks stored", f"at most {most} that aren't"
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
-    unstored = min(prod(array.box) * array.dtype.itemsize, (total - len(stored)) * array.file_bytes)
+    unstored = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
     if unstored > _MOST_FILLED:
         what, expected = f"open: array {array.name!r} is too sparse to be a tensor", f"at most {_MOST_FILLED}"
         raise UnsupportedValue(error_text(what, found=f"{unstored} bytes that no file holds", expected=expected))
-    if total == len(stored):
-        return stored[:0]
+    if total == len(cells_with_files):
+        return cells_with_files[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))
     flags = np.ones(total, dtype=np.bool_)
-    flags[(stored * strides).sum(axis=1)] = False
+    flags[(cells_with_files * strides).sum(axis=1)] = False
     cells: Column = np.flatnonzero(flags)[:, None] // strides % np.array(array.counts, dtype=np.int64)
     return cells
 
@@ -206,8 +206,8 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
         if crc32c(bytes(data)).to_bytes(_CRC_BYTES, "little") != crc:
             raise _unsound(storage, name, "an index with another CRC", "that which it was written with")
     entries = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    stored = np.flatnonzero((entries != _NOT_STORED).any(axis=1))
-    begin, count = entries[stored].T
+    numbers = np.flatnonzero((entries != _NOT_STORED).any(axis=1))
+    begin, count = entries[numbers].T
     whole = int(np.prod(array.inner or (), dtype=object)) * array.dtype.itemsize
     # Inner chunks are plain bytes here, so each has the same length: any other is damage, or a codec unseen.
     # "begin + count > length" could overflow uint64.
@@ -215,7 +215,7 @@ def read_shard_index(storage: Storage, array: StoredArray, name: str) -> tuple[C
     if wrong.any() or whole > length:
         found = f"an inner chunk at byte {begin[wrong][:1]} of {count[wrong][:1]} bytes" if wrong.any() else "none"
         raise _unsound(storage, name, found, f"chunks of {whole} bytes inside {length} bytes")
-    return stored, begin.astype(np.int64)
+    return numbers, begin.astype(np.int64)
 
 
 def crc32c(data: bytes) -> int:

@@ -50,9 +50,9 @@ def check_harmless(codecs: Iterable[Any], what: str) -> None:
         plain = name.removeprefix("numcodecs.")
         if plain not in _HARMLESS:
             fix = "Rewrite the array without it."
-            found = repr(name)[:200]
+            codec_name = repr(name)[:200]
             raise UnsafeFile(
-                error_text(f"open: {what} has a codec that isn't known to be harmless", found=found, fix=fix)
+                error_text(f"open: {what} has a codec that isn't known to be harmless", found=codec_name, fix=fix)
             )
         # Sharding nests codecs, and the harmful one may be inside.
         for group in ("codecs", "index_codecs"):
@@ -105,8 +105,8 @@ def is_plain(codecs: list[Any], item_size: int, what: str) -> bool:
     return name == "bytes" and (item_size == 1 or configuration.get("endian") == "little")
 
 
-def _no_codec(found: Any, what: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{found!r}"[:200], expected="a codec"))
+def _no_codec(value: Any, what: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(error_text(f"open: {what} is not sound", found=f"{value!r}"[:200], expected="a codec"))
 
 
 _STEP_BYTES = 1024 * 1024
@@ -174,9 +174,9 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
     parts = [codec_parts(codec, what) for codec in codecs]
     names = [name.removeprefix("numcodecs.") for name, _ in parts]
     if "sharding_indexed" in names:
-        found, fix = ", ".join(names)[:200], "Rewrite it with sharding as the only codec."
+        codec_names, fix = ", ".join(names)[:200], "Rewrite it with sharding as the only codec."
         raise UnsupportedValue(
-            error_text(f"load: {what} has chunks in chunks, and codecs around", found=found, fix=fix)
+            error_text(f"load: {what} has chunks in chunks, and codecs around", found=codec_names, fix=fix)
         )
     if names and names[-1] == "crc32c":
         # Zarr v2 and v3 have this in different places, and each passes over the other's.
@@ -188,8 +188,8 @@ def _check_chunk(codecs: Sequence[Any], data: bytes, nbytes: int, what: str) -> 
         return
     # What a second compressor makes of the first one's output can't be known without decoding that.
     if _DECODED_LENGTHS.keys() & set(names[:-1]):
-        found, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
-        raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=found, fix=fix))
+        codec_names, fix = ", ".join(names)[:200], "Rewrite it with one compressor, as the last codec."
+        raise UnsupportedValue(error_text(f"load: {what} has compressors among its codecs", found=codec_names, fix=fix))
     # Decoders are asked how long the result is, or run in steps, before anything allocates that much: a guard against
     # decompression bombs.
     most = _TIMES_WIDER * nbytes + _SLACK_BYTES
@@ -303,8 +303,10 @@ def _check_inner(array: StoredArray, configuration: dict[str, Any], data: bytes,
     index, inside = (codec_list(configuration.get(name), what) for name in ("index_codecs", "codecs"))
     names = [codec_parts(codec, what)[0] for codec in index]
     if names not in (["bytes"], ["bytes", "crc32c"]) or not is_plain(index[:1], 8, what):
-        found, fix = ", ".join(names)[:200], "Rewrite it with an index of little-endian bytes and crc32c."
-        raise UnsupportedValue(error_text(f"load: {what} has inner chunks in an unknown form", found=found, fix=fix))
+        codec_names, fix = ", ".join(names)[:200], "Rewrite it with an index of little-endian bytes and crc32c."
+        raise UnsupportedValue(
+            error_text(f"load: {what} has inner chunks in an unknown form", found=codec_names, fix=fix)
+        )
     count = prod(inner_counts(array))
     size = count * 16 + _CHECKSUM_BYTES * (len(names) - 1)
     if size > len(data):

@@ -100,8 +100,8 @@ def read_group(
         raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
     rows = [_array_rows(storage, array, files) for array in ordered]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
-    found = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
-    index = build_index(*array_columns(ordered, rows), files=files.files, objects=found)
+    object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
+    index = build_index(*array_columns(ordered, rows), files=files.files, objects=object_rows)
     return Group(index, tuple(ordered), files.made, untaken or {})
 
 
@@ -149,9 +149,9 @@ def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, beg
         file: the number of each one's file, int64 (chunks,).
         begin: the byte at which each begins in it, int64 (chunks,); 0 by default.
     """
-    found = pieces(cells * np.array(step, dtype=np.int64), step, array.box)
-    byte = found.element * array.dtype.itemsize
-    return Rows(found.offset, found.shape, file[found.row], byte if begin is None else byte + begin[found.row])
+    boxes = pieces(cells * np.array(step, dtype=np.int64), step, array.box)
+    byte = boxes.element * array.dtype.itemsize
+    return Rows(boxes.offset, boxes.shape, file[boxes.row], byte if begin is None else byte + begin[boxes.row])
 
 
 def inner_cells(array: StoredArray, cell: Column, numbers: Column) -> Column:
@@ -241,8 +241,8 @@ def find_arrays(storage: Storage) -> tuple[list[StoredArray], list[Object], dict
                 arrays.append(array)
             else:
                 untaken[folder] = "torch has no such dtype"
-        found, others = _objects(storage, folder, names)
-        objects += found
+        folder_objects, others = _objects(storage, folder, names)
+        objects += folder_objects
         untaken |= dict.fromkeys(others, "its name isn't that of a sharded object")
     return arrays, objects, untaken
 

@@ -87,7 +87,7 @@ class ArrayLayout:
     metadata_writer: int
 
 
-def array_layouts(written: ShardColumns, rank: int | None = None) -> Iterator[ArrayLayout]:
+def array_layouts(writes: ShardColumns, rank: int | None = None) -> Iterator[ArrayLayout]:
     """Yield the layout of each tensor's array. Every rank computes the same one, so that none is exchanged.
 
     Args:
@@ -98,28 +98,28 @@ def array_layouts(written: ShardColumns, rank: int | None = None) -> Iterator[Ar
         IntegrityError: a file would have gaps, or two keys would have one name.
         UnsupportedValue: a dtype can't be stored.
     """
-    numbers = np.unique(written.key if rank is None else written.key[written.rank == rank])
+    numbers = np.unique(writes.key if rank is None else writes.key[writes.rank == rank])
     # All rows of these tensors, tensor by tensor: a rank's share of the work doesn't grow with the others' tensors.
-    rows = np.flatnonzero(np.isin(written.key, numbers))
-    order = rows[np.argsort(written.key[rows], kind="stable")]
-    begins = np.searchsorted(written.key[order], numbers).tolist()
+    rows = np.flatnonzero(np.isin(writes.key, numbers))
+    order = rows[np.argsort(writes.key[rows], kind="stable")]
+    begins = np.searchsorted(writes.key[order], numbers).tolist()
     names: dict[str, str] = {}
     for number, (begin, end) in zip(numbers.tolist(), pairwise([*begins, len(order)]), strict=True):
-        key = written.keys[number]
+        key = writes.keys[number]
         other = names.setdefault(array_name(key), key)
         if other != key:
             what = f"save: tensors {other!r} and {key!r} would lie in the same folder"
             raise IntegrityError(error_text(what, fix="Rename one."))
-        yield _array_layout(written, number, order[begin:end])
+        yield _array_layout(writes, number, order[begin:end])
 
 
-def _array_layout(written: ShardColumns, number: int, rows: Column) -> ArrayLayout:
-    key, kind = written.keys[number], written.kinds[number]
+def _array_layout(writes: ShardColumns, number: int, rows: Column) -> ArrayLayout:
+    key, kind = writes.keys[number], writes.kinds[number]
     check_storable(kind.dtype, f"save: {key!r}")
-    metadata_writer = int(written.rank[rows[0]])
+    metadata_writer = int(writes.rank[rows[0]])
     # A tensor without elements has no chunk file, only metadata.
-    rows = rows[written.elements[rows] > 0]
-    columns, axes = select_rows(written, rows), max(1, len(kind.global_shape))
+    rows = rows[writes.elements[rows] > 0]
+    columns, axes = select_rows(writes, rows), max(1, len(kind.global_shape))
     columns = replace(columns, offset=columns.offset[:, -axes:], shape=columns.shape[:, -axes:])
     box = kind.global_shape or (1,)
     cell = _regular_cell(columns, box)
@@ -189,12 +189,12 @@ def _check_filled(array: StoredArray, columns: ShardColumns, cells: Column, file
     # To other readers a gap would be zeros, without an error.
     step = np.array(array.step, dtype=np.int64)
     room = volumes(np.minimum(step, np.array(array.box, dtype=np.int64) - cells * step))
-    found = np.bincount(file, weights=columns.elements, minlength=len(cells)).astype(np.int64)
-    if (found != room).any():
-        first = int(np.flatnonzero(found != room)[0])
+    elements = np.bincount(file, weights=columns.elements, minlength=len(cells)).astype(np.int64)
+    if (elements != room).any():
+        first = int(np.flatnonzero(elements != room)[0])
         what = f"save: the shards of {array.key!r} leave gaps in chunk {tuple(cells[first].tolist())}"
         fix = "Save all of the tensor, or shards of a regular grid."
-        raise IntegrityError(error_text(what, found=f"{found[first]} elements", expected=int(room[first]), fix=fix))
+        raise IntegrityError(error_text(what, found=f"{elements[first]} elements", expected=int(room[first]), fix=fix))
 
 
 def _writers(rank: Column, file: Column, files: int) -> Column:
@@ -280,7 +280,7 @@ def _planned(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shap
     # Writing is planned as a load of chunks from shards: the same code finds which bytes meet.
     slots = _slots(part.array, part.cells[files])
     each = len(slots) // len(files)
-    wanted = replace(
+    targets = replace(
         columns,
         key=np.zeros(len(slots), dtype=np.int64),
         keys=(part.array.key,),
@@ -291,8 +291,8 @@ def _planned(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shap
         stop=np.full(len(slots), -1, dtype=np.int64),
     )
     number, zeros = np.arange(len(columns)), np.zeros(len(columns), dtype=np.int64)
-    stored = StoredChunks(zeros, columns.offset, columns.shape, columns.start, columns.stop, number, zeros)
-    runs = plan_load(wanted, stored, shortest_run=1).runs
+    sources = StoredChunks(zeros, columns.offset, columns.shape, columns.start, columns.stop, number, zeros)
+    runs = plan_load(targets, sources, shortest_run=1).runs
     before = runs.target % each * (prod(step) * part.array.dtype.itemsize)
     return replace(runs, target=runs.target // each, target_byte=before + runs.target_byte)
 

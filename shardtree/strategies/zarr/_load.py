@@ -54,10 +54,10 @@ def decoded(storage: Storage, array: StoredArray, cell: Shape) -> torch.Tensor:
     except CheckpointingException:
         raise
     except Exception as error:  # codecs raise exceptions of any class
-        found = f"{type(error).__name__}: {error}"[:300]
+        cause = f"{type(error).__name__}: {error}"[:300]
         fix = "The file was damaged, or made by a program whose codecs aren't installed."
         raise CorruptCheckpoint(
-            error_text(f"load: {storage.where(name)!r} can't be decoded", found=found, fix=fix)
+            error_text(f"load: {storage.where(name)!r} can't be decoded", found=cause, fix=fix)
         ) from error
     return torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
 
@@ -108,11 +108,11 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
         for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
     )
     opened = package.open_array(store, mode="r", zarr_format=3 if file == "zarr.json" else 2)
-    found = np.asarray(opened[region])
+    values = np.asarray(opened[region])
     expected = tuple(part.stop - part.start for part in region)
-    if found.shape != expected or found.dtype.itemsize != array.dtype.itemsize:
-        raise ValueError(f"decoded to {found.shape} {found.dtype}, expected {expected} {dtype_name(array.dtype)}")
-    return np.ascontiguousarray(found, dtype=found.dtype.newbyteorder("<"))
+    if values.shape != expected or values.dtype.itemsize != array.dtype.itemsize:
+        raise ValueError(f"decoded to {values.shape} {values.dtype}, expected {expected} {dtype_name(array.dtype)}")
+    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
 
 
 def _numpy_document(array: StoredArray) -> dict[str, Any]:
@@ -145,27 +145,27 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     check_taken(group.untaken, [shard.key for shard in shards])
     plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
     memories = [shard.data for shard in shards]
-    plain, made = _split(group, plan)
+    plain, virtual_plan = _split(group, plan)
     report = read_planned(checkpoint, group.index, plain, memories)
-    for number, part in _by_file(made):
+    for number, part in _by_file(virtual_plan):
         report += _read_made(checkpoint, group, number, part, memories)
     return report
 
 
 def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
     """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
-    plain, made = _split(group, plan)
-    numbers = [number for number in made.files if group.made[number][1] is not None]
+    plain, virtual_plan = _split(group, plan)
+    numbers = [number for number in virtual_plan.files if group.made[number][1] is not None]
     lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
-    pieces = len(made.runs.file) + len(made.strided.file)
-    decoded_cost = ReadCost(made.bytes_read, sum(lengths), pieces, len(numbers))
+    pieces = len(virtual_plan.runs.file) + len(virtual_plan.strided.file)
+    decoded_cost = ReadCost(virtual_plan.bytes_read, sum(lengths), pieces, len(numbers))
     return planned_cost(checkpoint, group.index, plain) + decoded_cost
 
 
 def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
     """Return the part of a plan that is read as it is stored, and the part from virtual files."""
-    made = np.array(sorted(group.made), dtype=np.int64)
-    runs, strided = np.isin(plan.runs.file, made), np.isin(plan.strided.file, made)
+    virtual_files = np.array(sorted(group.made), dtype=np.int64)
+    runs, strided = np.isin(plan.runs.file, virtual_files), np.isin(plan.strided.file, virtual_files)
     return plan.select(~runs, ~strided), plan.select(runs, strided)
 
 

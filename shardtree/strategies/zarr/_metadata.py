@@ -58,11 +58,11 @@ def decode_v2(data: bytes, name: str, where: str) -> StoredArray | None:
 
 
 def _choice(fields: dict[str, Any], field: str, choices: tuple[str, ...], what: str) -> str:
-    found = fields.get(field, choices[0])
-    if found not in choices:
-        found = f"{field} {found!r}"[:200]
-        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=found, expected=" or ".join(choices)))
-    return str(found)
+    choice = fields.get(field, choices[0])
+    if choice not in choices:
+        choice = f"{field} {choice!r}"[:200]
+        raise CorruptCheckpoint(error_text(f"open: {what} is not sound", found=choice, expected=" or ".join(choices)))
+    return str(choice)
 
 
 # zarr.json, of any writer
@@ -85,8 +85,8 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         UnsafeFile: a codec could run code.
     """
     what = repr(where)
-    stored = dtype_of_v3(fields.get("data_type"), what)
-    if stored is None:
+    stored_dtype = dtype_of_v3(fields.get("data_type"), what)
+    if stored_dtype is None:
         return None
     codecs = codec_list(fields.get("codecs"), what)
     check_harmless(codecs, what)
@@ -95,7 +95,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         raise UnsupportedValue(
             error_text(f"open: {what} has storage transformers", fix="Rewrite the array without them.")
         )
-    key, dtype = _own_attributes(fields, name, stored)
+    key, dtype = _own_attributes(fields, name, stored_dtype)
     chunk = _configuration(fields, "chunk_grid", "regular", what).get("chunk_shape")
     inner, inside = _sharding(codecs, dtype.itemsize, what)
     shapes = checked_shapes((fields.get("shape"), chunk, *([] if inner is None else [inner])), dtype.itemsize, what)
@@ -134,11 +134,11 @@ def encode_v3(array: StoredArray) -> dict[str, Any]:
         >>> decode_v3(document, "w", "w/zarr.json") == replace(array, fill=0, document=document)
         True
     """
-    seen: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     names = []
     for size in array.shape:
-        names.append(f"size_{size}" + (f"_{seen[size]}" if seen[size] else ""))
-        seen[size] += 1
+        names.append(f"size_{size}" + (f"_{counts[size]}" if counts[size] else ""))
+        counts[size] += 1
     name = zarr_name(array.dtype)
     # The spec demands a fill value of the data type: false, 0.0 or a pair, not 0 for all.
     zeros: dict[str, Any] = {"bool": False, "float": 0.0, "complex": [0.0, 0.0]}
@@ -172,19 +172,19 @@ def _sharding_codec(array: StoredArray) -> dict[str, Any]:
     }
 
 
-def _own_attributes(fields: Mapping[str, Any], name: str, stored: torch.dtype) -> tuple[str, torch.dtype]:
+def _own_attributes(fields: Mapping[str, Any], name: str, stored_dtype: torch.dtype) -> tuple[str, torch.dtype]:
     """Return the key and the dtype in the attributes, if a save of ours wrote some; else the given ones."""
     attributes = fields.get("attributes")
     own = attributes.get(OURS) if isinstance(attributes, dict) else None
     if not isinstance(own, dict):
-        return name, stored
+        return name, stored_dtype
     key, other = own.get("key"), own.get("dtype")
     try:
-        dtype = dtype_from_name(other) if isinstance(other, str) else stored
+        dtype = dtype_from_name(other) if isinstance(other, str) else stored_dtype
     except UnsupportedValue:
-        dtype = stored
+        dtype = stored_dtype
     # Another program may have changed the array's type since, and kept the attributes.
-    return key if _is_key(key) else name, dtype if zarr_name(dtype) == zarr_name(stored) else stored
+    return key if _is_key(key) else name, dtype if zarr_name(dtype) == zarr_name(stored_dtype) else stored_dtype
 
 
 def _is_key(key: Any) -> TypeGuard[str]:

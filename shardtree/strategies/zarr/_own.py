@@ -139,16 +139,16 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     if new is old:
         return
     members, unused = group_members(current), unused_files(old, new)
-    lost = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
-    gone = (set(map(array_name, lost)) | folders_of(unused)).intersection(members)
+    removed_keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
+    gone = (set(map(array_name, removed_keys)) | folders_of(unused)).intersection(members)
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     data = encode_columns(new)
     name, document = blob(_next_index(old_index, storage), len(data))
     write_blob(storage, name, [memoryview(data)], document, durable=True)
     gone.add(old_index)
-    kept = {folder: each for folder, each in members.items() if folder not in gone}
-    kept[name.rpartition("/")[0]] = document
-    group = canonical_json(group_document({folder: kept[folder] for folder in sorted(kept)}))
+    documents = {folder: each for folder, each in members.items() if folder not in gone}
+    documents[name.rpartition("/")[0]] = document
+    group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
     fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
     # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
     # interrupted, every array that is listed anywhere is there.
@@ -179,13 +179,13 @@ def folders_of(files: Iterable[str]) -> set[str]:
         >>> sorted(folders_of(["w/c.0.1", "w/c.0.0", "s/c", "notes/cat.0"]))
         ['s', 'w']
     """
-    return {found["folder"] for found in map(_CHUNK_FILE.fullmatch, files) if found}
+    return {match["folder"] for match in map(_CHUNK_FILE.fullmatch, files) if match}
 
 
 def _next_index(folder: str, storage: Storage) -> str:
     """Return the name of the index that follows the one in a folder."""
-    found = _INDEX_FOLDER.fullmatch(folder)
-    number = int(found["number"] or 0) + 1 if found else 1
+    match = _INDEX_FOLDER.fullmatch(folder)
+    number = int(match["number"] or 0) + 1 if match else 1
     # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
     more = secrets.randbelow(_NUMBERS - 1) if can(storage).late_requests else 0
     return f"index-{(number + more) % _NUMBERS}"

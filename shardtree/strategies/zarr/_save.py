@@ -68,7 +68,7 @@ class RankFiles:
     objects: tuple[tuple[str, int, int], ...]
 
 
-def write_index(pending: PendingSave, saving: Saving, written: Sequence[RankFiles]) -> Fields:
+def write_index(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFiles]) -> Fields:
     """Write the index, and return its fields of metadata.json; on rank 0.
 
     Args:
@@ -81,8 +81,8 @@ def write_index(pending: PendingSave, saving: Saving, written: Sequence[RankFile
         IntegrityError: two ranks wrote the same object, or a tensor has the name of one.
     """
     columns = saving.columns
-    files = {name: StoredFile(name, length, hashes) for part in written for name, length, hashes in part.files}
-    for rank, part in enumerate(written):
+    files = {name: StoredFile(name, length, hashes) for part in rank_files for name, length, hashes in part.files}
+    for rank, part in enumerate(rank_files):
         check_seen(pending.storage, ((name, length) for name, length, _ in part.files), f"rank {rank}")
     number = {name: position for position, name in enumerate(files)}
     parts = sorted(array_layouts(columns), key=lambda part: part.array.key)
@@ -90,17 +90,17 @@ def write_index(pending: PendingSave, saving: Saving, written: Sequence[RankFile
     arrays = [part.array for part in parts]
     objects = [
         (unique_key, number[part.files[-1][0]], begin, length)
-        for part in written
+        for part in rank_files
         for unique_key, begin, length in part.objects
     ]
     check_objects_written([key for key, *_ in objects], {array.key for array in arrays})
     kinds = dict(zip(columns.keys, columns.kinds, strict=True))
-    stored, file, byte = array_columns(arrays, rows)
-    stored = replace(stored, kinds=tuple(kinds[key] for key in stored.keys))
-    data = encode_columns(build_index(stored, file, byte, files=list(files.values()), objects=objects))
+    chunk_columns, file, byte = array_columns(arrays, rows)
+    chunk_columns = replace(chunk_columns, kinds=tuple(kinds[key] for key in chunk_columns.keys))
+    data = encode_columns(build_index(chunk_columns, file, byte, files=list(files.values()), objects=objects))
     name, document = blob("index", len(data))
     write_blob(pending.storage, name, [memoryview(data)], document, durable=pending.options.durable)
-    saving.members = _members(parts, written) | {f"{FOLDER}/index": document}
+    saving.members = _members(parts, rank_files) | {f"{FOLDER}/index": document}
     return {"save_id": pending.save_id, "index": checked_entry(name, data)}
 
 
@@ -116,9 +116,9 @@ def _rows(part: ArrayLayout, number: dict[str, int]) -> Rows:
     return chunk_rows(array, places, array.inner, np.repeat(file, each), begin)
 
 
-def _members(parts: Sequence[ArrayLayout], written: Sequence[RankFiles]) -> dict[str, Document]:
+def _members(parts: Sequence[ArrayLayout], rank_files: Sequence[RankFiles]) -> dict[str, Document]:
     members = {part.array.name: encode_v3(part.array) for part in parts}
-    for rank, part in enumerate(written):
+    for rank, part in enumerate(rank_files):
         if part.objects:
             members[f"{FOLDER}/objects/{rank}"] = object_blob(rank, part.files[-1][1], part.objects)[1]
     return members
@@ -148,8 +148,8 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     if pending.options.durable:
         for folder in (*groups, ""):
             sync_folder(pending.storage, folder)
-    named = {**fields, "group": checked_entry(NODE_FILE, data)}
-    replace_metadata(pending.storage, pending.before, named, durable=pending.options.durable)
+    all_fields = {**fields, "group": checked_entry(NODE_FILE, data)}
+    replace_metadata(pending.storage, pending.before, all_fields, durable=pending.options.durable)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,9 +176,9 @@ def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedO
         UnsupportedValue: a dtype or an object can't be stored.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    written, own = _all_writes(pending, tensors)
+    writes, own = _all_writes(pending, tensors)
     objects = [shard for shard in shards if isinstance(shard, ShardedObject)]
-    work, saving = _work(pending, written, own, objects), Saving(written)
+    work, saving = _work(pending, writes, own, objects), Saving(writes)
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, work, tensors),
@@ -211,11 +211,11 @@ def _all_writes(pending: PendingSave, tensors: Sequence[ShardedTensor]) -> tuple
     return columns, own
 
 
-def _work(pending: PendingSave, written: ShardColumns, own: Column, objects: Sequence[ShardedObject]) -> Work:
+def _work(pending: PendingSave, writes: ShardColumns, own: Column, objects: Sequence[ShardedObject]) -> Work:
     files: list[ChunkFile] = []
     documents = []
     rank = pending.world.rank
-    for part in array_layouts(written, rank):
+    for part in array_layouts(writes, rank):
         if part.metadata_writer == rank:
             documents.append((part.array.name, encode_v3(part.array)))
         numbers = own[part.rows]

@@ -59,16 +59,16 @@ class _Chunk:
 
 def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]:
     """Return which chunk files are missing, have another length, can't be decoded, or have no checksum."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     chunks: list[_Chunk] = []
     for array in group.arrays:
         cells = stored_cells(checkpoint.storage, array)
-        found += _absent(array, cells)
+        findings += _absent(array, cells)
         chunks += [_Chunk(array, tuple(cell)) for cell in cells.tolist()]
     threads = threads_of(checkpoint.storage, checkpoint.options.threads)
     checked = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
-    found += untaken_findings(group.untaken)
-    return (*found, *(finding for one in checked for finding in one), *_metadata(checkpoint.storage))
+    findings += untaken_findings(group.untaken)
+    return (*findings, *(finding for one in checked for finding in one), *_metadata(checkpoint.storage))
 
 
 def _absent(array: StoredArray, cells: Column) -> Iterator[Damage]:
@@ -173,15 +173,15 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         except CheckpointingException as error:
             return (Damage("", str(error)),)
         return (*_group_findings(checkpoint, group), *_object_findings(checkpoint, group))
-    found = list(whole_damage(checkpoint, "common")) if "common" in checkpoint.fields else []
-    found += _documents(checkpoint)
+    findings = list(whole_damage(checkpoint, "common")) if "common" in checkpoint.fields else []
+    findings += _documents(checkpoint)
     try:
         index = read_arrays(checkpoint).index
     except CheckpointingException as error:
         # The chunk files' hashes are in the index.
-        return (*found, Damage(checked_name(checkpoint, "index"), str(error)))
+        return (*findings, Damage(checked_name(checkpoint, "index"), str(error)))
     checkpoint.options.progress(int(checkpoint.fields["index"]["length"]))
-    return (*found, *files_damage(checkpoint, index))
+    return (*findings, *files_damage(checkpoint, index))
 
 
 def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
@@ -192,8 +192,8 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
         return
     storage = checkpoint.storage
     expected = {f"{folder}/{NODE_FILE}": canonical_json(each) for folder, each in group_members(checkpoint).items()}
-    found = in_threads(partial(read_if_there, storage), expected, threads_of(storage, checkpoint.options.threads))
-    for (name, document), data in zip(expected.items(), found, strict=True):
+    contents = in_threads(partial(read_if_there, storage), expected, threads_of(storage, checkpoint.options.threads))
+    for (name, document), data in zip(expected.items(), contents, strict=True):
         if data != document:
             yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
         checkpoint.options.progress(len(data or b""))
