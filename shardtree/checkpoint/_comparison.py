@@ -21,7 +21,7 @@ from ..lazy import LazyTensor, stored
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, box_of
 from ..plans import grouped
 from ..storage import Directory, HostMemory, can
-from ..strategies import LoadOptions, Strategies, StrategyAction, traits_of, unreplaced
+from ..strategies import LoadOptions, Strategies, StrategyAction, check_unreplaced, traits_of, unless_replaced
 from ..trees import Difference, Record, diff, map_shards
 from ._differences import ValueDifference, value_difference
 from ._dispatch import given_options, sharded_backend, strategy_of
@@ -58,6 +58,8 @@ _LEAST_LENT, _MOST_LENT = 1024 * 1024, 256 * 1024 * 1024  # allocators keep less
 @dataclass(slots=True, eq=False)
 class BoxReader:
     """Reads boxes of a checkpoint. Planning takes longer than a small read, so small reads are planned together.
+
+    Who uses what was read calls `check` first: looking at each file of a large model takes longer than a read, too.
 
     Attributes:
         opened: the checkpoint.
@@ -106,8 +108,14 @@ class BoxReader:
         shards = [self._target(*box) for box in boxes]
         checkpoint = self.opened.checkpoint
         backend = sharded_backend(checkpoint.fields)
-        unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.opened.strategies), shards)
+        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.opened.strategies)
+        with unless_replaced(checkpoint):
+            load_sharded(checkpoint, shards)
         return [shard.data for shard in shards]
+
+    def check(self) -> None:
+        """Raise CheckpointReplaced if another save took the checkpoint's place before all of this was read."""
+        check_unreplaced(self.opened.checkpoint)
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
         if self._newest is None or self._newest.key != key:
@@ -147,7 +155,10 @@ def value_differences(
         # Small tensors are read together: planning each read by itself would take longer than the reads.
         left.expect(mine for _, mine, _ in group)
         right.expect(theirs for *_, theirs in group)
-        yield from (value_difference(*pair, most_bytes, progress) for pair in group)
+        differences = [value_difference(*pair, most_bytes, progress) for pair in group]
+        left.check()
+        right.check()
+        yield from differences
 
 
 MOST_BYTES = 64 * 1024 * 1024

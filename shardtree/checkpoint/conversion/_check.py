@@ -157,6 +157,7 @@ def _read_all(
         for box in boxes:
             for offset, shape in boxes_within(tuple(box.shape), max(1, most // box.itemsize), f"convert: {box.name!r}"):
                 progress(box.read_box(offset, shape).nbytes)
+    reader.check()
 
 
 def _value_differences(

@@ -196,6 +196,7 @@ class Batches:
                 result = request.async_fn()
         finally:
             turn.end()
+        self.plan.reader.check()
         record(self.journal, number, result, names, durable=self.destination.options.durable)
         return result
 
@@ -236,6 +237,7 @@ def write_batches(batches: Batches, world: World) -> int:
 def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
     assert batches.first is not None
     request, *_ = batches.first
+    batches.plan.reader.check()  # for all ranks, of which this one opened the source
     with _own_error():
         request.commit([results[number] for number in range(len(results))])
         request.clean_up()
