@@ -91,13 +91,13 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
     return _parse(root, scan.taken)
 
 
-def _parse(root: Any, taken: ScanColumns) -> MetadataFile:
+def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
     if not (is_a(root, "Metadata") or is_a(root, "MCoreMetadata")):
         raise ValueError(f"{kind_of(root)} where Metadata should be")
     entries, storage_data = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
     if not isinstance(entries, dict) or not isinstance(storage_data, dict):
         raise ValueError("no state_dict_metadata or storage_data")
-    listed, places = _TensorTable(taken), _PlaceTable(taken)
+    listed, places = _TensorTable(scan_columns), _PlaceTable(scan_columns)
     for table, pairs in ((listed, entries), (places, storage_data)):
         for key, entry in pairs.items():
             if type(key) is Run:
@@ -107,7 +107,7 @@ def _parse(root: Any, taken: ScanColumns) -> MetadataFile:
     if len({*listed.keys, *listed.values}) != len(listed.keys) + len(listed.values):
         raise Irregular("a key twice")
     # A run may only be where it stands for what it was taken from.
-    if listed.runs + places.runs != taken.runs:
+    if listed.runs + places.runs != scan_columns.runs:
         raise Irregular("a part of what a scan took")
     return _content(listed, places, field_of(root, "mcore_data"), _paths(field_of(root, "planner_data")))
 
@@ -115,8 +115,8 @@ def _parse(root: Any, taken: ScanColumns) -> MetadataFile:
 class _TensorTable:
     """The tensors and values that `.metadata` lists, their chunks as rows of the table of shapes."""
 
-    def __init__(self, taken: ScanColumns) -> None:
-        self.taken = taken
+    def __init__(self, scan_columns: ScanColumns) -> None:
+        self.taken = scan_columns
         self.keys: list[str] = []
         self.kinds: list[Any] = []
         self.shape: list[Column] = []
@@ -126,8 +126,10 @@ class _TensorTable:
         self.values: list[str] = []
         self.runs = 0
         none = np.zeros(0, dtype=np.int64)
-        self._offset, self._size = (np.concatenate([none, *one]) for one in (taken.chunk_offset, taken.chunk_shape))
-        self._shape = np.concatenate([none, *taken.tensor_shape])
+        self._offset, self._size = (
+            np.concatenate([none, *one]) for one in (scan_columns.chunk_offset, scan_columns.chunk_shape)
+        )
+        self._shape = np.concatenate([none, *scan_columns.tensor_shape])
 
     def add(self, key: Any, entry: Any) -> None:
         """Add a tensor or value that was read as objects."""
@@ -172,13 +174,13 @@ class _TensorTable:
 
     def add_run(self, run: Run) -> None:
         """Add tensors that a scan took."""
-        rows, taken = slice(run.first, run.last), self.taken
-        if not all(taken.tensor_key[rows]):
+        rows, scan_columns = slice(run.first, run.last), self.taken
+        if not all(scan_columns.tensor_key[rows]):
             raise ValueError("a key without a letter")
-        edges = np.array(taken.tensor_chunks[rows], dtype=np.int64)
+        edges = np.array(scan_columns.tensor_chunks[rows], dtype=np.int64)
         chunks = slice(int(edges[0, 0]), int(edges[-1, 1]))
-        self.keys += taken.tensor_key[rows]
-        self.kinds += map(_dtype_from, taken.tensor_dtype[rows])
+        self.keys += scan_columns.tensor_key[rows]
+        self.kinds += map(_dtype_from, scan_columns.tensor_dtype[rows])
         self.shape.append(self._shape[rows])
         self.count.append(edges[:, 1] - edges[:, 0])
         self.offset.append(self._offset[chunks])
@@ -192,15 +194,15 @@ _NONE: Column = np.zeros(0, dtype=np.int64)
 class _PlaceTable:
     """The places that `.metadata` lists: whose each is, and where."""
 
-    def __init__(self, taken: ScanColumns) -> None:
-        self.taken = taken
+    def __init__(self, scan_columns: ScanColumns) -> None:
+        self.taken = scan_columns
         self.key: list[str] = []
         self.file: list[str] = []
         self.refusals: dict[int, str] = {}
         self.runs = 0
         # A chunk's offset as a row of the table of shapes, -1 for a value; byte and length.
         self._columns: list[Column] = []
-        columns = (taken.pair_offset, taken.pair_byte, taken.pair_length)
+        columns = (scan_columns.pair_offset, scan_columns.pair_byte, scan_columns.pair_length)
         self._taken = np.stack([np.concatenate([_NONE, *part]) for part in columns])
 
     def add(self, index: Any, info: Any) -> None:

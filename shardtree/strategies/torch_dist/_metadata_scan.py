@@ -236,19 +236,19 @@ class MetadataScan:
         of_shape = np.zeros(len(rows), dtype=np.int64)
         of_shape[there] = shapes.taken
         # In the order of the file: an object and its state, the key, the offset, an object and its state, the name.
-        taken, of_object = self.taken, 2 * patterns.memoized
+        scan_columns, of_object = self.taken, 2 * patterns.memoized
         at_shape = of_object + _are_new(key)
         total = at_shape + of_shape + of_object + _are_new(file)
         base = self._base(machine) + _before(total)
-        first = len(taken.pair_key)
-        taken.pair_key += self.texts(machine, key, (base + of_object).tolist())
+        first = len(scan_columns.pair_key)
+        scan_columns.pair_key += self.texts(machine, key, (base + of_object).tolist())
         column = np.full(len(rows), -1)
-        column[there] = shapes.rows(taken.shapes, (base + at_shape)[there], partial(self.shape, machine))
-        taken.pair_file += self.texts(machine, file, (base + at_shape + of_shape + of_object).tolist())
-        taken.pair_offset.append(column)
-        taken.pair_byte.append(numbers(byte))
-        taken.pair_length.append(numbers(length))
-        last = len(taken.pair_key)
+        column[there] = shapes.rows(scan_columns.shapes, (base + at_shape)[there], partial(self.shape, machine))
+        scan_columns.pair_file += self.texts(machine, file, (base + at_shape + of_shape + of_object).tolist())
+        scan_columns.pair_offset.append(column)
+        scan_columns.pair_byte.append(numbers(byte))
+        scan_columns.pair_length.append(numbers(length))
+        last = len(scan_columns.pair_key)
         return [Run(first, last), Run(first, last)], int(total.sum())
 
     def _keep_tensors(
@@ -275,14 +275,16 @@ class MetadataScan:
         at_chunks = at_shape + shapes.taken + patterns.memoized
         total = at_chunks + np.diff(of_chunks)
         start = base + _before(total)
-        taken = self.taken
-        first = len(taken.tensor_key)
-        taken.tensor_key += self.texts(machine, key, start.tolist())
-        taken.tensor_dtype += [kinds[code][0] for code in properties]
-        taken.tensor_shape.append(shapes.rows(taken.shapes, start + at_shape, partial(self.shape, machine)))
+        scan_columns = self.taken
+        first = len(scan_columns.tensor_key)
+        scan_columns.tensor_key += self.texts(machine, key, start.tolist())
+        scan_columns.tensor_dtype += [kinds[code][0] for code in properties]
+        scan_columns.tensor_shape.append(
+            shapes.rows(scan_columns.shapes, start + at_shape, partial(self.shape, machine))
+        )
         before = np.repeat(start + at_chunks - of_chunks[:-1], counts) + _before(columns.taken)
-        taken.tensor_chunks += pairwise((columns.keep(before) + edges).tolist())
-        last = len(taken.tensor_key)
+        scan_columns.tensor_chunks += pairwise((columns.keep(before) + edges).tolist())
+        last = len(scan_columns.tensor_key)
         return [Run(first, last), Run(first, last)], int(total.sum())
 
     def _kind(self, machine: Machine, code: bytes, patterns: Patterns, base: int) -> tuple[Any, int]:
@@ -351,9 +353,9 @@ class _ChunkColumns:
         Args:
             base: the next number of the memo before each, int64 (chunks,).
         """
-        taken, shape_of = self.scan.taken, partial(self.scan.shape, self.machine)
+        scan_columns, shape_of = self.scan.taken, partial(self.scan.shape, self.machine)
         at = base + self.of_object
-        taken.chunk_offset.append(self.offset.rows(taken.shapes, at, shape_of))
-        taken.chunk_shape.append(self.shape.rows(taken.shapes, at + self.offset.taken, shape_of))
-        taken.chunks += base.size
-        return taken.chunks - base.size
+        scan_columns.chunk_offset.append(self.offset.rows(scan_columns.shapes, at, shape_of))
+        scan_columns.chunk_shape.append(self.shape.rows(scan_columns.shapes, at + self.offset.taken, shape_of))
+        scan_columns.chunks += base.size
+        return scan_columns.chunks - base.size

@@ -277,10 +277,10 @@ def shapes_in(parts: Sequence[bytes], memoized: bool, is_size: Callable[[int], b
     if not all(map(is_size, np.unique(number[rows]).tolist())):
         raise Irregular("a shape that isn't made by torch.Size")
     axes, values, opening = _tuples_at(buffer, (start + width)[rows])
-    taken = np.zeros(len(parts), dtype=np.int64)
+    counts = np.zeros(len(parts), dtype=np.int64)
     if memoized:
-        taken[rows] = 2 + (opening != ord(")"))
-    return PickledShapes(is_new, number, axes, values, taken)
+        counts[rows] = 2 + (opening != ord(")"))
+    return PickledShapes(is_new, number, axes, values, counts)
 
 
 def _tuples_at(buffer: Bytes, at: Column) -> tuple[Column, Column, Bytes]:
