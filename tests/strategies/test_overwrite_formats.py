@@ -319,7 +319,7 @@ def test_what_was_replaced_while_it_was_converted_is_no_checkpoint(verify: bool,
         return tree
 
     with pytest.raises(CheckpointReplaced, match="replaced by a later save"):
-        st.convert(folder, target, transform=transform, verify=verify)
+        st.convert(folder, target, backend="safetensors", transform=transform, verify=verify)
     with pytest.raises(NotACheckpoint):
         st.open_checkpoint(target)
 
