@@ -167,3 +167,12 @@ def test_a_load_changes_nothing_of_its_target():
     load(target)
     assert (list(target), id(target["w"]), list(target["list"]), target["w"].data._version) == before
     assert not target["w"].data.any()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_of_a_longer_target_the_overlap_is_loaded_and_the_rest_kept(donate):
+    target = torch.full((5, 4), 7.0)
+    loaded = load({"w": padded(target)}, donate=donate)["w"]
+    assert torch.equal(loaded[:3], W) and (loaded[3:] == 7).all()
+    assert (loaded is target) == donate
+    assert donate or (target == 7).all()
