@@ -8,14 +8,14 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 from threading import Lock
 from time import perf_counter
 from typing import Generic, TypeVar
 
 import torch
 
-Item = TypeVar("Item")
+from ._storage import Buffer
+
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
@@ -182,19 +182,14 @@ _QUICK_SECONDS = 0.0005  # for a few bytes: about what waking a thread takes
 
 
 def read_ahead(
-    buffers: Iterable[Item],
-    nbytes: int,
-    clock: Callable[[], float] = perf_counter,
-    *,
-    size_of: Callable[[Item], int] = attrgetter("nbytes"),
-) -> Generator[Item, None, None]:
+    buffers: Iterable[Buffer], nbytes: int, clock: Callable[[], float] = perf_counter
+) -> Generator[Buffer, None, None]:
     r"""Yield buffers that another thread makes while this one's caller uses those before, where making them takes long.
 
     Args:
         buffers: made one after the other, never by two threads at once; each must stay as it is.
         nbytes: about how much is made ahead, so that twice as much may be in memory.
         clock: returns seconds.
-        size_of: returns a buffer's length in bytes; for buffers that come with something else, such as their place.
 
     Examples:
         >>> [bytes(buffer) for buffer in read_ahead(map(memoryview, [b"a", b"bc"]), 1024)]
@@ -202,18 +197,18 @@ def read_ahead(
     """
     source, has_grad = iter(buffers), torch.is_grad_enabled()
 
-    def some(most: int) -> tuple[list[Item], bool]:
-        found, size, begin = list[Item](), 0, clock()
+    def some(most: int) -> tuple[list[Buffer], bool]:
+        found, size, begin = list[Buffer](), 0, clock()
         # Lazy data may be computed, under the mode in which it would have been.
         with torch.set_grad_enabled(has_grad):
             for buffer in source:
                 found.append(buffer)
-                size += size_of(buffer)
+                size += buffer.nbytes
                 if size >= most:
                     break
         return found, clock() - begin > _QUICK_SECONDS + size / _QUICK_BYTES
 
-    following: Task[tuple[list[Item], bool]] | None = None
+    following: Task[tuple[list[Buffer], bool]] | None = None
     try:
         while True:
             made, is_slow = some(1) if following is None else following.result()

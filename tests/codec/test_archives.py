@@ -350,7 +350,7 @@ def test_an_archive_of_more_than_4_gib(tmp_path: Path) -> None:
             return file.read(end - begin)
 
         place = tensor_place(read, length, what="large")
-    assert (place.begin, place.nbytes, place.crc32) == (len(head), shape[0], checksum)
+    assert (place.begin, place.record.nbytes, place.record.crc32) == (len(head), shape[0], checksum)
 
 
 @given(tensors(dtype=st.sampled_from(SAVED_DTYPES)), st.data())

@@ -46,12 +46,6 @@ def test_the_law_catches_a_group_that_is_left_out() -> None:
     assert_caught(same_buffers, without_first, PIECES, st.integers(1, 8), CLOCKS)
 
 
-def test_buffers_may_come_with_their_places() -> None:
-    parts = [(3, memoryview(b"ab")), (9, memoryview(b"c")), (0, memoryview(b""))]
-    ahead = read_ahead(iter(parts), 2, clocked(repeat(True)), size_of=lambda part: part[1].nbytes)
-    assert [(byte, bytes(buffer)) for byte, buffer in ahead] == [(3, b"ab"), (9, b"c"), (0, b"")]
-
-
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_only_what_is_slow_to_make_is_made_by_another_thread(is_slow: bool) -> None:
     makers = list[int]()

@@ -341,9 +341,7 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
             return lambda name, buffers, **options: noting(call, name)(name, _ahead(buffers), **options)
         if kind == "move":
             return lambda old, new: noting(call, new)(old, new)
-        if kind == "write_parts":
-            return lambda name, length, parts, **options: noting(call, name)(name, length, _placed(parts), **options)
-        if kind in ("replace", "replace_if"):
+        if kind in ("write_parts", "replace", "replace_if"):
             return lambda name, *rest, **options: noting(call, name)(name, *rest, **options)
         return call
 
@@ -367,8 +365,3 @@ def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         return buffers
     made = read_ahead(buffers, _AHEAD_BYTES)
     return SizedBuffers(buffers.nbytes, made) if isinstance(buffers, SizedBuffers) else made
-
-
-def _placed(parts: Iterable[tuple[int, Buffer]]) -> Iterable[tuple[int, Buffer]]:
-    """Return parts of a file, each with its place, likewise."""
-    return read_ahead(parts, _AHEAD_BYTES, size_of=lambda part: part[1].nbytes)
