@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
+from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.index import bounding_box
 from tests.checkpoint.parts import FORMATS, folder_of
 from tests.checkpoint.parts import files as walk
@@ -140,6 +141,29 @@ def test_the_law_of_regions_catches_another_chunks_region() -> None:
         check_named(
             (st.strategies.Damage(damage.file, damage.what, damage.begin, damage.end, ("w",), (other,)),), differs
         )
+
+
+def test_a_block_names_its_rows_and_a_flat_one_its_range() -> None:
+    files = files_of(rows, FORMATS[0])
+    name = next(name for name in files if "00001-of" in name)
+    data = bytearray(files[name])
+    data[BLOCK_BYTES + 5] ^= 1
+    (damage,) = st.verify(folder_of(files | {name: bytes(data)}))
+    (region,) = damage.regions
+    assert (damage.begin, damage.end) == (BLOCK_BYTES, 2 * BLOCK_BYTES)
+    header = len(data) - 300 * COLUMNS * 4
+    first = 300 + (BLOCK_BYTES - header) // (COLUMNS * 4)
+    assert region.begin == (first, 0) and region.end[1] == COLUMNS
+    assert str(damage).endswith(f": the hash of a block differs: w[{first}:{region.end[0]}, 0:700]")
+    files = files_of(flat, FORMATS[0])
+    name = next(name for name in files if "00000-of" in name)
+    data = bytearray(files[name])
+    data[9] ^= 1
+    (damage,) = st.verify(folder_of(files | {name: bytes(data)}))
+    assert "the file's header lies in" in damage.what
+    (region,) = damage.regions
+    assert (region.begin, region.end) == ((0, 0), (ROWS, COLUMNS))
+    assert region.flat is not None and region.flat[0] == 0
 
 
 def test_a_missing_file_names_all_that_it_held() -> None:
