@@ -11,6 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree import World
+from shardtree.checkpoint import _comparison
 from shardtree.errors import CheckpointReplaced
 from shardtree.storage._local_files import LocalReader
 from shardtree.strategies import _metadata
@@ -33,7 +34,7 @@ def load(folder: Path) -> None:
     assert not first["w"].any() and not first["t"].any() and first["o"] == 0
 
 
-def load_all(folder: Path) -> None:
+def load_all(folder: Any) -> None:
     tensors = st.load_plain_tensors(folder)
     assert torch.equal(tensors["w"], -tensors["v"])
 
@@ -66,7 +67,12 @@ READS = [
 ]
 
 
-def replaced_or_whole(read: Callable[[Path], Any], folder: Path, backend: tuple[str, int]) -> int:
+def replaced_or_whole(
+    read: Callable[[Path], Any],
+    folder: Path,
+    backend: tuple[str, int],
+    save: Callable[[Path, int, tuple[str, int]], None] = save,
+) -> int:
     """Read once for each file that is opened, with a save right before that; return how many reads were cut short."""
     enter, cut = LocalReader.__enter__, 0
     for moment in range(100):
@@ -104,6 +110,30 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(
     read: Callable[[Path], Any], backend: tuple[str, int], tmp_path: Path
 ) -> None:
     replaced_or_whole(read, tmp_path / "a", backend)
+
+
+def save_alike(folder: Path, number: int, backend: tuple[str, int]) -> None:
+    """Save tensors that are as long whatever the number: nothing but the files' times tells such checkpoints apart."""
+    w = torch.full((800_000,), float(number + 1))
+    pair = {key: st.ShardedTensor.from_rank_offsets(key, data) for key, data in {"w": w, "v": -w}.items()}
+    st.save(pair, folder, backend, overwrite=True, options=st.SaveOptions(durable=False))
+
+
+def convert(folder: Path) -> None:
+    target, window = st.storage.MemoryStorage(), 1024 * 1024
+    st.convert(folder, target, backend="safetensors", verify=False, max_bytes_in_flight=window)
+    load_all(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [("dcp", 1), ("huggingface", 1)], ids=["dcp", "huggingface"])
+def test_a_conversion_in_windows_never_mixes_two_checkpoints(
+    backend: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert replaced_or_whole(convert, tmp_path / "a", backend, save_alike) > 2
+    monkeypatch.setattr(_comparison, "check_unreplaced", lambda checkpoint: None)
+    with pytest.raises(AssertionError):
+        replaced_or_whole(convert, tmp_path / "b", backend, save_alike)
 
 
 def test_the_law_catches_a_read_that_accuses_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

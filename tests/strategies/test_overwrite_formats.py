@@ -18,7 +18,6 @@ from shardtree.errors import (
     AlreadyACheckpoint,
     CheckpointReplaced,
     CorruptCheckpoint,
-    NotACheckpoint,
     StorageError,
     StrategyError,
 )
@@ -307,21 +306,6 @@ def test_an_open_checkpoint_says_that_it_was_replaced(old: str, new: str) -> Non
     if old != "huggingface":
         with pytest.raises(CheckpointReplaced, match="replaced by a later save"):
             opened.common()
-
-
-@pytest.mark.parametrize("verify", [False, True])
-def test_what_was_replaced_while_it_was_converted_is_no_checkpoint(verify: bool, tmp_path: Path) -> None:
-    folder, target = tmp_path / "source", tmp_path / "target"
-    save(folder, OLD, "huggingface")
-
-    def transform(tree: Any) -> Any:
-        save(folder, NEW, "huggingface", overwrite=True)
-        return tree
-
-    with pytest.raises(CheckpointReplaced, match="replaced by a later save"):
-        st.convert(folder, target, backend="safetensors", transform=transform, verify=verify)
-    with pytest.raises(NotACheckpoint):
-        st.open_checkpoint(target)
 
 
 # -- left-overs
