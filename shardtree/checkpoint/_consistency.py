@@ -205,9 +205,12 @@ def check_together(
     if len({part.layout for part in descriptions}) > 1:
         raise _different_layouts(doing, [part.layout for part in descriptions])
     columns = [part.columns for part in descriptions]
-    packed = [each for each in columns if not isinstance(each, ShardColumns)]
-    parts = unpack_columns(packed) if packed else [each for each in columns if isinstance(each, ShardColumns)]
-    parts = parts if known is None else [known.columns]
+    if known is not None:
+        parts = [known.columns]
+    elif packed := [each for each in columns if not isinstance(each, ShardColumns)]:
+        parts = unpack_columns(packed)
+    else:
+        parts = [each for each in columns if isinstance(each, ShardColumns)]
     if tiling:
         return layouts.join_checked(parts, [part.objects for part in descriptions])
     return layouts.join_agreed(parts)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ._dtypes import (
-    TAGS_BY_NAME,
     dtype_from_name,
     dtype_from_tag,
     dtype_name,
@@ -27,7 +26,21 @@ from ._dtypes import (
 from ._header import MAX_INT, element_count
 from ._nodes import Blob, Child, Decoder, Encoder, Node, Take, exactly, plain_blob
 
-_NUMPY_TAGS = {np.dtype(name).newbyteorder("<").str: tag for name, tag in TAGS_BY_NAME.items() if hasattr(np, name)}
+_NUMPY_TAGS = {
+    "|b1": "BOOL",
+    "|u1": "U8",
+    "|i1": "I8",
+    "<u2": "U16",
+    "<i2": "I16",
+    "<u4": "U32",
+    "<i4": "I32",
+    "<u8": "U64",
+    "<i8": "I64",
+    "<f2": "F16",
+    "<f4": "F32",
+    "<f8": "F64",
+    "<c8": "C64",
+}
 _NUMPY_BY_TAG = {tag: name for name, tag in _NUMPY_TAGS.items()}
 NUMPY_NAME = re.compile(r"\|[biuS][0-9]{1,9}|[<>][iufcU][0-9]{1,9}|[<>][mM]8(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
 NUMPY_SCALARS = [np.dtype(character).type for character in "?bBhHiIlLqQefdgFDGmM"]

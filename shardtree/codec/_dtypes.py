@@ -17,7 +17,7 @@ _BY_NAME: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 
-TAGS_BY_NAME = {
+_TAGS_BY_NAME = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -38,7 +38,7 @@ TAGS_BY_NAME = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "complex64": "C64",
 }
-_TAGS = {_BY_NAME[name]: tag for name, tag in TAGS_BY_NAME.items() if name in _BY_NAME}
+_TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
 _BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
 
 _QUANTISED = frozenset(
