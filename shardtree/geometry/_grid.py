@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from math import ceil, prod
 from typing import Any
 
@@ -321,10 +320,16 @@ def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
         >>> list(tiles((3, 4), (2, 4)))
         [((0, 0), (2, 4)), ((2, 0), (1, 4))]
     """
-    starts = product(*(range(0, size, step) for size, step in zip(shape, cell, strict=True))) if prod(shape) else ()
-    for offset in starts:
-        ends = zip(offset, cell, shape, strict=True)
-        yield offset, tuple(min(step, size - start) for start, step, size in ends)
+    if not prod(shape):
+        return
+    if not shape:
+        yield (), ()
+        return
+    # Axis by axis: itertools.product would hold every start, of a tensor that only claims to be large too.
+    for start in range(0, shape[0], cell[0]):
+        size = min(cell[0], shape[0] - start)
+        for offset, box in tiles(shape[1:], cell[1:]):
+            yield (start, *offset), (size, *box)
 
 
 def slabs(shape: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -45,7 +45,6 @@ from shardtree.testing import STORABLE_DTYPES, common_states, outline, tensors
 from shardtree.trees import HOLE, Record
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning"),
 ]
 

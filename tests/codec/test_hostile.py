@@ -16,8 +16,6 @@ from shardtree.codec import Entry, decode_tree, encode_header
 from shardtree.codec._tree import _DECODERS
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def file_of(structure: Any, *blobs: tuple[str, list[int], bytes]) -> bytes:
     """A well-formed file of entries "0", "1", … and any structure, as JSON or as text."""

@@ -30,8 +30,6 @@ from shardtree.codec.pickles import (
 from shardtree.codec.pickles._read import _HANDLERS, _unknown
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 
-pytestmark = pytest.mark.timeout(60)
-
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 SETS = {

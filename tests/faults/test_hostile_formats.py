@@ -33,8 +33,6 @@ import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.strategies._metadata import encode_metadata
 
-pytestmark = pytest.mark.timeout(60)
-
 FORMATS = {
     "safetensors": (("safetensors", 1), None),
     "safetensors and common.pt": (("safetensors", 1), ("torch", 1)),

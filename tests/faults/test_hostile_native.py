@@ -37,8 +37,6 @@ from tests.faults.forged import (
 from tests.faults.sampling import usually
 from tests.fuzz.watch import Growth
 
-pytestmark = pytest.mark.timeout(120)
-
 MOST_SECONDS = 10.0
 """Of processor time, for a call: ten times what an idle machine needs, so that only a wrong order of growth fails."""
 

@@ -22,7 +22,6 @@ from tests.fuzz.watch import watched
 INPUTS = 40
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured as Linux does"),
 ]

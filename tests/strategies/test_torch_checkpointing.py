@@ -58,7 +58,6 @@ def differences(place: Any, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", FORMS)
 def test_what_processes_saved_opens_in_any_layout(saved: tuple[int, Path], form: str, tmp_path: Path) -> None:
     ranks, folder = saved
@@ -90,7 +89,6 @@ def test_what_processes_saved_opens_in_any_layout(saved: tuple[int, Path], form:
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.timeout(300)
 def test_what_was_not_finished_or_is_not_whole_is_refused(saved: tuple[int, Path], tmp_path: Path) -> None:
     ranks, folder = saved
     pending = shutil.copytree(folder / "described", tmp_path / "tmp_step-7")
@@ -117,7 +115,6 @@ def test_what_was_not_finished_or_is_not_whole_is_refused(saved: tuple[int, Path
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-@pytest.mark.timeout(300)
 def test_a_save_that_is_killed_before_its_barrier_leaves_what_is_refused(tmp_path: Path) -> None:
     done = torchrun(2, SCRIPT, str(tmp_path), "killed")
     assert done.returncode != 0 and "SIGKILL" in done.stderr
@@ -245,7 +242,6 @@ def test_other_folders_are_not_recognised(names: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_value_of_another_type_is_an_error_of_ours() -> None:
     files = by_hand(described(of_boxes(FIRST, MIDDLE), 2))
     data, wrong = files["metadata.pkl"], []
