@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.checkpoint.conversion import _source, _write, convert
+from shardtree.checkpoint.conversion import _passage, _write, convert
 from shardtree.errors import StorageError
 from shardtree.storage import MemoryStorage, wrapped
 
@@ -119,7 +119,7 @@ def test_what_fails_lets_the_others_read() -> None:
 
 def test_one_batch_is_read_at_a_time() -> None:
     gate, order = threading.Lock(), list[str]()
-    first, second = (_source.ReadTurn(gate, partial(order.append, name), 4) for name in ("first", "second"))
+    first, second = (_passage.ReadTurn(gate, partial(order.append, name), 4) for name in ("first", "second"))
     first.wait()
     other = threading.Thread(target=second.wait)
     other.start()

@@ -11,7 +11,7 @@ import torch
 import zarr
 
 import shardtree as st
-from shardtree.checkpoint.conversion._source import Passage
+from shardtree.checkpoint.conversion._passage import Passage
 from shardtree.lazy import stored
 from shardtree.strategies.zarr import _load
 

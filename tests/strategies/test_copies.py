@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.archives import _files
+from shardtree.strategies.archives import _copies
 from tests.trees.samples import assert_caught
 
 LENGTH = 6
@@ -55,7 +55,7 @@ def refused(folder: MemoryStorage, ranks: int, **how: Any) -> set[str]:
 
 def finds_what_differs(compared: Any, changed: list[bool], ranks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_files, "_differing", compared)
+        patch.setattr(_copies, "_differing", compared)
         found = refused(folder_of(changed), ranks)
     assert found == {f"w{number}" for number, is_changed in enumerate(changed) if is_changed}
 
@@ -65,11 +65,11 @@ CASES = some.lists(some.booleans(), max_size=4), some.integers(1, 4)
 
 @given(*CASES)
 def test_each_rank_compares_its_share_and_all_know_what_differs(changed: list[bool], ranks: int) -> None:
-    finds_what_differs(_files._differing, changed, ranks)
+    finds_what_differs(_copies._differing, changed, ranks)
 
 
 def test_the_law_catches_a_share_that_nobody_compares() -> None:
-    whole = _files._differing
+    whole = _copies._differing
 
     def without_last(checkpoint: Any, copies: Any, share: int, shares: int) -> Any:
         return whole(checkpoint, copies, share, shares) if share + 1 < shares else []
@@ -80,13 +80,13 @@ def test_the_law_catches_a_share_that_nobody_compares() -> None:
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the files of the copies that were read, one for each comparison."""
-    read, original = list[str](), _files.same_elements
+    read, original = list[str](), _copies.same_elements
 
     def same(checkpoint: Any, one: Any, other: Any) -> bool:
         read.append(other.file)
         return original(checkpoint, one, other)
 
-    monkeypatch.setattr(_files, "same_elements", same)
+    monkeypatch.setattr(_copies, "same_elements", same)
     return read
 
 

@@ -23,7 +23,7 @@ from shardtree.codec.pickles import Global, New, Persistent, Reduced, write_pick
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, TreeError, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
-from shardtree.strategies.archives import _contents
+from shardtree.strategies.archives import _parts
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
 from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import (
@@ -162,7 +162,7 @@ def test_any_mesh_and_placements_load_or_are_refused(case: Case) -> None:
 
 
 def test_the_law_catches_even_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_contents, "chunk", lambda length, pieces, at: (at * (length // pieces), length // pieces))
+    monkeypatch.setattr(_parts, "chunk", lambda length, pieces, at: (at * (length // pieces), length // pieces))
     with pytest.raises(UnsupportedValue):
         loads(Case(numbered((7, 2)), torch.arange(4), None, (Shard(0),)))
 

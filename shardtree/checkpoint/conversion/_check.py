@@ -20,8 +20,9 @@ from ...world import World, agree, gather, on_rank_zero
 from .._comparison import BoxReader, group_bytes, plain_difference, value_differences
 from .._differences import ValueDifference, boxes_within, combined
 from ..opened import OpenCheckpoint
+from ._passage import Passage, passed_fingerprints
 from ._plan import Plan
-from ._source import Passage, StoredObject, passed_fingerprints
+from ._source import StoredObject
 from ._write import deal
 
 

@@ -43,9 +43,10 @@ from ..opened import tree_of
 from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
 from ._check import Checked, check_written
 from ._journal import Journal, abort_uploads, announced, begin_journal, begun_save, forget, journal_of, remove_others
+from ._passage import Passage
 from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._single import in_one_file, single_file
-from ._source import Passage, open_alike
+from ._source import open_alike
 from ._write import Batches, Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements

@@ -29,9 +29,10 @@ from .._dispatch import Backends, Choice, strategy_of
 from ..saving._commit import save_request
 from ..saving._start import RunningSave
 from ._journal import Journal, announcer, record, recording, remove_others, results_of
+from ._passage import Passage, ReadTurn
 from ._plan import Plan
 from ._single import SingleFile
-from ._source import Passage, ReadTurn, StoredObject
+from ._source import StoredObject
 
 # One process plays the ranks of a save in turn, a batch each: so every format streams with its ordinary save functions.
 

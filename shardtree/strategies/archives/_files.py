@@ -1,23 +1,18 @@
-"""Files of torch.save, which may be untrusted: values read by type, tensors that are read at once, and copies."""
+"""Files of torch.save, which may be untrusted: their values read by type, and the few tensors that are read at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from math import prod
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from ..._ambient import collector_paused
 from ...codec import element_count
 from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
-from ...storage import Buffer, Reader, fetch_ahead, in_threads, opened, threads_of
+from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of
 from ...trees import map_sharing
-from .._actions import Copies, Resolution
 from .._values import Checkpoint
 
 
@@ -190,153 +185,3 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return an optimizer's groups without the numbers of their parameters, of which each optimizer has its own."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-# Copies that several ranks' files have of a tensor: equal by their checksums, or compared when the tensor is read
-
-_STEP_BYTES = 1024 * 1024
-
-
-class Seen:
-    """What was compared of an open checkpoint so far.
-
-    Attributes:
-        files: whether each file is known to be its rank's own.
-        boxes: of masters that are their weights, once they are rounded.
-        copies: of the tensors whose copies were compared, what to say of those that differ, else nothing.
-    """
-
-    __slots__ = ("boxes", "copies", "files")
-
-    def __init__(self, _: Checkpoint) -> None:
-        self.files = False
-        self.boxes: set[object] = set()
-        self.copies: dict[str, str] = {}
-
-
-Stored = StoredTensor | float
-"""A tensor in a file, or a number in its place, as steps are."""
-
-
-class Copy(NamedTuple):
-    """What two files have of one box of a tensor, which should be copies of each other.
-
-    Attributes:
-        one: what is loaded.
-        other: another file's; None where it has none.
-        places: of the two files, for messages.
-        offset: where the box begins in the tensor.
-        same: whether they are; None where only reading tells.
-    """
-
-    one: Stored
-    other: Stored | None
-    places: tuple[str, str]
-    offset: tuple[int, ...]
-    same: bool | None
-
-    @property
-    def reason(self) -> str:
-        """What to say if they differ."""
-        return f"{self.places[1]!r} and {self.places[0]!r} have different copies of it"
-
-
-AllCopies = Mapping[str, Sequence[Copy]]
-"""By the key of a tensor."""
-
-
-def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
-    """Return whether two files' values are copies of each other, bit for bit; None where only reading tells.
-
-    By the CRC32s of their records, where these are theirs alone.
-    """
-    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
-        return one == other or (one != one and other != other)  # NaNs of all ranks
-    kinds = [(tensor.dtype, tensor.shape, tensor.stride) for tensor in (one, other)]
-    if kinds[0] != kinds[1]:
-        return False
-    places = [
-        (tensor.record.crc32, tensor.record.nbytes, tensor.begin - tensor.record.begin) for tensor in (one, other)
-    ]
-    if places[0] == places[1] and places[0][0]:
-        return True
-    # A record that the tensor fills: another CRC32 means other elements.
-    return False if all(crc32 and size == _nbytes(one) for crc32, size, _ in places) else None
-
-
-def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether two stored tensors of one kind have the same elements, bit for bit, by reading them."""
-    if not one.is_row_major:
-        return bool((filled(checkpoint, one) == filled(checkpoint, other)).all())
-    nbytes = _nbytes(one)
-    with opened_at(checkpoint, one) as first, opened_at(checkpoint, other) as second:
-        steps = zip(_steps(first, one.begin, nbytes), _steps(second, other.begin, nbytes), strict=True)
-        return all(mine == theirs for mine, theirs in steps)
-
-
-def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:
-    read: Callable[[int, int], Buffer] = reader.read
-    return (read(at, min(at + _STEP_BYTES, begin + nbytes)) for at in range(begin, begin + nbytes, _STEP_BYTES))
-
-
-def _nbytes(tensor: Stored) -> int:
-    return tensor.dtype.itemsize * prod(tensor.shape) if isinstance(tensor, StoredTensor) else 0
-
-
-def _differs(checkpoint: Checkpoint, copy: Copy) -> bool:
-    one, other, *_ = copy
-    if copy.same is None and isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
-        return not same_elements(checkpoint, one, other)
-    return not copy.same
-
-
-def differing_among(checkpoint: Checkpoint, copies: AllCopies, keys: Iterable[str]) -> dict[str, str]:
-    """Return those of some tensors of which files have different copies, and what to say; each is compared once."""
-    reasons = checkpoint.once(Seen).copies
-    candidates = dict.fromkeys(key for key in keys if key in copies)
-    for key in candidates.keys() - reasons.keys():
-        reasons[key] = next((copy.reason for copy in copies[key] if _differs(checkpoint, copy)), "")
-    return {key: reasons[key] for key in candidates if reasons[key]}
-
-
-def resolution(checkpoint: Checkpoint, copies: AllCopies, keys: Set[str]) -> Resolution | None:
-    """Return how ranks compare all copies together, each a share by bytes; None where there are none to compare."""
-    if checkpoint.options.verify is None or keys.isdisjoint(copies):
-        return None
-    unsure = [(key, copy) for key, each in sorted(copies.items()) for copy in each if not copy.same]
-    keep = partial(_keep, checkpoint.once(Seen), [(key, copy.reason) for key, copy in unsure])
-    find = partial(_differing, checkpoint, [copy for _, copy in unsure])
-    return Resolution(find, keep, partial(_readable, checkpoint, copies))
-
-
-def _readable(checkpoint: Checkpoint, copies: AllCopies) -> Iterator[Copies]:
-    """Yield the boxes of which copies may differ, with all that have one."""
-    for key, each in sorted(copies.items()):
-        boxes: dict[tuple[int, ...], list[tuple[str, Callable[[], Any]]]] = {}
-        for one, other, places, offset, _ in each:
-            readers = boxes.setdefault(offset, [(places[0], partial(_read, checkpoint, one))])
-            readers.append((places[1], partial(_read, checkpoint, other)))
-        yield from (Copies(key, offset, readers) for offset, readers in boxes.items())
-
-
-def _read(checkpoint: Checkpoint, value: Stored | None) -> Any:
-    result = filled(checkpoint, value)
-    return torch.tensor(result, dtype=torch.float64, device="cpu") if isinstance(result, (int, float)) else result
-
-
-def _differing(checkpoint: Checkpoint, copies: Sequence[Copy], share: int, shares: int) -> list[int]:
-    """Return the numbers of those copies of a share that differ."""
-    total = sum(_nbytes(copy.one) for copy in copies)
-    numbers, before = [], 0
-    for number, copy in enumerate(copies):
-        # By where its middle lies.
-        mine = (2 * before + _nbytes(copy.one)) * shares // (2 * total or 1)
-        if min(mine, shares - 1) == share and _differs(checkpoint, copy):
-            numbers.append(number)
-        before += _nbytes(copy.one)
-    return numbers
-
-
-def _keep(memo: Seen, reasons: Sequence[tuple[str, str]], numbers_by_rank: Sequence[Sequence[int]]) -> None:
-    differing = sorted((number for numbers in numbers_by_rank for number in numbers), reverse=True)
-    memo.copies = dict.fromkeys((key for key, _ in reasons), "") | dict(reasons[number] for number in differing)

@@ -38,7 +38,8 @@ from ..index import (
 )
 from ..torch import HEADERS
 from ._contents import Contents
-from ._files import ArchiveFile, Seen, differing_among, filled, resolution
+from ._copies import Seen, differing_among, resolution
+from ._files import ArchiveFile, filled
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
