@@ -16,7 +16,7 @@ from .._ambient import shielded
 from ..codec import row_major_bits
 from ..errors import TreeError, error_text, rank_text, shorten
 from ..fingerprints import bytes_total, piece_total, shard_totals, unlike_replicas
-from ..geometry import box_slices
+from ..geometry import box_slices, slices
 from ..layouts import ShardColumns, join_columns, place_text, shard_columns, tensor_shards
 from ..mapping import ShardedTensor
 from ..plans import held_places
@@ -287,6 +287,6 @@ def _unlike_copies(copies: Copies) -> Iterator[ReplicaDifference]:
             groups[kind] = [], how
         groups[kind][0].append(name)
     than, *others = groups.values()
-    box = place_text(tuple(slice(low, low + size) for low, size in zip(copies.offset, first.shape, strict=True)))
+    box = place_text(slices(copies.offset, first.shape))
     for names, how in others:
         yield ReplicaDifference(copies.key, tuple(names), tuple(than[0]), box, how)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
-from ...geometry import Column, box_shape, volumes
+from ...geometry import Column, box_shape, slices, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
@@ -237,12 +237,11 @@ def _fragments(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...]
 def _piece(
     shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], fragments: tuple[int, ...] | None
 ) -> ShardedTensor:
-    index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     prepended = shard.prepend_axis_num
     moved = zip(shard.global_offset[prepended:], offset, strict=True)
     return replace(
         shard,
-        data=shard.data[index],
+        data=shard.data[slices(offset, shape)],
         local_shape=shape,
         global_offset=(*shard.global_offset[:prepended], *(first + start for first, start in moved)),
         axis_fragmentations=fragments,
