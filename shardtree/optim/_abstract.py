@@ -12,8 +12,9 @@ from ..errors import TreeError, error_text, render_path
 from ..mapping import ShardedObject, ShardedStateDict, ShardedTensor, ShardedTensorFactory, StateDict
 from ..trees import map_shards
 from ._convert import check_known, optim_state_to_sharding_state
+from ._groups import GROUP_PREFIX, stored_groups
 from ._leaf import PREFIX, RULES_FIX, OptimizerRules, check_rules, list_item, moment_shape, rule_of, state_leaf
-from ._per_parameter import GROUP_PREFIX, built_shards, per_parameter, stored_groups
+from ._per_parameter import built_shards, per_parameter
 from ._state_dict import ShardedParam, are_names, check_dict, excluded, groups_of, members, states_of
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]

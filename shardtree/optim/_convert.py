@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import TreeError, error_text
 from ..mapping import ShardedStateDict, StateDict
+from ._groups import MEMBERS, Hyperparameters, arranged_groups, check_which, stored_groups
 from ._leaf import (
     RULES_FIX,
     OptimizerRules,
@@ -19,7 +20,6 @@ from ._leaf import (
     state_leaf,
     state_place,
 )
-from ._per_parameter import MEMBERS, Hyperparameters, arranged_groups, check_which, stored_groups
 from ._state_dict import (
     Group,
     ParamId,

@@ -1,18 +1,18 @@
-"""What exists once for each parameter, as Adam's `step` or a tensor that all shards share; and parameter groups."""
+"""Values that exist once for each parameter: numbers such as Adam's `step`, and tensors that all its shards share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
-from ..errors import ShapeError, TreeError, error_text
-from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..errors import ShapeError, error_text
+from ..mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..trees import apply_factories, diff, leaves_with_paths
-from ._state_dict import Group, ShardedParam, check_param, members
+from ._state_dict import ShardedParam, check_param
 
 # The shard with the parameter's first element holds the main replica of such values.
 
@@ -150,124 +150,3 @@ def _value_leaf(shard: ShardedTensor, value: Any) -> ShardedTensor | ShardedObje
 def _kind(value: Any) -> torch.Tensor | None:
     """Return a meta tensor of a tensor's shape and dtype."""
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else None
-
-
-# Parameter groups: their stored form, and the stored hyperparameters arranged by an optimizer's own groups.
-
-
-Hyperparameters: TypeAlias = Literal["stored", "own"]
-
-MEMBERS = ("params", "param_names")  # members aren't stored: with pipelines or ZeRO each rank has others
-GROUP_PREFIX = "optimizer.param_group"
-
-
-def stored_groups(groups: Sequence[Group], params: Mapping[Any, ShardedParam], *, named: bool) -> dict[str, Any]:
-    """Return the stored form of groups."""
-    # Without parameters a rank can't know whether the other ranks' are named, so its form fits both.
-    if not members(groups):
-        return _without_members(groups)
-    if not named:  # hyperparameters by the group's position; members stay on the rank
-        local = [
-            {key: LocalNonpersistentObject(value) if key in MEMBERS else value for key, value in group.items()}
-            for group in groups
-        ]
-        return {"param_groups": local}
-    # For parameters that aren't among `params`, no group number is stored or requested.
-    of = {
-        name: per_parameter(params[name], GROUP_PREFIX, number)
-        for number, group in enumerate(groups)
-        for name in group["params"]
-        if name in params
-    }
-    return {**_without_members(groups), "param_group_of": of}
-
-
-def _without_members(groups: Sequence[Group]) -> dict[str, Any]:
-    return {
-        "param_groups": [hyperparameters(group) for group in groups],
-        "own_param_groups": LocalNonpersistentObject(groups),
-    }
-
-
-def hyperparameters(group: Group) -> dict[str, Any]:
-    """Return what a group has besides its members."""
-    return {key: value for key, value in group.items() if key not in MEMBERS}
-
-
-def arranged_groups(
-    doing: str,
-    stored: Sequence[Group],
-    group_of: Mapping[Any, int],
-    own: Sequence[Group],
-    which: Hyperparameters,
-) -> list[dict[str, Any]]:
-    """Return an optimizer's own groups, in its order, with the hyperparameters that their parameters had when stored.
-
-    Args:
-        doing: for the error.
-        stored: groups; their members are ignored.
-        group_of: the number of each parameter's stored group.
-        own: the optimizer's groups, of names.
-        which: "own" keeps the optimizer's hyperparameters. A group without members keeps them too, unless the groups
-            are those that were stored, in their order: under ZeRO a rank may have nothing of a group that others have.
-
-    Raises:
-        TreeError: parameters of one group had different hyperparameters, or aren't stored; names each.
-    """
-    check_which(doing, which)
-    if which == "own":
-        return [dict(group) for group in own]
-    lost = [repr(name) for group in own for name in group["params"] if name not in group_of]
-    if lost:
-        fix = "Pass hyperparameters='own' to keep the optimizer's, or take these parameters out of it."
-        raise TreeError(error_text(f"{doing}: parameters that no stored group has", offenders=lost, fix=fix))
-    conflicts = [line for number, group in enumerate(own) for line in _conflicts(number, group, stored, group_of)]
-    if conflicts:
-        what = f"{doing}: parameters of one group had different hyperparameters when they were stored"
-        fix = "Pass hyperparameters='own' to keep the optimizer's, or group the parameters as they were."
-        raise TreeError(error_text(what, offenders=conflicts, fix=fix))
-    # A group without members on this rank can't be matched by them; by position it can, where all others are in place.
-    same_groups = len(own) == len(stored) and all(
-        group_of[name] == number for number, group in enumerate(own) for name in group["params"]
-    )
-    return [
-        _with_hyperparameters(group, stored, group_of, number if same_groups else None)
-        for number, group in enumerate(own)
-    ]
-
-
-def check_which(doing: str, which: object) -> None:
-    """Raise unless this is a valid choice of hyperparameters.
-
-    Raises:
-        TreeError: it doesn't.
-
-    Examples:
-        >>> check_which("load", "own")
-    """
-    if which not in ("stored", "own"):
-        raise TreeError(error_text(f"{doing}: hyperparameters", found=repr(which), expected="'stored' or 'own'"))
-
-
-def _with_hyperparameters(
-    group: Group, stored: Sequence[Group], group_of: Mapping[Any, int], place: int | None
-) -> dict[str, Any]:
-    number = group_of[group["params"][0]] if group["params"] else place
-    if number is None:
-        return dict(group)
-    kept = {key: group[key] for key in MEMBERS if key in group}
-    return hyperparameters(stored[number]) | kept
-
-
-def _conflicts(number: int, group: Group, stored: Sequence[Group], group_of: Mapping[Any, int]) -> list[str]:
-    """Return, for each hyperparameter in which a group's parameters differ, two that do."""
-    names = {group_of[name]: name for name in reversed(group["params"])}
-    lines: list[str] = []
-    first: int | None = None
-    for one, name in sorted(names.items(), key=lambda pair: group["params"].index(pair[1])):
-        first = one if first is None else first
-        left, right = hyperparameters(stored[first]), hyperparameters(stored[one])
-        differ = sorted(key for key in left.keys() | right.keys() if diff([left.get(key)], [right.get(key)]))
-        pair = f"{names[first]!r} had {{}}, {name!r} had {{}}"
-        lines += [f"group {number}: {key!r}: {pair.format(left.get(key), right.get(key))}" for key in differ]
-    return lines
