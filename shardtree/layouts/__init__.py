@@ -13,17 +13,7 @@ from ._columns import (
     shard_columns,
     unpacked_kinds,
 )
-from ._coverage import (
-    Coverage,
-    Grid,
-    RankTrees,
-    StoredLayout,
-    chunk_grids,
-    coverage,
-    tensor_shards,
-    tree_columns,
-    trees_by_rank,
-)
+from ._coverage import Coverage, coverage
 from ._integrity import (
     access_problems,
     check_access,
@@ -37,6 +27,8 @@ from ._integrity import (
 )
 from ._objects import ObjectColumns, join_objects, kind_problems, object_columns, object_problems
 from ._problems import Faults, Problem, doubled_faults, integrity_error, place_text, problem_lines, sharding_faults
+from ._rank_trees import RankTrees, tensor_shards, tree_columns, trees_by_rank
+from ._stored import Grid, StoredLayout, chunk_grids
 from ._unshard import unshard
 from .meshes import (
     AxisSplit,

@@ -30,9 +30,9 @@ from ..trees import (
     refuse_hidden,
 )
 from ._columns import BoxColumns, ShardColumns, select_rows, shard_boxes, shard_columns
-from ._coverage import RankTrees, trees_by_rank
 from ._integrity import common_problems, join_columns
 from ._problems import Problem, doubled_faults, fault_problems, integrity_error, sharding_faults
+from ._rank_trees import RankTrees, trees_by_rank
 
 # Global tensors assembled from shards.
 
