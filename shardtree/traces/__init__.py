@@ -2,11 +2,13 @@
 
 from ..lazy import Box
 from ._boxes import View, view_of
+from ._differences import Difference
 from ._local import Local, check_written, localized, transformed, whole_shard
 from ._moves import Loop, Move, Moves
-from ._problems import Difference, Problem, axis_of, coverage, factored
+from ._problems import Problem, coverage
 from ._recording import trace
 from ._steps import Computed, Constant, Kind
+from ._text import axis_of, factored
 from ._trace import Trace
 
 __all__ = ["Box", "Difference", "Kind", "Move", "Moves", "Problem", "Trace", "trace"]

@@ -13,7 +13,8 @@ import torch
 from ..errors import TraceError, error_text
 from ..lazy import Box, Fetch, LazyTensor, dense, of_source
 from ..mapping import ShardedTensor
-from ._boxes import MOST, Reads, View, into_box, leaves, operand_moves, reads_of, tight
+from ._boxes import MOST, Reads, View, into_box, reads_of, tight
+from ._evaluate import leaves, operand_moves
 from ._moves import Move, Moves
 from ._steps import Computed, Constant, Function, Kind, Operand, bits, short
 from ._trace import Trace, check_kinds, evaluated

@@ -12,10 +12,13 @@ import torch
 from ..errors import KeyMismatch, ShapeError, TraceError, error_text
 from ..lazy import Box, dense
 from ..trees import empty_data
-from ._boxes import dense_tensor, filled, leaves, reads_of
+from ._boxes import reads_of
+from ._differences import Difference, differences
+from ._evaluate import dense_tensor, filled, leaves
 from ._moves import Move, Moves, read_of, rolled, turned
-from ._problems import Difference, Problem, differences, problems_of, trace_text
+from ._problems import Problem, problems_of
 from ._steps import Computed, Constant, Kind, Operand, kind_of, undone
+from ._text import trace_text
 
 Place = tuple[Sequence[int], Sequence[int]]
 """A box as (offset, shape)."""

@@ -131,7 +131,7 @@ def test_what_is_read_in_boxes_is_what_is_needed(seed: int) -> None:
 
 
 def used_elements(trace: Trace):  # type: ignore[no-untyped-def]
-    from shardtree.traces._boxes import leaves
+    from shardtree.traces._evaluate import leaves
 
     for moves in trace.moves.values():
         for move in leaves(moves):

@@ -53,7 +53,7 @@ def asked(found: st.Trace) -> int:
 
 
 def needed(found: st.Trace) -> int:
-    from shardtree.traces._boxes import leaves
+    from shardtree.traces._evaluate import leaves
 
     places = {
         (move.root, place)

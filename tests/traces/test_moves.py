@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from shardtree.traces._differences import same
 from shardtree.traces._moves import Move, Moves, Written, normal, rolled
-from shardtree.traces._problems import coverage, same
+from shardtree.traces._problems import coverage
 from tests.traces.programs import all_places, places, random_view
 
 seeds = draw.integers(0, 2**32)

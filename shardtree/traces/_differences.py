@@ -1,0 +1,113 @@
+"""How two traces differ: each move of one is read through the other, which says where each element is from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._evaluate import operand_moves, strided
+from ._moves import Move, Moves, in_place, turned
+from ._steps import Computed, Constant, Operand, bits
+from ._text import move_text, root_shape
+
+if TYPE_CHECKING:
+    from ._trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What two traces make of one part of an output.
+
+    Attributes:
+        name: of the output.
+        elements: how many differ.
+        here: what the first makes of it.
+        there: what the second does.
+    """
+
+    name: str
+    elements: int
+    here: str
+    there: str
+
+    def __str__(self) -> str:
+        return f"{self.name!r}: {self.elements} elements are {self.here}, not {self.there}"
+
+
+def differences(one: Trace, other: Trace) -> dict[str, tuple[Difference, ...]]:
+    """Return by output what differs."""
+    by_output: dict[str, tuple[Difference, ...]] = {}
+    for name in dict.fromkeys([*one.outputs, *other.outputs]):
+        kinds = one.outputs.get(name), other.outputs.get(name)
+        if kinds[0] != kinds[1] or kinds[0] is None:
+            here, there = ("not there" if kind is None else str(kind) for kind in kinds)
+            by_output[name] = (Difference(name, max(kind.numel for kind in kinds if kind), here, there),)
+        elif (bad := tuple(_differing(one, other, name))) != ():
+            by_output[name] = bad
+    return by_output
+
+
+def _differing(one: Trace, other: Trace, name: str) -> Iterator[Difference]:
+    mine, theirs, shape = one.moves[name], other.moves[name], one.outputs[name].shape
+    for move, count in _not_in(theirs, mine):
+        texts = [move_text(each, shape, root_shape(other, each)) for each in theirs.find([in_place(move)])[0]]
+        there = "; ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+        yield Difference(name, count, move_text(move, shape, root_shape(one, move)), there or "unwritten")
+    # Places that only the other one writes: where both write as many, the loop above has said all.
+    for move in theirs if mine.numel != theirs.numel else ():
+        if left := mine.find([in_place(move)])[1]:
+            there = move_text(move, shape, root_shape(other, move))
+            yield Difference(name, sum([part.numel for part in left]), "unwritten", there)
+
+
+def _not_in(theirs: Moves, mine: Moves) -> Iterator[tuple[Move, int]]:
+    """Yield which of my moves make other elements than theirs do at the same places, and how many."""
+    for move in mine if mine != theirs else ():  # most are written alike, which is quickly seen
+        pieces, left = theirs.find([turned(move)])
+        count = sum([piece.numel for piece in pieces if not _same(piece, move)]) + sum([part.numel for part in left])
+        if count:
+            yield move, count
+
+
+def same(one: Moves, other: Moves) -> bool:
+    """Return whether two lists of moves make the same elements of one tensor: exact, whatever their form."""
+    return one.numel == other.numel and next(_not_in(other, one), None) is None
+
+
+def _same(piece: Move, move: Move) -> bool:
+    """Return whether a piece, which leads from another trace's root to a move's root, is of the same elements."""
+    mine, theirs = move.root, piece.root
+    if isinstance(mine, str) or isinstance(theirs, str):
+        # Read through the other trace, an element of a source must come out at its own place.
+        stays = piece.to == piece.at and all(to == at for _, to, at in piece.loops)
+        return stays and mine == theirs and move.via == piece.via
+    if isinstance(mine, Constant) and isinstance(theirs, Constant):
+        # By their bits: NaN equals itself, and 0.0 isn't -0.0.
+        values = (_elements(mine, piece.to, piece, 1, move.via), _elements(theirs, piece.at, piece, 2, piece.via))
+        return values[0].dtype == values[1].dtype and torch.equal(bits(values[0]), bits(values[1]))
+    return (
+        isinstance(mine, Computed)
+        and isinstance(theirs, Computed)
+        and (mine.func, mine.options, mine.dtype, move.via) == (theirs.func, theirs.options, theirs.dtype, piece.via)
+        and len(mine.operands) == len(theirs.operands)
+        and all(_same_operand(*pair, piece) for pair in zip(mine.operands, theirs.operands, strict=True))
+    )
+
+
+def _elements(root: Constant, place: int, piece: Move, side: int, via: tuple[Any, ...]) -> torch.Tensor:
+    value = strided(root.value, piece.size, [loop[side] for loop in piece.loops], place)
+    for step in via:
+        value = step(value)
+    return value
+
+
+def _same_operand(mine: Any, theirs: Any, piece: Move) -> bool:
+    if not (isinstance(mine, Operand) and isinstance(theirs, Operand)):
+        return type(mine) is type(theirs) and bool(mine == theirs)
+    if (mine.dtype, mine.alone) != (theirs.dtype, theirs.alone):
+        return False
+    here, there = operand_moves(mine, turned(piece)), operand_moves(theirs, piece)
+    return same(Moves(here), Moves(there))

@@ -1,0 +1,86 @@
+"""Evaluating moves: sources' elements are copied to where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from ..lazy import dense
+from ..trees import as_integers
+from ._moves import Move, read_of
+from ._steps import Computed, Constant, Operand
+
+
+def strided(tensor: torch.Tensor, size: Sequence[int], steps: Sequence[int], place: int) -> torch.Tensor:
+    """Return a view of a dense tensor's elements by their flat places."""
+    return tensor.as_strided(size, steps, tensor.storage_offset() + place)
+
+
+def filled(
+    into: torch.Tensor,
+    moves: Sequence[Move],
+    sources: Mapping[str, torch.Tensor],
+    unwritten: Callable[[int], float],
+) -> torch.Tensor:
+    """Return a new dense tensor once the moves' elements are in it.
+
+    Args:
+        into: the tensor.
+        moves: of its flat places.
+        sources: dense, by name.
+        unwritten: is told how many places no move writes, if any, and returns what fills them, or raises.
+    """
+    if missing := into.numel() - sum([move.numel for move in moves]):
+        fill = unwritten(missing)
+        _ = into.fill_(fill) if fill else as_integers(into).zero_()  # torch can't fill some dtypes, even with zeros
+    for move in moves:
+        # What only moves does so as integers: torch can't copy all dtypes that can be stored.
+        whole = into if move.via or isinstance(move.root, Computed) else as_integers(into)
+        place = strided(whole, move.size, [step for _, step, _ in move.loops], move.to)
+        place.copy_(_value(move, sources, unwritten, into.device))
+    return into
+
+
+def _value(
+    move: Move, sources: Mapping[str, torch.Tensor], unwritten: Callable[[int], float], device: torch.device
+) -> torch.Tensor:
+    steps = [step for _, _, step in move.loops]
+    if isinstance(move.root, Computed):
+        parts = []
+        for operand in move.root.tensors:
+            size = () if operand.alone else move.size or (1,)
+            part = torch.empty(size, dtype=operand.dtype, device=device)
+            parts.append(filled(part, operand_moves(operand, move), sources, unwritten))
+        value = move.root(parts)
+        value = value.reshape(move.size) if value.numel() == move.numel else value.expand(move.size)
+    else:
+        root = move.root.value.to(device) if isinstance(move.root, Constant) else sources[move.root]
+        value = strided(root if move.via else as_integers(root), move.size, steps, move.at)
+    for step in move.via:
+        value = step(value)
+    return value
+
+
+def operand_moves(operand: Operand, move: Move) -> list[Move]:
+    """Return what a move of computed elements takes of an operand, as moves to a dense tensor of its loops' counts."""
+    if operand.alone:
+        return list(operand.moves)
+    size, steps = move.size, [step for _, _, step in move.loops]
+    moves: list[Move] = operand.moves.find([read_of(move.at, size, dense(size).stride, steps)])[0]
+    return moves
+
+
+def leaves(moves: Iterable[Move]) -> Iterator[Move]:
+    """Yield moves from sources alone: those of what is computed are its operands'."""
+    for move in moves:
+        if isinstance(move.root, str):
+            yield move
+        elif isinstance(move.root, Computed):
+            for operand in move.root.tensors:
+                yield from leaves(operand_moves(operand, move))
+
+
+def dense_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor as a dense row-major one on a device, without a copy where it is one."""
+    return as_integers(tensor).to(device).contiguous().view(tensor.dtype)

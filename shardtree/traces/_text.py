@@ -1,0 +1,128 @@
+"""Traces as text: boxes where both sides of a move are boxes, else factors of axes, named as einops does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..errors import plural
+from ..lazy import dense
+from ._moves import Loop, Move, rolled
+from ._steps import Constant
+
+if TYPE_CHECKING:
+    from ._trace import Trace
+
+_SHOWN = 16
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def trace_text(trace: Trace) -> str:
+    """Return a trace's printed form, of at most some moves for each output."""
+    lines = [f"trace: {plural(len(trace.sources), 'source')} -> {plural(len(trace.outputs), 'output')}"]
+    for name, kind in trace.outputs.items():
+        if name in trace.tied:
+            lines.append(f"  {name}: {kind} is {trace.tied[name]}")
+            continue
+        lines.append(f"  {name}: {kind} =")
+        moves = rolled(trace.moves[name])
+        lines += [f"    {move_text(move, kind.shape, root_shape(trace, move))}" for move in moves[:_SHOWN]]
+        lines += [f"    and {len(moves) - _SHOWN} more moves"] if len(moves) > _SHOWN else []
+        lines += ["    nothing"] if not moves and kind.numel else []
+    return "\n".join(lines)
+
+
+def root_shape(trace: Trace, move: Move) -> tuple[int, ...]:
+    """Return the shape of what a move is from; of what is constant or computed, a flat one."""
+    return trace.sources[move.root].shape if isinstance(move.root, str) else (move.last + 1,)
+
+
+def move_text(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> str:
+    """Return a move as text.
+
+    Args:
+        move: from a root to an output.
+        shape: of the output.
+        root: of the root.
+
+    Examples:
+        >>> move_text(Move("w", 0, 0, ((2, 4, 1), (4, 1, 2))), (2, 4), (4, 2))
+        '[a, b] = w[b, a]  (a=2 b=4)'
+    """
+    loops = factored(move, shape, root)
+    names = [_LETTERS[number % 26] for number in range(len(loops))]
+    into = _side(move.to, [(count, to, name) for (count, to, _), name in zip(loops, names, strict=True)], shape)
+    read = _side(move.at, [(count, at, name) for (count, _, at), name in zip(loops, names, strict=True)], root)
+    is_one = isinstance(move.root, Constant) and move.root.value.numel() == 1
+    source = f"{move.root}[{read}]" if isinstance(move.root, str) else str(move.root)
+    source += "" if is_one or isinstance(move.root, str) or move.last + 1 == move.numel else f"[{read}]"
+    sizes = " ".join(f"{name}={count}" for (count, _, _), name in zip(loops, names, strict=True))
+    return f"[{into}] = {source}{''.join(f'.{step}' for step in move.via)}" + (f"  ({sizes})" if sizes else "")
+
+
+def factored(move: Move, shape: tuple[int, ...], root: tuple[int, ...]) -> list[Loop]:
+    """Return a move's loops, cut so that each stays within one axis on both sides, where that can be."""
+    loops = list(move.loops)
+    # By the output's axes first, then by the root's: a loop that crosses both is cut twice.
+    for side, steps in ((1, dense(shape).stride), (2, dense(root).stride)):
+        new: list[Loop] = []
+        for count, to, at in loops:
+            own = (to, at)[side - 1]
+            for step in steps:
+                inner = step // own if own else 0
+                if 1 < inner < count and step % own == 0 and count % inner == 0:
+                    new.append((count // inner, to * inner, at * inner))
+                    count = inner
+            new.append((count, to, at))
+        loops = new
+    return loops
+
+
+def _side(place: int, loops: Sequence[tuple[int, int, str]], shape: tuple[int, ...]) -> str:
+    """Return one side of a move: for each axis a number, a name, factors, or an interval of them."""
+    texts = []
+    for axis, step in enumerate(dense(shape).stride):
+        low, place = divmod(place, step) if step else (0, place)
+        own = [(count, each // step, name) for count, each, name in loops if axis_of(each, shape) == axis]
+        # From the innermost: factors that run on, as (a b) do, need no steps beside them.
+        expected, runs_on = 1, True
+        for count, each, _ in reversed(own):
+            runs_on, expected = runs_on and each == expected, each * count
+        names = " ".join(name if runs_on else f"{name}*{each}" for _, each, name in own)
+        names = f"({names})" if len(own) > 1 else names
+        is_whole = runs_on and not low and prod([count for count, _, _ in own]) == shape[axis]
+        texts.append(str(low) if not own else names if is_whole else f"{low}:+{names}")
+    return ", ".join(texts)
+
+
+def axis_of(step: int, shape: tuple[int, ...]) -> int:
+    """Return the axis along which a flat step leads, the number of axes if it leads nowhere."""
+    strides = dense(shape).stride
+    return next((axis for axis, stride in enumerate(strides) if 0 < stride <= step and shape[axis] > 1), len(shape))
+
+
+def places_text(moves: Sequence[Move], shape: tuple[int, ...], shown: int = 3) -> str:
+    """Return where moves' `to` sides lie in a tensor: as slices, or from the first element to the last.
+
+    Examples:
+        >>> places_text([Move(None, 4, 0, ((2, 4, 1), (2, 1, 1)))], (4, 4))
+        '[1:3, 0:2]'
+    """
+    listed = rolled(moves)
+    texts = [_place_text(move, shape) for move in listed[:shown]]
+    return ", ".join(texts) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")
+
+
+def _place_text(move: Move, shape: tuple[int, ...]) -> str:
+    axes, rest, place = [], factored(move, shape, shape), move.to
+    for axis, step in enumerate(dense(shape).stride):
+        low, place = divmod(place, step) if step else (0, place)
+        own = [(count, each // step) for count, each, _ in rest if axis_of(each, shape) == axis]
+        length = 1 + sum((count - 1) * each for count, each in own)
+        by = own[0][1] if len(own) == 1 else 1
+        # Two factors that leave gaps are no slice.
+        if len(own) > 1 and length != prod([count for count, _ in own]):
+            return f"{plural(move.numel, 'element')} from {move.to} to {move.end} of the flat tensor"
+        axes.append(f"{low}:{low + length}{f':{by}' if by > 1 else ''}" if length > 1 else str(low))
+    return f"[{', '.join(axes)}]"
