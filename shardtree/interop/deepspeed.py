@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 
 from ..checkpoint import OpenCheckpoint, is_checkpoint
-from ..checkpoint.conversion import note_shell_patterns
+from ..checkpoint.conversion import left_out_keys
 from ..codec.archives import StreamedTensor, streamed_archive
 from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
 from ..storage import Directory, Storage, make_folder, storage_at, tensor_buffers
-from ..trees import key_matcher
 
 __all__ = ["save_universal"]
 
@@ -69,7 +68,8 @@ def save_universal(
 
     Raises:
         AlreadyACheckpoint: the folder has one.
-        KeyMismatch: a state's parameter isn't there, or something has no place in a Universal Checkpoint.
+        KeyMismatch: a state's parameter isn't there, a pattern names nothing, or something has no place in a Universal
+            Checkpoint.
         UnsupportedValue: a name can't be that of a folder, or the common state can't be stored.
 
     Examples:
@@ -135,12 +135,10 @@ def _tensor(checkpoint: OpenCheckpoint, key: str) -> ShardedTensor:
 
 
 def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
-    note_shell_patterns("save_universal: leave_out", leave_out, list(checkpoint))
-    is_left_out = key_matcher(leave_out)
-    kept = [key for key in checkpoint if not is_left_out(key)]
+    left_out = {*left_out_keys("save_universal", checkpoint.metadata, leave_out)}
     states: dict[str, list[str]] = {}
     weights, homeless = [], []
-    for key in kept:
+    for key in (key for key in checkpoint if key not in left_out):
         found = _STATE.fullmatch(key)
         if not isinstance(checkpoint.metadata[key], ShardedTensor) or (not found and key.startswith("optimizer.")):
             homeless.append(f"{key!r}: not a tensor of the model, nor a parameter's state")

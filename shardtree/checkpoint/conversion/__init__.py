@@ -4,4 +4,4 @@ Plan (which shards, accounted for, in which batches), write (batch by batch, rem
 """
 
 from ._convert import ConversionReport, convert
-from ._source import note_shell_patterns
+from ._source import left_out_keys

@@ -92,7 +92,7 @@ def source_tree(
     """
     stored = reader.opened.metadata
     common, others = _tensors_of_common(reader.opened, note) if COMMON in leave_out else ({}, ())
-    left_out = left_out_keys({**stored, **common} if common else stored, leave_out, untaken_of(stored))
+    left_out = left_out_keys("convert", {**stored, **common} if common else stored, leave_out, untaken_of(stored))
     absent = set(left_out)
     tree = {key: _shard(reader, key, note) for key in reader.opened if key not in absent}
     return tree | {key: shard for key, shard in common.items() if key not in absent}, left_out, others
@@ -143,11 +143,12 @@ def _read_box(
 
 
 def left_out_keys(
-    metadata: Mapping[str, Shard], patterns: Sequence[str], others: Collection[str] = ()
+    doing: str, metadata: Mapping[str, Shard], patterns: Sequence[str], others: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Return the keys and unique keys that patterns name; ``"common"`` names the common state alone.
 
     Args:
+        doing: for errors.
         metadata: what is stored.
         patterns: of keys; an object is named by its key or its unique key. A shell's reading that would leave out
             other keys is a FutureWarning.
@@ -158,11 +159,11 @@ def left_out_keys(
 
     Examples:
         >>> rng = ShardedObject("rng", None, (1,), (0,))
-        >>> left_out_keys({"rng/shard_0_1": rng}, ["rng", "common"])
+        >>> left_out_keys("convert", {"rng/shard_0_1": rng}, ["rng", "common"])
         ('rng/shard_0_1',)
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise KeyMismatch(error_text("convert: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
+        raise KeyMismatch(error_text(f"{doing}: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
     listed = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
     names = {name for key, shard in metadata.items() for name in (key, shard.key)} | {*others}
     nothing = [pattern for pattern in listed if not any(map(key_matcher([pattern]), names))]
@@ -171,9 +172,9 @@ def left_out_keys(
             "Correct the pattern, or take it out if there is nothing to leave out. * is one part between dots, ** any\n"
             "  number of them."
         )
-        what = "convert: leave_out names what isn't in the source"
+        what = f"{doing}: leave_out names what isn't in the source"
         raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names, widen=False), fix=fix))
-    note_shell_patterns("convert: leave_out", listed, names)
+    note_shell_patterns(f"{doing}: leave_out", listed, names)
     is_named = key_matcher(listed)
     return tuple(key for key, shard in metadata.items() if is_named(key) or is_named(shard.key))
 
