@@ -144,8 +144,8 @@ def narrowed(column: NDArray[Any]) -> NDArray[Any]:
         return column
     low, high = (int(column.min()), int(column.max())) if column.size else (0, 0)
     kinds = (np.int8, np.int16, np.int32) if low < 0 else (np.uint8, np.uint16, np.uint32)
-    found = next((kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), np.int64)
-    return column.astype(found, copy=False)
+    dtype = next((kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), np.int64)
+    return column.astype(dtype, copy=False)
 
 
 def as_int64(column: NDArray[Any]) -> NDArray[Any]:
@@ -229,8 +229,8 @@ def distinct(values: Column) -> Column:
         >>> distinct(np.array([3, 1, 3])).tolist()
         [1, 3]
     """
-    ordered = np.sort(values)
-    return ordered[begins(ordered)]
+    values = np.sort(values)
+    return values[begins(values)]
 
 
 def begins(*columns: Column) -> Mask:
@@ -298,8 +298,8 @@ def rows_of(columns: Record, rows: Column | NDArray[np.bool_] | slice) -> Record
     each = (getattr(columns, name) for name in kind.__slots__)
     # By `take`, which is several times as fast, where it does.
     is_plain = isinstance(rows, slice) or rows.dtype == np.bool_
-    found: Record = kind(*(one[rows] if is_plain else one.take(rows, axis=0) for one in each))
-    return found
+    record: Record = kind(*(one[rows] if is_plain else one.take(rows, axis=0) for one in each))
+    return record
 
 
 def joined_rows(parts: Sequence[Record]) -> Record:
@@ -316,8 +316,8 @@ def joined_rows(parts: Sequence[Record]) -> Record:
         (array([1, 3]), array([2, 4]))
     """
     kind: Any = type(parts[0])
-    found: Record = kind(*(np.concatenate([getattr(part, name) for part in parts]) for name in kind.__slots__))
-    return found
+    record: Record = kind(*(np.concatenate([getattr(part, name) for part in parts]) for name in kind.__slots__))
+    return record
 
 
 def row_numbers(columns: Iterable[Column]) -> tuple[Column, int]:

@@ -68,9 +68,9 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
     tiled = apart & (group_sums(left[pair], volumes(hits[2]), len(offset)) == volumes(shape))
     waits = np.flatnonzero(~tiled[left[pair]])
     row = np.flatnonzero(~tiled)
-    taken, rest = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
+    pieces, rest = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
     whole = _select(hits, np.flatnonzero(apart[left[pair]]))
-    parts = _select(taken, np.flatnonzero(~apart[left[taken[0]]]))
+    parts = _select(pieces, np.flatnonzero(~apart[left[pieces[0]]]))
     return Carved(*_concatenate([whole, parts]), *_in_order(*rest))
 
 
@@ -87,20 +87,20 @@ def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, 
     count = np.bincount(node, minlength=number.size)
     first = np.cumsum(count) - count
     live: _Boxes = (np.arange(number.size), places[0], places[1])
-    taken, rest, step = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
+    pieces, rest, step = [_select(cuts, order[:0])], [_select(live, order[:0])], 0
     while live[0].size:
         waits = step < count[live[0]]
         rest.append(_select(live, np.flatnonzero(~waits)))
         live = row, offset, shape = _select(live, np.flatnonzero(waits))
         now = cut[order[first[row] + step]]
         hit_offset, hit_shape = intersect(offset, shape, cuts[1][now], cuts[2][now])
-        hit, missed = np.flatnonzero((hit_shape > 0).all(axis=1)), np.flatnonzero((hit_shape <= 0).any(axis=1))
-        taken.append((cuts[0][now[hit]], hit_offset[hit], hit_shape[hit]))
+        hit, miss = np.flatnonzero((hit_shape > 0).all(axis=1)), np.flatnonzero((hit_shape <= 0).any(axis=1))
+        pieces.append((cuts[0][now[hit]], hit_offset[hit], hit_shape[hit]))
         around = _rest_of_box(*_select(live, hit), hit_offset[hit], hit_shape[hit])
-        live = _concatenate([_select(live, missed), *around])
+        live = _concatenate([_select(live, miss), *around])
         step += 1
     left_over = _concatenate(rest)
-    return _concatenate(taken), (number[left_over[0]], *left_over[1:])
+    return _concatenate(pieces), (number[left_over[0]], *left_over[1:])
 
 
 def _divide(boxes: _Boxes, node: Column, cuts: _Boxes) -> tuple[_Boxes, Column, Column]:
@@ -327,14 +327,14 @@ def _cuts(key: Column, offset: Column, shape: Column) -> list[tuple[Column, Colu
     """Return, for each axis, as (box, place), where boxes are cut by those that they overlap; no two are the same."""
     left, right = overlapping_pairs(key, offset, shape, key, offset, shape)
     left, right = left[left != right], right[left != right]
-    found = []
+    cuts = []
     for axis in range(offset.shape[1]):
         begin, end = offset[:, axis], (offset + shape)[:, axis]
         box, at = np.tile(left, 2), np.concatenate([begin[right], end[right]])
         inside = (at > begin[box]) & (at < end[box])
         pairs = np.unique(np.stack([box[inside], at[inside]], axis=1), axis=0)
-        found.append((pairs[:, 0], pairs[:, 1]))
-    return found
+        cuts.append((pairs[:, 0], pairs[:, 1]))
+    return cuts
 
 
 def _cut_along(number: Column, offset: Column, shape: Column, box: Column, at: Column) -> tuple[Column, Column, Column]:

@@ -55,17 +55,17 @@ def tiled_groups(group: Column, offset: Column, shape: Column, groups: int) -> N
     if len(axes) > _MOST_AXES:
         return np.asarray(empty)
     boxes = blake2b(np.concatenate([group[:, None], offset, shape], axis=1, dtype=np.int64).data, digest_size=32)
-    held, around = np.ones(len(group), dtype=np.uint64), np.ones(groups, dtype=np.uint64)
+    sums, around = np.ones(len(group), dtype=np.uint64), np.ones(groups, dtype=np.uint64)
     for axis in axes:
         begin, end = offset[:, axis], offset[:, axis] + shape[:, axis]
         low, high = np.full(groups, np.iinfo(np.int64).max), np.full(groups, np.iinfo(np.int64).min)
         np.minimum.at(low, group, begin)
         np.maximum.at(high, group, end)
         seed = _seed(boxes.digest(), axis)
-        held *= _weight(end, seed) - _weight(begin, seed)
+        sums *= _weight(end, seed) - _weight(begin, seed)
         around *= _weight(high, seed) - _weight(low, seed)
     total = np.zeros(groups, dtype=np.uint64)
-    np.add.at(total, group, held)
+    np.add.at(total, group, sums)
     return np.asarray((total == around) | empty)
 
 
@@ -83,13 +83,13 @@ def _seed(boxes: bytes, axis: int) -> np.uint64:
 
 def _weight(place: Column, seed: np.uint64) -> _Weights:
     """Return the sum of the weights of all indices before a place: the place's bits, mixed as SplitMix64 does."""
-    mixed = place.astype(np.uint64)
-    mixed += seed
+    weight = place.astype(np.uint64)
+    weight += seed
     for shift, factor in _FACTORS:
-        mixed ^= mixed >> np.uint64(shift)
-        mixed *= np.uint64(factor)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+        weight ^= weight >> np.uint64(shift)
+        weight *= np.uint64(factor)
+    weight ^= weight >> np.uint64(31)
+    return weight
 
 
 # Groups in which two boxes share an element. Input may be adversarial, so no number of boxes may lead to all pairs.
@@ -231,8 +231,8 @@ def coverage_faults(offset: Column, shape: Column, whole: tuple[int, ...]) -> tu
         ([[[2, 0]], [[2, 3]]], [[[1, 0]], [[1, 3]]])
     """
     low, high = np.zeros(len(whole), dtype=np.int64), np.array(whole, dtype=np.int64)
-    missing, doubled = _faults_between(offset, offset + shape, low, high)
-    return _as_boxes(*_merge_neighbours(*missing)), _as_boxes(*_merge_neighbours(*doubled))
+    gaps, overlaps = _faults_between(offset, offset + shape, low, high)
+    return _as_boxes(*_merge_neighbours(*gaps)), _as_boxes(*_merge_neighbours(*overlaps))
 
 
 def _as_boxes(begin: Column, end: Column) -> Boxes:
@@ -263,8 +263,7 @@ def _faults_between(begin: Column, end: Column, low: Column, high: Column) -> tu
 
 def _tiles(begin: Column, end: Column, low: Column, high: Column) -> bool:
     group, size = np.zeros(len(begin), dtype=np.int64), volumes((high - low)[None])
-    tiled = bool(volumes(end - begin).sum() == size)
-    return tiled and not shared_groups(group, begin, end - begin).size
+    return bool(volumes(end - begin).sum() == size) and not shared_groups(group, begin, end - begin).size
 
 
 def _halves(low: Column, high: Column, axis: int, middle: int) -> tuple[tuple[Column, Column], tuple[Column, Column]]:
@@ -294,8 +293,8 @@ def _cell_counts(begin: Column, end: Column, edges: list[Column]) -> Column:
     return count[(slice(-1),) * count.ndim]
 
 
-def _cells_where(wanted: np.ndarray, edges: list[Column]) -> Boxes:
-    cells = np.nonzero(wanted)
+def _cells_where(mask: np.ndarray, edges: list[Column]) -> Boxes:
+    cells = np.nonzero(mask)
     begin = [places[cell] for places, cell in zip(edges, cells, strict=True)]
     end = [places[cell + 1] for places, cell in zip(edges, cells, strict=True)]
     return _merge_neighbours(np.stack(begin, axis=1), np.stack(end, axis=1))
@@ -311,8 +310,8 @@ def _merge_neighbours(begin: Column, end: Column) -> Boxes:
         # Neighbours along an axis are merged if they agree on all other axes, and one begins where the other ends.
         is_first[1:] = (others[1:] != others[:-1]).any(axis=1) | (begin[1:, axis] != end[:-1, axis])
         first = np.flatnonzero(is_first)
-        joined = end[first]
-        joined[:, axis] = end[np.append(first[1:], len(begin))[: len(first)] - 1, axis]
-        begin, end = begin[first], joined
+        last = end[first]
+        last[:, axis] = end[np.append(first[1:], len(begin))[: len(first)] - 1, axis]
+        begin, end = begin[first], last
     order = np.lexsort(begin.T[::-1])
     return begin[order], end[order]

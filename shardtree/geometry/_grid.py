@@ -57,13 +57,13 @@ def _checked_cut(subject: str, rank: int, cut: Any) -> Shape:
     return values
 
 
-def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, prepended: int) -> None:
+def check_ranks(subject: str, local_shape: Shape, global_shape: Shape, count: int) -> None:
     """Raise MetadataError unless a local shape with so many prepended axes has the global shape's rank."""
-    if prepended < 0:
+    if count < 0:
         fix = "Count the leading axes that data lacks."
-        refuse(subject, "prepend_axis_num", prepended, "0 or more", fix, error=MetadataError)
-    if len(local_shape) + prepended != len(global_shape):
-        expected = f"{len(global_shape) - prepended} axes, for global_shape {global_shape} less {prepended} prepended"
+        refuse(subject, "prepend_axis_num", count, "0 or more", fix, error=MetadataError)
+    if len(local_shape) + count != len(global_shape):
+        expected = f"{len(global_shape) - count} axes, for global_shape {global_shape} less {count} prepended"
         fix = "Pass as prepend_axis_num how many leading axes data lacks."
         refuse(subject, "local_shape", local_shape, expected, fix, error=MetadataError)
 
@@ -211,12 +211,12 @@ def narrow_flat_range(
 
 
 def _row_runs(inner: int, size: int, start: int, stop: int, narrow_start: int, length: int) -> Iterator[Run]:
-    row, kept, skipped = size * inner, length * inner, narrow_start * inner
+    row, run, skip = size * inner, length * inner, narrow_start * inner
     for index in range(start // row, -(-stop // row)):
-        first = max(start, index * row + skipped)
-        last = min(stop, index * row + skipped + kept)
+        first = max(start, index * row + skip)
+        last = min(stop, index * row + skip + run)
         if first < last:
-            shift = skipped + index * (row - kept)
+            shift = skip + index * (row - run)
             yield slice(first - start, last - start), slice(first - shift, last - shift)
 
 
@@ -251,12 +251,12 @@ def cut_spans(spans: Spans, parts: int, index: int, split_factor: int = 1) -> Sp
     length = sum(stop - start for start, stop in spans)
     if split_factor == 1:
         return _between(spans, *_piece(length, parts, index))
-    found: list[tuple[int, int]] = []
+    part: list[tuple[int, int]] = []
     for block in range(split_factor):
         begin, end = _piece(length, split_factor, block)
         start, stop = _piece(end - begin, parts, index)
-        found += _between(spans, begin + start, begin + stop)
-    return _merge_adjacent(found)
+        part += _between(spans, begin + start, begin + stop)
+    return _merge_adjacent(part)
 
 
 def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -267,22 +267,22 @@ def _piece(length: int, parts: int, index: int) -> tuple[int, int]:
 
 def _between(spans: Spans, start: int, stop: int) -> Spans:
     """Return what lies between two positions, counted along the intervals."""
-    found, position = [], 0
+    part, position = [], 0
     for begin, end in spans:
         low, high = max(start - position, 0), min(stop - position, end - begin)
         if low < high:
-            found.append((begin + low, begin + high))
+            part.append((begin + low, begin + high))
         position += end - begin
-    return tuple(found)
+    return tuple(part)
 
 
 def _merge_adjacent(spans: list[tuple[int, int]]) -> Spans:
-    joined: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return tuple(joined)
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return tuple(runs)
 
 
 # Windows: boxes that tile a tensor, each small enough for a cache, or for a read's bound of memory.

@@ -69,7 +69,7 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
         shape: int64 (boxes, axes).
 
     Returns:
-        ``(rows, number)``: int64 (found,) each; ``reach.group[number]`` is the group.
+        ``(rows, number)``: int64 (rows,) each; ``reach.group[number]`` is the group.
 
     Examples:
         >>> reach = reach_of(np.array([4]), np.array([[0]]), np.array([[3]]))
@@ -79,7 +79,7 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
     """
     order = None if (group[1:] >= group[:-1]).all() else np.argsort(group, kind="stable")
     none = np.zeros(0, dtype=np.int64)
-    found = [(none, none)]
+    chunks = [(none, none)]
     for rows, groups, count in _group_runs(reach.group, group if order is None else group[order]):
         near = rows if order is None else order[rows]
         # The first axis is compared for all boxes, with edges repeated for each; the others only for what is left.
@@ -89,12 +89,12 @@ def rows_in_reach(reach: Reach, group: Column, offset: Column, shape: Column) ->
         near = _numbers(near).take(places)
         for axis in range(1, offset.shape[1]):
             low, high = reach.low[:, axis][number], reach.high[:, axis][number]
-            kept = np.flatnonzero(_meet(offset[:, axis][near], shape[:, axis][near], low, high))
-            near, number = near.take(kept), number.take(kept)
-        found.append((near, number))
-    rows, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
-    kept = rows_with_elements(shape[rows])
-    return rows.take(kept), numbers.take(kept)
+            inside = np.flatnonzero(_meet(offset[:, axis][near], shape[:, axis][near], low, high))
+            near, number = near.take(inside), number.take(inside)
+        chunks.append((near, number))
+    rows, numbers = (np.concatenate(column) for column in zip(*chunks, strict=True))
+    inside = rows_with_elements(shape[rows])
+    return rows.take(inside), numbers.take(inside)
 
 
 def rows_with_elements(shape: Column) -> Column:
@@ -110,9 +110,9 @@ def rows_with_elements(shape: Column) -> Column:
     return np.flatnonzero(some)
 
 
-def _group_runs(groups: Column, ordered: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
+def _group_runs(groups: Column, sorted_group: Column) -> Iterator[tuple[Column | slice, slice, Column]]:
     """Yield rows of some groups a few at a time, as a slice where they are consecutive; the groups; their counts."""
-    first, last = np.searchsorted(ordered, groups, side="left"), np.searchsorted(ordered, groups, side="right")
+    first, last = (np.searchsorted(sorted_group, groups, side=side) for side in ("left", "right"))
     for low in range(int(first.min(initial=0)), int(last.max(initial=0)), _AT_ONCE):
         begin = int(np.searchsorted(last, low, side="right"))
         end = int(np.searchsorted(first, low + _AT_ONCE, side="left"))
@@ -194,7 +194,7 @@ def in_slabs(left: GroupedBoxes, right: GroupedBoxes, axis: Column) -> tuple[Gro
         bounds = distinct(np.concatenate([groups, begins[::thickness]]))
         (first, count), (other_first, other_count) = _spans(bounds, *one), _spans(bounds, *other)
         if count.sum() + other_count.sum() <= _MOST_COPIES * (len(left) + len(right)):
-            return _copied(left, first, count), _copied(right, other_first, other_count)
+            return _repeat(left, first, count), _repeat(right, other_first, other_count)
         thickness *= 4
     return left, right
 
@@ -212,7 +212,7 @@ def _spans(bounds: Column, begin: Column, end: Column) -> tuple[Column, Column]:
     return first, np.searchsorted(bounds, end, side="left") - first
 
 
-def _copied(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
+def _repeat(boxes: GroupedBoxes, first: Column, count: Column) -> GroupedBoxes:
     row, group = span_numbers(first, count)
     return GroupedBoxes(boxes.row[row], group, boxes.offset[row], boxes.shape[row])
 
@@ -299,7 +299,7 @@ def _meets(
 def _pairs_to_try(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
     """Return pairs of rows, among them all that share an element; some maybe more than once."""
     pairs = _few_pairs(left, right)
-    return _candidates(*_thinned(*_numbered(left, right))) if pairs is None else pairs
+    return _candidates(*_cut_into_slabs(*_renumber(left, right))) if pairs is None else pairs
 
 
 def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:
@@ -314,7 +314,7 @@ def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]
     return left.row[one], right.row[order[other]]
 
 
-def _numbered(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
+def _renumber(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
     """Return the boxes of groups that both sides have, with groups renumbered from 0."""
     both = np.sort(np.concatenate([distinct(left.group), distinct(right.group)]))
     groups = both[1:][both[1:] == both[:-1]]
@@ -328,14 +328,14 @@ def _of_groups(boxes: GroupedBoxes, groups: Column) -> GroupedBoxes:
     return GroupedBoxes(boxes.row[rows], number[rows], boxes.offset[rows], boxes.shape[rows])
 
 
-def _thinned(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
+def _cut_into_slabs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[GroupedBoxes, GroupedBoxes]:
     """Return boxes in slabs, as long as there are too many candidates."""
     for number in range(1, right.offset.shape[1]):
         _, _, counts = _candidate_runs(left, right)
         if counts.sum() <= _PLENTY * (len(left) + len(right)):
             break
         axis = _sorting_axes(right)[number]
-        left, right = _numbered(*in_slabs(left, right, axis))
+        left, right = _renumber(*in_slabs(left, right, axis))
     return left, right
 
 

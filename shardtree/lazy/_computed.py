@@ -31,7 +31,7 @@ class Elementwise:
         name: for errors and ``repr``.
         is_checked: whether the function is a caller's. Then it is tested on the first window that is read, and on
             later ones that have more distinct elements to test.
-        tried: how many elements were tested so far: a memo that changes no result.
+        tests: how many elements each test had so far: a memo that changes no result.
     """
 
     function: Callable[..., torch.Tensor]
@@ -41,7 +41,7 @@ class Elementwise:
     dtype: torch.dtype
     name: str
     is_checked: bool = False
-    tried: list[int] = field(default_factory=list)
+    tests: list[int] = field(default_factory=list)
 
     @property
     def made_of(self) -> tuple[Any, ...] | None:
@@ -59,7 +59,7 @@ class Elementwise:
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
-        found = torch.empty(shape, dtype=self.dtype, device="cpu")
+        box = torch.empty(shape, dtype=self.dtype, device="cpu")
         for start, window in self._windows(shape):
             place = tuple(map(sum, zip(offset, start, strict=True)))
             values = [each.read_box(place, window) if isinstance(each, Source) else each for each in self.operands]
@@ -67,8 +67,8 @@ class Elementwise:
             # The usual case of a small read: no copy into a larger result.
             if window == shape:
                 return result.contiguous()
-            found[slices(start, window)] = result
-        return found
+            box[slices(start, window)] = result
+        return box
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield what reading the box would fetch from storage, in that order."""
@@ -83,10 +83,10 @@ class Elementwise:
 
     def _value(self, values: Sequence[Any], window: Shape) -> torch.Tensor:
         if self.is_checked:
-            shown = elements_tested(values)
-            if not self.tried or shown > max(self.tried):
+            count = elements_tested(values)
+            if not self.tests or count > max(self.tests):
                 check_elementwise(self.function, values)
-                self.tried.append(shown)
+                self.tests.append(count)
             # As tensors of one axis, since torch promotes dtypes of tensors without axes differently.
             values = [value.reshape(-1) for value in values]
         # Sums, products and quotients of real numbers are rounded the same everywhere. Others may not be: torch
@@ -100,16 +100,14 @@ class Elementwise:
         """Return a window's elements along one axis, each computed as all others are, however the window is cut."""
         flat = [value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
         count = next(value.numel() for value in flat if isinstance(value, torch.Tensor) and value.ndim)
-        found = torch.empty(count, dtype=self.dtype, device="cpu")
+        elements = torch.empty(count, dtype=self.dtype, device="cpu")
         for start in range(0, count, _CHUNK):
             stop = min(count, start + _CHUNK)
-            parts = [
-                _padded(each[start:stop]) if isinstance(each, torch.Tensor) and each.ndim else each for each in flat
-            ]
+            parts = [_pad(each[start:stop]) if isinstance(each, torch.Tensor) and each.ndim else each for each in flat]
             result = self.function(*parts, **self.options)
             check_kind(result, tuple(parts[0].shape) if self.is_checked else None, self.dtype)
-            found[start:stop] = result[: stop - start]
-        return found
+            elements[start:stop] = result[: stop - start]
+        return elements
 
 
 _CHUNK = 32_768
@@ -118,7 +116,7 @@ _VECTOR = 64
 """A multiple of the elements in a processor's vector, whatever the processor."""
 
 
-def _padded(chunk: torch.Tensor) -> torch.Tensor:
+def _pad(chunk: torch.Tensor) -> torch.Tensor:
     """Return a chunk padded to whole vectors with its last element."""
     missing = -len(chunk) % _VECTOR
     return torch.cat([chunk, chunk[-1:].expand(missing)]) if missing else chunk.contiguous()
@@ -143,10 +141,10 @@ def check_kind(result: Any, shape: Shape | None, dtype: torch.dtype | None) -> N
     is_tensor = isinstance(result, torch.Tensor)
     if is_tensor and shape in (None, tuple(result.shape)) and dtype in (None, result.dtype):
         return
-    found = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
+    kind = f"{tuple(result.shape)} {result.dtype}" if is_tensor else type(result).__name__
     expected = f"{shape} {dtype}" if dtype else f"a tensor of shape {shape}"
     what = "lazy_map: given a part of its operands, the function returned another shape or dtype"
-    raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=_FIX))
+    raise UnsupportedValue(error_text(what, found=kind, expected=expected, fix=_FIX))
 
 
 def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
@@ -174,12 +172,12 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
     cuts = [(0, 2), (0, 3)] if whole.ndim == 1 else [(0, 2), (1, 3)]
     for axis, count in cuts:
         pieces = list(zip(*(sample.tensor_split(count, axis) for sample in samples), strict=True))
-        found = torch.cat([_result(function, piece) for piece in pieces if piece[0].numel()], axis)
-        if not torch.equal(_bits(found), _bits(whole)):
+        result = torch.cat([_result(function, piece) for piece in pieces if piece[0].numel()], axis)
+        if not torch.equal(_bits(result), _bits(whole)):
             raise _not_elementwise(f"cut in {count} along axis {axis}")
     if whole.ndim == 2:
-        turned = _result(function, [sample.T for sample in samples]).T
-        if not torch.equal(_bits(turned), _bits(whole)):
+        result = _result(function, [sample.T for sample in samples]).T
+        if not torch.equal(_bits(result), _bits(whole)):
             raise _not_elementwise("transposed")
 
 
@@ -204,7 +202,7 @@ def _sample(value: torch.Tensor) -> torch.Tensor:
 
 def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what a function gives for tensors, which it is passed along one axis, as whole vectors."""
-    flat = [_padded(value.reshape(-1)) for value in values]
+    flat = [_pad(value.reshape(-1)) for value in values]
     result = function(*flat)
     check_kind(result, tuple(flat[0].shape), None)
     count, shape = values[0].numel(), tuple(values[0].shape)
@@ -252,7 +250,7 @@ class Product:
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
-        found, inner = torch.zeros(shape, dtype=self.dtype, device="cpu"), self.left.shape[1]
+        box, inner = torch.zeros(shape, dtype=self.dtype, device="cpu"), self.left.shape[1]
         height, width = self._block()
         for column, columns in _spans(offset[1], shape[1], width, self.shape[1]) if inner else ():
             # Each column of the right is read once; rows of the left are read again for each block of columns.
@@ -261,8 +259,8 @@ class Product:
                 block = torch.matmul(self.left.read_box((row, 0), (rows, inner)), right)
                 low, left = max(row, offset[0]), max(column, offset[1])
                 part = block[low - row : offset[0] + shape[0] - row, left - column : offset[1] + shape[1] - column]
-                found[low - offset[0] :, left - offset[1] :][: part.shape[0], : part.shape[1]] = part
-        return found
+                box[low - offset[0] :, left - offset[1] :][: part.shape[0], : part.shape[1]] = part
+        return box
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield what reading the box would fetch from storage, in that order."""
@@ -295,14 +293,14 @@ class OfWhole:
         operand: all of it is in memory while the function runs.
         shape: of the result.
         dtype: of the result.
-        known: the result, once it is computed: a memo that changes no result.
+        memo: the result, once it is computed: a memo that changes no result.
     """
 
     function: Callable[[torch.Tensor], torch.Tensor]
     operand: Source
     shape: Shape
     dtype: torch.dtype
-    known: list[torch.Tensor] = field(default_factory=list)
+    memo: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def made_of(self) -> None:
@@ -316,11 +314,11 @@ class OfWhole:
 
     def read_box(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
-        if not self.known:
+        if not self.memo:
             # Whole, whatever is read of the result: cut otherwise, sums could be rounded otherwise.
             whole = self.operand.read_box((0,) * len(self.operand.shape), self.operand.shape)
-            self.known.append(self.function(whole))
-        return self.known[0][slices(offset, shape)].clone()
+            self.memo.append(self.function(whole))
+        return self.memo[0][slices(offset, shape)].clone()
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield what reading the box would fetch from storage, in that order."""

@@ -141,10 +141,10 @@ def _to(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> torc
     if unknown := kwargs.keys() - {"dtype", "device", "copy", "non_blocking"}:
         raise refusal(name, f"to({', '.join(sorted(unknown))}=...)")
     # A positional bool is `non_blocking` or `copy`, which make no difference for an immutable tensor.
-    options = (*args, kwargs.get("dtype"), kwargs.get("device"))
-    wanted = [value for value in options if not (value is None or isinstance(value, bool))]
-    dtypes = [value for value in wanted if isinstance(value, torch.dtype)]
-    for place in wanted:
+    values = (*args, kwargs.get("dtype"), kwargs.get("device"))
+    options = [value for value in values if not (value is None or isinstance(value, bool))]
+    dtypes = [value for value in options if isinstance(value, torch.dtype)]
+    for place in options:
         is_cpu = isinstance(place, str | torch.device) and torch.device(place).type == "cpu"
         if not isinstance(place, torch.dtype) and not is_cpu:
             raise refusal(name, f"to({place if isinstance(place, str) else type(place).__name__})")

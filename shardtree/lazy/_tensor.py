@@ -301,15 +301,15 @@ def _concatenate(
     along %= max(result.ndim, 1)
     parts = [part.unsqueeze(along) if func.__name__ == "stack" else part for part in tensors]
     # Empty parts add nothing, and torch takes one of shape (0,) with parts of any shape.
-    kept = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
-    return of_source(Concatenated(kept, along, tuple(result.shape), result.dtype))
+    pieces = tuple(part.to(result.dtype) for part in parts if prod(part.shape))
+    return of_source(Concatenated(pieces, along, tuple(result.shape), result.dtype))
 
 
 def _elementwise(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
     """Return a sum, difference, product or quotient of elements, or their negative."""
-    named = [kwargs.pop(word) for word in ("input", "other") if word in kwargs]
-    lazies = [value for value in (*args, *named) if isinstance(value, LazyTensor)]
-    operands = tuple(_operand(lazies[0].name, func, value) for value in (*args, *named))
+    values = [*args, *(kwargs.pop(word) for word in ("input", "other") if word in kwargs)]
+    lazies = [value for value in values if isinstance(value, LazyTensor)]
+    operands = tuple(_operand(lazies[0].name, func, value) for value in values)
     name = f"{func.__name__}({', '.join(shorten((one.name for one in lazies), shown=2))})"
     if kwargs.get("out") is not None:
         raise operations.refusal(lazies[0].name, f"{func.__name__} with out=")
@@ -329,8 +329,7 @@ def _operand(name: str, func: Callable[..., Any], value: Any) -> Any:
 
 
 def _matmul(func: Callable[..., Any], args: Args, kwargs: dict[str, Any]) -> LazyTensor:
-    named = [kwargs.pop(word) for word in ("input", "other", "mat2") if word in kwargs]
-    operands = [*args, *named]
+    operands = [*args, *(kwargs.pop(word) for word in ("input", "other", "mat2") if word in kwargs)]
     lazy = next(value for value in (*operands, *kwargs.values()) if isinstance(value, LazyTensor))
     if options := [word for word, value in kwargs.items() if value is not None]:
         raise operations.refusal(lazy.name, f"{func.__name__} with {options[0]}=")
@@ -349,20 +348,20 @@ def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> 
     if 0 in view.size:
         return torch.empty(view.size, dtype=casts[-1] if casts else source.dtype, device="cpu")
     box, inner = covering(view, source.shape)
-    found = source.read_box(*box)
-    if inner != dense(box.shape) or not found.is_contiguous():
-        found = _copied(found, inner)
-    return _cast(found, casts) if casts else found
+    elements = source.read_box(*box)
+    if inner != dense(box.shape) or not elements.is_contiguous():
+        elements = _copy_view(elements, inner)
+    return _cast(elements, casts) if casts else elements
 
 
-def _copied(box: torch.Tensor, view: Strided) -> torch.Tensor:
+def _copy_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
     """Return a view's elements, dense, out of the box that holds them."""
     flat = box.contiguous()
-    picked = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
-    if picked.is_contiguous() and picked.numel() == flat.numel():
+    elements = flat.as_strided(view.size, view.stride, flat.storage_offset() + view.offset)
+    if elements.is_contiguous() and elements.numel() == flat.numel():
         return flat.as_strided(view.size, dense(view.size).stride, flat.storage_offset())
     # Copied, so that the rest of the box is freed.
-    return picked.clone(memory_format=torch.contiguous_format)
+    return elements.clone(memory_format=torch.contiguous_format)
 
 
 def _cast(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:

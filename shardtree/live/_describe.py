@@ -112,15 +112,15 @@ def describe(
     rank = world.rank
     usable = device is None or world.device_exchange(device.type) is not None
     source_shards, target_shards = (
-        ends.given.tensors,
-        () if ends.wanted is None else ends.wanted.tensors,
+        ends.source.tensors,
+        () if ends.target is None else ends.target.tensors,
     )
     return Description(
         options,
         None if plan is None else value_digest(plan),
         shard_columns(source_shards, rank) if plan is None else None,
         shard_columns(target_shards, rank) if plan is None else None,
-        None if ends.given.common is HOLE else _common_digest(ends.given.common),
+        None if ends.source.common is HOLE else _common_digest(ends.source.common),
         bool(ends.objects),
         None if device is None else device.type if usable else "cpu",
     )
@@ -197,12 +197,14 @@ def shared_common(world: World, descriptions: Sequence[Description], common: Any
         agree(world, "redistribute: common state", partial(_check_common, commons))
     if not source_ranks or world.size == 1:
         return common
-    sent = on_one_rank(world, "redistribute: pass on the common state", lambda: _portable(common), rank=source_ranks[0])
-    return common if world.rank == source_ranks[0] else _restored(sent)
+    portable = on_one_rank(
+        world, "redistribute: pass on the common state", lambda: _portable(common), rank=source_ranks[0]
+    )
+    return common if world.rank == source_ranks[0] else _restore(portable)
 
 
 def _check_common(commons: Sequence[Any]) -> None:
-    agreed_common({rank: _restored(common) for rank, common in enumerate(commons)}, DOING)
+    agreed_common({rank: _restore(common) for rank, common in enumerate(commons)}, DOING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,7 +226,7 @@ def _to_portable(leaf: Any) -> Any:
     return _PortableTensor(leaf.dtype, tuple(leaf.shape), row_major_bits(leaf).numpy())
 
 
-def _restored(common: Any) -> Any:
+def _restore(common: Any) -> Any:
     return map_shards(_from_portable, common)
 
 
@@ -245,14 +247,14 @@ def resharded_objects(
     """
     if not any(each.wants_objects for each in descriptions):
         return []
-    parts = gather(world, "redistribute: gather objects", lambda: _with_data(ends.given.objects, _portable))
-    return agree(world, "redistribute: reshard objects", partial(_resharded, parts, ends.objects, rules))
+    parts = gather(world, "redistribute: gather objects", lambda: _with_data(ends.source.objects, _portable))
+    return agree(world, "redistribute: reshard objects", partial(_reshard, parts, ends.objects, rules))
 
 
-def _resharded(
+def _reshard(
     parts: Sequence[Sequence[ShardedObject]], targets: Sequence[ShardedObject], rules: Rules
 ) -> list[ShardedObject]:
-    return reshard_objects(_with_data((item for part in parts for item in part), _restored), targets, rules)
+    return reshard_objects(_with_data((item for part in parts for item in part), _restore), targets, rules)
 
 
 def _with_data(objects: Iterable[ShardedObject], change: Callable[[Any], Any]) -> list[ShardedObject]:

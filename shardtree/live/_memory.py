@@ -26,22 +26,22 @@ class Ends:
     """A rank's source and target.
 
     Attributes:
-        given: its source; without one, an empty source whose common state is a hole.
-        wanted: its target; None without one.
+        source: what it gives; without one, an empty source whose common state is a hole.
+        target: what it wants; None without one.
     """
 
-    given: SourceTree
-    wanted: TargetTree | None
+    source: SourceTree
+    target: TargetTree | None
 
     @property
     def tensors(self) -> tuple[ShardedTensor, ...]:
         """The target's shards."""
-        return () if self.wanted is None else self.wanted.tensors
+        return () if self.target is None else self.target.tensors
 
     @property
     def objects(self) -> tuple[ShardedObject, ...]:
         """The target's objects."""
-        return () if self.wanted is None else self.wanted.objects
+        return () if self.target is None else self.target.objects
 
 
 def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
@@ -57,13 +57,13 @@ def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
 
     Examples:
         >>> ends = take_ends({}, None)
-        >>> ends.given.common, ends.wanted
+        >>> ends.source.common, ends.target
         (HOLE, None)
     """
     # An engine beside trainers has no state, and mustn't be asked for plain values that equal theirs.
     gives_nothing = tree is None or (isinstance(tree, (dict, list, tuple)) and not tree)
-    given = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
-    return Ends(given, None if target is None else take_target(target, DOING, donate=donate))
+    source = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
+    return Ends(source, None if target is None else take_target(target, DOING, donate=donate))
 
 
 def device_of_tensors(ends: Ends) -> torch.device | None:
@@ -74,9 +74,9 @@ def device_of_tensors(ends: Ends) -> torch.device | None:
         >>> device_of_tensors(take_ends([shard], None)), device_of_tensors(take_ends({}, None))
         (device(type='cpu'), None)
     """
-    given = [shard.data for shard in ends.given.tensors]
-    wanted = [given_tensor(shard) for shard in ends.tensors]
-    devices = {torch.device("cpu") if data is None else data.device for data in (*given, *wanted)}
+    sources = [shard.data for shard in ends.source.tensors]
+    targets = [given_tensor(shard) for shard in ends.tensors]
+    devices = {torch.device("cpu") if data is None else data.device for data in (*sources, *targets)}
     return devices.pop() if len(devices) == 1 else torch.device("cpu") if devices else None
 
 
@@ -86,12 +86,12 @@ def check_joins(ends: Ends, common: Any) -> None:
     Raises:
         TreeError: it doesn't, or a plain tensor of it is no plain value of the sources.
     """
-    if ends.wanted is None:
+    if ends.target is None:
         return
-    filled = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
-    leaves = [leaf if isinstance(leaf, filled) else HOLE for leaf in ends.wanted.leaves]
+    kinds = (ShardedTensor, ShardedObject, LocalNonpersistentObject)  # that get their data
+    leaves = [leaf if isinstance(leaf, kinds) else HOLE for leaf in ends.target.leaves]
     with refuse_too_deep(DOING):
-        join_filled(common, ends.wanted.rebuild(leaves), ends.wanted.plain, DOING)
+        join_filled(common, ends.target.rebuild(leaves), ends.target.plain, DOING)
 
 
 def joined_target(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], objects: Sequence[ShardedObject]) -> Any:
@@ -106,7 +106,7 @@ def joined_target(ends: Ends, common: Any, tensors: Sequence[torch.Tensor], obje
     Raises:
         Exception: what a factory's merge raises.
     """
-    return None if ends.wanted is None else complete(ends.wanted, common, tensors, objects, DOING)
+    return None if ends.target is None else complete(ends.target, common, tensors, objects, DOING)
 
 
 _ALIGNMENT = 16  # bytes: the beginning of a buffer is aligned for elements of any dtype
@@ -131,11 +131,11 @@ def target_memories(
         ShapeError: a donated tensor isn't the shard's any more, can't be written, or shares memory with another.
         CheckpointingException: there is no memory.
     """
-    given = [given_tensor(shard) for shard in shards]
+    tensors = [given_tensor(shard) for shard in shards]
     if not donate:
-        return [_new(shard, data, empty) for shard, data in zip(shards, given, strict=True)]
-    donated = [(shard, data) for shard, data in zip(shards, given, strict=True) if data is not None]
-    for shard, data in donated:
+        return [_new(shard, data, empty) for shard, data in zip(shards, tensors, strict=True)]
+    donations = [(shard, data) for shard, data in zip(shards, tensors, strict=True) if data is not None]
+    for shard, data in donations:
         check_unchanged(DOING, shard, data)
         check_writable(DOING, shard, data)
         if data.is_conj() or data.is_neg():
@@ -143,24 +143,24 @@ def target_memories(
             raise ShapeError(error_text(f"{DOING}: the donated tensor of {shard.key!r} is a lazy conjugate", fix=fix))
     # Sources are read while targets are filled: an alias would be overwritten before it was sent.
     read = [(shard, shard.data) for shard in sources if shard.data.layout is torch.strided]
-    check_no_aliases(DOING, donated, read)
-    apart = {number for group in tied(list(zip(shards, given, strict=True))) for number in group}
-    pairs = enumerate(zip(shards, given, strict=True))
+    check_no_aliases(DOING, donations, read)
+    apart = {number for group in tied(list(zip(shards, tensors, strict=True))) for number in group}
+    pairs = enumerate(zip(shards, tensors, strict=True))
     return [_new(shard, data, empty) if data is None or number in apart else data for number, (shard, data) in pairs]
 
 
-def donated_once(shards: Sequence[ShardedTensor], filled: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def donated_once(shards: Sequence[ShardedTensor], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return donated targets' tensors, with tied ones filled once.
 
     Args:
         shards: of the target.
-        filled: the tensors of `target_memories`, with what came for them.
+        memories: the tensors of `target_memories`, with what came for them.
 
     Raises:
         ShapeError: what came for several keys of one memory differs.
     """
-    once = fill_once(DOING, [(shard, given_tensor(shard)) for shard in shards], filled)
-    return [once.get(number, data) for number, data in enumerate(filled)]
+    once = fill_once(DOING, [(shard, given_tensor(shard)) for shard in shards], memories)
+    return [once.get(number, data) for number, data in enumerate(memories)]
 
 
 def _new(shard: ShardedTensor, like: torch.Tensor | None, empty: Empty) -> torch.Tensor:
@@ -168,8 +168,8 @@ def _new(shard: ShardedTensor, like: torch.Tensor | None, empty: Empty) -> torch
         return empty(shard.data_shape, dtype=shard.dtype, device="cpu" if like is None else like.device)
     except RuntimeError as error:
         # torch raises a plain RuntimeError for this on the CPU.
-        found = f"{shard.data_shape} {shard.dtype}"
-        raise CheckpointingException(error_text(f"{DOING}: no memory for {shard.key!r}", found=found)) from error
+        size = f"{shard.data_shape} {shard.dtype}"
+        raise CheckpointingException(error_text(f"{DOING}: no memory for {shard.key!r}", found=size)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,14 +184,14 @@ class Buffers:
 
     def cut(self, *sizes: Mapping[int, int]) -> list[dict[int, torch.Tensor]]:
         """Return buffers of the given sizes, by peer, none of which overlap."""
-        found: list[dict[int, torch.Tensor]] = []
+        messages: list[dict[int, torch.Tensor]] = []
         begin = 0
         for each in sizes:
-            found.append({})
+            messages.append({})
             for peer, size in each.items():
-                found[-1][peer] = self.memory[begin : begin + size]
+                messages[-1][peer] = self.memory[begin : begin + size]
                 begin += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return found
+        return messages
 
 
 def make_buffers(
@@ -213,19 +213,19 @@ def make_buffers(
     try:
         return Buffers(empty((size,), dtype=torch.uint8, device=device))
     except (RuntimeError, AssertionError) as error:  # the second: torch was built without that kind of device
-        found, fix = f"{size} bytes on {device}", "Let fewer bytes be in flight: max_bytes_in_flight."
-        raise CheckpointingException(error_text(f"{doing}: no memory for buffers", found=found, fix=fix)) from error
+        need, fix = f"{size} bytes on {device}", "Let fewer bytes be in flight: max_bytes_in_flight."
+        raise CheckpointingException(error_text(f"{doing}: no memory for buffers", found=need, fix=fix)) from error
 
 
 def largest_step(schedule: Schedule, rank: int) -> int:
     """Return how many bytes of buffers a rank needs in the step in which it needs most."""
     out, into = schedule.from_rank == rank, schedule.to_rank == rank
-    chosen = np.flatnonzero(out | into)
-    if not chosen.size:
+    rows = np.flatnonzero(out | into)
+    if not rows.size:
         return 0
-    peer = np.where(out, schedule.to_rank, schedule.from_rank)[chosen]
-    place: Column = np.column_stack([schedule.step[chosen], out[chosen], peer])
+    peer = np.where(out, schedule.to_rank, schedule.from_rank)[rows]
+    place: Column = np.column_stack([schedule.step[rows], out[rows], peer])
     # First pieces are summed to buffers, since each buffer is aligned, then buffers to steps.
     one, number = np.unique(place, axis=0, return_inverse=True)
-    size = np.bincount(number.ravel(), weights=schedule.nbytes[chosen]).astype(np.int64)
+    size = np.bincount(number.ravel(), weights=schedule.nbytes[rows]).astype(np.int64)
     return int(np.bincount(one[:, 0], weights=-(-size // _ALIGNMENT) * _ALIGNMENT).max())

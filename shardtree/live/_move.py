@@ -120,10 +120,10 @@ def move(route: Route, transport: Transport) -> Exception | None:
     Raises:
         Exception: what the transport raises, with the step as a note.
     """
-    moved = route.plan.transfers
-    own = np.flatnonzero((moved.from_rank == route.rank) & (moved.to_rank == route.rank))
+    transfers = route.plan.transfers
+    own = np.flatnonzero((transfers.from_rank == route.rank) & (transfers.to_rank == route.rank))
     copy_own = partial(copy_transfers, route.plan, sources=route.sources, targets=route.targets)
-    failure = first_failure(None, partial(copy_own, own[moved.hop[own] == 0]))
+    failure = first_failure(None, partial(copy_own, own[transfers.hop[own] == 0]))
     for step in range(route.schedule.steps):
         sends, gets = step_pieces(route, step)
         outgoing, incoming = route.buffers.cut(sends.sizes, gets.sizes)
@@ -138,7 +138,7 @@ def move(route: Route, transport: Transport) -> Exception | None:
         for boxes in came:
             failure = first_failure(failure, partial(copy_boxes, *boxes))
     # Last, what several shards of the rank want: from the one that received it.
-    return first_failure(failure, partial(copy_own, own[moved.hop[own] > 0]))
+    return first_failure(failure, partial(copy_own, own[transfers.hop[own] > 0]))
 
 
 def first_failure(failure: Exception | None, do: Callable[[], Any]) -> Exception | None:
@@ -183,7 +183,7 @@ def step_pieces(route: Route, step: int) -> tuple[Pieces, Pieces]:
     plan, schedule = route.plan, route.schedule
     first, last = np.searchsorted(schedule.step, [step, step + 1])
     ends = (schedule.from_rank, schedule.to_rank)
-    found = []
+    sides = []
     for own, other in (ends, ends[::-1]):
         row = first + np.flatnonzero(own[first:last] == route.rank)
         size = plan.target.item_size[plan.transfers.key[schedule.transfer[row]]]
@@ -193,36 +193,36 @@ def step_pieces(route: Route, step: int) -> tuple[Pieces, Pieces]:
         peer, end = other[row], np.cumsum(schedule.nbytes[row])
         begin = end - schedule.nbytes[row]
         byte = begin - begin[np.searchsorted(peer, peer)]  # from the first piece of the same message on
-        found.append(Pieces(peer, schedule.transfer[row], schedule.start[row], schedule.stop[row], size, byte))
-    return found[0], found[1]
+        sides.append(Pieces(peer, schedule.transfer[row], schedule.start[row], schedule.stop[row], size, byte))
+    return sides[0], sides[1]
 
 
 def pack(route: Route, pieces: Pieces, messages: dict[int, torch.Tensor]) -> None:
     """Write what a rank sends in a step into messages; where its shards' memory can be sent itself, that is one."""
-    plan, moved = route.plan, route.plan.transfers
+    plan, transfers = route.plan, route.plan.transfers
     for passed_on, columns, memories in ((False, plan.source, route.sources), (True, plan.target, route.targets)):
-        some = rows_of(pieces, np.flatnonzero((moved.hop[pieces.transfer] > 0) == passed_on))
-        piece, boxes, position = _boxes(plan, some, moved.source, moved.source_element, moved.source_stride)
-        taken = shard_regions(columns, boxes, memories)
-        own = _own_memory(route, pieces, some.peer[piece], some.transfer[piece], boxes.shape, taken)
+        some = rows_of(pieces, np.flatnonzero((transfers.hop[pieces.transfer] > 0) == passed_on))
+        piece, boxes, position = _boxes(plan, some, transfers.source, transfers.source_element, transfers.source_stride)
+        regions = shard_regions(columns, boxes, memories)
+        own = _own_memory(route, pieces, some.peer[piece], some.transfer[piece], boxes.shape, regions)
         for row, memory in own.items():
             messages[int(some.peer[piece[row]])] = memory
         rest = np.setdiff1d(np.arange(piece.size), [*own])
         into = _message_regions(some, piece[rest], position[rest], boxes.shape[rest], messages)
-        write_boxes(plan, some.transfer[piece[rest]], boxes.shape[rest], select_regions(taken, rest), into)
+        write_boxes(plan, some.transfer[piece[rest]], boxes.shape[rest], select_regions(regions, rest), into)
 
 
 def _make_room(
     route: Route, pieces: Pieces, messages: dict[int, torch.Tensor], came: list[tuple[Column, Regions, Regions]]
 ) -> None:
     """Put shards' memory that can be filled itself in place of messages; add what is copied out of the others."""
-    plan, moved = route.plan, route.plan.transfers
-    piece, boxes, position = _boxes(plan, pieces, moved.target, moved.target_element, moved.target_stride)
+    plan, transfers = route.plan, route.plan.transfers
+    piece, boxes, position = _boxes(plan, pieces, transfers.target, transfers.target_element, transfers.target_stride)
     into = target_regions(plan.target, boxes, route.targets)
     own = _own_memory(route, pieces, pieces.peer[piece], pieces.transfer[piece], boxes.shape, into)
     rest = np.setdiff1d(np.arange(piece.size), [*own])
-    taken = _message_regions(pieces, piece[rest], position[rest], boxes.shape[rest], messages)
-    came.append((boxes.shape[rest], taken, select_regions(into, rest)))
+    source = _message_regions(pieces, piece[rest], position[rest], boxes.shape[rest], messages)
+    came.append((boxes.shape[rest], source, select_regions(into, rest)))
     for row, memory in own.items():
         messages[int(pieces.peer[piece[row]])] = memory
 
@@ -251,9 +251,9 @@ def _own_memory(
         shape: int64 (boxes, axes).
         regions: where the boxes lie.
     """
-    found: dict[int, torch.Tensor] = {}
+    own: dict[int, torch.Tensor] = {}
     if not route.is_direct or not peer.size:
-        return found
+        return own
     hop = route.plan.transfers.hop
     # A message of several pieces, or of a piece of several boxes, is put together in a buffer.
     times = [np.bincount(one, minlength=int(peer.max()) + 1)[peer] for one in (pieces.peer, peer)]
@@ -261,8 +261,8 @@ def _own_memory(
         (memory,) = region_views(shape[row : row + 1], select_regions(regions, np.array([row])))
         cast = hop[transfer[row]] == 0 and _is_cast(route.plan, int(transfer[row]))
         if memory.is_contiguous() and memory.device == route.buffers.memory.device and not cast:
-            found[row] = memory.reshape(-1).view(torch.uint8)
-    return found
+            own[row] = memory.reshape(-1).view(torch.uint8)
+    return own
 
 
 def _is_cast(plan: ReshardPlan, transfer: int) -> bool:

@@ -36,53 +36,53 @@ def hash_for(devices: Iterable[str]) -> Callable[[torch.Tensor], int]:
     Args:
         devices: the kind of device of each rank's buffers.
     """
-    return _hashed if set(devices) == {"cpu"} else bytes_total
+    return _xxh3 if set(devices) == {"cpu"} else bytes_total
 
 
-def _hashed(message: torch.Tensor) -> int:
+def _xxh3(message: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(message.numpy())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Summed:
+class HashingTransport:
     """A transport around another, which hashes each message before it leaves and after it came, where it lies.
 
     Attributes:
         transport: the other one.
-        hashed: returns a message's number.
-        sent: a number for all messages so far to each peer.
-        got: for all from each.
-        failures: what `hashed` raised; the transport's calls go on, since others wait in them.
+        hash: returns a message's number.
+        sums_out: a number for all messages so far to each peer.
+        sums_in: for all from each.
+        failures: what `hash` raised; the transport's calls go on, since others wait in them.
     """
 
     transport: Transport
-    hashed: Callable[[torch.Tensor], int]
-    sent: Sums = field(default_factory=dict)
-    got: Sums = field(default_factory=dict)
+    hash: Callable[[torch.Tensor], int]
+    sums_out: Sums = field(default_factory=dict)
+    sums_in: Sums = field(default_factory=dict)
     failures: list[Exception] = field(default_factory=list)
 
     def __call__(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], /) -> None:
         """Send and receive."""
-        self._add(self.sent, outgoing)
+        self._add(self.sums_out, outgoing)
         self.transport(outgoing, incoming)
-        self._add(self.got, incoming)
+        self._add(self.sums_in, incoming)
 
     def _add(self, sums: Sums, messages: Mapping[int, torch.Tensor]) -> None:
         try:
             for peer, message in messages.items():
                 # Odd, so that no bit of an earlier message is lost; and steps that changed places give another number.
-                sums[peer] = (sums.get(peer, 0) * _FACTOR + self.hashed(message)) % _MODULUS
+                sums[peer] = (sums.get(peer, 0) * _FACTOR + self.hash(message)) % _MODULUS
         except Exception as error:
             self.failures.append(error)
 
-    def told(self) -> tuple[Sums, Sums]:
+    def sums(self) -> tuple[Sums, Sums]:
         """Return the numbers of what was sent and got; raises what one of them raised."""
         if self.failures:
             raise self.failures[0]
-        return self.sent, self.got
+        return self.sums_out, self.sums_in
 
 
-def proved(world: World, route: Route, summed: Summed, join: Callable[[], T]) -> T:
+def join_with_proof(world: World, route: Route, transport: HashingTransport, join: Callable[[], T]) -> T:
     """Return what `join` returns, after it succeeded on all ranks, and all that they got is what was sent.
 
     One all-gather, of a number for each link of a rank. Where numbers differ, one more: of two for each piece of these
@@ -91,34 +91,34 @@ def proved(world: World, route: Route, summed: Summed, join: Callable[[], T]) ->
     Args:
         world: the ranks that take part.
         route: of this rank, all of whose steps were taken.
-        summed: what moved them.
+        transport: what moved them.
         join: what follows, without a collective; what it raises counts only where all arrived.
 
     Raises:
         IntegrityError: something arrived otherwise than it was sent; on every rank, with all that did.
         RemoteError: on every rank, where `join` failed on some.
     """
-    made: list[T] = []
+    results: list[T] = []
 
     def attempt() -> tuple[Sums, Sums, Exception | None]:
-        failure = first_failure(None, lambda: made.append(join()))
-        return *summed.told(), failure
+        failure = first_failure(None, lambda: results.append(join()))
+        return *transport.sums(), failure
 
-    own, told = share(world, "redistribute: compare sums", attempt, lambda own: (*own[:2], own[2] is None))
+    own, ranks = share(world, "redistribute: compare sums", attempt, lambda own: (*own[:2], own[2] is None))
     links = [
-        (one, other) for one, (sent, *_) in enumerate(told) for other in sent if sent[other] != told[other][1].get(one)
+        (one, other) for one, (out, *_) in enumerate(ranks) for other in out if out[other] != ranks[other][1].get(one)
     ]
     if links:
-        found = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
-        lines = [_link_line(route, link, found[link[0]][0], found[link[1]][1]) for link in links]
+        sums = gather(world, "redistribute: find what differs", partial(_own_sums, route, links))
+        lines = [_link_line(route, link, sums[link[0]][0], sums[link[1]][1]) for link in links]
         what = f"{DOING}: what arrived isn't what was sent"
         fix = (
             "Don't use the targets: send them again. If this recurs, look at the transport, and at these ranks' memory."
         )
         raise IntegrityError(error_text(what, offenders=lines, fix=fix))
-    if not all(succeeded for _, _, succeeded in told):
+    if not all(succeeded for _, _, succeeded in ranks):
         agree(world, "redistribute: join", partial(_raise, own[2]))
-    return made[0]
+    return results[0]
 
 
 def _raise(failure: Exception | None) -> None:
@@ -129,9 +129,9 @@ def _raise(failure: Exception | None) -> None:
 def _own_sums(route: Route, links: Sequence[tuple[int, int]]) -> tuple[Sums, Sums]:
     """Return the sums of the pieces that this rank sent over some links, and of those it got, by the schedule's row."""
     rows = [row for link in links if route.rank in link for row in _rows(route, link)]
-    sent = [row for row in rows if route.schedule.from_rank[row] == route.rank]
-    got = [row for row in rows if route.schedule.to_rank[row] == route.rank]
-    return dict(_piece_sums(route, sent)), dict(_piece_sums(_sending_targets(route), got))
+    out = [row for row in rows if route.schedule.from_rank[row] == route.rank]
+    into = [row for row in rows if route.schedule.to_rank[row] == route.rank]
+    return dict(_piece_sums(route, out)), dict(_piece_sums(_sending_targets(route), into))
 
 
 def _rows(route: Route, link: tuple[int, int]) -> list[int]:
@@ -154,21 +154,21 @@ def _piece_sums(route: Route, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 def _sending_targets(route: Route) -> Route:
     """Return a route that sends each transfer from where it arrived, as what is passed on is sent."""
     plan = route.plan
-    moved = plan.transfers
-    arrived = replace(
-        moved,
-        hop=np.ones_like(moved.hop),
-        source=moved.target,
-        source_element=moved.target_element,
-        source_stride=moved.target_stride,
+    transfers = plan.transfers
+    onward = replace(
+        transfers,
+        hop=np.ones_like(transfers.hop),
+        source=transfers.target,
+        source_element=transfers.target_element,
+        source_stride=transfers.target_stride,
     )
-    return replace(route, plan=replace(plan, transfers=arrived))
+    return replace(route, plan=replace(plan, transfers=onward))
 
 
-def _link_line(route: Route, link: tuple[int, int], sent: Sums, got: Sums) -> str:
+def _link_line(route: Route, link: tuple[int, int], out: Sums, into: Sums) -> str:
     plan, rows = route.plan, _rows(route, link)
     # Where memory is the same by now on both sides, the difference is in one of these.
-    differing = [row for row in rows if sent[row] != got[row]] or rows
+    differing = [row for row in rows if out[row] != into[row]] or rows
     boxes: dict[str, None] = {}
     for row in route.schedule.transfer[differing].tolist():
         key = int(plan.transfers.key[row])

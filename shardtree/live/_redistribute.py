@@ -33,7 +33,7 @@ from ._memory import (
     target_memories,
 )
 from ._move import Route, Transport, move
-from ._proof import Summed, hash_for, proved
+from ._proof import HashingTransport, hash_for, join_with_proof
 
 # A rank's rows in a plan, matched by the shards' places in their tensors.
 
@@ -69,15 +69,15 @@ def own_rows(side: str, columns: ShardColumns, shards: Sequence[ShardedTensor], 
         _refuse(side, rank, unlike)
     axes = max(columns.offset.shape[1], own.offset.shape[1])
     mine = _places(own, np.array([number[key] for key in own.keys], dtype=np.int64)[own.key], axes)
-    planned = _places(columns, columns.key, axes)[rows]
+    plan_places = _places(columns, columns.key, axes)[rows]
     # Both sorted by place, so that the trees may have their leaves in any order, and several shards of one place match
     # up.
-    order, planned_order = _sorted(mine), _sorted(planned)
-    if not np.array_equal(mine[order], planned[planned_order]):
-        _refuse(side, rank, _differences(columns.keys, mine, planned, axes))
-    found = np.empty(len(mine), dtype=np.int64)
-    found[order] = rows[planned_order]
-    return list(map(int, found))
+    order, plan_order = _order(mine), _order(plan_places)
+    if not np.array_equal(mine[order], plan_places[plan_order]):
+        _refuse(side, rank, _differences(columns.keys, mine, plan_places, axes))
+    own_row = np.empty(len(mine), dtype=np.int64)
+    own_row[order] = rows[plan_order]
+    return list(map(int, own_row))
 
 
 def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
@@ -86,12 +86,12 @@ def _places(columns: ShardColumns, key: Column, axes: int) -> Column:
     return np.column_stack([key, offset, shape, columns.start, columns.stop])
 
 
-def _sorted(places: Column) -> Column:
+def _order(places: Column) -> Column:
     return np.lexsort(places.T[::-1])
 
 
-def _differences(keys: Sequence[str], mine: Column, planned: Column, axes: int) -> list[str]:
-    own, other = ({tuple(place) for place in places.tolist()} for places in (mine, planned))
+def _differences(keys: Sequence[str], mine: Column, plan_places: Column, axes: int) -> list[str]:
+    own, other = ({tuple(place) for place in places.tolist()} for places in (mine, plan_places))
     lines = [f"only in the tree: {_text(keys, place, axes)}" for place in sorted(own - other)]
     lines += [f"only in the plan: {_text(keys, place, axes)}" for place in sorted(other - own)]
     return lines or ["some shards occur more often in one than in the other"]
@@ -205,7 +205,7 @@ def redistribute(
     ends, options, own, place = agree(ranks, "redistribute: prepare", prepare)
     descriptions = gather(ranks, "redistribute: describe", partial(describe, ends, own, options, place, ranks))
     full, schedule = agree(ranks, "redistribute: plan", partial(agreed_plan, descriptions, own))
-    common = shared_common(ranks, descriptions, ends.given.common)
+    common = shared_common(ranks, descriptions, ends.source.common)
     objects = resharded_objects(ranks, descriptions, ends, rules)
     is_direct = transport is None  # another may need its buffers' kind of memory
     if transport is None:
@@ -226,16 +226,16 @@ def redistribute(
         device=device,
         empty=empty,
     )
-    (route, filled), devices = share(
-        ranks, "redistribute: make memory", allocate, lambda made: made[0].buffers.memory.device.type
+    (route, memories), devices = share(
+        ranks, "redistribute: make memory", allocate, lambda both: both[0].buffers.memory.device.type
     )
     # Failures of the steps are raised by the agreement below: raised at once, they would leave the other ranks waiting
     # in their next step.
-    summed = Summed(transport, hash_for(devices)) if verify else None
-    failure = move(route, summed or transport)
+    hashing = HashingTransport(transport, hash_for(devices)) if verify else None
+    failure = move(route, hashing or transport)
     own = None if transform is None else target
-    join = partial(_join, failure, ends, common, filled, objects, own, donate=donate)
-    return proved(ranks, route, summed, join) if summed else agree(ranks, "redistribute: join", join)
+    join = partial(_join, failure, ends, common, memories, objects, own, donate=donate)
+    return join_with_proof(ranks, route, hashing, join) if hashing else agree(ranks, "redistribute: join", join)
 
 
 def _prepare(
@@ -280,20 +280,20 @@ def _allocate(
 ) -> tuple[Route, list[torch.Tensor]]:
     """Return what this rank needs to take part, and the tensors to be filled, in the order of its shards."""
     check_joins(ends, common)
-    given = own_rows("source", plan.source, ends.given.tensors, rank)
-    wanted = own_rows("target", plan.target, ends.tensors, rank)
-    filled = target_memories(ends.tensors, ends.given.tensors, donate=donate, empty=empty)
-    sources = {row: shard.data for row, shard in zip(given, ends.given.tensors, strict=True)}
-    targets = dict(zip(wanted, filled, strict=True))
+    source_rows = own_rows("source", plan.source, ends.source.tensors, rank)
+    target_rows = own_rows("target", plan.target, ends.tensors, rank)
+    memories = target_memories(ends.tensors, ends.source.tensors, donate=donate, empty=empty)
+    sources = {row: shard.data for row, shard in zip(source_rows, ends.source.tensors, strict=True)}
+    targets = dict(zip(target_rows, memories, strict=True))
     buffers = make_buffers(schedule, rank, device or "cpu", empty)
-    return Route(plan, schedule, rank, sources, targets, buffers, is_direct), filled
+    return Route(plan, schedule, rank, sources, targets, buffers, is_direct), memories
 
 
 def _join(
     failure: Exception | None,
     ends: Ends,
     common: Any,
-    filled: Sequence[torch.Tensor],
+    memories: Sequence[torch.Tensor],
     objects: Sequence[ShardedObject],
     target: Any,
     *,
@@ -301,11 +301,11 @@ def _join(
 ) -> Any:
     if failure is not None:
         raise failure
-    made = joined_target(ends, common, donated_once(ends.tensors, filled) if donate else filled, objects)
-    return made if target is None else _with_own_leaves(made, target)
+    result = joined_target(ends, common, donated_once(ends.tensors, memories) if donate else memories, objects)
+    return result if target is None else _with_own_leaves(result, target)
 
 
-def _with_own_leaves(made: Any, target: Any) -> Any:
+def _with_own_leaves(tree: Any, target: Any) -> Any:
     """Return the result with the target's shards and plain tensors where a trace's factories took their places."""
     own = dict(leaves_with_paths(target))
 
@@ -314,5 +314,5 @@ def _with_own_leaves(made: Any, target: Any) -> Any:
             return leaf
         return leaf.data if is_plain_tensor(own[path]) else with_data(own[path], leaf.data)
 
-    pairs, rebuild = flatten_with_paths(made)
+    pairs, rebuild = flatten_with_paths(tree)
     return rebuild([leaf_of(path, leaf) for path, leaf in pairs])

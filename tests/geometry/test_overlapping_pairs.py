@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.geometry import Column, overlapping_pairs
-from shardtree.geometry._pairs import GroupedBoxes, _candidates, _thinned
+from shardtree.geometry._pairs import GroupedBoxes, _candidates, _cut_into_slabs
 from tests.trees.samples import assert_caught
 
 Side = tuple[Column, Column, Column]  # group, offset, shape
@@ -111,5 +111,5 @@ def test_many_boxes_side_by_side_are_found_in_slabs(left: Side, right: Side) -> 
 @pytest.mark.parametrize("axes", [2, 3])
 def test_boxes_side_by_side_make_few_candidates(axes: int) -> None:
     cells = {2: 200, 3: 30}[axes]
-    sides = _thinned(*(GroupedBoxes(np.arange(cells**axes), *grid(cells, 960, axes)) for _ in "ab"))
+    sides = _cut_into_slabs(*(GroupedBoxes(np.arange(cells**axes), *grid(cells, 960, axes)) for _ in "ab"))
     assert len(_candidates(*sides)[0]) < 60 * cells**axes

@@ -19,7 +19,7 @@ from shardtree import Mesh, ShardedTensor, World, redistribute
 from shardtree import PartitionSpec as P
 from shardtree.errors import IntegrityError, RemoteError
 from shardtree.fingerprints import bytes_total
-from shardtree.live._proof import _hashed, hash_for
+from shardtree.live._proof import _xxh3, hash_for
 from shardtree.testing import random_bits
 from shardtree.traces import Kind
 from tests.live.test_redistribute import Case, cases, check_redistribute, example, failures
@@ -251,7 +251,7 @@ def test_ranks_that_differ_about_it_are_told_so() -> None:
 
 
 def test_unverified_nothing_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.live._proof._hashed", None)
+    monkeypatch.setattr("shardtree.live._proof._xxh3", None)
     assert told(False) == [None] * 5
     for error in told(True):
         assert isinstance(error, RemoteError) and error.phase == "redistribute: compare sums"
@@ -285,7 +285,7 @@ def test_values_that_compare_alike_are_told_apart_by_their_bits(dtype: torch.dty
 
 
 def test_all_ranks_take_the_same_numbers() -> None:
-    assert [hash_for(kinds) for kinds in (["cpu", "cuda"], ["cuda"], ["cpu", "cpu"])] == [bytes_total] * 2 + [_hashed]
+    assert [hash_for(kinds) for kinds in (["cpu", "cuda"], ["cuda"], ["cpu", "cpu"])] == [bytes_total] * 2 + [_xxh3]
 
 
 def test_sums_in_place_of_hashes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_sums_in_place_of_hashes_find_the_same(monkeypatch: pytest.MonkeyPatch) 
     check_many(100)
 
 
-@pytest.mark.parametrize("number", [bytes_total, _hashed])
+@pytest.mark.parametrize("number", [bytes_total, _xxh3])
 @given(size=st.integers(0, 30_000), begin=st.integers(0, 9), random=st.randoms(use_true_random=False))
 def test_each_byte_and_its_place_counts_and_memory_does_not(
     number: Callable[[torch.Tensor], int], size: int, begin: int, random: Random
