@@ -185,11 +185,11 @@ def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None =
     if metadata:
         pairs = (f"{encode_basestring(name)}:{encode_basestring(text)}" for name, text in metadata.items())
         parts.insert(0, f'"{_METADATA}":{{{",".join(pairs)}}}')
-    joined = "{" + ",".join(parts) + "}"
+    header = "{" + ",".join(parts) + "}"
     try:
-        text = joined.encode("utf-8")
+        text = header.encode("utf-8")
     except UnicodeEncodeError as error:
-        near = joined[max(0, error.start - 40) : error.start + 40]
+        near = header[max(0, error.start - 40) : error.start + 40]
         what = f"safetensors header: a name isn't valid Unicode, near {near!r}"
         raise MetadataError(error_text(what, fix="Use names without lone surrogates.")) from None
     text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
@@ -205,15 +205,15 @@ def _entry_texts(entries: list[Entry]) -> list[str]:
     if len({_METADATA, *(entry.name for entry in entries)}) != len(entries) + 1:
         what = f"safetensors header: two entries have the same name, or one is named {_METADATA!r}"
         raise MetadataError(error_text(what))
-    known: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}  # models repeat few shapes in many layers
     texts, end = [], 0
     for entry in entries:
         kind = (entry.tag, entry.shape)
-        if kind not in known:
-            known[kind] = _kind(entry)
-        length, text = known[kind]
+        if kind not in kinds:
+            kinds[kind] = _kind(entry)
+        length, text = kinds[kind]
         if entry.start != end or entry.stop != end + length:
-            raise MetadataError(_not_tiled(entry, end, length))
+            raise MetadataError(_tiling_problem(entry, end, length))
         end = entry.stop
         texts.append(f'{encode_basestring(entry.name)}:{text}"data_offsets":[{entry.start},{end}]}}')
     return texts
@@ -223,18 +223,18 @@ def _kind(entry: Entry) -> tuple[int, str]:
     try:
         length = byte_length(entry.tag, entry.shape)
     except ValueError as error:
-        raise MetadataError(error_text(f"safetensors header: entry {_shown(entry.name)}: {error}")) from None
+        raise MetadataError(error_text(f"safetensors header: entry {_short(entry.name)}: {error}")) from None
     shape = ",".join(map(str, entry.shape))
     return length, f'{{"dtype":"{entry.tag}","shape":[{shape}],'
 
 
-def _not_tiled(entry: Entry, end: int, length: int) -> str:
+def _tiling_problem(entry: Entry, end: int, length: int) -> str:
     problem = "leaves a gap, overlaps, or doesn't have the bytes of its shape"
-    what = f"safetensors header: entry {_shown(entry.name)} {problem}"
+    what = f"safetensors header: entry {_short(entry.name)} {problem}"
     return error_text(what, found=f"bytes {entry.start} to {entry.stop}", expected=f"{end} to {end + length}")
 
 
-def _shown(name: str) -> str:
+def _short(name: str) -> str:
     return repr(name if len(name) <= 100 else name[:100] + "…")
 
 
@@ -252,11 +252,9 @@ def header_length(data: bytes | bytearray | memoryview, file_length: int) -> int
         >>> header_length(encode_header([]), 64)
         56
     """
-    if min(len(data), file_length) < _LENGTH_BYTES:
-        found = f"{min(len(data), file_length)} bytes"
-        raise CorruptCheckpoint(
-            error_text("safetensors header: the file is too short", found=found, expected="8 or more")
-        )
+    if (size := min(len(data), file_length)) < _LENGTH_BYTES:
+        what = "safetensors header: the file is too short"
+        raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected="8 or more"))
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     # Checked before the header is read: the number is the file's, and could claim 2**63 bytes.
     limit = min(file_length - _LENGTH_BYTES, _MAX_HEADER)
@@ -321,7 +319,7 @@ def decode_header_and_metadata(
     end = 0
     for entry in entries:
         if entry.start != end:
-            raise CorruptCheckpoint(_not_tiled(entry, end, entry.stop - entry.start))
+            raise CorruptCheckpoint(_tiling_problem(entry, end, entry.stop - entry.start))
         end = entry.stop
     if data_start + end != file_length:
         what = "safetensors header: the entries don't end where the file does"
@@ -353,5 +351,5 @@ def _entry(name: str, spec: Any, lengths: dict[tuple[str, tuple[int, ...]], int]
         if stop - start != length:
             raise ValueError(f"{stop - start} bytes of {tag} aren't those of its shape")
     except (TypeError, ValueError, KeyError) as error:
-        raise CorruptCheckpoint(error_text(f"safetensors header: entry {_shown(name)}: {error}")) from None
+        raise CorruptCheckpoint(error_text(f"safetensors header: entry {_short(name)}: {error}")) from None
     return Entry(name, tag, sizes, start, stop)

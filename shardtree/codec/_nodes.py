@@ -64,7 +64,7 @@ def plain_blob(data: Any) -> Blob:
     return Blob(data, "U8", (len(data),), 1)
 
 
-def exactly(expected: type[T], value: Any) -> T:
+def exactly(kind: type[T], value: Any) -> T:
     """Return the value; raises unless it is of exactly this type.
 
     Raises:
@@ -75,8 +75,8 @@ def exactly(expected: type[T], value: Any) -> T:
         3
     """
     # Not isinstance: True is an int, and a subclass from an allowed constructor may behave differently.
-    if type(value) is not expected:
-        raise TypeError(f"found {type(value).__name__}, expected {expected.__name__}")
+    if type(value) is not kind:
+        raise TypeError(f"found {type(value).__name__}, expected {kind.__name__}")
     return value
 
 
@@ -109,9 +109,9 @@ def plainer(value: Any) -> str:
         'Store plain values made from it,'
     """
     base = next((kind for kind in (dict, list, deque) if isinstance(value, kind)), None)
-    made = "plain values made from it" if base is None else f"{base.__name__}(value)"
+    instead = "plain values made from it" if base is None else f"{base.__name__}(value)"
     return (
-        f"Store {made}, or wrap it in LocalNonpersistentObject if it needn't be stored; "
+        f"Store {instead}, or wrap it in LocalNonpersistentObject if it needn't be stored; "
         "SaveOptions(allow_pickle=True) stores it as a pickle, which runs code when it is loaded."
     )
 
@@ -160,12 +160,12 @@ def named_types(types: Iterable[type]) -> dict[str, type]:
     """
     if isinstance(types, type) or not isinstance(types, Iterable):
         raise UnsupportedValue(error_text("types: not a tuple of classes", found=repr(types)[:200]))
-    listed = tuple(types)
-    others = [type_name(cls) if isinstance(cls, type) else repr(cls)[:99] for cls in listed if not _has_fields(cls)]
+    classes = tuple(types)
+    others = [type_name(cls) if isinstance(cls, type) else repr(cls)[:99] for cls in classes if not _has_fields(cls)]
     if others:
         what = "types: only enums, dataclasses and named tuples can be given"
         raise UnsupportedValue(error_text(what, offenders=others))
-    return {type_name(cls): cls for cls in listed}
+    return {type_name(cls): cls for cls in classes}
 
 
 def instance_of(record: Record, cls: type) -> Any:
@@ -183,16 +183,16 @@ def instance_of(record: Record, cls: type) -> Any:
         >>> instance_of(Record("http.HTTPStatus", {"name": "OK", "value": 200}), HTTPStatus)
         <HTTPStatus.OK: 200>
     """
-    expected = _field_names(cls)
-    if sorted(record.fields) != sorted(expected):
-        raise _mismatch(record, sorted(record.fields), f"the class's {sorted(expected)}")
+    names = _field_names(cls)
+    if sorted(record.fields) != sorted(names):
+        raise _mismatch(record, sorted(record.fields), f"the class's {sorted(names)}")
     if issubclass(cls, Enum):
         return _member(record, cls)
     if issubclass(cls, tuple):
-        return tuple.__new__(cls, (record.fields[name] for name in expected))
+        return tuple.__new__(cls, (record.fields[name] for name in names))
     # Without __init__ and __post_init__: they ran when the instance was first made, and may change fields again.
     value: Any = object.__new__(cls)
-    for name in expected:
+    for name in names:
         object.__setattr__(value, name, record.fields[name])
     return value
 

@@ -78,15 +78,15 @@ def encode_tree(tree: Any, *, allow_pickle: bool = False) -> bytes:
     except RecursionError:
         fix = "Call it from fewer nested calls."
         raise TreeError(error_text("encode_tree: too little of Python's recursion limit is left", fix=fix)) from None
-    named = {**{str(n): blob for n, blob in enumerate(blobs)}, "structure": plain_blob(text.encode("ascii"))}
+    pairs = [*((str(n), blob) for n, blob in enumerate(blobs)), ("structure", plain_blob(text.encode("ascii")))]
     # Wide items first: then each entry is aligned to its items, without padding between entries.
+    pairs.sort(key=lambda pair: -pair[1].item_size)
     entries, start = [], 0
-    ordered = dict(sorted(named.items(), key=lambda pair: -pair[1].item_size))
-    for name, blob in ordered.items():
+    for name, blob in pairs:
         stop = start + len(blob.data)
         entries.append(Entry(name, blob.tag, blob.shape, start, stop))
         start = stop
-    return b"".join([encode_header(entries), *(blob.data for blob in ordered.values())])
+    return b"".join([encode_header(entries), *(blob.data for _, blob in pairs)])
 
 
 def _entry_name(blob: Blob, blobs: list[Blob]) -> str:
@@ -120,15 +120,15 @@ def _pickle_node(value: Any, path: TreePath, allow_pickle: bool) -> Node:
     if not allow_pickle:
         if isinstance(value, torch.Tensor):
             check_storable(value.dtype, what)
-        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_described(value), fix=plainer(value)))
+        raise UnsupportedValue(error_text(f"{what} can't be stored", found=_describe(value), fix=plainer(value)))
     try:
         return {"$": "pickle", "entry": plain_blob(pickle.dumps(value, protocol=4))}
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UnsupportedValue(error_text(f"{what} can't be pickled", found=_described(value), fix=reason)) from error
+        raise UnsupportedValue(error_text(f"{what} can't be pickled", found=_describe(value), fix=reason)) from error
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Return a value's type, and what about it can't be stored."""
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     factory = getattr(value, "default_factory", None)
@@ -244,7 +244,7 @@ def _container(node: Node, path: TreePath, child: Child, reader: _Reader) -> Any
     if kind == "record":
         return _record(_fields(node, ("type", "fields")), child, reader)
     if kind == "pickle":
-        return _unpickled(_fields(node, ("entry",)), path, reader)
+        return _unpickle(_fields(node, ("entry",)), path, reader)
     if kind not in _DECODERS:
         raise ValueError(f"unknown kind {kind[:100]!r}; a newer release may have written it")
     names, decode = _DECODERS[kind]
@@ -263,7 +263,7 @@ def _record(fields: dict[str, Any], child: Child, reader: _Reader) -> Any:
     return record if cls is None else instance_of(record, cls)
 
 
-def _unpickled(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
+def _unpickle(fields: dict[str, Any], path: TreePath, reader: _Reader) -> Any:
     where = render_path(path_to(path))
     _, _, data = reader.take(fields["entry"])
     if not reader.allow_pickle:

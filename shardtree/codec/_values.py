@@ -128,8 +128,8 @@ def check_collisions(keys: Iterable[Hashable]) -> None:
     first: dict[int, Hashable] = {}
     collisions = 0
     for key in keys:
-        known = first.setdefault(hash(key), key)
-        if known is not key and known != key:
+        other = first.setdefault(hash(key), key)
+        if other is not key and other != key:
             collisions += 1
             if collisions > _COLLISIONS:
                 raise ValueError("too many different keys have the same hash")
@@ -185,7 +185,7 @@ def _encode_dict(value: dict[Any, Any], child: Child) -> Node:
     return {"$": "dict", "items": _encode_pairs(value, child)}
 
 
-def _encode_named(value: dict[Any, Any], child: Child) -> Node:
+def _encode_by_name(value: dict[Any, Any], child: Child) -> Node:
     return {"$": type(value).__name__, "items": _encode_pairs(value, child)}
 
 
@@ -258,8 +258,8 @@ ENCODERS: dict[type, Encoder] = {
     set: _encode_set,
     frozenset: _encode_set,
     dict: _encode_dict,
-    OrderedDict: _encode_named,
-    Counter: _encode_named,
+    OrderedDict: _encode_by_name,
+    Counter: _encode_by_name,
     defaultdict: _encode_defaultdict,
     Namespace: lambda value, child: {"$": "argparse.Namespace", "fields": child(vars(value))},
 }

@@ -41,13 +41,13 @@ def constructors(types: Iterable[type]) -> dict[tuple[str, str], Constructor]:
 
 def _constructor(cls: type) -> Constructor:
     if issubclass(cls, Enum):
-        return Constructor(_member_of(cls), keys=_hashed)
+        return Constructor(_member_of(cls), keys=_hashable)
     if issubclass(cls, tuple):
         return Constructor(_tuple_of(cls))
     return Constructor(_empty_of(cls), _fill)
 
 
-def _hashed(*values: Any) -> list[Any]:
+def _hashable(*values: Any) -> list[Any]:
     return [value for value in values if type(value).__hash__ is not None]
 
 
@@ -56,8 +56,8 @@ def _member_of(cls: type[Enum]) -> Callable[..., Enum]:
         try:
             return cls(value)
         except (ValueError, TypeError, KeyError):
-            shown = repr(value)[:200] if type(value) in (int, str) else f"a {type(value).__name__}"
-            raise _mismatch_error(cls, f"value {shown}", "one of a member") from None
+            text = repr(value)[:200] if type(value) in (int, str) else f"a {type(value).__name__}"
+            raise _mismatch_error(cls, f"value {text}", "one of a member") from None
 
     return make
 
@@ -84,13 +84,13 @@ def _empty_of(cls: type) -> Callable[..., Any]:
 
 
 def _fill(value: Any, state: Any) -> None:
-    expected = [field.name for field in dataclasses.fields(value)]
-    found = _fields(state, expected)
-    missing = [name for name in expected if name not in found]
+    names = [field.name for field in dataclasses.fields(value)]
+    fields = _fields(state, names)
+    missing = [name for name in names if name not in fields]
     if missing:
-        raise _mismatch_error(type(value), f"no field {missing[0]!r}", f"{expected}"[:200])
-    for name in expected:
-        object.__setattr__(value, name, found[name])  # the class's own would refuse it where the class is frozen
+        raise _mismatch_error(type(value), f"no field {missing[0]!r}", f"{names}"[:200])
+    for name in names:
+        object.__setattr__(value, name, fields[name])  # the class's own would refuse it where the class is frozen
 
 
 def _fields(state: Any, names: list[str]) -> dict[str, Any]:
@@ -117,11 +117,11 @@ _MEGATRON_ENUMS = {
 _MEGATRON_RECORDS = {"optimizer.optimizer_config": ("OptimizerConfig",)}
 
 
-def _qualified(modules: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+def _full_names(modules: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
     return frozenset(f"megatron.core.{module}.{name}" for module, names in modules.items() for name in names)
 
 
-_ENUMS, _RECORDS = _qualified(_MEGATRON_ENUMS), _qualified(_MEGATRON_RECORDS)
+_ENUMS, _RECORDS = _full_names(_MEGATRON_ENUMS), _full_names(_MEGATRON_RECORDS)
 
 
 def _module_and_name(type_name: str) -> tuple[str, str]:
@@ -156,7 +156,7 @@ def is_named(record: Record) -> bool:
     )
 
 
-def _refused(what: str, instead: str) -> Callable[..., Any]:
+def _refusal(what: str, instead: str) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
         fix = f"{instead} LoadOptions(allow_pickle=True) reads it with torch.load, and runs whatever code it brings."
         raise UnsupportedValue(error_text(what, fix=fix))
@@ -164,11 +164,11 @@ def _refused(what: str, instead: str) -> Callable[..., Any]:
     return make
 
 
-_SPARSE = Constructor(_refused("a sparse tensor", "Store its indices and values, or tensor.to_dense();"))
-_QUANTISED = Constructor(_refused("a quantised tensor", "Store tensor.dequantize();"))
-_NESTED = Constructor(_refused("a nested tensor", "Store its parts as a list;"))
-_META = Constructor(_refused("a tensor without elements, on the meta device", "Store one that has some;"))
-_SUBCLASS = Constructor(_refused("a subclass of torch.Tensor", "Store plain tensors;"))
+_SPARSE = Constructor(_refusal("a sparse tensor", "Store its indices and values, or tensor.to_dense();"))
+_QUANTISED = Constructor(_refusal("a quantised tensor", "Store tensor.dequantize();"))
+_NESTED = Constructor(_refusal("a nested tensor", "Store its parts as a list;"))
+_META = Constructor(_refusal("a tensor without elements, on the meta device", "Store one that has some;"))
+_SUBCLASS = Constructor(_refusal("a subclass of torch.Tensor", "Store plain tensors;"))
 
 NAMED: dict[tuple[str, str], Any] = {
     **{_module_and_name(name): _member(name) for name in _ENUMS},

@@ -193,20 +193,20 @@ def decode_archive(
     except UnsafeFile:
         if not allow_pickle:
             raise
-        return _unpickled(data, what)
+        return _unpickle(data, what)
     for name in archive.records:
-        archive.checked(name)
+        archive.checked_data(name)
     load = loader(archive.data)
     try:
-        pickled = archive.data("data.pkl")
-        return read_pickle(pickled, classes, what=what, persistent_load=load, fix=_FIX, refused=NO_VALUES)
+        content = archive.data("data.pkl")
+        return read_pickle(content, classes, what=what, persistent_load=load, fix=_FIX, helpers=NO_VALUES)
     except CheckpointingException:
         if not allow_pickle:
             raise
-    return _unpickled(data, what)
+    return _unpickle(data, what)
 
 
-def _unpickled(data: bytes | bytearray | memoryview, what: str) -> Any:
+def _unpickle(data: bytes | bytearray | memoryview, what: str) -> Any:
     try:
         return torch.load(BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:

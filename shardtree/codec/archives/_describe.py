@@ -67,7 +67,7 @@ class TensorSubclass:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def placed(self, state: Any, ints: Callable[[Any], tuple[int, ...]]) -> tuple[Any, DTensorParts]:
+    def local_tensor(self, state: Any, ints: Callable[[Any], tuple[int, ...]]) -> tuple[Any, DTensorParts]:
         """Return the local tensor, and where it belongs.
 
         Args:
@@ -86,7 +86,7 @@ class TensorSubclass:
         return fields["_local_tensor"], DTensorParts(placements, sizes, position, _rank(mesh, sizes, position, ints))
 
 
-def _wrapped(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
+def _subclass(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
     if kind is not _DTENSOR:
         raise TypeError("a subclass of torch.Tensor that isn't a DTensor")
     lengths = tuple(exactly(int, length) for length in _items(shape))
@@ -179,7 +179,7 @@ _STUBS = {
 }
 
 _DTENSOR_CLASSES: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_wrapper_subclass"): Constructor(_wrapped),
+    ("torch._utils", "_rebuild_wrapper_subclass"): Constructor(_subclass),
     **{(module, "DTensor"): _DTENSOR for module in (_NEW, f"{_NEW}._api", f"{_OLD}.api", f"{_NEW}.api")},
     **{
         (f"{package}.{module}", name): inert(f"{package}.{module}.{name}")
@@ -267,7 +267,7 @@ def describe_archive(
     """
     archive = open_archive(read, length, what)
     places = _Places(archive, file)
-    known = {
+    names = {
         **VALUES,
         **NAMED,
         **NUMPY,
@@ -276,13 +276,13 @@ def describe_archive(
         **rebuilders(places.tensor, not_lazy, StoredTensor, StoredDTensor),
         **_DTENSOR_CLASSES,
         ("torch", "Tensor"): _TENSOR,
-        ("torch._tensor", "_rebuild_from_type_v2"): Constructor(places.typed),
+        ("torch._tensor", "_rebuild_from_type_v2"): Constructor(places.subclass),
         **(classes or {}),
         **constructors(types),
     }
-    pickled = archive.checked("data.pkl")
-    refused = frozenset({StorageKind, StorageReference, TensorSubclass})
-    value = read_pickle(pickled, known, what=what, persistent_load=storage_reference, fix=_FIX, refused=refused)
+    content = archive.checked_data("data.pkl")
+    helpers = frozenset({StorageKind, StorageReference, TensorSubclass})
+    value = read_pickle(content, names, what=what, persistent_load=storage_reference, fix=_FIX, helpers=helpers)
     return Description(value, tuple(archive.records.values()))
 
 
@@ -302,41 +302,41 @@ class _Places:
         """Return the tensor of a storage and a layout in it."""
         return stored_tensor(describe_tensor(*arguments), self.archive, self.file)
 
-    def typed(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+    def subclass(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """Return a tensor with attributes, or of a subclass."""
-        made = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
-        if type(made) is StoredTensor and kind is _TENSOR:
-            return made  # attributes of the object, such as DeepSpeed's ids, aren't needed
-        if type(made) is not TensorSubclass:
+        tensor = function.make(*args) if type(function) is Constructor and type(args) is tuple else None
+        if type(tensor) is StoredTensor and kind is _TENSOR:
+            return tensor  # attributes of the object, such as DeepSpeed's ids, aren't needed
+        if type(tensor) is not TensorSubclass:
             raise TypeError("a tensor's subclass that isn't known")
-        local, parts = made.placed(state, self._ints)
-        if type(local) is not StoredTensor or local.dtype != made.dtype or len(made.shape) > _MOST_AXES:
+        local, parts = tensor.local_tensor(state, self._ints)
+        if type(local) is not StoredTensor or local.dtype != tensor.dtype or len(tensor.shape) > _MOST_AXES:
             raise ValueError("a DTensor whose local tensor isn't a tensor of its dtype")
-        return StoredDTensor(local, made.shape, parts)
+        return StoredDTensor(local, tensor.shape, parts)
 
-    def _ints(self, stored: Any) -> tuple[int, ...]:
-        if type(stored) is not StoredTensor or stored.dtype not in (torch.int32, torch.int64):
+    def _ints(self, tensor: Any) -> tuple[int, ...]:
+        if type(tensor) is not StoredTensor or tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError("a mesh whose ranks aren't a tensor of integers")
-        values: list[int] = filled_tensor(self.archive.read, stored, self.archive.what).flatten().tolist()
+        values: list[int] = filled_tensor(self.archive.read, tensor, self.archive.what).flatten().tolist()
         return tuple(values)
 
 
-def filled_tensor(read: Read, stored: StoredTensor, what: str) -> torch.Tensor:
+def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
     """Return a stored tensor with its elements, in new memory.
 
     Args:
         read: returns the bytes from one byte of the archive up to another.
-        stored: as `describe_archive` returned it.
+        tensor: as `describe_archive` returned it.
         what: the archive, for messages.
 
     Raises:
         CorruptCheckpoint: its bytes aren't there.
     """
-    reach = sum((length - 1) * step for length, step in zip(stored.shape, stored.stride, strict=True))
-    count = 0 if 0 in stored.shape else reach + 1
-    data = bytearray(read(stored.begin, stored.begin + count * stored.dtype.itemsize))
-    if len(data) != count * stored.dtype.itemsize:
+    reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
+    count = 0 if 0 in tensor.shape else reach + 1
+    data = bytearray(read(tensor.begin, tensor.begin + count * tensor.dtype.itemsize))
+    if len(data) != count * tensor.dtype.itemsize:
         raise CorruptCheckpoint(error_text(f"{what}: a tensor's bytes aren't there"))
     if not count:
-        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-    return torch.frombuffer(data, dtype=stored.dtype).as_strided(stored.shape, stored.stride).clone()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride).clone()

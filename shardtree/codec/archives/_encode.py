@@ -28,7 +28,7 @@ from .._nodes import MAX_DEPTH, Child, path_to, plainer, record_of, step_of, typ
 from .._values import PATHS
 from ._classes import named_record, save_named
 from ._decode import FACTORIES, decode_archive
-from ._payload import begun, finished
+from ._payload import begin_archive, finish_archive
 from ._tensors import STORAGE_KINDS
 from ._zip import WrittenRecord, descriptor, local_header
 
@@ -195,10 +195,10 @@ def _plain_copy(
 
 
 def _record(value: Any, child: Any, classes: set[type]) -> Any:
-    named = named_record(value, child)
-    if named is not NotImplemented:
+    record = named_record(value, child)
+    if record is not NotImplemented:
         classes.add(Record)
-        return named
+        return record
     record = record_of(value)
     if record is None or isinstance(value, Record | Hole) or "." in type(value).__qualname__:
         return NotImplemented
@@ -249,10 +249,10 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
     classes: set[type] = set()
     plain = _plain_copy(value, (), (), False, classes, LEAVES | {StreamedTensor})
     if classes:
-        found = ", ".join(sorted(kind.__name__ for kind in classes))
+        names = ", ".join(sorted(kind.__name__ for kind in classes))
         fix = "Store plain values made from it."
         raise UnsupportedValue(
-            error_text("streamed_archive: instances of classes can't be stored", found=found, fix=fix)
+            error_text("streamed_archive: instances of classes can't be stored", found=names, fix=fix)
         )
     file = BytesIO()
     pickler = _Pickler(file)
@@ -261,7 +261,7 @@ def streamed_archive(value: Any) -> Iterator[memoryview]:
 
 
 def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]:
-    (out, records), at = begun(data), 0
+    (out, records), at = begin_archive(data), 0
     for number, tensor in enumerate(tensors):
         begin = at + len(out)
         record = WrittenRecord(f"archive/data/{number}", 0, tensor.nbytes, begin)
@@ -279,7 +279,7 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
         # The CRC32 follows the bytes, in a descriptor, so that nothing is written twice.
         records.append(WrittenRecord(record.name, checksum, done, begin))
         out = bytearray(descriptor(records[-1]))
-    yield memoryview(finished(out, at, records))
+    yield memoryview(finish_archive(out, at, records))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,11 +68,11 @@ class StoredTensor:
     @property
     def is_row_major(self) -> bool:
         """Whether its elements are adjacent, in row-major order."""
-        expected = 1
+        size = 1
         for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if length not in (0, 1) and step != expected:
+            if length not in (0, 1) and step != size:
                 return False
-            expected *= max(length, 1)
+            size *= max(length, 1)
         return True
 
     @property
@@ -107,7 +107,7 @@ def tensor_place(read: Read, length: int, *, what: str) -> StoredTensor:
         ((2, 3), 24, True)
     """
     archive = open_archive(_cached_ends(read, length), length, what)
-    value = _read_description(bytes(archive.checked("data.pkl")), what)
+    value = _read_description(bytes(archive.checked_data("data.pkl")), what)
     if type(value) is not DescribedTensor:
         raise CorruptCheckpoint(error_text(f"{what}: not an archive of one tensor", found=type(value).__name__))
     try:
@@ -282,7 +282,7 @@ def archive_tail(dtype: torch.dtype, shape: Sequence[int], crc32: int) -> bytes:
     head, before = _head(dtype, tuple(shape))
     nbytes = _nbytes(dtype, shape)
     records = [*before[:-1], WrittenRecord(before[-1].name, crc32, nbytes, before[-1].at)]
-    return finished(bytearray(descriptor(records[-1])), len(head) + nbytes, records)
+    return finish_archive(bytearray(descriptor(records[-1])), len(head) + nbytes, records)
 
 
 def archive_length(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -310,7 +310,7 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def _head(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, tuple[WrittenRecord, ...]]:
     """Return the head, and its records; the last one is the tensor's, without its CRC32."""
     check_storable(dtype, "archive_head")
-    out, records = begun(_pickle(dtype, shape))
+    out, records = begin_archive(_pickle(dtype, shape))
     payload = WrittenRecord("archive/data/0", 0, _nbytes(dtype, shape), len(out))
     out += local_header(payload)
     return bytes(out), (*records, payload)
@@ -326,21 +326,21 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     arguments = (Persistent(("storage", kind, "0", "cpu", count)), 0, shape, strides, False, hooks)
     if name is not None:
         return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v2"), arguments), protocol=2)
-    typed = (*arguments, Global("torch", dtype_name(dtype)))
-    return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), typed), protocol=2)
+    with_dtype = (*arguments, Global("torch", dtype_name(dtype)))
+    return write_pickle(Reduced(Global("torch._utils", "_rebuild_tensor_v3"), with_dtype), protocol=2)
 
 
-def begun(pickled: bytes) -> tuple[bytearray, list[WrittenRecord]]:
+def begin_archive(content: bytes) -> tuple[bytearray, list[WrittenRecord]]:
     """Return the records that an archive begins with, before those of tensors: its bytes so far, and their list."""
     out, records = bytearray(), list[WrittenRecord]()
-    append(out, 0, records, "data.pkl", pickled)
+    append(out, 0, records, "data.pkl", content)
     append(out, 0, records, ".format_version", b"1")
     append(out, 0, records, ".storage_alignment", b"%d" % ALIGNMENT)
     append(out, 0, records, "byteorder", b"little")
     return out, records
 
 
-def finished(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
+def finish_archive(out: bytearray, at: int, records: list[WrittenRecord]) -> bytes:
     """Return bytes of an archive that begin at byte `at`, with all that comes after them; the list gets its records."""
     append(out, at, records, "version", b"3\n")
     append(out, at, records, ".data/serialization_id", _serialization_id(records))

@@ -140,15 +140,15 @@ def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
     flags = {} if extra is None else exactly(dict, extra)
     if flags.keys() - {"conj", "neg"} or any(type(flag) is not bool for flag in flags.values()):
         raise ValueError("a tensor with unknown metadata")
-    conjugated = tensor.conj() if flags.get("conj") else tensor
-    return torch._neg_view(conjugated) if flags.get("neg") else conjugated
+    tensor = tensor.conj() if flags.get("conj") else tensor
+    return torch._neg_view(tensor) if flags.get("neg") else tensor
 
 
 T = TypeVar("T")
 
 
 def rebuilders(
-    tensor: Callable[..., T], flagged: Callable[[T, Any], T], *kinds: type
+    tensor: Callable[..., T], set_bits: Callable[[T, Any], T], *kinds: type
 ) -> dict[tuple[str, str], Constructor]:
     """Return the constructors that stand for torch's functions which rebuild tensors.
 
@@ -156,17 +156,17 @@ def rebuilders(
 
     Args:
         tensor: called with a storage, an offset, a shape, strides, and the dtype if it isn't the storage's.
-        flagged: called with what `tensor` returned, and torch's bits for lazy conjugation and negation, None for none.
+        set_bits: called with what `tensor` returned, and torch's bits for lazy conjugation and negation, None for none.
         kinds: of tensors, as parameters may hold.
     """
 
     def rebuild_v2(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, extra: Any = None) -> T:
-        return flagged(tensor(storage, offset, shape, stride), extra)
+        return set_bits(tensor(storage, offset, shape, stride), extra)
 
     def rebuild_v3(
         storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, extra: Any = None
     ) -> T:
-        return flagged(tensor(storage, offset, shape, stride, dtype), extra)
+        return set_bits(tensor(storage, offset, shape, stride, dtype), extra)
 
     def rebuild_parameter(data: Any, grad: Any, hooks: Any, state: Any = None) -> Any:
         if type(data) not in kinds:
@@ -224,14 +224,14 @@ def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
     seen: dict[str, torch.Tensor] = {}
 
     def load(persistent_id: Any) -> StoredStorage:
-        wanted = storage_reference(persistent_id)
-        if wanted.key not in seen:
-            stored = data(f"data/{wanted.key}")
-            seen[wanted.key] = torch.empty(len(stored), dtype=torch.uint8, device="cpu")
-            seen[wanted.key].numpy()[:] = np.asarray(stored)
-        if wanted.nbytes > seen[wanted.key].numel():
-            raise ValueError(f"a storage of {wanted.nbytes} bytes, but its record has {seen[wanted.key].numel()}")
-        return StoredStorage(seen[wanted.key], wanted.dtype)
+        reference = storage_reference(persistent_id)
+        if reference.key not in seen:
+            content = data(f"data/{reference.key}")
+            seen[reference.key] = torch.empty(len(content), dtype=torch.uint8, device="cpu")
+            seen[reference.key].numpy()[:] = np.asarray(content)
+        if reference.nbytes > seen[reference.key].numel():
+            raise ValueError(f"a storage of {reference.nbytes} bytes, but its record has {seen[reference.key].numel()}")
+        return StoredStorage(seen[reference.key], reference.dtype)
 
     return load
 
@@ -257,11 +257,11 @@ def _set_order(dtype: np.dtype[Any], state: Any) -> None:
     if subdtype is not None or names is not None or fields is not None:
         raise ValueError("a NumPy dtype of records")
     # Only the byte order is taken from the file: wrong flags would make NumPy use the array's bytes as pointers.
-    kept = (dtype.itemsize, dtype.alignment, dtype.flags) if dtype.kind in "SU" else (-1, -1, 0)
+    layout = (dtype.itemsize, dtype.alignment, dtype.flags) if dtype.kind in "SU" else (-1, -1, 0)
     if dtype.kind in "mM":
-        _set_state(dtype, (4, order, None, None, None, *kept, _unit(state)))
+        _set_state(dtype, (4, order, None, None, None, *layout, _unit(state)))
     else:
-        _set_state(dtype, (3, order, None, None, None, *kept))
+        _set_state(dtype, (3, order, None, None, None, *layout))
 
 
 def _set_state(value: Any, state: tuple[Any, ...]) -> None:
@@ -298,10 +298,10 @@ def _reconstruct(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
 
 def _fill(array: np.ndarray[Any, Any], state: Any) -> None:
     shape, dtype, by_column, data = exactly(tuple, state)[-4:]
-    made = _array(_raw(data), dtype, shape)
+    elements = _array(_raw(data), dtype, shape)
     if type(by_column) is not bool:
         raise TypeError("an array whose order isn't a bool")
-    _set_state(array, (1, made.shape, made.dtype, by_column, made.tobytes()))
+    _set_state(array, (1, elements.shape, elements.dtype, by_column, elements.tobytes()))
 
 
 def _array(data: bytes | bytearray, dtype: Any, shape: Any) -> np.ndarray[Any, Any]:

@@ -114,7 +114,7 @@ def _entries(data: bytes, count: int) -> list[Entry]:
 
 def _entry(data: bytes, at: int) -> tuple[Entry, int]:
     fields = _unpack(_ENTRY, data, at, b"PK\1\2", "entry of the directory")
-    _, _, _, flags, method, _, _, crc32, packed, nbytes, name_length, extra_length, comment_length = fields[:13]
+    _, _, _, flags, method, _, _, crc32, packed_nbytes, nbytes, name_length, extra_length, comment_length = fields[:13]
     begin = fields[-1]
     start = at + _ENTRY.size
     end = start + name_length + extra_length + comment_length
@@ -124,8 +124,8 @@ def _entry(data: bytes, at: int) -> tuple[Entry, int]:
     if flags & 0x2041 or method:  # bits 0, 6 and 13: encryption
         raise ValueError(f"{name!r} is compressed or encrypted")
     extra = data[start + name_length : start + name_length + extra_length]
-    nbytes, packed, begin = _zip64_values([nbytes, packed, begin], extra)
-    if nbytes != packed:
+    nbytes, packed_nbytes, begin = _zip64_values([nbytes, packed_nbytes, begin], extra)
+    if nbytes != packed_nbytes:
         raise ValueError(f"{name!r} has two different lengths")
     return (name, crc32, nbytes, begin), end
 
@@ -280,15 +280,15 @@ class Archive:
             raise CorruptCheckpoint(error_text(f"{self.what}: the archive has no record {name[:100]!r}"))
         return memoryview(self.read(record.begin, record.begin + record.nbytes)).cast("B")
 
-    def checked(self, name: str) -> memoryview:
+    def checked_data(self, name: str) -> memoryview:
         """Return a record's bytes after checking their CRC32, if one was recorded."""
         # 0 means that none was: torch writes that with its option of no checksums.
         data = self.data(name)
-        found, expected = zlib.crc32(data), self.records[name].crc32
-        if expected and found != expected:
+        crc32, expected = zlib.crc32(data), self.records[name].crc32
+        if expected and crc32 != expected:
             fix = "The medium or a later program damaged it; load another checkpoint."
             what = f"{self.what}: record {name[:100]!r} isn't what was saved: its CRC32 differs"
-            raise CorruptCheckpoint(error_text(what, found=f"{found:#010x}", expected=f"{expected:#010x}", fix=fix))
+            raise CorruptCheckpoint(error_text(what, found=f"{crc32:#010x}", expected=f"{expected:#010x}", fix=fix))
         return data
 
 
@@ -301,21 +301,21 @@ def open_archive(read: Read, length: int, what: str) -> Archive:
     """
     if length < 2 or bytes(read(0, 2)) != b"PK":
         raise _not_a_zip(bytes(read(0, min(length, len(_OLD_MAGIC)))), what)
-    listed = read_directory(read, length, what)
+    listing = read_directory(read, length, what)
     # torch names the folder after the file, or "archive": so it is found by the pickle in it.
-    pickles = [record.name for record in listed if record.name.rpartition("/")[2] == "data.pkl"]
+    pickles = [record.name for record in listing if record.name.rpartition("/")[2] == "data.pkl"]
     folder = min(pickles, key=len, default="").removesuffix("data.pkl")
-    records = {record.name.removeprefix(folder): record for record in listed}
-    if len(records) < len(listed):
+    records = {record.name.removeprefix(folder): record for record in listing}
+    if len(records) < len(listing):
         raise CorruptCheckpoint(error_text(f"{what}: two records of the archive have the same name"))
     if "constants.pkl" in records:
         raise UnsafeFile(error_text(f"{what}: it is a TorchScript program", fix="Load it with torch.jit.load."))
     archive = Archive(read, records, what)
-    order = bytes(archive.checked("byteorder")) if "byteorder" in records else b"little"
+    order = bytes(archive.checked_data("byteorder")) if "byteorder" in records else b"little"
     if order != b"little":
-        found = repr(order[:20].decode("ascii", "replace"))
+        name = repr(order[:20].decode("ascii", "replace"))
         fix = "On a machine of that byte order, load it with torch and save its tensors in another format."
-        raise CorruptCheckpoint(error_text(f"{what}: another byte order", found=found, expected="'little'", fix=fix))
+        raise CorruptCheckpoint(error_text(f"{what}: another byte order", found=name, expected="'little'", fix=fix))
     return archive
 
 
@@ -354,11 +354,11 @@ def add_record(data: bytes, name: str, content: bytes) -> bytes:
         ({'step': 7}, b'seven')
     """
     archive = _open(data, "add_record")
-    out, written = bytearray(), list[WrittenRecord]()
-    for known in archive.records:
-        append(out, 0, written, known, archive.data(known))
-    append(out, 0, written, name, content)
-    return bytes(out + directory(written, len(out)))
+    out, records = bytearray(), list[WrittenRecord]()
+    for other in archive.records:
+        append(out, 0, records, other, archive.data(other))
+    append(out, 0, records, name, content)
+    return bytes(out + directory(records, len(out)))
 
 
 def find_record(data: bytes | bytearray | memoryview, name: str, *, what: str) -> bytes | None:
@@ -371,7 +371,7 @@ def find_record(data: bytes | bytearray | memoryview, name: str, *, what: str) -
         archive = _open(data, what)
     except CheckpointingException:
         return None
-    return bytes(archive.checked(name)) if name in archive.records else None
+    return bytes(archive.checked_data(name)) if name in archive.records else None
 
 
 def _open(data: bytes | bytearray | memoryview, what: str) -> Archive:

@@ -167,10 +167,10 @@ def contents(value: Any) -> Collection[Any]:
     if issubclass(kind, dict):
         return [*value, *value.values()]
     if issubclass(kind, _CONTAINERS):
-        held: Collection[Any] = value
-        return held
-    found = [getattr(value, name) for name in _slots(kind) if hasattr(value, name)]
-    return [*found, *getattr(value, "__dict__", {}).values()]
+        items: Collection[Any] = value
+        return items
+    attributes = [getattr(value, name) for name in _slots(kind) if hasattr(value, name)]
+    return [*attributes, *getattr(value, "__dict__", {}).values()]
 
 
 @lru_cache(maxsize=1024)
@@ -179,13 +179,13 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for group in groups for name in ([group] if isinstance(group, str) else group))
 
 
-def check_bounded(value: Any, length: int, refused: frozenset[type] = frozenset()) -> None:
+def check_bounded(value: Any, length: int, helpers: frozenset[type] = frozenset()) -> None:
     """Raise if a value has a cycle, is too deep, or would be too large without sharing.
 
     Args:
         value: what a pickle made.
         length: of the pickle, in bytes.
-        refused: types of helper objects that may be arguments of constructors, but not part of the value.
+        helpers: types of helper objects that may be arguments of constructors, but not part of the value.
 
     Raises:
         ValueError: it is; says which.
@@ -201,14 +201,14 @@ def check_bounded(value: Any, length: int, refused: frozenset[type] = frozenset(
     """
     # The walk doesn't mark what it has visited: shared values count each time, as they would cost each later walk.
     left = max(_LEAST_NODES, _TIMES_LENGTH * length)
-    refused |= {Constructor}
+    helpers |= {Constructor}
     todo = [([value], 0)]
     while todo:
         batch, depth = todo.pop()
         if depth > DEEPEST:
             raise ValueError(f"containers nested more than {DEEPEST} deep, or one that contains itself")
         kinds = set(map(type, batch))
-        if kinds & refused:
+        if kinds & helpers:
             raise ValueError("a class, a function or a storage in place of a value")
         size = _size(batch, kinds)
         if size > left:
@@ -219,17 +219,17 @@ def check_bounded(value: Any, length: int, refused: frozenset[type] = frozenset(
             todo += [(batch[:middle], depth), (batch[middle:], depth)]
             continue
         left -= size
-        held = _batch_contents(batch, kinds)
-        leaves = {kind for kind in set(map(type, held)) if _is_leaf(kind)}
-        inner = [part for part in held if type(part) not in leaves]
+        parts = _batch_contents(batch, kinds)
+        leaves = {kind for kind in set(map(type, parts)) if _is_leaf(kind)}
+        inner = [part for part in parts if type(part) not in leaves]
         if inner:
             todo.append((inner, depth + 1))
 
 
 def _size(batch: list[Any], kinds: set[type]) -> int:
     """Return about how many values those of a batch contain."""
-    sized = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
-    return len(batch) + sum([len(value) for value in batch if type(value) in sized])
+    containers = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
+    return len(batch) + sum([len(value) for value in batch if type(value) in containers])
 
 
 def _is_leaf(kind: type) -> bool:
@@ -344,7 +344,7 @@ class Machine(pickle._Unpickler):
         self.append = self.stack.append
         self.metastack: list[list[Any]] = []
         self.memo = _Memo(None if scan is None else scan.find)
-        self.made: dict[int, tuple[Constructor, Any]] = {}
+        self.constructions: dict[int, tuple[Constructor, Any]] = {}
         self.guard = _Guard(len(data))
         self.data, self.classes, self.what, self.find_outside = data, classes, what, find_outside
         self.fix, self.scan = fix, scan
@@ -367,8 +367,8 @@ class Machine(pickle._Unpickler):
         try:
             return self.classes[module, name]
         except KeyError:
-            named = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
-            raise self.unsafe(named) from None
+            wrong = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
+            raise self.unsafe(wrong) from None
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the value of a persistent id."""
@@ -385,5 +385,5 @@ class Machine(pickle._Unpickler):
 
     def unsafe(self, wrong: str) -> UnsafeFile:
         """Return the error for a pickle that contains more than data."""
-        found = f"before byte {self.file.tell()}"
-        return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=found, fix=self.fix))
+        place = f"before byte {self.file.tell()}"
+        return UnsafeFile(error_text(f"{self.what}: it {wrong}", found=place, fix=self.fix))

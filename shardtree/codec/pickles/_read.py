@@ -35,16 +35,16 @@ def _memoize(machine: Machine) -> None:
     memo[len(memo) + memo.taken] = machine.stack[-1]
 
 
-def _numbered(put: Handler) -> Handler:
+def _unless_scanned(put: Handler) -> Handler:
     """Return the handler of an opcode that numbers the value on the stack as the pickle says."""
 
-    def checked(machine: Machine) -> None:
+    def handler(machine: Machine) -> None:
         # The scan counts numbers, as pickles do that number values one after the other: protocols from 4 on.
         if machine.scan is not None:
             raise Irregular("values with numbers of the pickle's own choice")
         put(machine)
 
-    return checked
+    return handler
 
 
 def _append(machine: Machine) -> None:
@@ -125,7 +125,7 @@ def _call(machine: Machine) -> None:
         machine.guard.check_keys(constructor.keys(*args))
     value = machine.stack[-1] = constructor.make(*args)
     if constructor.build is not None:
-        machine.made[id(value)] = constructor, value
+        machine.constructions[id(value)] = constructor, value
 
 
 def _call_with_keywords(machine: Machine) -> None:
@@ -138,7 +138,7 @@ def _call_with_keywords(machine: Machine) -> None:
 def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     # Popped: a value is built once, as pickle itself does, so that no file makes a constructor repeat its work.
-    constructor, value = machine.made.pop(id(machine.stack[-1]), (None, None))
+    constructor, value = machine.constructions.pop(id(machine.stack[-1]), (None, None))
     if constructor is None or constructor.build is None:
         raise machine.unsafe(f"fills a {type(machine.stack[-1]).__name__}")
     machine.guard.charge(state if type(state) is tuple else (state,))
@@ -177,7 +177,7 @@ def _own(name: str) -> Handler:
 
 _OURS: dict[str, Handler] = {
     **{name: _own(name) for name in _PYTHONS.split()},
-    **{name: _numbered(_own(name)) for name in ("PUT", "BINPUT", "LONG_BINPUT")},
+    **{name: _unless_scanned(_own(name)) for name in ("PUT", "BINPUT", "LONG_BINPUT")},
     "FRAME": _frame,
     "BYTEARRAY8": _bytearray,
     "POP": _pop,
@@ -212,7 +212,7 @@ def read_pickle(
     what: str,
     persistent_load: Callable[[Any], Any] | None = None,
     fix: str = FIX,
-    refused: frozenset[type] = frozenset(),
+    helpers: frozenset[type] = frozenset(),
     scan: Scan | None = None,
 ) -> Any:
     r"""Return the value of a pickle; the bytes may be untrusted.
@@ -226,7 +226,7 @@ def read_pickle(
         what: the file and what is in it, for messages.
         persistent_load: returns the value of a persistent id; None refuses pickles that have any.
         fix: what the error about a name that isn't in `classes` suggests.
-        refused: types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
+        helpers: types that `classes` and `persistent_load` return as arguments of constructors; as part of the value
             they make the file corrupt.
         scan: takes regular parts of the pickle as columns; a `Run` is in the value where they were.
 
@@ -253,7 +253,7 @@ def read_pickle(
         value = machine.stack.pop()
         if machine.metastack:
             raise ValueError("a mark is left on the stack at its end")
-        check_bounded(value, len(machine.data), refused)
+        check_bounded(value, len(machine.data), helpers)
     except UnsupportedValue as error:
         raise UnsupportedValue(f"{machine.what}: {error}") from None
     except CheckpointingException:
@@ -261,6 +261,6 @@ def read_pickle(
     except Exception as error:
         early = isinstance(error, (IndexError, struct.error))
         reason = "its bytes or its stack end too early" if early else str(error)[:200] or type(error).__name__
-        found = f"before byte {machine.file.tell()}: {reason}"
-        raise CorruptCheckpoint(error_text(f"{machine.what}: not a pickle that can be read", found=found)) from error
+        place = f"before byte {machine.file.tell()}: {reason}"
+        raise CorruptCheckpoint(error_text(f"{machine.what}: not a pickle that can be read", found=place)) from error
     return value

@@ -142,7 +142,7 @@ class PickleWriter:
             raise _too_deep()
         handler(self, value, depth)
 
-    def known(self, value: Any) -> bool:
+    def write_reference(self, value: Any) -> bool:
         """Write a reference and return True if the value was written before."""
         number = self.memo.get(value)
         if number is not None:
@@ -190,7 +190,7 @@ def _int(writer: PickleWriter, value: int, depth: int) -> None:
 
 
 def _str(writer: PickleWriter, value: str, depth: int) -> None:
-    if writer.known(value):
+    if writer.write_reference(value):
         return
     data = value.encode("utf-8", "surrogatepass")
     if len(data) < 256 and writer.protocol == 4:
@@ -253,7 +253,7 @@ def _items(writer: PickleWriter, items: Iterable[tuple[Any, Any]], depth: int) -
 
 
 def _global(writer: PickleWriter, value: Global, depth: int) -> None:
-    if writer.known(value):
+    if writer.write_reference(value):
         return
     if writer.protocol == 4:
         _str(writer, value.module, depth)
