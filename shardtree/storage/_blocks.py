@@ -51,7 +51,7 @@ def block_count(length: int) -> int:
     return -(-length // BLOCK_BYTES)
 
 
-def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
+def touched_units(begin: Column, end: Column, length: int, unit: int) -> Flags:
     """Return which units of a file contain a byte of some spans.
 
     Args:
@@ -64,7 +64,7 @@ def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
         bool (units,).
 
     Examples:
-        >>> touched(np.array([5, 9]), np.array([15, 9]), length=32, unit=10)
+        >>> touched_units(np.array([5, 9]), np.array([15, 9]), length=32, unit=10)
         array([ True,  True, False, False])
     """
     # Sums of +1 where a span begins and -1 after it ends: a plan can have a million spans, so no loop over them.
@@ -74,8 +74,8 @@ def touched(begin: Column, end: Column, length: int, unit: int) -> Flags:
         first, stop = begin[rows] // unit, -(-end[rows] // unit)
         # Only from the first unit to the last: a file of many GB has a hundred times as many as one read of it.
         low, high = int(first.min()), int(stop.max())
-        opened, closed = (np.bincount(edges - low, minlength=high - low + 1) for edges in (first, stop))
-        flags[low:high] = (opened - closed).cumsum()[:-1] > 0
+        starts, stops = (np.bincount(edges - low, minlength=high - low + 1) for edges in (first, stop))
+        flags[low:high] = (starts - stops).cumsum()[:-1] > 0
     return flags
 
 
@@ -95,11 +95,11 @@ def missing(begin: Column, end: Column, length: int) -> Column:
         [262124, 5]
     """
     edges = np.minimum(np.arange(block_count(length) + 1) * BLOCK_BYTES, length)
-    counts: Column = np.diff(edges) - np.diff(covered(begin, end, edges))
+    counts: Column = np.diff(edges) - np.diff(covered_bytes(begin, end, edges))
     return counts
 
 
-def covered(begin: Column, end: Column, edges: Column) -> Column:
+def covered_bytes(begin: Column, end: Column, edges: Column) -> Column:
     """Return how many bytes before each of some places of a file lie in any of some spans.
 
     Args:
@@ -108,17 +108,17 @@ def covered(begin: Column, end: Column, edges: Column) -> Column:
         edges: the places, int64 (edges,).
 
     Examples:
-        >>> covered(np.array([10, 15]), np.array([20, 30]), np.array([10, 16, 99])).tolist()
+        >>> covered_bytes(np.array([10, 15]), np.array([20, 30]), np.array([10, 16, 99])).tolist()
         [0, 6, 20]
     """
-    reached = np.maximum.accumulate(end)
+    reach = np.maximum.accumulate(end)
     # Cut from each span what earlier ones cover; after that none overlap, and their lengths can be summed.
-    begin = np.maximum(begin, np.concatenate((begin[:1], reached[:-1])))
+    begin = np.maximum(begin, np.concatenate((begin[:1], reach[:-1])))
     end = np.maximum(begin, end)
     sums = np.concatenate(([0], np.cumsum(end - begin)))
-    opened, closed = (np.searchsorted(column, edges, side="left") for column in (begin, reached))
+    starts, stops = (np.searchsorted(column, edges, side="left") for column in (begin, reach))
     # Before an edge lie all spans that ended by then, and the beginning of the one that reaches across it.
-    return np.asarray(sums[closed] + np.where(opened > closed, edges - np.append(begin, 0)[closed], 0))
+    return np.asarray(sums[stops] + np.where(starts > stops, edges - np.append(begin, 0)[stops], 0))
 
 
 # Which blocks a read checks.
@@ -235,9 +235,9 @@ class BlockHasher:
             self._open = xxhash.xxh3_64()
         return part.nbytes
 
-    def _note(self, number: int, found: int) -> None:
+    def _note(self, number: int, value: int) -> None:
         # A disk that returns other bytes on a second read delivered some of them to a tensor: fail either way.
-        if self.hashes.setdefault(number, found) != found:
+        if self.hashes.setdefault(number, value) != value:
             self.hashes[number] = -1
 
 

@@ -109,8 +109,8 @@ class Capabilities:
 
     def functions(self) -> dict[str, Function]:
         """Return the functions that are there, by their names."""
-        found = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in found if callable(value)}
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if callable(value)}
 
 
 _NOTHING = Capabilities()
@@ -118,8 +118,8 @@ _NOTHING = Capabilities()
 
 def can(storage: Storage) -> Capabilities:
     """Return what a storage can do beyond `Storage`."""
-    found: Capabilities = getattr(storage, "capabilities", _NOTHING)
-    return found
+    capabilities: Capabilities = getattr(storage, "capabilities", _NOTHING)
+    return capabilities
 
 
 # What is done instead where a storage can't.

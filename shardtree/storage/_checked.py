@@ -14,7 +14,7 @@ from ..codec import crc32
 from ..errors import CorruptCheckpoint, error_text, plural, shorten, size_text
 from ..geometry import Column, rows_of
 from ..plans import Runs, Strided
-from ._blocks import BLOCK_BYTES, NEARLY_WHOLE_BYTES, Hashes, covered
+from ._blocks import BLOCK_BYTES, NEARLY_WHOLE_BYTES, Hashes, covered_bytes
 from ._storage import Buffer, Reader
 
 Rows = TypeVar("Rows", Runs, Strided)
@@ -108,8 +108,8 @@ def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list
     enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
         enough = enough | (unread(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
-    chosen: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
-    return chosen
+    numbers: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
+    return numbers
 
 
 # Errors
@@ -127,7 +127,7 @@ def wrong_length(file: StoredFile, length: int, path: str) -> CorruptCheckpoint:
     )
 
 
-def damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
+def damage_error(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
     """Return the error for a file whose bytes aren't those that were saved."""
     fix = "The medium or a later program damaged it; load another checkpoint."
     return CorruptCheckpoint(error_text(f"load: {path!r} isn't what was saved: {what}", offenders=spans, fix=fix))
@@ -136,9 +136,9 @@ def damaged(path: str, what: str, spans: Iterable[str]) -> CorruptCheckpoint:
 # Rows of one file
 
 
-def in_file_order(strided: Strided) -> Strided:
+def in_file_order(pieces: Strided) -> Strided:
     """Return pieces sorted by file."""
-    return rows_of(strided, np.argsort(strided.file, kind="stable")) if strided.file.size > 1 else strided
+    return rows_of(pieces, np.argsort(pieces.file, kind="stable")) if pieces.file.size > 1 else pieces
 
 
 def of_file(rows: Rows, number: int) -> Rows:
@@ -204,25 +204,25 @@ def range_crc32(hashes: dict[int, tuple[int, int]], begin: int, end: int) -> int
         (True, None)
     """
     # CRC32s of adjacent parts can be combined, so that threads that read parts of one range needn't read them twice.
-    found, at = 0, begin
+    checksum, at = 0, begin
     while at < end:
-        until, known = hashes.get(at, (0, 0))
+        until, part = hashes.get(at, (0, 0))
         if not at < until <= end:
             return None
-        found = joined_crc32(found, known, until - at) if at > begin else known
+        checksum = joined_crc32(checksum, part, until - at) if at > begin else part
         at = until
-    return found
+    return checksum
 
 
 def read_crc32(reader: Reader, begin: int, end: int) -> int:
     """Read a byte range of a file and return its CRC32."""
     scratch = memoryview(bytearray(min(_STEP_BYTES, end - begin)))
-    found = 0
+    checksum = 0
     for byte in range(begin, end, _STEP_BYTES):
         part = scratch[: min(_STEP_BYTES, end - byte)]
         reader.read_into(byte, [part])
-        found = crc32(part, found)
-    return found
+        checksum = crc32(part, checksum)
+    return checksum
 
 
 def joined_crc32(left: int, right: int, length: int) -> int:
@@ -280,5 +280,5 @@ def unread(ranges: ByteRanges, begin: Column, end: Column) -> Column:
         >>> unread(ranges, np.array([2, 4]), np.array([6, 25])).tolist()
         [2, 5]
     """
-    found = covered(begin, end, ranges.end) - covered(begin, end, ranges.begin)
-    return ranges.end - ranges.begin - found
+    inside = covered_bytes(begin, end, ranges.end) - covered_bytes(begin, end, ranges.begin)
+    return ranges.end - ranges.begin - inside

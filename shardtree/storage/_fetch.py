@@ -19,7 +19,7 @@ from ..plans import LoadPlan, Runs
 from ._blocks import BLOCK_BYTES, BlockHasher, Flags, Verify, run_blocks
 from ._buffers import host_memory, is_staged
 from ._capabilities import can
-from ._checked import ReadReport, StoredFile, damaged, range_crc32
+from ._checked import ReadReport, StoredFile, damage_error, range_crc32
 from ._requests import STEP_BYTES, WINDOW_BYTES, Checks, Request, cut_of, requests_of
 from ._storage import Buffer, Storage
 from ._strided import copy_piece, wide_reads
@@ -81,9 +81,9 @@ def fetch(
             if check.file.ranges is not None:
                 what = f"the checksum of {len(spans)} of its tensors"
             offenders = (f"bytes {begin} to {end}" for begin, end in spans)
-            raise damaged(storage.where(check.file.name), f"{what} differs", offenders)
-    checked = sum(len(sums[number] if check.file.ranges is None else check.ranges) for number, check in checks.items())
-    return ReadReport(done, checked, sum(check.touched for check in checks.values()) - checked, len(checks))
+            raise damage_error(storage.where(check.file.name), f"{what} differs", offenders)
+    count = sum(len(sums[number] if check.file.ranges is None else check.ranges) for number, check in checks.items())
+    return ReadReport(done, count, sum(check.units for check in checks.values()) - count, len(checks))
 
 
 def fetch_run(
@@ -98,10 +98,10 @@ def fetch_run(
         return None
     buffer = byte_buffer(memory)
     end = byte + buffer.nbytes
-    checked = range(0) if file.hashes is None else run_blocks(byte, end, file.length, verify)
+    blocks = range(0) if file.hashes is None else run_blocks(byte, end, file.length, verify)
     # Of blocks that are to be checked and that the run begins or ends in, the rest comes along, into memory of its own.
-    before = max(byte - checked.start * BLOCK_BYTES, 0) if checked else 0
-    after = max(min(checked.stop * BLOCK_BYTES, file.length) - end, 0) if checked else 0
+    before = max(byte - blocks.start * BLOCK_BYTES, 0) if blocks else 0
+    after = max(min(blocks.stop * BLOCK_BYTES, file.length) - end, 0) if blocks else 0
     beside = memoryview(np.empty(before + after, dtype=np.uint8))
     buffers = [part for part in (beside[:before], buffer, beside[before:]) if part.nbytes]
     try:
@@ -111,30 +111,31 @@ def fetch_run(
             reader.read_into(byte - before, buffers)
     except StorageError:
         return None
-    if checked:
+    if blocks:
         hasher, at = BlockHasher(file.length), byte - before
         for part in buffers:
             hasher.update(part, at)
             at += part.nbytes
-        if file.hashes is None or any(hasher.hashes[block] != int(file.hashes[block]) for block in checked):
+        if file.hashes is None or any(hasher.hashes[block] != int(file.hashes[block]) for block in blocks):
             return None
-    touched = -(-end // BLOCK_BYTES) - byte // BLOCK_BYTES
-    return _report(buffer.nbytes, len(checked), touched - len(checked))
+    units = -(-end // BLOCK_BYTES) - byte // BLOCK_BYTES
+    return _report(buffer.nbytes, len(blocks), units - len(blocks))
 
 
 @lru_cache(maxsize=64)
-def _report(bytes_read: int, checked: int, unchecked: int) -> ReadReport:
-    return ReadReport(bytes_read, checked, unchecked, 1)
+def _report(bytes_read: int, blocks_checked: int, blocks_unchecked: int) -> ReadReport:
+    return ReadReport(bytes_read, blocks_checked, blocks_unchecked, 1)
 
 
 def _views(plan: LoadPlan, memories: Sequence[torch.Tensor], is_on_device: Flags) -> list[Buffer]:
     """Return the bytes of each memory of the host that is a target, none for the others."""
     # Most targets of a plan may be none of its: it may be a small part of a larger one.
-    wanted = np.zeros(len(memories), dtype=np.bool_)
-    wanted[plan.runs.target] = wanted[plan.strided.target] = True
-    wanted &= ~is_on_device
+    is_target = np.zeros(len(memories), dtype=np.bool_)
+    is_target[plan.runs.target] = is_target[plan.strided.target] = True
+    is_target &= ~is_on_device
     return [
-        byte_buffer(memory) if each else memoryview(b"") for memory, each in zip(memories, wanted.tolist(), strict=True)
+        byte_buffer(memory) if each else memoryview(b"")
+        for memory, each in zip(memories, is_target.tolist(), strict=True)
     ]
 
 
@@ -153,12 +154,12 @@ def _read(
         total = 0
         with closing(transport.arrivals(waiting)) as arrivals:
             for request, source in arrivals:
-                size, found = _deliver(request, source, checks[request.file], views)
+                size, own_sums = _deliver(request, source, checks[request.file], views)
                 with lock:
-                    known = sums[request.file]
-                    for number, each in found.items():
+                    file_sums = sums[request.file]
+                    for number, each in own_sums.items():
                         # Of a block that came twice, bytes of either may have been delivered: if they differ, fail.
-                        known[number] = each if known.get(number, each) == each else -1
+                        file_sums[number] = each if file_sums.get(number, each) == each else -1
                     progress(size)
                 total += size
         return total
@@ -215,14 +216,14 @@ def _steps(runs: Runs, views: Sequence[Buffer], size: int) -> Iterator[tuple[int
 
 def _wrong(check: Checks, sums: Sums) -> list[tuple[int, int]]:
     """Return begin and end of the blocks or byte ranges of a file whose checksum differs."""
-    known, ranges = check.file.hashes, check.file.ranges
+    hashes, ranges = check.file.hashes, check.file.ranges
     if ranges is not None:
         places = [(int(ranges.begin[each]), int(ranges.end[each]), int(ranges.crc32[each])) for each in check.ranges]
         return [(begin, end) for begin, end, crc32 in places if range_crc32(sums, begin, end) != crc32]
     return [
         (number * BLOCK_BYTES, min(check.file.length, (number + 1) * BLOCK_BYTES))
         for number, each in sorted(sums.items())
-        if known is not None and each != int(known[number])
+        if hashes is not None and each != int(hashes[number])
     ]
 
 

@@ -39,8 +39,8 @@ def folder_in(storage: Storage, name: str) -> Storage:
     # Of the same kind where that has one, so that it can do the same: exchange whole folders, for one.
     if (folder := can(storage).folder) is not None:
         return folder(plain)
-    found: Storage = around(storage, partial(_in_folder, plain), plain)
-    return found
+    wrapper: Storage = around(storage, partial(_in_folder, plain), plain)
+    return wrapper
 
 
 def _in_folder(folder: str, call: str, function: Function) -> Function | None:
@@ -56,13 +56,13 @@ class _InFolder:
     call: str
     function: Function
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.call == "remove_all":
-            (names,) = (*given, *named.values())
+            (names,) = (*args, *kwargs.values())
             return self.function([*map(self._full, names)])
-        if not given:  # positional: storages call it by other names; the folder itself is the usual one
-            given = (named.pop(next((each for each in ("name", "folder", "old") if each in named), ""), ""),)
-        return self.function(*map(self._full, given), **{key: self._full(value) for key, value in named.items()})
+        if not args:  # positional: storages call it by other names; the folder itself is the usual one
+            args = (kwargs.pop(next((each for each in ("name", "folder", "old") if each in kwargs), ""), ""),)
+        return self.function(*map(self._full, args), **{key: self._full(value) for key, value in kwargs.items()})
 
     def _full(self, name: Any) -> Any:
         if not isinstance(name, str):
@@ -123,13 +123,13 @@ def is_same_place(one: Storage, other: Storage) -> bool:
 def _place(storage: Storage) -> tuple[object, str]:
     """Return the storage that has the files, and the folder in it."""
     folder = ""
-    found: object = storage
-    while isinstance(found, Wrapped):
-        folder = "/".join(filter(None, (found.inside, folder)))
-        found = found.inner
-    if isinstance(found, LocalStorage):
-        return LocalStorage, os.path.realpath(os.path.join(found.root, folder))
-    return found, folder
+    inner: object = storage
+    while isinstance(inner, Wrapped):
+        folder = "/".join(filter(None, (inner.inside, folder)))
+        inner = inner.inner
+    if isinstance(inner, LocalStorage):
+        return LocalStorage, os.path.realpath(os.path.join(inner.root, folder))
+    return inner, folder
 
 
 def _absolute(path: str) -> str:
@@ -137,8 +137,8 @@ def _absolute(path: str) -> str:
     try:
         return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     except FileNotFoundError as error:
-        found = "the current directory was removed"
-        raise StorageError(error_text(f"where is {path!r}?", found=found, fix="Name an absolute path.")) from error
+        problem = "the current directory was removed"
+        raise StorageError(error_text(f"where is {path!r}?", found=problem, fix="Name an absolute path.")) from error
 
 
 # Making a checkpoint's folder, which is synced later and removed again if the save fails.

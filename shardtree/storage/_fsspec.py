@@ -40,25 +40,25 @@ def fsspec_storage(url: str) -> Storage:
         >>> storage.remove("a.bin")
     """
     # Of a chain, such as simplecache::https://…, each part may have a query.
-    shown = plain_url(url) if "::" not in url else without_secrets(url)
+    plain = plain_url(url) if "::" not in url else without_secrets(url)
     try:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
         fix = "pip install 'shardtree[remote]'"
-        raise StorageError(error_text(f"{shown!r} needs fsspec, which isn't installed", fix=fix)) from error
+        raise StorageError(error_text(f"{plain!r} needs fsspec, which isn't installed", fix=fix)) from error
     try:
         files, root = url_to_fs(url)
     except Exception as error:  # a file system's constructor may raise anything: TypeError for what the URL lacks
         fix = "Install the package that fsspec names for this protocol, or name a local path without '://'."
         if not isinstance(error, (ImportError, ValueError)):
             fix = "Name in the URL all that this file system needs, or pass another URL or a local path."
-        found = without_secrets(f"{type(error).__name__}: {error}")
-        raise StorageError(error_text(f"no file system for {shown!r}", found=found, fix=fix)) from None
+        reason = without_secrets(f"{type(error).__name__}: {error}")
+        raise StorageError(error_text(f"no file system for {plain!r}", found=reason, fix=fix)) from None
     # fsspec's local file system neither syncs nor exchanges folders.
     if isinstance(files, LocalFileSystem):
         return LocalStorage(root)
-    return FsspecStorage(files, root.rstrip("/"), shown.rstrip("/"))
+    return FsspecStorage(files, root.rstrip("/"), plain.rstrip("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class FsspecStorage:
         with self._storage_errors("write", name):
             file = self.files.open(self._path(name), "wb")
         try:
-            for given in buffers:
-                buffer = byte_view(given, self.where(name))
+            for each in buffers:
+                buffer = byte_view(each, self.where(name))
                 with self._storage_errors("write", name):
                     file.write(buffer)
                 length += buffer.nbytes
@@ -225,11 +225,11 @@ class FsspecStorage:
         with self._storage_errors("list", folder):
             self.files.invalidate_cache()
             try:
-                found = self.files.ls(path, detail=False)
+                entries = self.files.ls(path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return ()
         # Some stores list the folder itself, and some end folders' names with a slash.
-        names = (entry.rstrip("/").removeprefix(path).strip("/") for entry in found)
+        names = (entry.rstrip("/").removeprefix(path).strip("/") for entry in entries)
         return tuple(sorted(name for name in names if name and "/" not in name))
 
     @contextmanager
@@ -241,10 +241,10 @@ class FsspecStorage:
             raise
         except Exception as error:
             plain = f"{type(error).__name__}: {error}"
-            found = without_secrets(plain)
+            reason = without_secrets(plain)
             # A text with secrets must not be shown as the cause either.
-            cause = error if found == plain else type(error)(found) if isinstance(error, OSError) else None
-            raise StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=found)) from cause
+            cause = error if reason == plain else type(error)(reason) if isinstance(error, OSError) else None
+            raise StorageError(error_text(f"cannot {doing} {self.where(name)!r}", found=reason)) from cause
 
 
 @dataclass(frozen=True, slots=True)

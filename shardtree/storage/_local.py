@@ -24,7 +24,7 @@ from ._local_files import (
     write_new,
 )
 from ._local_sibling import LocalSibling
-from ._storage import AnyBuffer, adjacent, checked, inside, temporary_name
+from ._storage import AnyBuffer, adjacent, inside, parts_in_file, temporary_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class LocalStorage:
         """Write a new file from buffers, in order, and return its length."""
         return self._write(name, buffers, name, durable=durable)
 
-    def _write(self, name: str, buffers: Iterable[AnyBuffer], meant: str, *, durable: bool) -> int:
+    def _write(self, name: str, buffers: Iterable[AnyBuffer], final: str, *, durable: bool) -> int:
         """Write a new file, of which errors speak as of the one that it is meant to be."""
-        with self._storage_errors("write", meant):
+        with self._storage_errors("write", final):
             descriptor = new_file(self.where(name))
             try:
-                length = write_new(descriptor, buffers, self.where(meant))
+                length = write_new(descriptor, buffers, self.where(final))
                 if durable:
                     os.fsync(descriptor)
             finally:
@@ -78,7 +78,7 @@ class LocalStorage:
                 # All writers ask for the same length, so that it doesn't matter who comes first.
                 os.ftruncate(descriptor, length)
                 groups = adjacent(
-                    checked(parts, length, self.where(name)), most_bytes=BATCH_BYTES, most_buffers=MOST_BUFFERS
+                    parts_in_file(parts, length, self.where(name)), most_bytes=BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
                 for byte, buffers in groups:
                     write_at(descriptor, byte, buffers)
@@ -115,21 +115,24 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
-        opened = self.open(name)
-        with opened as reader, self._storage_errors("read", name), open(reader.descriptor, "rb", closefd=False) as file:
+        with (
+            self.open(name) as reader,
+            self._storage_errors("read", name),
+            open(reader.descriptor, "rb", closefd=False) as file,
+        ):
             try:
                 return file.read()
             except MemoryError:  # a file with holes can claim any length, and costs its author nothing
-                found = "more bytes than there is memory for"
-                raise StorageError(error_text(f"cannot read {self.where(name)!r}", found=found)) from None
+                what = f"cannot read {self.where(name)!r}"
+                raise StorageError(error_text(what, found="more bytes than there is memory for")) from None
 
     def length(self, name: str) -> int | None:
         """Return a file's length in bytes, None if there is no such file."""
         with self._storage_errors("look at", name):
             try:
-                found = os.stat(self.where(name))
+                status = os.stat(self.where(name))
                 # A folder or a pipe isn't a file, whatever its size is.
-                return found.st_size if stat.S_ISREG(found.st_mode) else None
+                return status.st_size if stat.S_ISREG(status.st_mode) else None
             except (FileNotFoundError, NotADirectoryError):
                 return None
 

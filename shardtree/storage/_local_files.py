@@ -48,8 +48,8 @@ class LocalReader:
         try:
             self.descriptor = os.open(self.path, _TO_READ)
             try:
-                found = os.fstat(self.descriptor)
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(self.descriptor)
+                if not stat.S_ISREG(status.st_mode):
                     raise StorageError(error_text(f"cannot open {self.path!r}", found="no regular file"))
             except BaseException:
                 os.close(self.descriptor)
@@ -58,7 +58,7 @@ class LocalReader:
             raise
         except OSError as error:
             raise StorageError(error_text(f"cannot open {self.path!r}", found=error.strerror or error)) from error
-        self.length = found.st_size
+        self.length = status.st_size
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,7 +150,7 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
 
 def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
     """Write to an empty file, reserving space where its length is known, and return how much was written."""
-    reserved = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
+    room = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
     length = 0
     try:
         for batch in _batches(byte_view(buffer, where) for buffer in buffers):
@@ -160,11 +160,11 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
                 pending = remaining(pending, os.writev(descriptor, pending))
     except BaseException:
         # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
-        if reserved:
+        if room:
             with suppress(OSError):  # the error of the write itself is the one to report
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size)
         raise
-    if reserved > length:
+    if room > length:
         os.ftruncate(descriptor, length)
     return length
 
@@ -218,7 +218,7 @@ def unlink(path: str) -> None:
     of a large file has to be free when this returns.
     """
     # While a descriptor is open, removing the name doesn't free the blocks: closing it does, in the thread below.
-    descriptor = _opened_if_young(path)
+    descriptor = _open_if_young(path)
     try:
         os.remove(path)
     except BaseException:
@@ -242,12 +242,12 @@ def _has_a_name(descriptor: int) -> bool:
         return True  # unknown: close it now, which is always safe
 
 
-def _opened_if_young(path: str) -> int | None:
+def _open_if_young(path: str) -> int | None:
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
         # A file with further links keeps its blocks, so that removing one name never waits.
-        small = stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_size <= _SMALL_BYTES
-        if not small or abs(time.time() - found.st_mtime) > _YOUNG_SECONDS:
+        small = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= _SMALL_BYTES
+        if not small or abs(time.time() - status.st_mtime) > _YOUNG_SECONDS:
             return None
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

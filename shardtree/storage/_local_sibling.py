@@ -48,15 +48,15 @@ def _renameat2() -> Any:
     # The kernel's call is older than the function: C libraries that lack one can still make the other.
     library = ctypes.CDLL(None, use_errno=True)
     arguments: list[Any] = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    if (named := getattr(library, "renameat2", None)) is not None:
-        named.argtypes = arguments
-        return named
+    if (function := getattr(library, "renameat2", None)) is not None:
+        function.argtypes = arguments
+        return function
     number = _SYSCALL_NUMBERS.get(platform.machine())
     if number is None:
         return None
     library.syscall.argtypes = [ctypes.c_long, *arguments]
     library.syscall.restype = ctypes.c_long
-    return lambda *given: library.syscall(number, *given)
+    return lambda *args: library.syscall(number, *args)
 
 
 # Copying owner, permissions and extended attributes from one folder to another.
@@ -156,7 +156,7 @@ class LocalSibling:
 
     def changed(self) -> float | None:
         """Return when it was begun or something was made or removed in it, in seconds since 1970."""
-        times = [_changed(path) for path in (self._folder, self._inside(_FILES))]
+        times = [_change_time(path) for path in (self._folder, self._inside(_FILES))]
         return max((time for time in times if time is not None), default=None)
 
     def old_names(self) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ class LocalSibling:
         """Raise unless old files can be hard-linked."""
         # Tried on each file: who may link a file depends on its owner and mode (fs.protected_hardlinks), and finding
         # out only after the checkpoint was written would waste the save.
-        refused = []
+        problems = []
         second = self._inside(_PROBE)
         for name in names:
             try:
@@ -178,31 +178,31 @@ class LocalSibling:
             except FileNotFoundError:
                 continue  # removed meanwhile
             except OSError as error:
-                refused.append(f"{name!r}: {error.strerror}")
-        if refused:
+                problems.append(f"{name!r}: {error.strerror}")
+        if problems:
             what = f"save: {self.root!r} holds other files, which can't be linked into the folder that replaces it"
-            raise StrategyError(error_text(what, offenders=refused, fix=_ELSEWHERE))
+            raise StrategyError(error_text(what, offenders=problems, fix=_ELSEWHERE))
 
     def share(self, names: Sequence[str], *, durable: bool) -> tuple[str, ...]:
         """Link old files into the new folder too; return the names that another file has there."""
         # Links rather than moves: until the exchange the old folder keeps its files, and a file that a program has open
         # is the same file afterwards.
-        taken, folders, made = [], set(), set[str]()
+        conflicts, folders, new = [], set(), set[str]()
         with self._storage_errors("link the other files of"):
             for name in names:
                 folder, _, last = name.rpartition("/")
-                made |= _make_parents(self._new, folder)
+                new |= _make_parents(self._new, folder)
                 if last and not _link(os.path.join(self._old, name), os.path.join(self._new, name)):
-                    taken.append(name)
+                    conflicts.append(name)
                 folders |= _parents(name.rstrip("/"))
             # Permissions come last, innermost folder first: nothing could be linked into a read-only folder.
-            for folder in sorted(made, reverse=True):
+            for folder in sorted(new, reverse=True):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     copy_ownership(os.path.join(self._new, folder), os.path.join(self._old, folder))
             if durable:
                 for folder in sorted(folders):
                     sync(os.path.join(self._new, folder))
-        return tuple(taken)
+        return tuple(conflicts)
 
     def exchange(self, *, durable: bool) -> None:
         """Exchange the two folders in one step."""
@@ -258,8 +258,8 @@ class LocalSibling:
         if os.path.ismount(target):
             raise StrategyError(error_text(what, found="the root of a file system", fix=_ELSEWHERE))
         if os.path.commonpath([target, here]) == target:
-            found = f"the current directory, {here!r}, is in it and would be removed"
-            raise StrategyError(error_text(what, found=found, fix="Save from another directory, or to a new folder."))
+            reason = f"the current directory, {here!r}, is in it and would be removed"
+            raise StrategyError(error_text(what, found=reason, fix="Save from another directory, or to a new folder."))
 
     def _try_exchange(self) -> None:
         """Raise unless folders can be exchanged here; tried with two empty ones."""
@@ -282,14 +282,14 @@ class LocalSibling:
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            found = f"{error.strerror or error}: {error.filename!r}" if error.filename else error
+            reason = f"{error.strerror or error}: {error.filename!r}" if error.filename else error
             what = f"save: cannot {doing} {self._target!r}"
-            raise StorageError(error_text(what, found=found, fix=_ELSEWHERE)) from error
+            raise StorageError(error_text(what, found=reason, fix=_ELSEWHERE)) from error
 
 
 def _walk(top: str, folder: str) -> Iterator[str]:
-    with os.scandir(os.path.join(top, folder)) as found:
-        entries = list(found)
+    with os.scandir(os.path.join(top, folder)) as scan:
+        entries = list(scan)
     if not entries and folder:
         yield folder
     # Files can't be linked across file systems, and removing the old folder would remove what is mounted in it.
@@ -323,13 +323,13 @@ def _parents(name: str) -> set[str]:
 
 def _make_parents(top: str, folder: str) -> set[str]:
     """Make a folder and its parents, as far as they aren't there, and return which were made."""
-    made = set()
+    new = set()
     for parent in sorted({*_parents(folder), folder} - {""}):
         with suppress(FileExistsError):
             # For the owner alone until its permissions are copied: its files may be secret.
             os.mkdir(os.path.join(top, parent), 0o700)
-            made.add(parent)
-    return made
+            new.add(parent)
+    return new
 
 
 def _current_directory() -> str:
@@ -353,7 +353,7 @@ def _read(path: str) -> bytes | None:
     return None
 
 
-def _changed(path: str) -> float | None:
+def _change_time(path: str) -> float | None:
     with suppress(OSError):
         return os.stat(path).st_mtime
     return None

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from ..errors import StorageError, error_text, plural
 from ._capabilities import Capabilities
-from ._storage import AnyBuffer, Buffer, Sibling, byte_view, checked, inside
+from ._storage import AnyBuffer, Buffer, Sibling, byte_view, inside, parts_in_file
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class MemoryStorage:
         """Write parts of a file of `length` bytes, of which other threads may write other parts."""
         plain = _plain(name)
         self._resize(plain, length)
-        for byte, buffer in checked(parts, length, self.where(name)):
+        for byte, buffer in parts_in_file(parts, length, self.where(name)):
             with self.lock:
                 self._resize(plain, length)[byte : byte + buffer.nbytes] = buffer
 
@@ -100,8 +100,8 @@ class MemoryStorage:
         """Return the names of what is directly inside a folder, sorted."""
         start = f"{plain}/" if (plain := _plain(folder)) else ""
         with self.lock:
-            found = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
-        return tuple(sorted({name.split("/")[0] for name in found if name}))
+            paths = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
+        return tuple(sorted({name.split("/")[0] for name in paths if name}))
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder; the storage's own is always there."""

@@ -54,8 +54,8 @@ def without_secrets(text: str, settings: Mapping[str, Any] | None = None) -> str
 
 
 def _secrets(settings: Mapping[str, Any]) -> Iterator[str]:
-    known = {**settings, **{name: value for name, value in os.environ.items() if _STORES.match(name)}}
-    for name, value in known.items():
+    values = {**settings, **{name: value for name, value in os.environ.items() if _STORES.match(name)}}
+    for name, value in values.items():
         if _SECRET_NAME.search(name) and isinstance(value, str) and len(value) >= _SHORTEST:
             yield value
 
@@ -78,18 +78,18 @@ def _in_words(answer: re.Match[str]) -> str:
 def request_failure(what: str, error: Exception, secrets: Mapping[str, Any]) -> StorageError:
     """Return the error for a request that failed, with the store's own words but for secrets."""
     # Not as the cause: its text holds what was sent, and stores repeat signatures in what they answer.
-    said = _ANSWER.sub(_in_words, str(error).partition("\n\nDebug source")[0])
-    found = f"{type(error).__name__}: {without_secrets(said, secrets)}"
+    answer = _ANSWER.sub(_in_words, str(error).partition("\n\nDebug source")[0])
+    reason = f"{type(error).__name__}: {without_secrets(answer, secrets)}"
     fix = None
-    if "NoSuchBucket" in said:
+    if "NoSuchBucket" in answer:
         fix = "There is no such bucket: correct its name in the URL, or the endpoint and region that are asked."
-    elif "ExpiredToken" in said or "expired" in said.lower():
+    elif "ExpiredToken" in answer or "expired" in answer.lower():
         fix = "The credentials have expired: renew them, or pass a credential_provider to object_storage."
-    elif "allow_http" in said or "URL scheme is not allowed" in said:
+    elif "allow_http" in answer or "URL scheme is not allowed" in answer:
         fix = 'Plain http has to be allowed: AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}.'
-    elif NO_RANGES.search(said):
+    elif NO_RANGES.search(answer):
         fix = "The server doesn't honour Range requests; copy the checkpoint, or serve it by another one."
-    return StorageError(error_text(what, found=found, fix=fix))
+    return StorageError(error_text(what, found=reason, fix=fix))
 
 
 _first_process: list[int] = []  # that made a request, of this one and those that it was forked from

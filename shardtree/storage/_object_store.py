@@ -83,34 +83,34 @@ class ObjectStorage:
         Raises:
             CorruptCheckpoint: it has more than `most` bytes, which aren't fetched.
         """
-        return self._tagged(name, most)[0]
+        return self._with_tag(name, most)[0]
 
     def read(self, name: str) -> bytes:
         """Return a file's bytes."""
-        if (data := self._tagged(name)[0]) is None:
+        if (data := self._with_tag(name)[0]) is None:
             raise self._absent("read", name)
         return data
 
-    def _tagged(self, name: str, most: int | None = None) -> tuple[bytes | None, Tag | None]:
+    def _with_tag(self, name: str, most: int | None = None) -> tuple[bytes | None, Tag | None]:
         """Return a file's bytes and its tag; None for both if there is no such file."""
 
         def whole_file() -> tuple[bytes | None, Tag | None]:
-            begun = time.monotonic()
+            start = time.monotonic()
             # From the first byte on, so that the answer tells the whole length, even if it was cut on the way.
-            found = self._get("read", name, {"offset": 0})
-            if found is None:
+            answer = self._get("read", name, {"offset": 0})
+            if answer is None:
                 return None, None
-            size = int(found.meta["size"])
+            size = int(answer.meta["size"])
             if most is not None and size > most:
                 what = f"open: {self.where(name)!r} is larger than any that a save writes"
                 raise CorruptCheckpoint(error_text(what, found=f"{size} bytes", expected=f"at most {most}"))
-            data = bytes(found.bytes())
+            data = bytes(answer.bytes())
             if len(data) != size:
                 raise _TooShort(len(data), size)
             if size <= _REMEMBERED_BYTES:
-                _latencies[self._place] = time.monotonic() - begun
+                _latencies[self._place] = time.monotonic() - start
             # Google Cloud Storage replaces by the version, the others by the ETag.
-            return data, {kind: tag for kind in ("e_tag", "version") if (tag := found.meta[kind]) is not None}
+            return data, {kind: tag for kind in ("e_tag", "version") if (tag := answer.meta[kind]) is not None}
 
         data, tag = self._again("read", name, whole_file)
         if data is not None and len(data) <= _REMEMBERED_BYTES:
@@ -125,11 +125,11 @@ class ObjectStorage:
             return memoryview(b""), self._length_or_raise(name)
 
         def part_of_file() -> tuple[Buffer, int]:
-            found = self._get("read", name, (begin, end))
-            if found is None:
+            answer = self._get("read", name, (begin, end))
+            if answer is None:
                 raise self._absent("read", name)
-            length = int(found.meta["size"])
-            data = memoryview(found.bytes())
+            length = int(answer.meta["size"])
+            data = memoryview(answer.bytes())
             if data.nbytes != min(end, length) - begin:
                 raise _TooShort(data.nbytes, min(end, length) - begin)
             return data, length
@@ -198,17 +198,17 @@ class ObjectStorage:
         with self._storage_errors("list", folder):
             if deep:
                 folders: Sequence[str] = ()
-                found = [
+                objects = [
                     each for page in obstore.list(self.store, prefix=path or None, chunk_size=1000) for each in page
                 ]
             else:
                 level = obstore.list_with_delimiter(self.store, prefix=path or None)
-                folders, found = level["common_prefixes"], list(level["objects"])
+                folders, objects = level["common_prefixes"], list(level["objects"])
         return {each.removeprefix(path).strip("/") + "/": Entry(0, 0.0) for each in folders} | {
             each["path"].removeprefix(path).lstrip("/"): Entry(
                 int(each["size"]), float(each["last_modified"].timestamp())
             )
-            for each in found
+            for each in objects
         }
 
     # Writing
@@ -239,9 +239,9 @@ class ObjectStorage:
             return first.nbytes
         lengths: list[int] = []
         in_flight = _STAYING_IN_FLIGHT if stay else max(1, _IN_FLIGHT_BYTES * self.request_scale // part)
-        raised: list[BaseException] = []
-        with _uploads, self._storage_errors("write", name, raised):
-            stream = noting(chain([first], parts), lengths, raised)
+        errors: list[BaseException] = []
+        with _uploads, self._storage_errors("write", name, errors):
+            stream = noting(chain([first], parts), lengths, errors)
             obstore.put(self.store, self._path(name), stream, chunk_size=part, max_concurrency=in_flight)
         return sum(lengths)
 
@@ -254,11 +254,11 @@ class ObjectStorage:
         if before is None:
             return self._commits(name, data, "create")
         # The tag that came with these bytes, if this process has read them: so a change since then is seen for sure.
-        found, tag = _tags.get(self.where(name), (None, None))
-        if found == before and tag and self._commits(name, data, tag):
+        content, tag = _tags.get(self.where(name), (None, None))
+        if content == before and tag and self._commits(name, data, tag):
             return True
         # Equal bytes may have got another tag since, as when a bucket was copied.
-        again, newer = self._tagged(name)
+        again, newer = self._with_tag(name)
         if again != before or not newer or newer == tag:
             return False
         return self._commits(name, data, newer)
@@ -338,29 +338,29 @@ class ObjectStorage:
 
     def _again(self, doing: str, name: str, request: Callable[[], T]) -> T:
         """Return a request's answer, having repeated it where a body came short."""
-        for tried in range(1, _READ_TRIES + 1):
+        for attempt in range(1, _READ_TRIES + 1):
             try:
                 with self._storage_errors(doing, name):
                     return request()
             except _TooShort as short:
-                if tried == _READ_TRIES:
-                    what = f"cannot {doing} {self.where(name)!r}: {tried} answers in a row were cut short"
+                if attempt == _READ_TRIES:
+                    what = f"cannot {doing} {self.where(name)!r}: {attempt} answers in a row were cut short"
                     raise StorageError(
                         error_text(what, found=f"{short.args[0]} bytes", expected=short.args[1])
                     ) from None
-                time.sleep(_FIRST_PAUSE * 2 ** (tried - 1) * random.uniform(0.5, 1.5))
+                time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError
 
     @contextmanager
-    def _storage_errors(self, doing: str, name: str, raised: Sequence[BaseException] = ()) -> Iterator[None]:
+    def _storage_errors(self, doing: str, name: str, errors: Sequence[BaseException] = ()) -> Iterator[None]:
         check_process(self.url)
         try:
             yield
         except (CheckpointingException, _TooShort):
             raise
         except Exception as error:
-            if raised:  # by the producer of the bytes: its own error says what happened
-                raise raised[0] from None
+            if errors:  # by the producer of the bytes: its own error says what happened
+                raise errors[0] from None
             raise self._failure(doing, name, error) from None
 
     def _failure(self, doing: str, name: str, error: Exception) -> StorageError:

@@ -31,23 +31,23 @@ def parts_of(buffers: Iterable[Buffer], size: int) -> Iterator[Buffer]:
         [b'abc', b'def', b'g']
     """
     pool: list[bytearray] = []
-    memory, filled = bytearray(), 0
+    memory, length = bytearray(), 0
     for buffer in buffers:
         at = 0
         while at < buffer.nbytes:
-            if not filled:
-                memory = _unused(pool, size)
-            step = min(size - filled, buffer.nbytes - at)
-            copy_bytes(memory, filled, buffer[at : at + step])
-            at, filled = at + step, filled + step
-            if filled == size:
+            if not length:
+                memory = _free_memory(pool, size)
+            step = min(size - length, buffer.nbytes - at)
+            copy_bytes(memory, length, buffer[at : at + step])
+            at, length = at + step, length + step
+            if length == size:
                 yield memoryview(memory)
-                filled = 0
-    if filled:
-        yield memoryview(memory)[:filled]
+                length = 0
+    if length:
+        yield memoryview(memory)[:length]
 
 
-def _unused(pool: list[bytearray], size: int) -> bytearray:
+def _free_memory(pool: list[bytearray], size: int) -> bytearray:
     """Return memory of the pool that nobody holds a view of, new memory if there is none."""
     for memory in pool:
         try:
@@ -72,14 +72,14 @@ def copy_bytes(memory: bytearray | Buffer, at: int, source: Buffer) -> None:
     np.frombuffer(memory, dtype=np.uint8, count=source.nbytes, offset=at)[:] = np.frombuffer(source, dtype=np.uint8)
 
 
-def noting(parts: Iterable[Buffer], lengths: list[int], raised: list[BaseException]) -> Iterator[Buffer]:
+def noting(parts: Iterable[Buffer], lengths: list[int], errors: list[BaseException]) -> Iterator[Buffer]:
     """Yield the same, and note the lengths, and what the source raised."""
     try:
         for part in parts:
             lengths.append(part.nbytes)
             yield part
     except BaseException as error:
-        raised.append(error)
+        errors.append(error)
         raise
 
 
@@ -109,23 +109,23 @@ def fetch_ahead(reader: Reader, spans: Iterable[tuple[int, int]]) -> None:
         StorageError: they can't be read.
     """
     if isinstance(reader, ObjectReader):
-        reader.fetch(_joined(spans))
+        reader.fetch(_merge_near(spans))
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_near(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return spans in order, those that are near each other as one.
 
     Examples:
-        >>> _joined([(40_000, 40_001), (10, 20), (0, 5)])
+        >>> _merge_near([(40_000, 40_001), (10, 20), (0, 5)])
         [(0, 20), (40000, 40001)]
     """
-    joined: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1] + _NEAR_BYTES:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        if runs and begin <= runs[-1][1] + _NEAR_BYTES:
+            runs[-1] = runs[-1][0], max(end, runs[-1][1])
         else:
-            joined.append((begin, end))
-    return joined
+            runs.append((begin, end))
+    return runs
 
 
 _AHEAD_BYTES = 8 * 1024 * 1024
@@ -143,11 +143,11 @@ class ObjectReader:
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fetch spans at once, in order and apart from each other; reads inside of them make no request."""
         self._begins = [begin for begin, _ in spans]
-        self._parts = in_threads(self._fetched_in_turn, spans, _AT_ONCE)
+        self._parts = in_threads(self._fetch_in_turn, spans, _AT_ONCE)
 
-    def _fetched_in_turn(self, span: tuple[int, int]) -> Buffer:
+    def _fetch_in_turn(self, span: tuple[int, int]) -> Buffer:
         with _requests:
-            return self._fetched(*span)
+            return self._fetch_span(*span)
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         data = self._bytes(byte, byte + sum(buffer.nbytes for buffer in buffers))
@@ -165,11 +165,11 @@ class ObjectReader:
         if not (at >= 0 and end <= self._begin + self._ahead.nbytes):
             # Only what goes on where the last read ended is likely to go on.
             ahead = min(self.length, begin + _AHEAD_BYTES) if begin and begin == self._next else end
-            self._begin, self._ahead, at = begin, self._fetched(begin, max(end, ahead)), 0
+            self._begin, self._ahead, at = begin, self._fetch_span(begin, max(end, ahead)), 0
         self._next = end
         return self._ahead[at : at + end - begin]
 
-    def _fetched(self, begin: int, end: int) -> Buffer:
+    def _fetch_span(self, begin: int, end: int) -> Buffer:
         data, length = self._read(begin, end)
         if data.nbytes != end - begin:
             what = f"{self._where!r} ends at byte {length}"
@@ -179,7 +179,7 @@ class ObjectReader:
 
 logger = logging.getLogger("shardtree")
 
-_said: set[str] = set()
+_logged_buckets: set[str] = set()
 """Buckets whose open uploads couldn't be listed, as this process has said."""
 
 _SETTINGS = {
@@ -213,31 +213,31 @@ def abort_uploads(url: str, folder: str, config: Mapping[str, Any], is_left: Cal
     try:
         from botocore.session import get_session
     except ImportError:
-        if bucket not in _said:
-            _said.add(bucket)
+        if bucket not in _logged_buckets:
+            _logged_buckets.add(bucket)
             fix = "pip install 'shardtree[s3]', or let a lifecycle rule of the bucket abort incomplete uploads"
             logger.warning(
                 "save: uploads of interrupted saves to %s can't be looked for without botocore: %s", url, fix
             )
         return 0
     prefix = f"{folder}/" if folder else ""
-    known = {_SETTINGS.get(name.lower().removeprefix("aws_")): value for name, value in config.items()}
-    given = {name: value for name, value in known.items() if name is not None}
+    pairs = ((_SETTINGS.get(name.lower().removeprefix("aws_")), value) for name, value in config.items())
+    settings = {name: value for name, value in pairs if name is not None}
     try:
-        client = get_session().create_client("s3", **given)
+        client = get_session().create_client("s3", **settings)
         pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
         now = datetime.now(UTC)
-        found = [
+        uploads = [
             upload
             for page in pages
             for upload in page.get("Uploads", ())
             if is_left(upload["Key"].removeprefix(prefix), (now - upload["Initiated"]).total_seconds())
         ]
-        for upload in found:
+        for upload in uploads:
             client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
     except Exception as error:
         # Not a failure of what is being done: the next save looks again.
-        said = without_secrets(f"{type(error).__name__}: {error}", config)
-        logger.warning("save: uploads of interrupted saves to %s stay open: %s", url, said)
+        reason = without_secrets(f"{type(error).__name__}: {error}", config)
+        logger.warning("save: uploads of interrupted saves to %s stay open: %s", url, reason)
         return 0
-    return len(found)
+    return len(uploads)

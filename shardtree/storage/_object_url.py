@@ -63,16 +63,16 @@ def object_storage(
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # what Rust raises
             raise
-        found = without_secrets(str(error), config)
-        raise StorageError(error_text(f"no object store for {plain_url(url)!r}", found=found)) from None
+        reason = without_secrets(str(error), config)
+        raise StorageError(error_text(f"no object store for {plain_url(url)!r}", found=reason)) from None
     return ObjectStorage(plain_url(url).rstrip("/"), parts.path.strip("/"), *pair, dict(config or {}))
 
 
 Stores = tuple[Any, Any]
 """obstore's object for a bucket, and one that repeats no request."""
 
-_known: dict[Any, Stores] = {}
-_MOST_KNOWN = 64
+_cache: dict[Any, Stores] = {}
+_MOST_CACHED = 64
 
 
 def _shared_stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credential_provider: Any) -> Stores:
@@ -82,11 +82,11 @@ def _shared_stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], 
     key = (os.getpid(), base, repr(settings), tuple(relevant))
     if credential_provider is not None:
         return _stores(base, settings, credential_provider)
-    if key not in _known:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = _stores(base, settings, None)
-    return _known[key]
+    if key not in _cache:
+        if len(_cache) >= _MOST_CACHED:
+            _cache.clear()
+        _cache[key] = _stores(base, settings, None)
+    return _cache[key]
 
 
 _PREFIXES = ("AWS_", "AZURE_", "AZURITE_", "GOOGLE_", "GCS_", "HTTP_", "HTTPS_", "http_", "https_")
@@ -97,15 +97,15 @@ def _stores(base: str, settings: Mapping[str, Mapping[str, Any] | None], credent
 
     scheme = base.partition(":")[0]
     web, config = scheme in ("http", "https"), settings["config"] or {}
-    given: dict[str, Any] = {} if web else {"config": dict(config)}
+    options: dict[str, Any] = {} if web else {"config": dict(config)}
     if credential_provider is not None:
-        given["credential_provider"] = credential_provider
+        options["credential_provider"] = credential_provider
     plain = scheme == "http" or _names_plain_http(config)
     client = {**({"allow_http": True} if plain else {}), **(settings["client_options"] or {})}
     retries = {"max_retries": 10, "retry_timeout": timedelta(minutes=3), **(settings["retry_config"] or {})}
     make: Any = HTTPStore.from_url if web else from_url
     pair = (
-        make(base, client_options=client, retry_config=each, **given)
+        make(base, client_options=client, retry_config=each, **options)
         for each in (retries, {**retries, "max_retries": 0})
     )
     return next(pair), next(pair)
@@ -116,8 +116,10 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_
 
 def _names_plain_http(config: Mapping[str, Any]) -> bool:
     """Return whether the settings or the environment name an endpoint with http://, which is then used as it stands."""
-    given = (value for name, value in config.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url")))
-    endpoint = next(filter(None, (*given, *(environ.get(name) for name in _ENDPOINTS))), "")
+    endpoints = (
+        value for name, value in config.items() if name.lower().endswith(("endpoint", "endpoint_url", "base_url"))
+    )
+    endpoint = next(filter(None, (*endpoints, *(environ.get(name) for name in _ENDPOINTS))), "")
     return str(endpoint).startswith("http://")
 
 

@@ -76,14 +76,14 @@ def is_alive(note: bytes | None) -> bool | None:
     """
     # By its process rather than by its age: a save that waits longer than an hour for its commit would be taken for
     # dead, and one that was killed a minute ago for alive.
-    fields = _decoded(note)
+    fields = _decode(note)
     machine = _machine()
     if fields is None or None in machine.values() or any(fields.get(name) != machine[name] for name in _MACHINE):
         return None
-    pid, started = fields.get("pid"), fields.get("started")
-    if type(pid) is not int or type(started) is not int or _start_time(os.getpid()) is None:
+    pid, start = fields.get("pid"), fields.get("started")
+    if type(pid) is not int or type(start) is not int or _start_time(os.getpid()) is None:
         return None
-    if _start_time(pid) != started:
+    if _start_time(pid) != start:
         return None if _is_hidden(pid) else False  # it has ended, even if another process has its number now
     return is_claimed(str(fields.get("save_id"))) if pid == os.getpid() else True
 
@@ -125,7 +125,7 @@ def _machine_digits() -> str | None:
     return None if None in machine.values() else f"{crc32(json.dumps(machine, sort_keys=True).encode()):08x}"
 
 
-def _decoded(note: bytes | None) -> Mapping[str, Any] | None:
+def _decode(note: bytes | None) -> Mapping[str, Any] | None:
     with suppress(ValueError, RecursionError):  # a crash may have cut it short, and nested lists exhaust the stack
         fields = json.loads(note) if note else None
         return fields if isinstance(fields, dict) else None

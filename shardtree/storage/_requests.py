@@ -19,7 +19,7 @@ from ._blocks import (
     block_spans,
     checks_all,
     missing,
-    touched,
+    touched_units,
 )
 from ._capabilities import can
 from ._checked import RangeHasher, StoredFile, in_file_order, of_file, ranges_to_check
@@ -104,13 +104,13 @@ class Checks:
 
     Attributes:
         file: which file.
-        touched: how many blocks are read from, or how many byte ranges the file has.
+        units: how many blocks are read from, or how many byte ranges the file has.
         blocks: those that are checked by their hashes, bool (blocks,); None where none is.
         ranges: numbers of the byte ranges that are checked by their CRC32s.
     """
 
     file: StoredFile
-    touched: int
+    units: int
     blocks: Flags | None = None
     ranges: Sequence[int] = ()
 
@@ -152,8 +152,8 @@ def requests_of(
     requests, checks = list[Request](), dict[int, Checks]()
     for number in np.union1d(runs.file, pieces.file).tolist():
         own = of_file(runs, number), of_file(pieces, number)
-        found, checks[number] = _requests_of_file(files[number], number, *own, verify, cut)
-        requests += found
+        new, checks[number] = _requests_of_file(files[number], number, *own, verify, cut)
+        requests += new
     return requests, checks
 
 
@@ -190,7 +190,7 @@ def _requests_of_file(
     pieces = split_pieces(pieces, _GAP_BYTES if cut.whole else GAP_BYTES)
     check, *whole = _checks_of(file, direct, pieces, runs, verify, cut)
     direct = _cut_runs(with_left_out(direct, number, *whole), cut.most_bytes)
-    low, high = _widened(pieces, check)
+    low, high = _widen(pieces, check)
     if low.size > 1:
         order = np.argsort(low, kind="stable")
         pieces, low, high = rows_of(pieces, order), low[order], high[order]
@@ -217,13 +217,13 @@ def _apart(runs: Runs, pieces: Strided) -> tuple[Runs, Strided]:
     if not meets.any():
         return runs, pieces
     cluster = np.append(0, (~meets).cumsum())
-    doubled = np.bincount(cluster)[cluster] > 1
-    rows = rows_of(runs, doubled)
+    overlaps = np.bincount(cluster)[cluster] > 1
+    rows = rows_of(runs, overlaps)
     shape = np.ones((rows.file.size, max(1, pieces.shape.shape[1])), dtype=np.int64)
     shape[:, -1] = rows.length
     ones = np.ones_like(shape)
-    copied = Strided(rows.file, rows.byte, rows.target, rows.target_byte, shape, ones, ones, ones[:, 0])
-    return rows_of(runs, ~doubled), joined_rows([pieces, copied]) if pieces.file.size else copied
+    copies = Strided(rows.file, rows.byte, rows.target, rows.target_byte, shape, ones, ones, ones[:, 0])
+    return rows_of(runs, ~overlaps), joined_rows([pieces, copies]) if pieces.file.size else copies
 
 
 def _checks_of(
@@ -231,12 +231,12 @@ def _checks_of(
 ) -> tuple[Checks, Column, Column]:
     """Return what is checked of a file, and begin and end of what therefore is to be read whole beside the pieces."""
     if file.ranges is not None:
-        chosen = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
+        numbers = [] if verify is None else ranges_to_check(file.ranges, runs, everything=verify == "all")
         ranges = file.ranges
-        return Checks(file, ranges.begin.size, ranges=chosen), ranges.begin[chosen], ranges.end[chosen]
+        return Checks(file, ranges.begin.size, ranges=numbers), ranges.begin[numbers], ranges.end[numbers]
     begin, end = direct.byte, direct.byte + direct.length
-    by_runs = touched(begin, end, file.length, BLOCK_BYTES)
-    by_pieces = touched(pieces.byte, last_byte(pieces), file.length, BLOCK_BYTES)
+    by_runs = touched_units(begin, end, file.length, BLOCK_BYTES)
+    by_pieces = touched_units(pieces.byte, last_byte(pieces), file.length, BLOCK_BYTES)
     blocks = by_runs | by_pieces
     count = int(np.count_nonzero(blocks))
     if verify is None or file.hashes is None:
@@ -250,7 +250,7 @@ def _checks_of(
     return Checks(file, count, blocks if blocks.any() else None), *block_spans(blocks & by_runs, file.length)
 
 
-def _widened(pieces: Strided, check: Checks) -> tuple[Column, Column]:
+def _widen(pieces: Strided, check: Checks) -> tuple[Column, Column]:
     """Return begin and end of what is read for each piece: all of a block that is checked."""
     low, high = pieces.byte, last_byte(pieces)
     if check.blocks is None:
@@ -283,15 +283,15 @@ def with_left_out(runs: Runs, file: int, low: Column, high: Column) -> Runs:
 def _groups(begin: Column, end: Column, cut: Cut) -> Column:
     """Return the number of the request that each span belongs to, ascending by their first bytes, int64 (spans,)."""
     order = np.argsort(begin, kind="stable")
-    low, reached = begin[order], np.maximum.accumulate(end[order])
+    low, reach = begin[order], np.maximum.accumulate(end[order])
     cell = low // cut.most_bytes
     is_next = cell[1:] != cell[:-1]
     if cut.whole:
-        breaks = low[1:] > reached[:-1] + _GAP_BYTES
+        breaks = low[1:] > reach[:-1] + _GAP_BYTES
         cluster = np.append(0, breaks.cumsum())[: low.size]
         first, last = (np.searchsorted(cluster, cluster, side=side) for side in ("left", "right"))
         # What is little in all comes by one request, wherever it lies.
-        is_long = reached[last - 1] - low[first] > cut.most_bytes * 3 // 2
+        is_long = reach[last - 1] - low[first] > cut.most_bytes * 3 // 2
         is_next = breaks | (is_next & is_long[1:])
     group = np.zeros(low.size, dtype=np.int64)
     group[order[1:]] = is_next.cumsum()

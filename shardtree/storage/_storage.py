@@ -43,11 +43,11 @@ def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
         # By NumPy: memoryview's own cast refuses complex numbers, records, and shapes with a zero in them.
         return memoryview(np.frombuffer(view, dtype=np.uint8)) if view.nbytes else memoryview(b"")
     except (TypeError, ValueError, BufferError) as error:
-        found = f"{type(buffer).__name__} ({error})"
+        kind = f"{type(buffer).__name__} ({error})"
         expected = "bytes, a bytearray, a memoryview or an array, contiguous"
         fix = "Of a tensor, pass tensor.contiguous().numpy(); of one buffer, a list of it."
         what = f"cannot write {where!r}: this isn't a buffer"
-        raise StorageError(error_text(what, found=found, expected=expected, fix=fix)) from error
+        raise StorageError(error_text(what, found=kind, expected=expected, fix=fix)) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,7 +265,7 @@ def inside(name: str, root: str) -> str:
 # Parts of a file that several ranks write together.
 
 
-def checked(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
+def parts_in_file(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> Iterator[tuple[int, Buffer]]:
     """Yield the parts that aren't empty, and raise for one that reaches beyond the file.
 
     Args:
@@ -277,11 +277,11 @@ def checked(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> 
         StorageError: a part doesn't lie in the file.
 
     Examples:
-        >>> list(checked([(4, memoryview(b""))], 3, "f")), len(list(checked([(1, memoryview(b"ab"))], 3, "f")))
-        ([], 1)
+        >>> [len(list(parts_in_file([(1, data)], 3, "f"))) for data in (b"", b"ab")]
+        [0, 1]
     """
-    for byte, given in parts:
-        buffer = byte_view(given, where)
+    for byte, each in parts:
+        buffer = byte_view(each, where)
         if buffer.nbytes:
             if not 0 <= byte <= length - buffer.nbytes:
                 found, expected = f"bytes {byte} to {byte + buffer.nbytes}", f"a part of bytes 0 to {length}"
@@ -328,7 +328,7 @@ def whole(parts: Iterable[tuple[int, AnyBuffer]], length: int, where: str) -> It
         [b'ab', b'c']
     """
     end = 0
-    for byte, buffer in checked(parts, length, where):
+    for byte, buffer in parts_in_file(parts, length, where):
         if byte != end:
             raise _not_whole(where, byte, end)
         yield buffer

@@ -34,36 +34,36 @@ def wide_reads(low: Column, high: Column) -> Iterator[tuple[range, int, int]]:
         low: first byte that is read for each piece, ascending, int64 (pieces,).
         high: one past the last, at most `_READ_BYTES` and two blocks further, int64 (pieces,).
     """
-    first, begin, reached = 0, 0, 0
+    first, begin, reach = 0, 0, 0
     for row, (byte, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
-        if row and (byte > reached or max(end, reached) - begin > _READ_BYTES + 2 * BLOCK_BYTES):
-            yield range(first, row), begin, reached
+        if row and (byte > reach or max(end, reach) - begin > _READ_BYTES + 2 * BLOCK_BYTES):
+            yield range(first, row), begin, reach
             first = row
         if row == first:
-            begin, reached = byte, end
-        reached = max(end, reached)
+            begin, reach = byte, end
+        reach = max(end, reach)
     if low.size:
-        yield range(first, low.size), begin, reached
+        yield range(first, low.size), begin, reach
 
 
-def split_pieces(strided: Strided, most_gap: int) -> Strided:
+def split_pieces(pieces: Strided, most_gap: int) -> Strided:
     """Return pieces, cut along their first axes so that each spans at most `_READ_BYTES` of the file.
 
     Args:
-        strided: the pieces.
+        pieces: in any order.
         most_gap: how many unused bytes in a row a piece may span, at most.
     """
-    long = last_byte(strided) - strided.byte > min(most_gap, _READ_BYTES)
+    long = last_byte(pieces) - pieces.byte > min(most_gap, _READ_BYTES)
     if not long.any():
-        return strided
-    parts = [_split_piece(strided, row, most_gap) for row in np.flatnonzero(long).tolist()]
-    whole = rows_of(strided, ~long)
+        return pieces
+    parts = [_split_piece(pieces, row, most_gap) for row in np.flatnonzero(long).tolist()]
+    whole = rows_of(pieces, ~long)
     return joined_rows([whole, *parts])
 
 
-def _split_piece(strided: Strided, row: int, most_gap: int) -> Strided:
+def _split_piece(pieces: Strided, row: int, most_gap: int) -> Strided:
     """Cut one piece."""
-    piece = rows_of(strided, slice(row, row + 1))
+    piece = rows_of(pieces, slice(row, row + 1))
     for axis in range(piece.shape.shape[1]):
         if piece.shape[0, axis] == 1:
             continue
@@ -89,59 +89,59 @@ def cut(pieces: Strided, axis: int, most: int) -> Strided:
     return Strided(**each)
 
 
-def is_contiguous(strided: Strided) -> Flags:
+def is_contiguous(pieces: Strided) -> Flags:
     """Return which pieces are one contiguous range of the file, bool (pieces,)."""
-    flags: Flags = strided.shape.prod(axis=1) * strided.item_size == last_byte(strided) - strided.byte
+    flags: Flags = pieces.shape.prod(axis=1) * pieces.item_size == last_byte(pieces) - pieces.byte
     return flags
 
 
-def copy_piece(stored: Buffer, begin: int, strided: Strided, row: int, memory: Buffer) -> int:
+def copy_piece(content: Buffer, begin: int, pieces: Strided, row: int, memory: Buffer) -> int:
     """Copy one piece out of the byte range that begins at `begin`, and return how many bytes it has.
 
     Args:
-        stored: the range.
+        content: the range.
         begin: where it begins in the file, in bytes.
-        strided: pieces.
+        pieces: among others this one.
         row: which of them.
         memory: its target's bytes.
     """
     # NumPy, since torch would share each small copy among threads of its own, which wait for each other.
-    kind, size = _ITEMS[int(strided.item_size[row])], int(strided.item_size[row])
+    kind, size = _ITEMS[int(pieces.item_size[row])], int(pieces.item_size[row])
     shape, stride, target_stride = (
-        column[row].tolist() for column in (strided.shape, strided.stride, strided.target_stride)
+        column[row].tolist() for column in (pieces.shape, pieces.stride, pieces.target_stride)
     )
-    piece = np.ndarray(shape, kind, stored, int(strided.byte[row]) - begin, [step * size for step in stride])
-    place = int(strided.target_byte[row])
+    piece = np.ndarray(shape, kind, content, int(pieces.byte[row]) - begin, [step * size for step in stride])
+    place = int(pieces.target_byte[row])
     np.ndarray(shape, kind, memory, place, [step * size for step in target_stride])[...] = piece
     return piece.nbytes
 
 
-def piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
+def piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
     """Return a piece in the memory of its target, as integers."""
-    shape, target_stride, size = _items_of(strided, row)
-    memory = memory[int(strided.target_byte[row]) :]
+    shape, target_stride, size = _items_of(pieces, row)
+    memory = memory[int(pieces.target_byte[row]) :]
     return memory[: memory.numel() // size * size].view(INTEGERS[size]).as_strided(shape, target_stride)
 
 
-def row_major_piece_in(memory: torch.Tensor, strided: Strided, row: int) -> torch.Tensor:
+def row_major_piece_in(memory: torch.Tensor, pieces: Strided, row: int) -> torch.Tensor:
     """Return a piece that lies as a row-major box at the beginning of some memory, as integers."""
-    shape, _, size = _items_of(strided, row)
+    shape, _, size = _items_of(pieces, row)
     return memory[: prod(shape) * size].view(INTEGERS[size]).view(shape)
 
 
-def _items_of(strided: Strided, row: int) -> tuple[list[int], list[int], int]:
+def _items_of(pieces: Strided, row: int) -> tuple[list[int], list[int], int]:
     """Return a piece's shape, its strides in the target in items, and an item's size."""
     shape, target_stride, size = (
-        strided.shape[row].tolist(),
-        strided.target_stride[row].tolist(),
-        int(strided.item_size[row]),
+        pieces.shape[row].tolist(),
+        pieces.target_stride[row].tolist(),
+        int(pieces.item_size[row]),
     )
     if size != _PAIR:
         return shape, target_stride, size
     return [*shape, 2], [*(2 * step for step in target_stride), 1], size // 2
 
 
-def last_byte(strided: Strided) -> Column:
+def last_byte(pieces: Strided) -> Column:
     """Return one past the last byte of each piece in its file."""
-    items: Column = ((strided.shape - 1) * strided.stride).sum(axis=1) + 1
-    return strided.byte + items * strided.item_size
+    items: Column = ((pieces.shape - 1) * pieces.stride).sum(axis=1) + 1
+    return pieces.byte + items * pieces.item_size

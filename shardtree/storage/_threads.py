@@ -66,7 +66,7 @@ def in_threads(
     if count < 2:
         return [do(piece) for piece in pieces]
     waiting = deque(enumerate(pieces))
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
 
     def drain() -> None:
         while True:
@@ -74,14 +74,14 @@ def in_threads(
                 number, piece = waiting.popleft()
             except IndexError:
                 return
-            found[number] = do(piece)
+            results[number] = do(piece)
 
     def abandon() -> None:
         waiting.clear()
         stop()
 
     run_workers(drain, count, stop=abandon)
-    return [found[number] for number in range(len(pieces))]
+    return [results[number] for number in range(len(pieces))]
 
 
 def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], None]) -> list[Result]:
@@ -105,28 +105,28 @@ def run_workers(work: Callable[[], Result], threads: int, *, stop: Callable[[], 
 
     others = threads - 1
     if others < _MOST_THREADS:
-        return _worked(work_or_stop, others, _kept_threads(), stop=stop)
+        return _work_together(work_or_stop, others, _kept_threads(), stop=stop)
     with ThreadPoolExecutor(others) as pool:
-        return _worked(work_or_stop, others, pool, stop=stop)
+        return _work_together(work_or_stop, others, pool, stop=stop)
 
 
-def _worked(
+def _work_together(
     work: Callable[[], Result], others: int, pool: ThreadPoolExecutor, *, stop: Callable[[], None]
 ) -> list[Result]:
     """Call a function in this thread and as many others of a pool as have begun it by then."""
-    begun: list[Future[Result]] = []
+    futures: list[Future[Result]] = []
     # While the interpreter ends, with a save still in progress, no thread can start: this one does all the work.
     with suppress(RuntimeError):
-        begun.extend(pool.submit(work) for _ in range(others))
+        futures.extend(pool.submit(work) for _ in range(others))
     try:
-        found = [work()]
-        return found + [other.result() for other in begun if not other.cancel()]
+        results = [work()]
+        return results + [other.result() for other in futures if not other.cancel()]
     except BaseException:  # an interrupt may come while the others are waited for
         stop()
         raise
     finally:
         # Nothing goes on behind the caller's back: what is read into may be freed by him.
-        wait([other for other in begun if not other.cancel()])
+        wait([other for other in futures if not other.cancel()])
 
 
 class Task(Generic[Result]):
@@ -163,18 +163,18 @@ class Task(Generic[Result]):
 
 # Starting a thread takes up to some milliseconds where all cores are busy, and a read of a few MiB takes one.
 
-_kept: list[ThreadPoolExecutor] = []
+_pools: list[ThreadPoolExecutor] = []
 
 
 def _kept_threads() -> ThreadPoolExecutor:
     """Return threads that wait for more work; made when first needed, and again in a process that was forked."""
-    if not _kept:
-        _kept.append(ThreadPoolExecutor(2 * _MOST_THREADS, "shardtree"))
-    return _kept[0]
+    if not _pools:
+        _pools.append(ThreadPoolExecutor(2 * _MOST_THREADS, "shardtree"))
+    return _pools[0]
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_kept.clear)
+    os.register_at_fork(after_in_child=_pools.clear)
 
 
 _QUICK_BYTES = 2 * 1024**3  # a second: memory and the page cache give several times as many, few disks or networks do
@@ -198,25 +198,25 @@ def read_ahead(
     source, has_grad = iter(buffers), torch.is_grad_enabled()
 
     def some(most: int) -> tuple[list[Buffer], bool]:
-        found, size, begin = list[Buffer](), 0, clock()
+        batch, size, begin = list[Buffer](), 0, clock()
         # Lazy data may be computed, under the mode in which it would have been.
         with torch.set_grad_enabled(has_grad):
             for buffer in source:
-                found.append(buffer)
+                batch.append(buffer)
                 size += buffer.nbytes
                 if size >= most:
                     break
-        return found, clock() - begin > _QUICK_SECONDS + size / _QUICK_BYTES
+        return batch, clock() - begin > _QUICK_SECONDS + size / _QUICK_BYTES
 
     following: Task[tuple[list[Buffer], bool]] | None = None
     try:
         while True:
-            made, is_slow = some(1) if following is None else following.result()
-            if not made:
+            batch, is_slow = some(1) if following is None else following.result()
+            if not batch:
                 return
             # What comes quickly is used by the core that made it: from another's cache it would come half as fast.
             following = Task(partial(some, nbytes)) if is_slow else None
-            yield from made
+            yield from batch
     finally:
         if following is not None:
             following.drop()

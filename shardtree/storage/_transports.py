@@ -168,41 +168,41 @@ class _Gate:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._inside, self._ended, self._changed = most, 0, monotonic(), threading.Condition()
+        self._most, self._inside, self._last_end, self._condition = most, 0, monotonic(), threading.Condition()
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        with self._changed:
+        with self._condition:
             while self._inside >= self._most:
-                if not self._changed.wait(_LONG_WAIT) and monotonic() - self._ended >= _LONG_WAIT:
-                    self._most, self._ended = 2 * self._most, monotonic()
+                if not self._condition.wait(_LONG_WAIT) and monotonic() - self._last_end >= _LONG_WAIT:
+                    self._most, self._last_end = 2 * self._most, monotonic()
             self._inside += 1
         try:
             yield
         finally:
-            with self._changed:
-                self._inside, self._ended = self._inside - 1, monotonic()
-                self._changed.notify()
+            with self._condition:
+                self._inside, self._last_end = self._inside - 1, monotonic()
+                self._condition.notify()
 
 
 class _Budget:
     """Bytes that may be in flight at a time, in all loads of a process."""
 
     def __init__(self, most: int) -> None:
-        self._left, self._most, self._changed = most, most, threading.Condition()
+        self._left, self._most, self._condition = most, most, threading.Condition()
 
     @contextmanager
     def taking(self, nbytes: int) -> Iterator[None]:
         nbytes = min(nbytes, self._most)
-        with self._changed:
-            self._changed.wait_for(lambda: self._left >= nbytes)
+        with self._condition:
+            self._condition.wait_for(lambda: self._left >= nbytes)
             self._left -= nbytes
         try:
             yield
         finally:
-            with self._changed:
+            with self._condition:
                 self._left += nbytes
-                self._changed.notify_all()
+                self._condition.notify_all()
 
 
 _on_the_way = _Budget(_MOST_BYTES)
@@ -236,7 +236,7 @@ def read_to_devices(
         views: for each target its bytes; of those on devices none.
         memories: the targets.
     """
-    copies = {device: found for device in {each.device for each in memories} if (found := copies_of(device))}
+    copies = {device: own for device in {each.device for each in memories} if (own := copies_of(device))}
     on_device = np.array([memory.device in copies for memory in memories], dtype=np.bool_)
     bits = [bit_view(memory) if memory.is_cpu else device_bits(memory) for memory in memories]
     host_memory = next(iter(copies.values())).host_memory
@@ -245,13 +245,13 @@ def read_to_devices(
     try:
         for part in grouped(requests, _nbytes, PART_BYTES):
             _wait(in_flight, most=1)
-            staged, size = list[Staged](), 0
+            stages, size = list[Staged](), 0
             for request in part:
-                staged.append(stage(request, on_device, size))
-                size = staged[-1].end
+                stages.append(stage(request, on_device, size))
+                size = stages[-1].end
             memory = host_memory(size)
-            done += read([each.request for each in staged], [*views, byte_buffer(memory)])
-            in_flight.append((memory, _start_copies(staged, memory, bits, copies)))
+            done += read([each.request for each in stages], [*views, byte_buffer(memory)])
+            in_flight.append((memory, _start_copies(stages, memory, bits, copies)))
     finally:
         # Also after an exception: a copy still in progress would read host memory that was freed and reused.
         _wait(in_flight, most=0)
@@ -263,8 +263,8 @@ def _nbytes(request: Request) -> int:
 
 
 def _piece_bytes(pieces: Strided) -> Column:
-    found: Column = volumes(pieces.shape) * pieces.item_size
-    return found
+    nbytes: Column = volumes(pieces.shape) * pieces.item_size
+    return nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,23 +332,23 @@ def _wait(in_flight: _Transfers, *, most: int) -> None:
 
 
 def _start_copies(
-    staged: Sequence[Staged],
+    stages: Sequence[Staged],
     memory: torch.Tensor,
     memories: Sequence[torch.Tensor],
     copies: Mapping[torch.device, DeviceCopies],
 ) -> list[tuple[DeviceCopies, Any]]:
     """Start copying a part to its devices, with one call for each device."""
     pairs: dict[torch.device, list[Pair]] = {}
-    for each in staged:
+    for each in stages:
         for target, source in _pairs(each, memory, memories):
             pairs.setdefault(target.device, []).append((target, source))
     return [(copies[device], copies[device].start(own)) for device, own in pairs.items()]
 
 
-def _pairs(staged: Staged, memory: torch.Tensor, memories: Sequence[torch.Tensor]) -> Iterator[Pair]:
-    runs, pieces = staged.runs, staged.pieces
-    columns = (runs.target, runs.target_byte, staged.run_byte, runs.length)
+def _pairs(request: Staged, memory: torch.Tensor, memories: Sequence[torch.Tensor]) -> Iterator[Pair]:
+    runs, pieces = request.runs, request.pieces
+    columns = (runs.target, runs.target_byte, request.run_byte, runs.length)
     for target, to, at, size in zip(*(column.tolist() for column in columns), strict=True):
         yield memories[target][to : to + size], memory[at : at + size]
-    for row, (target, at) in enumerate(zip(pieces.target.tolist(), staged.piece_byte.tolist(), strict=True)):
+    for row, (target, at) in enumerate(zip(pieces.target.tolist(), request.piece_byte.tolist(), strict=True)):
         yield piece_in(memories[target], pieces, row), row_major_piece_in(memory[at:], pieces, row)

@@ -62,8 +62,8 @@ def wrapped(storage: Storage, **calls: Function | None) -> Any:
         >>> wrapped(inner, remove=remove).remove("a")
         removing a
     """
-    known = {*CALLS, *(each.name for each in fields(Capabilities))}
-    wrong = [f"{name}: there is no such call" for name in calls if name not in known]
+    names = {*CALLS, *(each.name for each in fields(Capabilities))}
+    wrong = [f"{name}: there is no such call" for name in calls if name not in names]
     wrong += [f"{name}: None, but every storage has it" for name in CALLS if calls.get(name, wrapped) is None]
     if wrong:
         raise StorageError(error_text("wrapped", offenders=wrong, fix="Pass functions, or None for a capability."))
@@ -141,8 +141,8 @@ class Listed:
 
     def __init__(self, inner: Storage, deep: bool = True) -> None:
         self.inner, self._deep = inner, deep
-        self._known: dict[str, Entry] | None = None
-        self._removed: list[str] = []
+        self._listing: dict[str, Entry] | None = None
+        self._removals: list[str] = []
         self._contents: dict[str, tuple[Entry, bytes]] = {}
 
     @property
@@ -152,15 +152,15 @@ class Listed:
 
     def remove_all_now(self) -> None:
         """Remove what was to be removed."""
-        removed, self._removed = self._removed, []
-        remove_files(self.inner, removed)
+        names, self._removals = self._removals, []
+        remove_files(self.inner, names)
 
     def _entries(self) -> dict[str, Entry]:
-        if self._known is None:
+        if self._listing is None:
             self.remove_all_now()
             entries = can(self.inner).entries
-            self._known = {} if entries is None else entries(deep=self._deep)
-        return self._known
+            self._listing = {} if entries is None else entries(deep=self._deep)
+        return self._listing
 
     def _beyond(self, plain: str) -> bool:
         """Return whether a name isn't in the listing because it lies in a folder, or is the place itself."""
@@ -171,8 +171,8 @@ class Listed:
     def prefetch(self, names: Iterable[str]) -> None:
         """Read small files side by side, for `read`; those that aren't there are passed over."""
         there = [name for name in names if self.length(name) is not None and name not in self._contents]
-        found = in_threads(partial(read_if_there, self.inner), there, threads=_READERS)
-        for name, data in zip(there, found, strict=True):
+        contents = in_threads(partial(read_if_there, self.inner), there, threads=_READERS)
+        for name, data in zip(there, contents, strict=True):
             if data is not None:
                 self._contents[name] = (self._entries()[name], data)
 
@@ -181,8 +181,8 @@ class Listed:
         if plain and not self._deep:
             return self.inner.names(plain)
         start = f"{plain}/" if plain else ""
-        found = (name[len(start) :].partition("/")[0] for name in self._entries() if name.startswith(start))
-        return tuple(sorted({*found} - {""}))
+        names = (name[len(start) :].partition("/")[0] for name in self._entries() if name.startswith(start))
+        return tuple(sorted({*names} - {""}))
 
     def length(self, name: str) -> int | None:
         plain = self._plain(name)
@@ -204,7 +204,7 @@ class Listed:
         plain = self._plain(name)
         self._contents.pop(plain, None)
         if self._entries().pop(plain, None) is not None or self._beyond(plain):
-            self._removed.append(plain)
+            self._removals.append(plain)
 
     def read(self, name: str) -> bytes:
         entry, data = self._contents.get(name, (None, b""))
@@ -213,20 +213,20 @@ class Listed:
         try:
             return self.inner.read(name)
         except StorageError:
-            self._known = None  # it may have been removed since
+            self._listing = None  # it may have been removed since
             raise
 
     def open(self, name: str) -> AbstractContextManager[Reader]:
         return self.inner.open(name)
 
     def write(self, name: str, buffers: Iterable[Buffer], *, durable: bool) -> int:
-        self._known = None
+        self._listing = None
         return self.inner.write(name, buffers, durable=durable)
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         # At once: the order of changes is what makes a removal all or nothing.
         self.remove_all_now()
-        self._known = None
+        self._listing = None
         self.inner.replace(name, data, durable=durable)
 
     def where(self, name: str = "") -> str:

@@ -439,7 +439,7 @@ def test_the_log_says_once_that_open_uploads_cannot_be_looked_for(
     server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)  # as where it isn't installed
-    monkeypatch.setattr(_object_streams, "_said", set())
+    monkeypatch.setattr(_object_streams, "_logged_buckets", set())
     for _ in range(2):
         assert _object_streams.abort_uploads(ROOT, "runs", {}, lambda name, age: True) == 0
     assert [each.partition(": ")[2].partition(":")[0] for each in caplog.messages] == [
