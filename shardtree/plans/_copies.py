@@ -115,13 +115,13 @@ def shard_regions(columns: ShardColumns, boxes: Boxes, memories: Memories) -> Re
     # has strides of its own is located index by index below.
     scale = np.array([memory.stride(0) if memory.ndim == 1 else 1 for memory in words], dtype=np.int64)[number]
     scale = np.where(plain, 1, scale)
-    strided = np.flatnonzero(~plain & ~flat)
+    others = np.flatnonzero(~plain & ~flat)
     begin, stride = first + boxes.element * scale, boxes.stride * scale[:, None]
-    if strided.size:
-        own = np.stack([_strides(memory, boxes.shape.shape[1]) for memory in words])[number[strided]]
-        shape = widen(columns.shape, own.shape[1], 1)[boxes.row[strided]]
-        index = boxes.element[strided][:, None] // row_major_strides(shape) % shape
-        begin[strided], stride[strided] = first[strided] + (index * own).sum(axis=1), own
+    if others.size:
+        own = np.stack([_strides(memory, boxes.shape.shape[1]) for memory in words])[number[others]]
+        shape = widen(columns.shape, own.shape[1], 1)[boxes.row[others]]
+        index = boxes.element[others][:, None] // row_major_strides(shape) % shape
+        begin[others], stride[others] = first[others] + (index * own).sum(axis=1), own
     return Regions([words[place] for place in number.tolist()], begin, stride)
 
 
@@ -165,8 +165,8 @@ def _integer_view(columns: ShardColumns, row: int, elements: int, memories: Memo
 
 
 def _name(columns: ShardColumns, row: int) -> str:
-    prepended = columns.offset.shape[1] - len(columns.kinds[int(columns.key[row])].global_shape)
-    place = tuple(columns.offset[row].tolist()[prepended:])
+    skip = columns.offset.shape[1] - len(columns.kinds[int(columns.key[row])].global_shape)
+    place = tuple(columns.offset[row].tolist()[skip:])
     return f"{columns.keys[int(columns.key[row])]!r} at {place} of rank {int(columns.rank[row])}"
 
 
@@ -179,16 +179,16 @@ def copy_transfers(plan: ReshardPlan, rows: Column, sources: Memories, targets: 
         sources: the data of source shards, by row.
         targets: written: the data of target shards, by row.
     """
-    moved = plan.transfers
+    transfers = plan.transfers
     # Hop by hop, since later ones read what earlier ones have written.
-    for hop in np.unique(moved.hop[rows]).tolist():
+    for hop in np.unique(transfers.hop[rows]).tolist():
         columns, memories = (plan.target, targets) if hop else (plan.source, sources)
-        each = rows[moved.hop[rows] == hop]
-        shape = moved.shape[each]
-        taken = Boxes(moved.source[each], moved.source_element[each], moved.source_stride[each], shape)
-        put = Boxes(moved.target[each], moved.target_element[each], moved.target_stride[each], shape)
-        into = target_regions(plan.target, put, targets)
-        write_boxes(plan, each, shape, shard_regions(columns, taken, memories), into)
+        each = rows[transfers.hop[rows] == hop]
+        shape = transfers.shape[each]
+        source = Boxes(transfers.source[each], transfers.source_element[each], transfers.source_stride[each], shape)
+        target = Boxes(transfers.target[each], transfers.target_element[each], transfers.target_stride[each], shape)
+        into = target_regions(plan.target, target, targets)
+        write_boxes(plan, each, shape, shard_regions(columns, source, memories), into)
 
 
 def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions, target: Regions) -> None:
@@ -209,32 +209,32 @@ def write_boxes(plan: ReshardPlan, rows: Column, shape: Column, source: Regions,
         return copy_boxes(shape, source, target)
     key = plan.transfers.key[rows]
     # What is passed on was converted before its first hop.
-    converted = (plan.transfers.hop[rows] == 0) & np.isin(key, list(casts))
-    own, rest = np.flatnonzero(converted), np.flatnonzero(~converted)
+    is_cast = (plan.transfers.hop[rows] == 0) & np.isin(key, list(casts))
+    own, rest = np.flatnonzero(is_cast), np.flatnonzero(~is_cast)
     ends = (region_views(shape[own], select_regions(one, own)) for one in (source, target))
-    for number, taken, put in zip(key[own].tolist(), *ends, strict=True):
+    for number, out, into in zip(key[own].tolist(), *ends, strict=True):
         before, after = casts[number]
-        convert(plan.target.keys[number], taken.view(before), put.view(after), doing="reshard")
+        convert(plan.target.keys[number], out.view(before), into.view(after), doing="reshard")
     return copy_boxes(shape[rest], select_regions(source, rest), select_regions(target, rest))
 
 
 def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torch.dtype]]:
     """Return the dtypes before and after of the tensors that change theirs in the given transfers, by number."""
-    moved = plan.transfers
-    first = rows[moved.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
-    key, at = np.unique(moved.key[first], return_index=True)
-    had = plan.source.key[moved.source[first[at]]]
+    transfers = plan.transfers
+    first = rows[transfers.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
+    key, at = np.unique(transfers.key[first], return_index=True)
+    had = plan.source.key[transfers.source[first[at]]]
     pairs = zip(key.tolist(), had.tolist(), strict=True)
     dtypes = {number: (plan.source.kinds[one].dtype, plan.target.kinds[number].dtype) for number, one in pairs}
     return {number: (before, after) for number, (before, after) in dtypes.items() if before != after}
 
 
-def convert(key: str, stored: torch.Tensor, target: torch.Tensor, *, doing: str = "load") -> None:
+def convert(key: str, elements: torch.Tensor, target: torch.Tensor, *, doing: str = "load") -> None:
     """Copy elements into others of another dtype, as `torch.Tensor.to` would convert them.
 
     Args:
         key: the tensor's, for messages.
-        stored: the elements, strided in any way, on any device.
+        elements: strided in any way, on any device.
         target: as many, written in place.
         doing: for messages.
 
@@ -248,15 +248,15 @@ def convert(key: str, stored: torch.Tensor, target: torch.Tensor, *, doing: str 
         tensor([1., 2.], dtype=torch.bfloat16)
     """
     # Checked beforehand, since `copy_` wraps integers that are too large around without an error.
-    if is_integer(stored.dtype) and is_integer(target.dtype) and stored.numel():
-        _check_range(key, stored, target.dtype, doing)
+    if is_integer(elements.dtype) and is_integer(target.dtype) and elements.numel():
+        _check_range(key, elements, target.dtype, doing)
     with torch.no_grad():
-        target.copy_(stored)
+        target.copy_(elements)
 
 
-def _check_range(key: str, stored: torch.Tensor, dtype: torch.dtype, doing: str) -> None:
+def _check_range(key: str, elements: torch.Tensor, dtype: torch.dtype, doing: str) -> None:
     most = torch.iinfo(dtype)
-    values = stored.cpu().numpy()  # torch has no min and max for uint16, uint32 and uint64
+    values = elements.cpu().numpy()  # torch has no min and max for uint16, uint32 and uint64
     low, high = int(np.min(values)), int(np.max(values))
     if low < most.min or high > most.max:
         found, expected = f"values from {low} to {high}", f"{most.min} to {most.max}, which {dtype} can hold"

@@ -21,7 +21,7 @@ from ..geometry import (
     span_numbers,
 )
 from ..layouts import ShardColumns, select_rows, shard_boxes
-from ._save import Holders, Line, Parts, dealt_out, find_holders, held_places, holder_sets
+from ._save import Holders, Line, Parts, deal_out, find_holders, held_places, holder_sets
 from .resharding import ReshardPlan, plan_reshard
 
 # Wanted shards cut into cells, of which any two of a tensor are equal or apart: one rank can read each for all.
@@ -35,13 +35,13 @@ class Cells:
     """What ranks want, in parts that each shard wants whole or not at all.
 
     Attributes:
-        wanted: the shards, as given; one that stays whole though it overlaps others is of a tensor of its own.
+        targets: the shards, as given; one that stays whole though it overlaps others is of a tensor of its own.
         shards: the cells, each as one of the shards that want it would hold it alone.
-        row: who wants a cell: a row of `wanted`, int64 (wants,).
+        row: who wants a cell: a row of `targets`, int64 (wants,).
         cell: which cell that is, int64 (wants,).
     """
 
-    wanted: ShardColumns
+    targets: ShardColumns
     shards: ShardColumns
     row: Column
     cell: Column
@@ -67,20 +67,20 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     shards = select_rows(columns, one)
     boxes = shard_boxes(shards.offset, shards.shape, shards.start, shards.stop)
     overlapping = shared_groups(shards.key[boxes.shard], boxes.offset, boxes.shape)
-    chosen = np.flatnonzero(np.isin(shards.key, overlapping)[boxes.shard] & (boxes.shape > 0).all(axis=1))
-    key, offset, shape = shards.key[boxes.shard[chosen]], boxes.offset[chosen], boxes.shape[chosen]
+    overlaps = np.flatnonzero(np.isin(shards.key, overlapping)[boxes.shard] & (boxes.shape > 0).all(axis=1))
+    key, offset, shape = shards.key[boxes.shard[overlaps]], boxes.offset[overlaps], boxes.shape[overlaps]
     many = np.bincount(key, grid_cells(key, offset, shape), len(columns.keys)) > most * np.bincount(
         key, minlength=len(columns.keys)
     )
     whole = many[key] if is_cut else np.ones(key.size, dtype=np.bool_)
-    wanted = _as_own_tensors(columns, place, distinct(boxes.shard[chosen[whole]]))
-    cut = chosen[~whole]
+    targets = _as_own_tensors(columns, place, distinct(boxes.shard[overlaps[whole]]))
+    cut = overlaps[~whole]
     parts = aligned_boxes(key[~whole], offset[~whole], shape[~whole])
-    kept = np.ones(places, dtype=np.bool_)
-    kept[boxes.shard[cut]] = False
-    rest = np.flatnonzero(kept & (shards.elements > 0))
+    is_whole = np.ones(places, dtype=np.bool_)
+    is_whole[boxes.shard[cut]] = False
+    rest = np.flatnonzero(is_whole & (shards.elements > 0))
     first = first_rows(parts.number, int(parts.number.max(initial=-1)) + 1)
-    cells = select_rows(wanted, one[np.concatenate([rest, boxes.shard[cut[parts.row[first]]]])])
+    cells = select_rows(targets, one[np.concatenate([rest, boxes.shard[cut[parts.row[first]]]])])
     cells.offset[rest.size :], cells.shape[rest.size :] = parts.offset[first], parts.shape[first]
     cells.start[rest.size :], cells.stop[rest.size :] = -1, -1
     # From the cells of places to those of all shards.
@@ -89,7 +89,7 @@ def wanted_cells(columns: ShardColumns, *, is_cut: bool = True, most: int = MOST
     number = np.concatenate([np.arange(rest.size), rest.size + parts.number])[order]
     first, count = np.searchsorted(of[order], place), np.bincount(of, minlength=places)[place]
     row, at = span_numbers(first, count)
-    return Cells(wanted, cells, row, number[at])
+    return Cells(targets, cells, row, number[at])
 
 
 def _as_own_tensors(columns: ShardColumns, place: Column, alone: Column) -> ShardColumns:
@@ -120,17 +120,17 @@ class SharedReads:
 
     Attributes:
         ranks: how many there are.
-        wanted: the shards that ranks want; of those that overlap and aren't cut, each is of a tensor of its own.
+        targets: the shards that ranks want; of those that overlap and aren't cut, each is of a tensor of its own.
         reads: what ranks read, as shards of the same tensors, by tensor and place.
-        row: the shard of its reader that each read is of, the first that wants it, a row of `wanted`, int64 (reads,).
-        first: the first row of each rank in `wanted`, int64 (ranks,).
+        row: the shard of its reader that each read is of, the first that wants it, a row of `targets`, int64 (reads,).
+        first: the first row of each rank in `targets`, int64 (ranks,).
         is_whole: whether a read is all of its shard, bool (reads,).
         bytes_sent: how many bytes each rank sends to others, int64 (ranks,).
         bytes_received: how many bytes each rank is sent by others, int64 (ranks,).
     """
 
     ranks: int
-    wanted: ShardColumns
+    targets: ShardColumns
     reads: ShardColumns
     row: Column
     first: Column
@@ -189,18 +189,18 @@ def plan_exchange(
         ([0, 1], [0, 512], {(0, 1): 2048, (1, 0): 2048})
     """
     shared = plan_reads(columns, ranks, stripe_bytes=stripe_bytes, most_cells=most_cells, is_cut=is_cut)
-    plan = plan_reshard(shared.reads, shared.wanted)
-    moved = plan.transfers
+    plan = plan_reshard(shared.reads, shared.targets)
+    transfers = plan.transfers
     # To its own shard, which is the first of its rank that wants it; others get copies.
-    own = np.flatnonzero((moved.from_rank == moved.to_rank) & (moved.hop == 0))
-    own = own[moved.target[own] == shared.row[moved.source[own]]]
-    source, shift = moved.source[own], (moved.target_element - moved.source_element)[own]
+    own = np.flatnonzero((transfers.from_rank == transfers.to_rank) & (transfers.hop == 0))
+    own = own[transfers.target[own] == shared.row[transfers.source[own]]]
+    source, shift = transfers.source[own], (transfers.target_element - transfers.source_element)[own]
     element = np.full(len(shared.reads), -1)
     element[source] = shift
-    alike = ((moved.source_stride == moved.target_stride) | (moved.shape == 1)).all(axis=1)
+    alike = ((transfers.source_stride == transfers.target_stride) | (transfers.shape == 1)).all(axis=1)
     element[source[~alike[own] | (shift != element[source])]] = -1
-    rest = np.delete(np.arange(len(moved)), own[element[source] >= 0])
-    return ExchangePlan(shared, replace(plan, transfers=rows_of(moved, rest)), element)
+    rest = np.delete(np.arange(len(transfers)), own[element[source] >= 0])
+    return ExchangePlan(shared, replace(plan, transfers=rows_of(transfers, rest)), element)
 
 
 def plan_reads(
@@ -245,55 +245,55 @@ def plan_reads(
     cells = wanted_cells(columns, is_cut=is_cut, most=most_cells)
     item_size = cells.shards.item_size[cells.shards.key]
     size, holder = cells.shards.elements * item_size, columns.rank[cells.row]
-    held = find_holders(cells.cell, holder, size > 0)
-    parts = _dealt(held, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, ranks)
+    holders = find_holders(cells.cell, holder, size > 0)
+    parts = _deal(holders, alike, size, -(-stripe_bytes // item_size) * item_size * is_cut, ranks)
     reads = _as_reads(cells.shards, parts, item_size, size)
     # Each rank once, however many of its shards want a cell: what it gets once it copies to the others.
-    of, who = np.repeat(held.place, held.count), held.rank
+    of, who = np.repeat(holders.place, holders.count), holders.rank
     wanting = group_sums(of, np.array([each.size for each in alike], dtype=np.int64)[who], size.size)
     length = parts.end - parts.begin
-    sent = group_sums(parts.sender, length * (wanting[parts.item] - 1), ranks)
-    received = group_sums(who, size[of], len(alike))[number] - group_sums(parts.sender, length, ranks)
-    pair, asked = cells.cell * len(alike) + holder, parts.item * len(alike) + number[parts.sender]
+    bytes_sent = group_sums(parts.sender, length * (wanting[parts.item] - 1), ranks)
+    bytes_received = group_sums(who, size[of], len(alike))[number] - group_sums(parts.sender, length, ranks)
+    pair, part_pair = cells.cell * len(alike) + holder, parts.item * len(alike) + number[parts.sender]
     order = np.argsort(pair, kind="stable")
-    row = cells.row[order[np.searchsorted(pair[order], asked)]]
-    shard = select_rows(cells.wanted, row)
+    row = cells.row[order[np.searchsorted(pair[order], part_pair)]]
+    shard = select_rows(cells.targets, row)
     whole = (reads.offset == shard.offset).all(axis=1) & (reads.shape == shard.shape).all(axis=1)
     whole &= (reads.start == shard.start) & (reads.stop == shard.stop)
     first = np.searchsorted(columns.rank, number)
-    return SharedReads(ranks, cells.wanted, reads, row, first, whole, sent, received)
+    return SharedReads(ranks, cells.targets, reads, row, first, whole, bytes_sent, bytes_received)
 
 
 def _as_reads(cells: ShardColumns, parts: Parts, item_size: Column, size: Column) -> ShardColumns:
     """Return parts of cells as shards of those that read them: flat ranges, but for whole cells."""
-    found, item = select_rows(cells, parts.item), item_size[parts.item]
+    reads, item = select_rows(cells, parts.item), item_size[parts.item]
     cut = (parts.begin > 0) | (parts.end < size[parts.item])
-    base = np.maximum(found.start, 0)
-    start = np.where(cut, base + parts.begin // item, found.start)
-    stop = np.where(cut, base + parts.end // item, found.stop)
-    return replace(found, start=start, stop=stop, rank=parts.sender, main=np.ones_like(cut))
+    base = np.maximum(reads.start, 0)
+    start = np.where(cut, base + parts.begin // item, reads.start)
+    stop = np.where(cut, base + parts.end // item, reads.stop)
+    return replace(reads, start=start, stop=stop, rank=parts.sender, main=np.ones_like(cut))
 
 
-def _dealt(held: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
+def _deal(holders: Holders, alike: Sequence[Column], size: Column, row: Column, ranks: int) -> Parts:
     """Return who reads which bytes of which cell, by cell and byte; cells of no bytes are left out."""
     # What only one rank wants leaves no choice: it counts as load before the rest is shared out.
     of_one = np.array([each.size == 1 for each in alike], dtype=np.bool_)
-    only = held.rank[held.first]
-    alone = (held.count == 1) & of_one[only]
+    only = holders.rank[holders.first]
+    alone = (holders.count == 1) & of_one[only]
     reader = np.array([each[0] for each in alike], dtype=np.int64)[only[alone]]
-    lone = held.place[alone]
-    lines = [Line(places, size[places], row[places], members) for places, members in _rank_sets(held, alike)]
-    parts = dealt_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, np.zeros(ranks, dtype=np.int64), 1)
+    lone = holders.place[alone]
+    lines = [Line(places, size[places], row[places], members) for places, members in _rank_sets(holders, alike)]
+    parts = deal_out(Parts(lone, np.zeros_like(lone), size[lone], reader), lines, np.zeros(ranks, dtype=np.int64), 1)
     return rows_of(parts, np.lexsort((parts.begin, parts.item)))
 
 
-def _rank_sets(held: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
+def _rank_sets(holders: Holders, alike: Sequence[Column]) -> list[tuple[Column, Column]]:
     """Return the places that each set of several ranks holds, and those ranks, ascending; smaller sets first."""
-    sets = [*holder_sets(held)]
+    sets = [*holder_sets(holders)]
     if all(each.size == 1 for each in alike):
-        return [(places, np.concatenate([alike[each] for each in holders])) for places, holders in sets]
-    of_one = np.where(held.count == 1, held.rank[held.first], -1)
-    sets += [(held.place[of_one == each], np.array([each])) for each in distinct(of_one[of_one >= 0])]
-    ranks = [(places, np.sort(np.concatenate([alike[each] for each in holders]))) for places, holders in sets]
+        return [(places, np.concatenate([alike[each] for each in members])) for places, members in sets]
+    of_one = np.where(holders.count == 1, holders.rank[holders.first], -1)
+    sets += [(holders.place[of_one == each], np.array([each])) for each in distinct(of_one[of_one >= 0])]
+    ranks = [(places, np.sort(np.concatenate([alike[each] for each in members]))) for places, members in sets]
     # In the order of the sets of ranks, whatever stands for them: one plan, however ranks are described.
     return sorted((one for one in ranks if one[1].size > 1), key=lambda one: (one[1].size, one[1].tolist()))

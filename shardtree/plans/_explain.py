@@ -198,20 +198,20 @@ class Explanation:
         misfits = [problem for problem in self.problems if not isinstance(problem, FailedCheck)]
         lines = [
             _VERDICTS[self.ok],
-            *_listed([*misfit_lines(misfits), *map(self._failure_text, self.failed)], "problem", len(self.problems)),
-            *_listed(map(str, self.undecided), "open question"),
-            *_listed((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
-            *_listed((f"stored, left out: {path}" for path in self.left_out), "place"),
-            *_listed((f"a plain tensor, not stored: {path}" for path in self.unfilled), "place"),
-            *_listed((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
-            *_listed((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
+            *_section([*misfit_lines(misfits), *map(self._failure_text, self.failed)], "problem", len(self.problems)),
+            *_section(map(str, self.undecided), "open question"),
+            *_section((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
+            *_section((f"stored, left out: {path}" for path in self.left_out), "place"),
+            *_section((f"a plain tensor, not stored: {path}" for path in self.unfilled), "place"),
+            *_section((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
+            *_section((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]
         lines += [self.exchange] if self.exchange else []
         over = self.cost is not None and self.cost.bytes_read > self.cost.bytes_wanted
         return "\n".join([*lines, "", *table_lines(_table(self)), *([_OVER_READ] if over else [])])
 
-    def _failure_text(self, failed: FailedCheck) -> str:
-        return f"{rank_text(failed.ranks)}: {failed}" if len(failed.ranks) < len(self.reads) else str(failed)
+    def _failure_text(self, check: FailedCheck) -> str:
+        return f"{rank_text(check.ranks)}: {check}" if len(check.ranks) < len(self.reads) else str(check)
 
 
 _OVER_READ = "More is read than asked for: what lies between pieces, and the rest of blocks whose hashes are checked."
@@ -223,25 +223,25 @@ _VERDICTS = {
 }
 
 
-def _listed(lines: Iterable[str], noun: str, count: int | None = None) -> list[str]:
-    listed = [line.replace("\n", "\n  ") for line in lines]
-    heading = f"{plural(len(listed) if count is None else count, noun)}:"
-    return [heading, *(f"  {line}" for line in shorten(listed))] if listed else []
+def _section(lines: Iterable[str], noun: str, count: int | None = None) -> list[str]:
+    entries = [line.replace("\n", "\n  ") for line in lines]
+    heading = f"{plural(len(entries) if count is None else count, noun)}:"
+    return [heading, *(f"  {line}" for line in shorten(entries))] if entries else []
 
 
 def _table(explanation: Explanation) -> list[Sequence[str]]:
     reads = explanation.reads
     rows = [_row(str(one.rank), one.shards, one.objects, one.cost) for one in reads]
-    moved = [(one.sent, one.received) for one in reads]
+    traffic = [(one.sent, one.received) for one in reads]
     if len(rows) > 1:
         shards, objects = (sum(getattr(one, name) for one in reads) for name in ("shards", "objects"))
         rows.append(_row("all", shards, objects, explanation.cost))
-        moved.append((sum(one.sent for one in reads), sum(one.received for one in reads)))
-    if not any(map(any, moved)):
+        traffic.append((sum(one.sent for one in reads), sum(one.received for one in reads)))
+    if not any(map(any, traffic)):
         return [_HEADINGS, *rows]
     return [
         (*_HEADINGS, "sent", "received"),
-        *((*row, *map(size_text, pair)) for row, pair in zip(rows, moved, strict=True)),
+        *((*row, *map(size_text, pair)) for row, pair in zip(rows, traffic, strict=True)),
     ]
 
 

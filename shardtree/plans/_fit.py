@@ -24,7 +24,7 @@ _SCALES = {torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else set() 
 """They hold powers of two only: a sign would be lost, and zero can't be represented."""
 
 
-def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
+def convertible(before: torch.dtype, after: torch.dtype) -> bool:
     """Return whether values of one dtype may be converted to another: at most rounded, never with parts left out.
 
     Between floating-point dtypes, and between complex ones, as `torch.Tensor.to` does, which rounds, and makes
@@ -38,8 +38,8 @@ def convertible(stored: torch.dtype, asked: torch.dtype) -> bool:
         (False, False)
     """
     # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
-    return stored == asked or (
-        _rank(stored) <= _rank(asked) and asked not in _SCALES and _torch_converts(stored, asked)
+    return before == after or (
+        _rank(before) <= _rank(after) and after not in _SCALES and _torch_converts(before, after)
     )
 
 
@@ -55,10 +55,10 @@ def is_integer(dtype: torch.dtype) -> bool:
 
 
 @cache
-def _torch_converts(stored: torch.dtype, asked: torch.dtype) -> bool:
+def _torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
     try:
         # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
-        torch.zeros(stored.itemsize, dtype=torch.uint8, device="cpu").view(stored).to(asked)
+        torch.zeros(before.itemsize, dtype=torch.uint8, device="cpu").view(before).to(after)
     except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
         return False
     return True
@@ -103,12 +103,12 @@ def overlaps(shard: ShardedTensor, global_shape: tuple[int, ...]) -> tuple[Overl
     whole = np.array(global_shape or (1,), dtype=np.int64)[None]
     boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     offset, shape = intersect(boxes.offset, boxes.shape, np.zeros_like(whole), whole)
-    found = []
+    parts = []
     for row in np.flatnonzero((shape > 0).all(axis=1)).tolist():
         begin = (offset[row] - boxes.offset[row]).tolist()
         part = slices(begin, shape[row].tolist())
-        found.append(Overlap(int(boxes.position[row]), tuple(boxes.shape[row].tolist()), part))
-    return tuple(found)
+        parts.append(Overlap(int(boxes.position[row]), tuple(boxes.shape[row].tolist()), part))
+    return tuple(parts)
 
 
 def stored_elements(shard: ShardedTensor, global_shape: tuple[int, ...]) -> int:
@@ -205,23 +205,23 @@ Misfit = Unexpected | Mismatch | Gap | Refusal | ShapeChange
 """Why something that a target asks for can't be loaded; its text is one line."""
 
 
-def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
+def find_unexpected(keys: Iterable[str], names: Collection[str], *, is_object: bool = False) -> tuple[Unexpected, ...]:
     """Return the keys that aren't stored, sorted, each with a stored key that looks like it and isn't requested itself.
 
     Args:
         keys: what is requested.
-        stored: what is stored.
+        names: what is stored.
         is_object: whether these are unique keys of objects.
 
     Examples:
         >>> print(*find_unexpected(["decoder.bais"], ["decoder.bias"]))
         not stored: 'decoder.bais' (did you mean 'decoder.bias'?)
     """
-    asked = set(keys)
-    absent = sorted(asked.difference(stored))
+    requests = set(keys)
+    absent = sorted(requests.difference(names))
     if not absent:
         return ()
-    others = {name for name in stored if name not in asked}
+    others = {name for name in names if name not in requests}
     # One prefix for all keys is tried first: a wrapped model is the usual cause, and closest matches, found
     # key by key, would point to different places.
     prefix = differing_prefix(absent, others)
@@ -235,11 +235,11 @@ def find_unexpected(keys: Iterable[str], stored: Collection[str], *, is_object: 
 _STATE = re.compile(r"(optimizer\.state\.[^.]+)\.(.*)", re.DOTALL)
 
 
-def _by_number(key: str, stored: Collection[str]) -> str | None:
+def _by_number(key: str, names: Collection[str]) -> str | None:
     """Return the stored state of an optimizer's first parameter, where states stand under numbers instead of names."""
-    found = _STATE.fullmatch(key)
-    first = None if found is None or found[2].isdigit() else f"{found[1]}.0"
-    return first if first in stored else None
+    match = _STATE.fullmatch(key)
+    first = None if match is None or match[2].isdigit() else f"{match[1]}.0"
+    return first if first in names else None
 
 
 def wants_names(problem: Unexpected) -> bool:
@@ -280,18 +280,18 @@ class PrefixDifference:
         return f"Put {self.lacking!r} before them: st.prefix(tree, {self.lacking!r})."
 
 
-def prefix_difference(unexpected: Sequence[Unexpected]) -> PrefixDifference | None:
+def prefix_difference(problems: Sequence[Unexpected]) -> PrefixDifference | None:
     """Return the one prefix by which all keys differ from those that are stored; None if there is none.
 
     Args:
-        unexpected: what `find_unexpected` found.
+        problems: what `find_unexpected` found.
 
     Examples:
         >>> print(prefix_difference(find_unexpected(["module.w", "module.b"], ["w", "b"])))
         2 keys are stored without their prefix 'module.': 'module.b' as 'b', and so on
     """
-    pairs = [(one.key, one.near) for one in unexpected if one.near is not None and one.path is None]
-    if len(pairs) < 2 or len(pairs) < len(unexpected):
+    pairs = [(one.key, one.near) for one in problems if one.near is not None and one.path is None]
+    if len(pairs) < 2 or len(pairs) < len(problems):
         return None
     keys, near = zip(*pairs, strict=True)
     first, name = pairs[0]
@@ -309,15 +309,14 @@ def misfit_lines(problems: Sequence[Misfit]) -> list[str]:
         >>> misfit_lines(find_unexpected(["w", "b"], ["model.w", "model.b"]))
         ["2 keys are stored with 'model.' before them: 'b' as 'model.b', and so on"]
     """
-    unexpected = [one for one in problems if isinstance(one, Unexpected)]
-    prefix = prefix_difference(unexpected)
+    prefix = prefix_difference([one for one in problems if isinstance(one, Unexpected)])
     if prefix is None:
         return list(map(str, problems))
     return [str(prefix), *(str(one) for one in problems if not isinstance(one, Unexpected))]
 
 
 def find_mismatches(
-    shards: Iterable[ShardedTensor], stored: Mapping[str, TensorKind], *, cast: bool = False
+    shards: Iterable[ShardedTensor], kinds: Mapping[str, TensorKind], *, cast: bool = False
 ) -> tuple[Mismatch, ...]:
     """Return, of each tensor of which a shard doesn't fit what is stored, how it differs.
 
@@ -326,7 +325,7 @@ def find_mismatches(
 
     Args:
         shards: what is requested.
-        stored: for each of their keys, what is stored.
+        kinds: for each of their keys, what is stored.
         cast: whether dtypes are converted.
 
     Examples:
@@ -335,25 +334,27 @@ def find_mismatches(
         >>> print(*find_mismatches([shard], {"w": TensorKind(torch.float32, (3,), 0)}))
         'w': checkpoint has (3,) float32, target asks for (2,) float32
     """
-    found: dict[str, Mismatch] = {}
+    mismatches: dict[str, Mismatch] = {}
     for shard in shards:
-        kind = stored[shard.key]
+        kind = kinds[shard.key]
         same_dtype = shard.dtype == kind.dtype or (cast and convertible(kind.dtype, shard.dtype))
         may_differ = shard.allow_shape_mismatch and len(shard.global_shape) == len(kind.global_shape)
         if not (same_dtype and (shard.global_shape == kind.global_shape or may_differ)):
             # Without prepended axes: which axes a shard's data lacks makes no difference to what is stored.
-            asked = TensorKind(shard.dtype, shard.global_shape, 0)
-            found.setdefault(shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), asked, cast))
-    return tuple(found.values())
+            request = TensorKind(shard.dtype, shard.global_shape, 0)
+            mismatches.setdefault(
+                shard.key, Mismatch(shard.key, TensorKind(kind.dtype, kind.global_shape, 0), request, cast)
+            )
+    return tuple(mismatches.values())
 
 
-def find_gaps(shards: Sequence[ShardedTensor], covered: Column, stored: Mapping[str, TensorKind]) -> tuple[Gap, ...]:
+def find_gaps(shards: Sequence[ShardedTensor], counts: Column, kinds: Mapping[str, TensorKind]) -> tuple[Gap, ...]:
     """Return the shards of which not all elements are stored; those beyond the stored global shape don't count.
 
     Args:
         shards: what is requested; they fit what is stored.
-        covered: how many elements of each are stored, int64 (shards,).
-        stored: for each of their keys, what is stored.
+        counts: how many elements of each are stored, int64 (shards,).
+        kinds: for each of their keys, what is stored.
 
     Examples:
         >>> import numpy as np, torch
@@ -362,10 +363,10 @@ def find_gaps(shards: Sequence[ShardedTensor], covered: Column, stored: Mapping[
         'w' at (0,): 3 of 4 elements are stored
     """
     gaps = []
-    for shard, found in zip(shards, covered.tolist(), strict=True):
-        wanted = prod(shard.data_shape)
-        if found != wanted and shard.allow_shape_mismatch:
-            wanted = stored_elements(shard, stored[shard.key].global_shape)
-        if found != wanted:
-            gaps.append(Gap(shard.key, shard.global_offset, found, wanted))
+    for shard, count in zip(shards, counts.tolist(), strict=True):
+        need = prod(shard.data_shape)
+        if count != need and shard.allow_shape_mismatch:
+            need = stored_elements(shard, kinds[shard.key].global_shape)
+        if count != need:
+            gaps.append(Gap(shard.key, shard.global_offset, count, need))
     return tuple(gaps)

@@ -108,14 +108,14 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
     """
     check_is_tree(doing, tree)
     with refuse_too_deep(doing):
-        built = apply_factories(tree)
-        pairs = leaves_with_paths(built)
+        tree = apply_factories(tree)
+        pairs = leaves_with_paths(tree)
     refuse_hidden(doing, pairs)
     shards = [(path, leaf) for path, leaf in pairs if isinstance(leaf, ShardedTensor)]
     refuse_without_elements(doing, [(path, leaf) for path, leaf in pairs if not isinstance(leaf, ShardedTensor)])
     _check_tensors(shards, doing)
     objects = tuple(leaf for _, leaf in pairs if isinstance(leaf, ShardedObject))
-    return SourceTree(tuple(shard for _, shard in shards), objects, common_with_holes(built))
+    return SourceTree(tuple(shard for _, shard in shards), objects, common_with_holes(tree))
 
 
 def _check_tensors(shards: Sequence[tuple[TreePath, ShardedTensor]], doing: str) -> None:
@@ -144,14 +144,14 @@ def agreed_common(commons: Mapping[int, Any], doing: str = "reshard") -> Any:
         >>> agreed_common({4: {"w": HOLE, "step": 3}, 5: {"step": 3}, 6: HOLE})
         {'w': HOLE, 'step': 3}
     """
-    given = {rank: common for rank, common in sorted(commons.items()) if common is not HOLE}
+    commons = {rank: common for rank, common in sorted(commons.items()) if common is not HOLE}
     # Compared as a format would store them: two ranks may hold equal values in containers that differ.
-    problems = common_problems({rank: comparable(common) for rank, common in given.items()})
+    problems = common_problems({rank: comparable(common) for rank, common in commons.items()})
     if problems:
         fix = "Wrap what belongs to a rank in a ShardedObject or LocalNonpersistentObject."
         what = f"{doing}: the ranks' plain values differ"
         raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
-    return next(iter(given.values()), HOLE)
+    return next(iter(commons.values()), HOLE)
 
 
 def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> TargetTree:
@@ -175,8 +175,8 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
     with refuse_too_deep(doing):
         factories = {path for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)}
         merge_one = merge_into_held(doing, tree) if donate and factories else merge_anew
-        built, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree))
-        pairs, rebuild = flatten_with_paths(built)
+        tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree))
+        pairs, rebuild = flatten_with_paths(tree)
     refuse_hidden(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
     plain = tuple((path, leaf) for path, leaf in pairs if is_plain_tensor(leaf))
@@ -187,7 +187,7 @@ def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
     """Return a factory that merges to itself with the merged tensor as its data; another leaf as it is."""
     if not isinstance(leaf, ShardedTensorFactory):
         return leaf
-    return replace(leaf, merge_fn=lambda loaded: replace(leaf, data=merge_one(leaf, loaded)))
+    return replace(leaf, merge_fn=lambda data: replace(leaf, data=merge_one(leaf, data)))
 
 
 def complete(
@@ -216,9 +216,9 @@ def complete(
         >>> tree["w"].data, tree["step"]
         (tensor([1., 1.]), 3)
     """
-    data, held = iter(tensors), iter(objects)
+    data, items = iter(tensors), iter(objects)
     pairs = zip(target.leaves, target.inner, strict=True)
-    tree = target.rebuild([_leaf_with_data(leaf, data, held, inner=inner) for leaf, inner in pairs])
+    tree = target.rebuild([_leaf_with_data(leaf, data, items, inner=inner) for leaf, inner in pairs])
     own = HOLE if common is HOLE else own_copy(common, f"{doing}: a plain value")
     with refuse_too_deep(doing):
         return target.merge(join_filled(own, tree, target.plain, doing))
@@ -236,21 +236,21 @@ def join_filled(common: Any, tree: Any, plain: Sequence[tuple[TreePath, Any]], d
     Raises:
         TreeError: the target doesn't fit the common state, or a plain tensor isn't in it: it would be lost.
     """
-    joined = join(common, tree)
-    lacking = [render_path(path) for path in unfilled(joined, plain)]
+    tree = join(common, tree)
+    lacking = [render_path(path) for path in unfilled(tree, plain)]
     if lacking:
         what = f"{doing}: plain tensors of the target that no source has as a plain value"
         fix = "Make each a shard, as `shard_at` does, or put what is the rank's own into a LocalNonpersistentObject."
         raise TreeError(error_text(what, offenders=lacking, fix=fix))
-    return joined
+    return tree
 
 
-def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], held: Iterator[ShardedObject], *, inner: bool) -> Any:
+def _leaf_with_data(leaf: Any, data: Iterator[torch.Tensor], items: Iterator[ShardedObject], *, inner: bool) -> Any:
     """Return what replaces a leaf: below a factory bare data, which it merges as in `load`; else the leaf with data."""
     if isinstance(leaf, ShardedTensor):
         return next(data) if inner else with_data(leaf, next(data))
     if isinstance(leaf, ShardedObject):
-        return LocalNonpersistentObject(next(held).data) if inner else next(held)
+        return LocalNonpersistentObject(next(items).data) if inner else next(items)
     if isinstance(leaf, LocalNonpersistentObject):
         return leaf if inner else LocalNonpersistentObject(leaf)  # joining unwraps once
     return HOLE
@@ -304,17 +304,17 @@ def reshard(
         >>> [tree["w"].data.flatten().tolist() for tree in columns]
         [[0.0, 3.0, 6.0, 9.0], [1.0, 4.0, 7.0, 10.0], [2.0, 5.0, 8.0, 11.0]]
     """
-    given = {rank: take_source(tree) for rank, tree in trees_by_rank(trees, "reshard").items()}
-    wanted = {rank: take_target(tree) for rank, tree in trees_by_rank(targets, "reshard").items()}
+    source_trees = {rank: take_source(tree) for rank, tree in trees_by_rank(trees, "reshard").items()}
+    target_trees = {rank: take_target(tree) for rank, tree in trees_by_rank(targets, "reshard").items()}
     # A rank with an empty tree has nothing to agree on: engines without state beside trainers, say.
-    common = agreed_common({rank: one.common or HOLE for rank, one in given.items()})
-    plan = plan_reshard(_columns(given), _columns(wanted), cast=cast)
-    tensors = iter(_copy_into_new(plan, _tensors(given.values()), _tensors(wanted.values()), empty))
-    listed = [item for one in wanted.values() for item in one.objects]
-    objects = iter(reshard_objects((item for one in given.values() for item in one.objects), listed, rules))
+    common = agreed_common({rank: one.common or HOLE for rank, one in source_trees.items()})
+    plan = plan_reshard(_columns(source_trees), _columns(target_trees), cast=cast)
+    tensors = iter(_copy_into_new(plan, _tensors(source_trees.values()), _tensors(target_trees.values()), empty))
+    items = [item for one in target_trees.values() for item in one.objects]
+    objects = iter(reshard_objects((item for one in source_trees.values() for item in one.objects), items, rules))
     done = {
         rank: complete(one, common, list(islice(tensors, len(one.tensors))), list(islice(objects, len(one.objects))))
-        for rank, one in wanted.items()
+        for rank, one in target_trees.items()
     }
     return {rank: done[rank] for rank in targets} if isinstance(targets, Mapping) else list(done.values())
 
@@ -342,10 +342,10 @@ def _copy_into_new(
         model = own if own is not None else sources[first[row]].data if row in first else None
         device = torch.device("cpu") if model is None else model.device
         new.append(empty(shard.data_shape, dtype=shard.dtype, device=device))
-    held, filled = dict(enumerate(shard.data for shard in sources)), dict(enumerate(new))
-    moved = plan.transfers
+    before, after = dict(enumerate(shard.data for shard in sources)), dict(enumerate(new))
+    transfers = plan.transfers
     # All copies out of one shard in a row, while it is in the processor's cache: a fourth faster from rows to columns.
-    copy_transfers(plan, np.lexsort((moved.target, moved.source, moved.key)), held, filled)
+    copy_transfers(plan, np.lexsort((transfers.target, transfers.source, transfers.key)), before, after)
     return new
 
 

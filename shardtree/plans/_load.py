@@ -103,8 +103,8 @@ class LoadPlan:
     @property
     def bytes_read(self) -> int:
         """How many bytes of tensors the plan reads."""
-        strided = geometry.volumes(self.strided.shape) * self.strided.item_size
-        return int(self.runs.length.sum() + strided.sum())
+        sizes = geometry.volumes(self.strided.shape) * self.strided.item_size
+        return int(self.runs.length.sum() + sizes.sum())
 
     @property
     def files(self) -> list[int]:
@@ -139,32 +139,33 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
     check_columns("plan_load", requests)
     geometry.check_type("plan_load", "chunks", chunks, StoredChunks, "Give what is stored, in columns.")
     axes = max(requests.offset.shape[1], chunks.offset.shape[1])
-    wanted = shard_boxes(
+    targets = shard_boxes(
         geometry.widen(requests.offset, axes, 0), geometry.widen(requests.shape, axes, 1), requests.start, requests.stop
     )
     # Most of planning a million chunks was sorting them, so chunks far from the request are dropped before that.
-    chunks = _reachable_chunks(requests.key[wanted.shard], wanted, chunks, axes)
-    stored = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
+    key = requests.key[targets.shard]
+    chunks = _reachable_chunks(key, targets, chunks, axes)
+    sources = shard_boxes(chunks.offset, chunks.shape, chunks.start, chunks.stop)
     left, right = geometry.overlapping_pairs(
-        requests.key[wanted.shard], wanted.offset, wanted.shape, chunks.key[stored.shard], stored.offset, stored.shape
+        key, targets.offset, targets.shape, chunks.key[sources.shard], sources.offset, sources.shape
     )
-    pieces = _pieces(requests, chunks, wanted, stored, left, right)
+    pieces = _pieces(requests, chunks, targets, sources, left, right)
     # Weights are floats, exact for fewer than 2**53 elements of a shard.
-    covered = np.bincount(pieces.target, weights=geometry.volumes(pieces.shape), minlength=len(requests)).astype(
+    counts = np.bincount(pieces.target, weights=geometry.volumes(pieces.shape), minlength=len(requests)).astype(
         np.int64
     )
-    runs, strided = _split(pieces, shortest_run)
+    runs, rest = _split(pieces, shortest_run)
     used = geometry.distinct(right)
-    boxes = (stored.offset.take(used, axis=0), stored.shape.take(used, axis=0))
+    boxes = (sources.offset.take(used, axis=0), sources.shape.take(used, axis=0))
     return LoadPlan(
-        _merge(runs), strided, covered, geometry.shared_groups(chunks.key.take(stored.shard.take(used)), *boxes)
+        _merge(runs), rest, counts, geometry.shared_groups(chunks.key.take(sources.shard.take(used)), *boxes)
     )
 
 
-def _reachable_chunks(key: Column, wanted: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
+def _reachable_chunks(key: Column, boxes: BoxColumns, chunks: StoredChunks, axes: int) -> StoredChunks:
     """Return the chunks that may be needed: most ranks need few of all that are stored."""
     offset, shape = geometry.widen(chunks.offset, axes, 0), geometry.widen(chunks.shape, axes, 1)
-    rows, _ = geometry.rows_in_reach(geometry.reach_of(key, wanted.offset, wanted.shape), chunks.key, offset, shape)
+    rows, _ = geometry.rows_in_reach(geometry.reach_of(key, boxes.offset, boxes.shape), chunks.key, offset, shape)
     # Taking all rows would copy every column.
     if rows.size == len(chunks.key):
         return replace(chunks, offset=offset, shape=shape)
@@ -186,17 +187,17 @@ def runs_plan(runs: Runs) -> LoadPlan:
 
 
 def _pieces(
-    requests: ShardColumns, chunks: StoredChunks, wanted: BoxColumns, stored: BoxColumns, left: Column, right: Column
+    requests: ShardColumns, chunks: StoredChunks, targets: BoxColumns, sources: BoxColumns, left: Column, right: Column
 ) -> Strided:
     """Return what each requested box has in common with each stored box, as strided copies."""
-    box, held = wanted.shape.take(left, axis=0), stored.shape.take(right, axis=0)
-    place, held_place = wanted.offset.take(left, axis=0), stored.offset.take(right, axis=0)
-    offset, shape = geometry.intersect(place, box, held_place, held)
-    stride, target_stride = geometry.row_major_strides(held), geometry.row_major_strides(box)
-    target, chunk = wanted.shard.take(left), stored.shard.take(right)
+    box, source_box = targets.shape.take(left, axis=0), sources.shape.take(right, axis=0)
+    place, source_place = targets.offset.take(left, axis=0), sources.offset.take(right, axis=0)
+    offset, shape = geometry.intersect(place, box, source_place, source_box)
+    stride, target_stride = geometry.row_major_strides(source_box), geometry.row_major_strides(box)
+    target, chunk = targets.shard.take(left), sources.shard.take(right)
     item_size = requests.item_size.take(requests.key.take(target))
-    element = stored.position.take(right) + _dot(offset - held_place, stride)
-    target_element = wanted.position.take(left) + _dot(offset - place, target_stride)
+    element = sources.position.take(right) + _dot(offset - source_place, stride)
+    target_element = targets.position.take(left) + _dot(offset - place, target_stride)
     return Strided(
         file=chunks.file.take(chunk),
         byte=chunks.byte.take(chunk) + element * item_size,
@@ -234,8 +235,8 @@ def _split(pieces: Strided, shortest_run: int) -> tuple[Runs, Strided]:
     # Many short runs are read as one strided piece: beyond some number of calls, a read for each row costs more than
     # reading what lies between them too.
     direct = (count == 1) | (run * pieces.item_size >= shortest_run)
-    chosen, others = np.flatnonzero(direct), np.flatnonzero(~direct)
-    runs = _runs(geometry.rows_of(pieces, chosen), rows.take(chosen, axis=0), count[chosen], run[chosen])
+    plain, others = np.flatnonzero(direct), np.flatnonzero(~direct)
+    runs = _runs(geometry.rows_of(pieces, plain), rows.take(plain, axis=0), count[plain], run[plain])
     return runs, geometry.rows_of(pieces, others)
 
 
@@ -294,9 +295,9 @@ def read_rounds(columns: ShardColumns, *, most_bytes: int = CAST_BYTES) -> Colum
         [0, 0, 1]
     """
     ranks = int(columns.rank.max(initial=-1)) + 1
-    held = group_sums((columns.key, columns.rank), columns.nbytes, (len(columns.keys), ranks))
+    sizes = group_sums((columns.key, columns.rank), columns.nbytes, (len(columns.keys), ranks))
     rounds, number, room = [], 0, np.full(ranks, most_bytes, dtype=np.int64)
-    for size in held:
+    for size in sizes:
         # A round ends for all ranks at once: ranks that exchange what they read must find the same rounds.
         if (size > room).any() and (room < most_bytes).any():
             number, room = number + 1, np.full(ranks, most_bytes, dtype=np.int64)

@@ -53,37 +53,37 @@ def level_writes(columns: ShardColumns, ranks: int) -> Mask:
     """
     check_columns("level_writes", columns)
     place, places = held_places(columns)
-    wanted = np.bincount(place[columns.main], minlength=places) > 0
-    return balanced_rows(columns, ranks, place, wanted)
+    is_wanted = np.bincount(place[columns.main], minlength=places) > 0
+    return balanced_rows(columns, ranks, place, is_wanted)
 
 
-def balanced_rows(columns: ShardColumns, ranks: int, place: Column, wanted: Mask) -> Mask:
+def balanced_rows(columns: ShardColumns, ranks: int, place: Column, is_wanted: Mask) -> Mask:
     """Return one row for each wanted place, chosen so that ranks have about as many bytes each.
 
     Args:
         columns: the shards of all ranks.
         ranks: how many ranks there are.
         place: where each shard lies, as `held_places` numbers it, int64 (shards,).
-        wanted: which places need a row, bool (places,).
+        is_wanted: which places need a row, bool (places,).
     """
-    size = np.zeros(wanted.size, dtype=np.int64)
+    size = np.zeros(is_wanted.size, dtype=np.int64)
     size[place] = columns.nbytes
-    chosen = np.full(wanted.size, -1, dtype=np.int64)
-    held = find_holders(place, columns.rank, wanted)
+    writer = np.full(is_wanted.size, -1, dtype=np.int64)
+    holders = find_holders(place, columns.rank, is_wanted)
     # Places with a single holder leave no choice: their bytes count as load before the others are assigned.
-    alone = held.count == 1
-    only = held.rank[held.first[alone]]
-    chosen[held.place[alone]] = only
+    alone = holders.count == 1
+    only = holders.rank[holders.first[alone]]
+    writer[holders.place[alone]] = only
     # Weights are floats, exact up to 2**53 bytes; beyond that the balance is a little off, alike on every rank.
-    load = np.bincount(only, weights=size[held.place[alone]], minlength=ranks).astype(np.int64)
-    for places, holders in holder_sets(held):
-        order = holders[np.argsort(load[holders], kind="stable")]
+    load = np.bincount(only, weights=size[holders.place[alone]], minlength=ranks).astype(np.int64)
+    for places, members in holder_sets(holders):
+        order = members[np.argsort(load[members], kind="stable")]
         by_size = places[np.argsort(-size[places], kind="stable")]
         # Forth and back, in snake order.
         turn, position = np.divmod(np.arange(by_size.size), order.size)
-        chosen[by_size] = order[np.where(turn % 2 == 0, position, order.size - 1 - position)]
-        np.add.at(load, chosen[by_size], size[by_size])
-    return _first_row_of(place, columns.rank, chosen)
+        writer[by_size] = order[np.where(turn % 2 == 0, position, order.size - 1 - position)]
+        np.add.at(load, writer[by_size], size[by_size])
+    return _first_row_of(place, columns.rank, writer)
 
 
 def held_places(columns: ShardColumns) -> tuple[Column, int]:
@@ -115,25 +115,25 @@ class Holders:
     rank: Column
 
 
-def find_holders(place: Column, rank: Column, wanted: Mask) -> Holders:
+def find_holders(place: Column, rank: Column, is_wanted: Mask) -> Holders:
     ranks = int(rank.max(initial=0)) + 1
     # Place and rank as one integer sort many times faster than as two columns.
-    pairs = distinct((place * ranks + rank)[wanted[place]])
+    pairs = distinct((place * ranks + rank)[is_wanted[place]])
     of = pairs // ranks
     first = np.flatnonzero(begins(of))
     return Holders(of[first], np.diff(first, append=of.size), first, pairs - of * ranks)
 
 
-def holder_sets(held: Holders) -> Iterator[tuple[Column, Column]]:
+def holder_sets(holders: Holders) -> Iterator[tuple[Column, Column]]:
     """Yield (places, holders) for each set of several ranks that holds places, smaller sets first."""
-    for count in distinct(held.count[held.count > 1]).tolist():
-        chosen = np.flatnonzero(held.count == count)
-        members = held.rank[held.first[chosen][:, None] + np.arange(count)]
+    for count in distinct(holders.count[holders.count > 1]).tolist():
+        numbers = np.flatnonzero(holders.count == count)
+        members = holders.rank[holders.first[numbers][:, None] + np.arange(count)]
         number, sets = row_numbers(members.T)
         order = np.argsort(number, kind="stable")
         ends = np.cumsum(np.bincount(number, minlength=sets))[:-1]
         for part in np.split(order, ends):
-            yield held.place[chosen[part]], members[part[0]]
+            yield holders.place[numbers[part]], members[part[0]]
 
 
 def _first_row_of(place: Column, rank: Column, writer: Column) -> Mask:
@@ -178,7 +178,7 @@ class Parts:
     sender: Column
 
 
-def dealt_out(alone: Parts, lines: list[Line], load: Column, shortest_cut: int) -> Parts:
+def deal_out(alone: Parts, lines: list[Line], load: Column, shortest_cut: int) -> Parts:
     """Return who sends, or reads, what: of each line its holders take parts, so that ranks are level.
 
     Args:
@@ -189,32 +189,32 @@ def dealt_out(alone: Parts, lines: list[Line], load: Column, shortest_cut: int) 
 
     Examples:
         >>> none, one = np.zeros(0, dtype=np.int64), np.array([100])
-        >>> parts = dealt_out(Parts(*[none] * 4), [Line(one * 0, one, one // 50, np.arange(2))], np.array([20, 0]), 1)
+        >>> parts = deal_out(Parts(*[none] * 4), [Line(one * 0, one, one // 50, np.arange(2))], np.array([20, 0]), 1)
         >>> parts.sender.tolist(), parts.begin.tolist(), parts.end.tolist()
         ([0, 1], [0, 40], [40, 100])
     """
     load = _add_load(load, alone, 1)
-    assigned: list[Parts] = []
+    assignments: list[Parts] = []
     for line in lines:
-        assigned.append(_assign_line(line, load[line.holders], shortest_cut))
-        load = _add_load(load, assigned[-1], 1)
+        assignments.append(_assign_line(line, load[line.holders], shortest_cut))
+        load = _add_load(load, assignments[-1], 1)
     # The first pass sees only the loads of lines before. Sweeps assign each line anew under all others' loads, until
     # nothing changes; with very many sets that would take long.
     for _ in range(_SWEEPS if 1 < len(lines) <= _MANY_SETS else 0):
         before = load
         for number, line in enumerate(lines):
-            load = _add_load(load, assigned[number], -1)
-            assigned[number] = _assign_line(line, load[line.holders], shortest_cut)
-            load = _add_load(load, assigned[number], 1)
+            load = _add_load(load, assignments[number], -1)
+            assignments[number] = _assign_line(line, load[line.holders], shortest_cut)
+            load = _add_load(load, assignments[number], 1)
         if np.array_equal(before, load):
             break
-    return joined_rows([alone, *assigned])
+    return joined_rows([alone, *assignments])
 
 
 def _add_load(load: Column, parts: Parts, sign: int) -> Column:
-    changed = load.copy()
-    np.add.at(changed, parts.sender, sign * (parts.end - parts.begin))
-    return changed
+    load = load.copy()
+    np.add.at(load, parts.sender, sign * (parts.end - parts.begin))
+    return load
 
 
 def _assign_line(line: Line, load: Column, shortest_cut: int) -> Parts:
@@ -223,7 +223,7 @@ def _assign_line(line: Line, load: Column, shortest_cut: int) -> Parts:
     begin = end - line.size
     bounds = np.cumsum(_shares(load, int(end[-1])))[:-1]
     inside = np.searchsorted(begin, bounds, side="right") - 1
-    cuts = snapped(bounds, begin[inside], line.size[inside], line.row[inside], shortest_cut)
+    cuts = snap(bounds, begin[inside], line.size[inside], line.row[inside], shortest_cut)
     edges = np.sort(np.concatenate([begin, cuts[cuts < end[-1]]]))
     edges = edges[np.append(True, edges[1:] > edges[:-1])]
     item = np.searchsorted(begin, edges, side="right") - 1
@@ -232,7 +232,7 @@ def _assign_line(line: Line, load: Column, shortest_cut: int) -> Parts:
     return Parts(line.item[item], edges - begin[item], stops - begin[item], sender)
 
 
-def snapped(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
+def snap(bounds: Column, begin: Column, size: Column, row: Column, shortest_cut: int) -> Column:
     """Return where a line is cut: at the row nearest to a bound inside its piece, or at the piece's nearer end."""
     at = bounds - begin
     whole = np.where(2 * at > size, size, 0)
@@ -246,8 +246,8 @@ def _shares(load: Column, total: int) -> Column:
     """Return how a number of bytes is added to loads, so that the highest becomes as low as possible."""
     order = np.argsort(load, kind="stable")
     above = load[order] - load.min()
-    needed = above * np.arange(load.size) - (np.cumsum(above) - above)
-    count = int(np.searchsorted(needed, total, side="right"))
+    need = above * np.arange(load.size) - (np.cumsum(above) - above)
+    count = int(np.searchsorted(need, total, side="right"))
     level, more = divmod(total + int(above[:count].sum()), count)
     share = np.zeros_like(load)
     share[order[:count]] = level - above[:count] + (np.arange(count) < more)

@@ -49,9 +49,9 @@ def passes_everything_on(
     plan = plan_of(columns, ranks, stripe_bytes=stripe_bytes, is_cut=is_cut, most_cells=most_cells)
     shared, passed = plan.shared, plan.passed_on
     if is_cut and most_cells > 1:
-        assert shared.wanted is columns
-    wants = [element_numbers(shared.wanted, row, shared.wanted.keys) for row in range(len(columns))]
-    reads = [element_numbers(shared.reads, row, shared.wanted.keys) for row in range(len(shared.reads))]
+        assert shared.targets is columns
+    wants = [element_numbers(shared.targets, row, shared.targets.keys) for row in range(len(columns))]
+    reads = [element_numbers(shared.reads, row, shared.targets.keys) for row in range(len(shared.reads))]
     times = Counter(number for each in reads for number in each.tolist())
     assert times == dict.fromkeys((number for each in wants for number in each.tolist()), 1)
     after = moved(passed, passed.schedule(max_bytes_in_flight=stripe_bytes + 1))
@@ -62,7 +62,7 @@ def passes_everything_on(
             assert place.tolist() == [-1] * number.size, "what is read into its place is copied too"
             place[:] = number
     check_moved(passed, after)
-    assert shared.wanted.rank[shared.row].tolist() == shared.reads.rank.tolist()
+    assert shared.targets.rank[shared.row].tolist() == shared.reads.rank.tolist()
     for said, found in ((shared.bytes_sent, passed.sent), (shared.bytes_received, passed.received)):
         assert said.tolist() == [found.get(rank, 0) for rank in range(ranks)]
 
@@ -88,7 +88,7 @@ def shifted(plan: ExchangePlan) -> ExchangePlan:
 
 
 def copied_too(plan: ExchangePlan) -> ExchangePlan:
-    return replace(plan, passed_on=plan_reshard(plan.shared.reads, plan.shared.wanted))
+    return replace(plan, passed_on=plan_reshard(plan.shared.reads, plan.shared.targets))
 
 
 @pytest.mark.parametrize("fault", [cut_off, shifted, copied_too])

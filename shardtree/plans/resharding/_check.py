@@ -43,8 +43,8 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
     if strays.any():
         count = plural(int(strays.sum()), "transfer")
         return (Problem("transfers", (), f"{count} of shards that don't exist"),)
-    found = [*_wrong_kinds(source, target), *_wrong_transfers(source, target, transfers)]
-    return (*found, *_wrong_counts(target, transfers), *_too_early(target, transfers))
+    problems = [*_wrong_kinds(source, target), *_wrong_transfers(source, target, transfers)]
+    return (*problems, *_wrong_counts(target, transfers), *_too_early(target, transfers))
 
 
 def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem]:
@@ -72,8 +72,8 @@ def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Tran
     wrong |= _wrong_places(before, transfers, at_source, "that it comes from")
     at_target = (transfers.target_element, transfers.target_stride)
     wrong |= _wrong_places(after, transfers, at_target, "that it goes to")
-    for what, found in wrong.items():
-        yield from _problems_shown(target, transfers, np.flatnonzero(found), what)
+    for what, is_wrong in wrong.items():
+        yield from _first_problems(target, transfers, np.flatnonzero(is_wrong), what)
 
 
 def _wrong_places(
@@ -91,7 +91,7 @@ def _wrong_places(
     return {f"isn't in the shard {which}": outside, f"lies elsewhere in the shard {which}": elsewhere & ~outside}
 
 
-def _problems_shown(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
+def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
     """Yield a problem for each of the first transfers, and one that counts the others."""
     for row in rows[:_SHOWN].tolist():
         key = int(target.key[transfers.target[row]])
@@ -104,17 +104,17 @@ def _problems_shown(target: ShardColumns, transfers: Transfers, rows: Column, wh
 
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     """Yield the shards that aren't written once: as many elements as they have, and none of them twice."""
-    written = group_sums(transfers.target, volumes(np.maximum(transfers.shape, 0)), len(target))
+    counts = group_sums(transfers.target, volumes(np.maximum(transfers.shape, 0)), len(target))
     # As many elements as the shard has isn't enough: one written twice would hide another that is missing.
-    doubled = np.zeros(len(target), dtype=np.bool_)
-    doubled[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
-    wrong = np.flatnonzero(doubled | (written != target.elements))
+    is_repeated = np.zeros(len(target), dtype=np.bool_)
+    is_repeated[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
+    wrong = np.flatnonzero(is_repeated | (counts != target.elements))
     for row in wrong[:_SHOWN].tolist():
         key = int(target.key[row])
         box = box_slices(target.offset[row], target.shape[row], len(target.kinds[key].global_shape))
         flat = slice(int(target.start[row]), int(target.stop[row])) if target.start[row] >= 0 else None
-        count = f"{written[row]} elements are written, of {target.elements[row]}"
-        what = f"shard {row}, {place_text(box, flat)}: {count}" + (", some of them twice" if doubled[row] else "")
+        count = f"{counts[row]} elements are written, of {target.elements[row]}"
+        what = f"shard {row}, {place_text(box, flat)}: {count}" + (", some of them twice" if is_repeated[row] else "")
         yield Problem(target.keys[key], (int(target.rank[row]),), what, box, flat)
     if wrong.size > _SHOWN:
         yield Problem("transfers", (), f"and {wrong.size - _SHOWN} more shards aren't written once")
@@ -131,7 +131,7 @@ def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
     left, right = left[earlier], right[earlier]
     _, common = intersect(offset[later[left]], shape[later[left]], offset[right], shape[right])
     lacks = group_sums(left, volumes(common), later.size) < volumes(shape[later])
-    yield from _problems_shown(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
+    yield from _first_problems(target, transfers, later[lacks], "comes from a shard that doesn't have it yet")
 
 
 # Layouts between which nothing can be planned.
@@ -155,13 +155,13 @@ def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> No
         ShapeError: one has another global shape, or a dtype that doesn't fit.
     """
     had = dict(zip(source.keys, source.kinds, strict=True))
-    asked = dict(zip(target.keys, target.kinds, strict=True))
+    kinds = dict(zip(target.keys, target.kinds, strict=True))
     absent = [key for key in target.keys if key not in had]
     if absent:
-        near = near_names(absent, [key for key in source.keys if key not in asked])
+        near = near_names(absent, [key for key in source.keys if key not in kinds])
         fix = "Ask for tensors that the source has, or rename one side."
         raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=with_guesses(absent, near), fix=fix))
-    pairs = {key: (had[key], kind) for key, kind in asked.items()}
+    pairs = {key: (had[key], kind) for key, kind in kinds.items()}
     wrong = {key: pair for key, pair in pairs.items() if not _fits(*pair, cast=cast)}
     if wrong:
         lines = (f"{key!r}: source has {before}, target asks for {after}" for key, (before, after) in wrong.items())
@@ -194,10 +194,10 @@ def check_sizes(source: ShardColumns, target: ShardColumns) -> None:
     for side, columns in (("source", source), ("target", target)):
         # In floats, which don't overflow: an int64 product would wrap around and pass the check.
         item, box = columns.item_size[columns.key], columns.shape.astype(np.float64).prod(axis=1)
-        held = np.where(columns.start < 0, box, columns.stop - columns.start) * item
-        if max((box * item).max(initial=0), held.sum()) < _MOST:
+        nbytes = np.where(columns.start < 0, box, columns.stop - columns.start) * item
+        if max((box * item).max(initial=0), nbytes.sum()) < _MOST:
             continue
-        total = np.bincount(columns.key, weights=held, minlength=len(columns.keys))
+        total = np.bincount(columns.key, weights=nbytes, minlength=len(columns.keys))
         largest = np.argsort(-total, kind="stable").tolist()
         lines = (f"{columns.keys[key]!r} {columns.kinds[key]}: {total[key]:.3g} bytes" for key in largest)
         what = f"plan_reshard: the {side}'s shards are too large, together"
@@ -210,21 +210,21 @@ def check_mains(source: ShardColumns, target: ShardColumns) -> None:
     Raises:
         IntegrityError: names keys, ranks and boxes.
     """
-    asked = set(target.keys)
+    keys = set(target.keys)
     # Faults of tensors that no target asks for don't matter: they aren't moved.
-    wanted = np.array([key in asked for key in source.keys], dtype=np.bool_)[source.key]
-    problems = write_problems(select_rows(source, np.flatnonzero(source.main & wanted)))
+    is_wanted = np.array([key in keys for key in source.keys], dtype=np.bool_)[source.key]
+    problems = write_problems(select_rows(source, np.flatnonzero(source.main & is_wanted)))
     _raise("plan_reshard: main replicas of the source don't tile their tensors", problems)
 
 
-def check_held(target: ShardColumns, pieces: Pieces) -> None:
+def check_gaps(target: ShardColumns, pieces: Pieces) -> None:
     """Raise if a rank wants elements that no rank holds.
 
     Raises:
         IntegrityError: names keys, ranks and boxes.
     """
-    lost = np.flatnonzero(pieces.place == NOWHERE)
-    _raise("plan_reshard: the source doesn't hold all that the target asks for", _gaps(target, pieces, lost.tolist()))
+    rows = np.flatnonzero(pieces.place == NOWHERE)
+    _raise("plan_reshard: the source doesn't hold all that the target asks for", _gaps(target, pieces, rows.tolist()))
 
 
 def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator[Problem]:
@@ -240,6 +240,6 @@ def _gaps(target: ShardColumns, pieces: Pieces, rows: Iterable[int]) -> Iterator
 
 
 def _raise(what: str, problems: Iterable[Problem]) -> None:
-    found = sorted(problems, key=lambda problem: str(problem.key))
-    if found:
-        raise integrity_error(what, found)
+    problems = sorted(problems, key=lambda problem: str(problem.key))
+    if problems:
+        raise integrity_error(what, problems)

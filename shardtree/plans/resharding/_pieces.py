@@ -20,8 +20,8 @@ from ...geometry import (
     widen,
 )
 from ...layouts import BoxColumns, ShardColumns, select_rows, shard_boxes
-from .._save import Line, Parts, dealt_out, find_holders, held_places, holder_sets
-from ._transfers import Routes, renumbered
+from .._save import Line, Parts, deal_out, find_holders, held_places, holder_sets
+from ._transfers import Routes, renumber_keys
 
 # Places before resharding: each box once, with all ranks that hold a replica.
 
@@ -53,10 +53,10 @@ class Places:
         """Return the source row of the shard that a rank has at a place, -1 where it has none."""
         ranks = int(max(self.holder.max(initial=0), rank.max(initial=0))) + 1
         # Holders are ascending by place, then rank: as one number, the pair is found by binary search.
-        known = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
-        asked = place * ranks + rank
-        at = np.minimum(np.searchsorted(known, asked), max(known.size - 1, 0))
-        return np.where(known[at] == asked, self.row[at], -1) if known.size else np.full(place.size, -1)
+        pairs = np.repeat(np.arange(len(self.main)), self.holders) * ranks + self.holder
+        pair = place * ranks + rank
+        at = np.minimum(np.searchsorted(pairs, pair), max(pairs.size - 1, 0))
+        return np.where(pairs[at] == pair, self.row[at], -1) if pairs.size else np.full(place.size, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,10 +74,10 @@ class Holdings:
     rank: Column
 
 
-def find_holdings(places: Places, chosen: Mask) -> Holdings:
+def find_holdings(places: Places, mask: Mask) -> Holdings:
     """Return what ranks hold at the chosen places."""
-    place = np.repeat(np.arange(len(chosen)), places.holders)
-    numbers = np.flatnonzero(chosen[place])
+    place = np.repeat(np.arange(len(mask)), places.holders)
+    numbers = np.flatnonzero(mask[place])
     boxes = place_boxes(select_rows(places.shards, place[numbers]))
     number = numbers[boxes.shard]
     return Holdings(replace(boxes, shard=number), places.shards.key[place[number]], places.holder[number])
@@ -90,9 +90,9 @@ def find_places(source: ShardColumns, target: ShardColumns) -> Places:
         source: the shards of all ranks.
         target: what is wanted; all its keys are the source's too.
     """
-    known = renumbered(source, target)
-    rows = np.flatnonzero((known.key >= 0) & (source.elements > 0))
-    shards = select_rows(known, rows)
+    source = renumber_keys(source, target)
+    rows = np.flatnonzero((source.key >= 0) & (source.elements > 0))
+    shards = select_rows(source, rows)
     place, places = held_places(shards)
     order = np.lexsort((shards.rank, place))
     new = np.ones(order.size, dtype=np.bool_)
@@ -148,17 +148,17 @@ def cut_pieces(places: Places, target: ShardColumns) -> Pieces:
         places: where the source's shards lie.
         target: the shards of all ranks after.
     """
-    wanted = place_boxes(target)
+    boxes = place_boxes(target)
     tiles = np.flatnonzero(places.main)
-    held = place_boxes(select_rows(places.shards, tiles))
-    key, held_key = target.key[wanted.shard], places.shards.key[tiles][held.shard]
-    left, right = overlapping_pairs(key, wanted.offset, wanted.shape, held_key, held.offset, held.shape)
-    offset, shape = intersect(wanted.offset[left], wanted.shape[left], held.offset[right], held.shape[right])
-    found = Pieces(wanted.shard[left], tiles[held.shard[right]], offset, shape)
-    short = np.flatnonzero(group_sums(left, volumes(shape), len(key)) < volumes(wanted.shape))
+    main_boxes = place_boxes(select_rows(places.shards, tiles))
+    key, main_key = target.key[boxes.shard], places.shards.key[tiles][main_boxes.shard]
+    left, right = overlapping_pairs(key, boxes.offset, boxes.shape, main_key, main_boxes.offset, main_boxes.shape)
+    offset, shape = intersect(boxes.offset[left], boxes.shape[left], main_boxes.offset[right], main_boxes.shape[right])
+    pieces = Pieces(boxes.shard[left], tiles[main_boxes.shard[right]], offset, shape)
+    short = np.flatnonzero(group_sums(left, volumes(shape), len(key)) < volumes(boxes.shape))
     nowhere = np.full(short.size, NOWHERE)
-    lacking = Pieces(wanted.shard[short], nowhere, wanted.offset[short], wanted.shape[short])
-    return joined_rows([found, carved_pieces(lacking, key[short], held, held_key)[2]])
+    lacking = Pieces(boxes.shard[short], nowhere, boxes.offset[short], boxes.shape[short])
+    return joined_rows([pieces, carved_pieces(lacking, key[short], main_boxes, main_key)[2]])
 
 
 def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
@@ -176,9 +176,11 @@ def own_routes(places: Places, target: ShardColumns, pieces: Pieces) -> tuple[Ro
     if places.main.all() or not len(pieces):
         return routes, pieces
     # Replicas may be cut otherwise than the main ones. Pieces follow the main ones, so a rank may hold a piece in part.
-    held = find_holdings(places, ~places.main)
-    taken, box, rest = carved_pieces(pieces, wanted_by(target, pieces), held.boxes, rank_groups(held.key, held.rank))
-    return joined_rows([routes, as_routes(taken, places.row[held.boxes.shard[box]])]), rest
+    holdings = find_holdings(places, ~places.main)
+    parts, box, rest = carved_pieces(
+        pieces, wanted_by(target, pieces), holdings.boxes, rank_groups(holdings.key, holdings.rank)
+    )
+    return joined_rows([routes, as_routes(parts, places.row[holdings.boxes.shard[box]])]), rest
 
 
 def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Pieces:
@@ -189,17 +191,17 @@ def located_pieces(places: Places, target: ShardColumns, pieces: Pieces) -> Piec
         target: the shards of all ranks after.
         pieces: that their ranks don't hold; place -1 remains where no rank holds one.
     """
-    lost = np.flatnonzero(pieces.place == NOWHERE)
+    nowhere = np.flatnonzero(pieces.place == NOWHERE)
     others = np.flatnonzero(~places.main)
     # The usual case: main replicas hold everything.
-    if not lost.size or not others.size:
+    if not nowhere.size or not others.size:
         return pieces
     boxes = place_boxes(select_rows(places.shards, others))
-    held = others[boxes.shard]
-    lacking = rows_of(pieces, lost)
-    taken, box, rest = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[held])
-    known = rows_of(pieces, np.flatnonzero(pieces.place != NOWHERE))
-    return joined_rows([known, replace(taken, place=held[box]), rest])
+    place = others[boxes.shard]
+    lacking = rows_of(pieces, nowhere)
+    parts, box, rest = carved_pieces(lacking, target.key[lacking.target], boxes, places.shards.key[place])
+    main_pieces = rows_of(pieces, np.flatnonzero(pieces.place != NOWHERE))
+    return joined_rows([main_pieces, replace(parts, place=place[box]), rest])
 
 
 def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]:
@@ -220,11 +222,11 @@ def repeat_routes(target: ShardColumns, pieces: Pieces) -> tuple[Routes, Pieces]
     left, right = overlapping_pairs(group, some.offset, some.shape, group, some.offset, some.shape)
     later = (right < left) & (some.target[left] != some.target[right])
     left, right = left[later], right[later]
-    carved = carve_boxes(some.offset, some.shape, left, some.offset[right], some.shape[right])
-    taken = Pieces(some.target[left[carved.pair]], some.place[left[carved.pair]], carved.offset, carved.shape)
-    rest = Pieces(some.target[carved.row], some.place[carved.row], carved.rest_offset, carved.rest_shape)
+    cuts = carve_boxes(some.offset, some.shape, left, some.offset[right], some.shape[right])
+    parts = Pieces(some.target[left[cuts.pair]], some.place[left[cuts.pair]], cuts.offset, cuts.shape)
+    rest = Pieces(some.target[cuts.row], some.place[cuts.row], cuts.rest_offset, cuts.rest_shape)
     single = np.delete(np.arange(len(pieces)), order)
-    routes = as_routes(taken, some.target[right[carved.pair]], hop=1)
+    routes = as_routes(parts, some.target[right[cuts.pair]], hop=1)
     return routes, joined_rows([rows_of(pieces, single), rest])
 
 
@@ -238,11 +240,11 @@ def _in_mixed_groups(group: Column, target: Column) -> Column:
 def carved_pieces(pieces: Pieces, group: Column, boxes: BoxColumns, box_group: Column) -> tuple[Pieces, Column, Pieces]:
     """Return what boxes cover of pieces of their group, each by the first that does; by which box; and the rest."""
     left, right = overlapping_pairs(group, pieces.offset, pieces.shape, box_group, boxes.offset, boxes.shape)
-    carved = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
-    row = left[carved.pair]
-    taken = Pieces(pieces.target[row], pieces.place[row], carved.offset, carved.shape)
-    rest = Pieces(pieces.target[carved.row], pieces.place[carved.row], carved.rest_offset, carved.rest_shape)
-    return taken, right[carved.pair], rest
+    cuts = carve_boxes(pieces.offset, pieces.shape, left, boxes.offset[right], boxes.shape[right])
+    row = left[cuts.pair]
+    parts = Pieces(pieces.target[row], pieces.place[row], cuts.offset, cuts.shape)
+    rest = Pieces(pieces.target[cuts.row], pieces.place[cuts.row], cuts.rest_offset, cuts.rest_shape)
+    return parts, right[cuts.pair], rest
 
 
 def wanted_by(target: ShardColumns, pieces: Pieces) -> Column:
@@ -271,12 +273,14 @@ def least_bytes(source: ShardColumns, target: ShardColumns) -> int:
         target: the shards of all ranks after; all its keys are the source's too.
     """
     boxes = place_boxes(target)
-    asked = Pieces(boxes.shard, np.full(boxes.shard.size, NOWHERE), boxes.offset, boxes.shape)
+    pieces = Pieces(boxes.shard, np.full(boxes.shard.size, NOWHERE), boxes.offset, boxes.shape)
     # A rank that wants an element in several shards receives it once, and copies it.
-    _, wanted = repeat_routes(target, asked)
+    _, pieces = repeat_routes(target, pieces)
     places = find_places(source, target)
-    held = find_holdings(places, np.ones(len(places.main), dtype=np.bool_))
-    _, _, lacking = carved_pieces(wanted, wanted_by(target, wanted), held.boxes, rank_groups(held.key, held.rank))
+    holdings = find_holdings(places, np.ones(len(places.main), dtype=np.bool_))
+    _, _, lacking = carved_pieces(
+        pieces, wanted_by(target, pieces), holdings.boxes, rank_groups(holdings.key, holdings.rank)
+    )
     return int((volumes(lacking.shape) * target.item_size[target.key[lacking.target]]).sum())
 
 
@@ -296,9 +300,7 @@ def sent_routes(places: Places, target: ShardColumns, pieces: Pieces, shortest_c
     ranks = int(places.holder.max(initial=0)) + 1
     row = np.where(size >= 2 * shortest_cut, size // pieces.shape.max(axis=1, initial=1), 0)
     lines = [*_lines(places, target, pieces, size, row)]
-    parts = dealt_out(
-        Parts(alone, alone * 0, size[alone], sender), lines, np.zeros(ranks, dtype=np.int64), shortest_cut
-    )
+    parts = deal_out(Parts(alone, alone * 0, size[alone], sender), lines, np.zeros(ranks, dtype=np.int64), shortest_cut)
     cut = _cut_pieces(pieces, parts.item, parts.begin, parts.end, size)
     return as_routes(cut, places.row_at(cut.place, parts.sender))
 
@@ -317,16 +319,16 @@ def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, r
     """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
     used = np.zeros(len(places.main), dtype=np.bool_)
     used[pieces.place] = True
-    held = find_holders(np.repeat(np.arange(used.size), places.holders), places.holder, used)
-    sets, set_of = [*holder_sets(held)], np.full(used.size, -1)
-    for number, (chosen, _) in enumerate(sets):
-        set_of[chosen] = number
+    holders = find_holders(np.repeat(np.arange(used.size), places.holders), places.holder, used)
+    sets, set_of = [*holder_sets(holders)], np.full(used.size, -1)
+    for number, (place, _) in enumerate(sets):
+        set_of[place] = number
     own = np.flatnonzero(set_of[pieces.place] >= 0)
     own = own[_canonical(rows_of(pieces, own), set_of[pieces.place[own]], target)]
     ends = np.cumsum(np.bincount(set_of[pieces.place[own]], minlength=len(sets)))[:-1]
     # Of no sets, `split` gives one empty part.
-    for (_, holders), items in zip(sets, np.split(own, ends), strict=False):
-        yield Line(items, size[items], row[items], holders)
+    for (_, members), items in zip(sets, np.split(own, ends), strict=False):
+        yield Line(items, size[items], row[items], members)
 
 
 def _canonical(pieces: Pieces, group: Column, target: ShardColumns) -> Column:

@@ -13,7 +13,7 @@ from ...errors import MetadataError, error_text, plural, size_text
 from ...geometry import Column, check_type, group_sums, integer, joined_rows
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
 from ...trees import apply_factories
-from ._check import check_held, check_kinds, check_mains, check_sizes, transfer_problems
+from ._check import check_gaps, check_kinds, check_mains, check_sizes, transfer_problems
 from ._pieces import (
     cut_pieces,
     find_places,
@@ -85,8 +85,8 @@ class ReshardPlan:
     def casts(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
         """The dtypes before and after, by key, of tensors that are converted."""
         had = dict(zip(self.source.keys, self.source.kinds, strict=True))
-        asked = zip(self.target.keys, self.target.kinds, strict=True)
-        return {key: (had[key].dtype, kind.dtype) for key, kind in asked if had[key].dtype != kind.dtype}
+        kinds = zip(self.target.keys, self.target.kinds, strict=True)
+        return {key: (had[key].dtype, kind.dtype) for key, kind in kinds if had[key].dtype != kind.dtype}
 
     @property
     def bytes_moved(self) -> int:
@@ -120,9 +120,9 @@ class ReshardPlan:
         return self._by_rank(self.transfers.to_rank, moving=False)
 
     def _by_rank(self, rank: Column, *, moving: bool) -> dict[int, int]:
-        chosen = (self.transfers.from_rank != self.transfers.to_rank) == moving
+        rows = (self.transfers.from_rank != self.transfers.to_rank) == moving
         ranks = np.array(self.ranks, dtype=np.int64)
-        total = group_sums(np.searchsorted(ranks, rank[chosen]), self.transfers.nbytes[chosen], ranks.size)
+        total = group_sums(np.searchsorted(ranks, rank[rows]), self.transfers.nbytes[rows], ranks.size)
         return dict(zip(ranks.tolist(), total.tolist(), strict=True))
 
     @property
@@ -194,9 +194,9 @@ class ReshardPlan:
         return notebook_html(self)
 
     def __str__(self) -> str:
-        moved, kept, least = (size_text(count) for count in (self.bytes_moved, self.bytes_kept, self.lower_bound))
+        moves, stays, least = (size_text(count) for count in (self.bytes_moved, self.bytes_kept, self.lower_bound))
         counts = f"{plural(len(self.transfers), 'transfer')} of {plural(len(self.target.keys), 'tensor')}"
-        heading = f"{counts}: {moved} move (at least {least} must), {kept} stay"
+        heading = f"{counts}: {moves} move (at least {least} must), {stays} stay"
         table = totals_table(self.sent, self.received, self.kept)
         return "\n".join([heading, *table, *link_lines(self.links), *cast_lines(self.casts.values())])
 
@@ -295,11 +295,11 @@ def plan_reshard(
     places = find_places(before, after)
     own, pieces = own_routes(places, after, cut_pieces(places, after))
     pieces = located_pieces(places, after, pieces)
-    check_held(after, pieces)
+    check_gaps(after, pieces)
     # After the check, and before senders are chosen: what a rank gets once mustn't count as a sender's load twice.
     repeats, pieces = repeat_routes(after, pieces)
-    sent = sent_routes(places, after, pieces, shortest)
-    return ReshardPlan(before, after, as_transfers(before, after, joined_rows([own, repeats, sent])), names)
+    routes = sent_routes(places, after, pieces, shortest)
+    return ReshardPlan(before, after, as_transfers(before, after, joined_rows([own, repeats, routes])), names)
 
 
 def _columns(layout: ShardColumns | RankTrees) -> ShardColumns:
@@ -339,7 +339,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
     _check_schedule(plan, schedule)
     ranks = np.array(plan.ranks, dtype=np.int64)
     sides = (plan.source, plan.target)
-    held = sum(group_sums(np.searchsorted(ranks, side.rank), side.nbytes, ranks.size) for side in sides)
+    shard_bytes = sum(group_sums(np.searchsorted(ranks, side.rank), side.nbytes, ranks.size) for side in sides)
     places = [np.searchsorted(ranks, column) for column in (schedule.from_rank, schedule.to_rank)]
     # Sparse rows of (step, rank): a table of all steps by all ranks would be far larger than the schedule.
     at, number = np.unique(schedule.step * ranks.size + np.stack(places), return_inverse=True)
@@ -347,7 +347,7 @@ def peak_bytes(plan: ReshardPlan, schedule: Schedule) -> dict[int, int]:
     most = np.zeros(ranks.size, dtype=np.int64)
     if at.size:
         np.maximum.at(most, at % ranks.size, flying)
-    return dict(zip(ranks.tolist(), (held + most).tolist(), strict=True))
+    return dict(zip(ranks.tolist(), (shard_bytes + most).tolist(), strict=True))
 
 
 def _check_schedule(plan: ReshardPlan, schedule: Schedule) -> None:

@@ -18,7 +18,7 @@ from ...geometry import (
     rows_of,
     volumes,
 )
-from .._save import snapped
+from .._save import snap
 from ._plan import SHORTEST_CUT, ReshardPlan
 from ._transfers import Routes, Transfers, as_transfers
 
@@ -81,7 +81,7 @@ def relay_parts(shape: Column, item: Column, ranks: Column, senders: Column, sho
     length = np.append(edges[1:], end[-1]) - edges
     interval = np.searchsorted(cuts, edges, side="right") - group[place] * (members - 1)
     intervals = group_sums((group[place], interval), length, (groups, members))
-    member = _assigned(intervals, ranks[first])[group[place], interval]
+    member = _assign(intervals, ranks[first])[group[place], interval]
     return Parts(line[place], axis[place], (edges - begin[place]) // row[place], length // row[place], member)
 
 
@@ -92,10 +92,10 @@ def _cuts(group: Column, begin: Column, end: Column, row: Column, members: int, 
     total = end[last] - begin[first]
     bounds = (begin[first][:, None] + total[:, None] * np.arange(1, members) // members).ravel()
     inside = np.searchsorted(begin, bounds, side="right") - 1
-    return snapped(bounds, begin[inside], (end - begin)[inside], row[inside], shortest_cut)
+    return snap(bounds, begin[inside], (end - begin)[inside], row[inside], shortest_cut)
 
 
-def _assigned(intervals: Column, ranks: Column) -> Column:
+def _assign(intervals: Column, ranks: Column) -> Column:
     """Return which member gets each interval: of all groups of the same ranks, each about as much.
 
     The longest interval goes to the rank with least: so ranks never get further apart than the intervals of one group.
@@ -146,15 +146,15 @@ def with_relays(plan: ReshardPlan, *, shortest_cut: int = SHORTEST_CUT) -> Resha
     moving = np.flatnonzero((every.hop == 0) & (every.from_rank != every.to_rank) & (every.nbytes > 0))
     boxes = aligned_boxes(every.key[moving], every.offset[moving], every.shape[moving])
     row = moving[boxes.row]
-    wanted = _wanted_by_several(boxes.number, every.to_rank[row])
+    several = _wanted_by_several(boxes.number, every.to_rank[row])
     shared, cut = np.zeros(row.size, dtype=np.bool_), np.zeros(len(every), dtype=np.bool_)
-    shared[wanted], cut[row[wanted]] = True, True
+    shared[several], cut[row[several]] = True, True
     stays, rest = np.flatnonzero(~cut), np.flatnonzero(cut[row] & ~shared)
     pieces = Routes(every.hop[row], every.source[row], every.target[row], boxes.offset, boxes.shape)
     wholes = Routes(every.hop, every.source, every.target, every.offset, every.shape)
-    unchanged = [rows_of(wholes, stays), rows_of(pieces, rest)]
-    passed_on = _relay_routes(plan, rows_of(pieces, wanted), boxes.number[wanted], shortest)
-    routes = joined_rows([*unchanged, *passed_on])
+    others = [rows_of(wholes, stays), rows_of(pieces, rest)]
+    relays = _relay_routes(plan, rows_of(pieces, several), boxes.number[several], shortest)
+    routes = joined_rows([*others, *relays])
     return replace(plan, transfers=_order_local_copies(as_transfers(plan.source, plan.target, routes)))
 
 
@@ -176,15 +176,15 @@ def _relay_routes(plan: ReshardPlan, pieces: Routes, number: Column, shortest_cu
         shortest_cut: bytes; no box is cut into parts that are shorter.
     """
     _, first, count = np.unique(number, return_index=True, return_counts=True)
-    found: list[Routes] = []
+    routes: list[Routes] = []
     for size in np.unique(count).tolist():
         member = first[count == size][:, None] + np.arange(size)  # (boxes, members)
         box = rows_of(pieces, member[:, 0])
         item = plan.target.item_size[plan.target.key[box.target]]
         ranks, senders = plan.target.rank[pieces.target[member]], plan.source.rank[pieces.source[member]]
         parts = relay_parts(box.shape, item, ranks, senders, shortest_cut)
-        found += _both_hops(pieces, member[parts.box], parts)
-    return found
+        routes += _both_hops(pieces, member[parts.box], parts)
+    return routes
 
 
 def _both_hops(pieces: Routes, member: Column, parts: Parts) -> list[Routes]:

@@ -110,9 +110,9 @@ class Schedule:
 
     def __str__(self) -> str:
         counts = f"{plural(self.steps, 'step')}, {plural(len(self), 'piece')}"
-        moved, most = size_text(int(self.nbytes.sum())), size_text(self.max_bytes_in_flight)
+        total, most = size_text(int(self.nbytes.sum())), size_text(self.max_bytes_in_flight)
         table = steps_table(self.step, self.from_rank, self.to_rank, self.nbytes) if self.steps else []
-        return "\n".join([f"{counts}: {moved} move, of a rank at most {most} at once", *table])
+        return "\n".join([f"{counts}: {total} move, of a rank at most {most} at once", *table])
 
 
 def schedule_transfers(
@@ -146,7 +146,7 @@ def schedule_transfers(
         [(0, 0, 0, 6), (0, 1, 0, 6), (1, 0, 6, 10), (1, 1, 6, 10)]
     """
     moving = np.flatnonzero((transfers.from_rank != transfers.to_rank) & (transfers.nbytes > 0))
-    most = _checked_bound(max_bytes_in_flight, int(item_size[moving].max(initial=1)))
+    most = _check_bound(max_bytes_in_flight, int(item_size[moving].max(initial=1)))
     ranks, place = np.unique(np.stack([transfers.from_rank, transfers.to_rank])[:, moving], return_inverse=True)
     (one, other), (priority, needs) = place.reshape(2, -1), priorities(rows_of(transfers, moving))
     # Large elements first: a cut at a multiple of a pair's largest element then never falls inside a smaller one.
@@ -160,7 +160,7 @@ def schedule_transfers(
     return _pieces(transfers, item_size, most, moving, pairs, step, pair, amount)
 
 
-def _checked_bound(value: Any, largest: int) -> int:
+def _check_bound(value: Any, largest: int) -> int:
     """Return the bound, if an element fits."""
     what, field = "schedule", "max_bytes_in_flight"
     most = integer(what, field, value)
@@ -232,21 +232,21 @@ def fill(amount: Column, one: Column, other: Column, room: Column, item: Column)
         >>> fill(np.array([6, 6, 6]), np.array([0, 0, 1]), np.array([1, 2, 2]), np.array([9, 9, 9]), two).tolist()
         [6, 2, 2]
     """
-    taken, room = np.zeros_like(amount), room.copy()
+    flow, room = np.zeros_like(amount), room.copy()
     live = np.flatnonzero(amount)
     while live.size:
         ends = np.stack([one[live], other[live]], axis=1)
         fits = (_running_sums(ends, amount[live]) <= room[ends]).all(axis=1)
         first = _first(ends, room.size) & ~fits
-        taken[live[fits]] = amount[live[fits]]
+        flow[live[fits]] = amount[live[fits]]
         _use(room, ends[fits], amount[live[fits]])
         rows = live[first]  # nothing precedes them, and what fitted after them has left them their room
         least = room[ends[first]].min(axis=1)
-        taken[rows] = np.minimum(amount[rows], least // item[rows] * item[rows])
-        _use(room, ends[first], taken[rows])
+        flow[rows] = np.minimum(amount[rows], least // item[rows] * item[rows])
+        _use(room, ends[first], flow[rows])
         keeps = ~fits & ~first & (room[ends].min(axis=1) >= item[live])
         live = live[keeps]
-    return taken
+    return flow
 
 
 def _running_sums(ends: Column, amount: Column) -> Column:
@@ -305,10 +305,10 @@ class Pairs:
         give to as many others, as trainers do to engines, each rank is in one of them.
         """
         distance = np.zeros_like(self.one)
-        for chosen in (self.needs < 0, self.needs >= 0):
-            senders, one = np.unique(self.one[chosen], return_inverse=True)
-            receivers, other = np.unique(self.other[chosen], return_inverse=True)
-            distance[chosen] = (other - one) % max(senders.size, receivers.size, 1)
+        for mask in (self.needs < 0, self.needs >= 0):
+            senders, one = np.unique(self.one[mask], return_inverse=True)
+            receivers, other = np.unique(self.other[mask], return_inverse=True)
+            distance[mask] = (other - one) % max(senders.size, receivers.size, 1)
         return distance
 
 
@@ -334,34 +334,34 @@ def pair_steps(pairs: Pairs, room: int) -> tuple[Column, Column, Column]:
         [(0, 0, 8), (0, 1, 8), (1, 1, 8)]
     """
     left, distance = pairs.nbytes.copy(), pairs.distance
-    found: list[tuple[Column, Column, Column]] = []
+    steps: list[tuple[Column, Column, Column]] = []
     while left.any():
         amount = _one_step(pairs, distance, left, room)
         rows = np.flatnonzero(amount)
-        found.append((np.full(rows.size, len(found)), rows, amount[rows]))
+        steps.append((np.full(rows.size, len(steps)), rows, amount[rows]))
         left -= amount
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)] or [pairs.priority[:0]] * 3
+    columns = [np.concatenate(column) for column in zip(*steps, strict=True)] or [pairs.priority[:0]] * 3
     return columns[0], columns[1], columns[2]
 
 
 def _one_step(pairs: Pairs, distance: Column, left: Column, room: int) -> Column:
     """Return how much of each pair moves in the next step."""
     rows = _ready(pairs, left)
-    one, other, item, wanted = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
-    sends, gets = group_sums(one, wanted, pairs.ranks), group_sums(other, wanted, pairs.ranks)
-    taken = np.zeros_like(left)
+    one, other, item, amount = pairs.one[rows], pairs.other[rows], pairs.item[rows], left[rows]
+    sends, gets = group_sums(one, amount, pairs.ranks), group_sums(other, amount, pairs.ranks)
+    flow = np.zeros_like(left)
     # The last step, and the only one of small plans: nothing has to be chosen.
     if (sends + gets).max() <= room:
-        taken[rows] = wanted
-        return taken
+        flow[rows] = amount
+        return flow
     order = _order(pairs, distance, left, room, rows)
-    rows, one, other, item, wanted = (column[order] for column in (rows, one, other, item, wanted))
+    rows, one, other, item, amount = (column[order] for column in (rows, one, other, item, amount))
     for_sending = _share(room, sends, sends + gets)
     halves = np.concatenate([for_sending, room - for_sending])
-    first = fill(wanted, one, other + pairs.ranks, halves, item)
+    first = fill(amount, one, other + pairs.ranks, halves, item)
     rest = room - group_sums(one, first, pairs.ranks) - group_sums(other, first, pairs.ranks)
-    taken[rows] = first + fill(wanted - first, one, other, rest, item)
-    return taken
+    flow[rows] = first + fill(amount - first, one, other, rest, item)
+    return flow
 
 
 def _share(room: int, part: Column, whole: Column) -> Column:

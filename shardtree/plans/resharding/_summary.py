@@ -27,13 +27,13 @@ _SHOWN_LINKS = 5
 _SHOWN_STEPS = 32
 
 
-def totals_table(sent: Mapping[int, int], received: Mapping[int, int], kept: Mapping[int, int]) -> list[str]:
+def totals_table(sends: Mapping[int, int], gets: Mapping[int, int], keeps: Mapping[int, int]) -> list[str]:
     """Return a line for each rank, up to 32 of them, and one for all.
 
     Args:
-        sent: bytes, by rank; the others have the same ranks.
-        received: bytes, by rank.
-        kept: bytes, by rank.
+        sends: bytes, by rank; the others have the same ranks.
+        gets: bytes, by rank.
+        keeps: bytes, by rank.
 
     Examples:
         >>> for line in totals_table({0: 8, 1: 0}, {0: 0, 1: 8}, {0: 0, 1: 0}):
@@ -43,8 +43,8 @@ def totals_table(sent: Mapping[int, int], received: Mapping[int, int], kept: Map
            1    0 B   8 B    0 B
          all    8 B   8 B    0 B
     """
-    columns = (sent, received, kept)
-    rows: list[Sequence[str]] = [(str(rank), *(size_text(column[rank]) for column in columns)) for rank in sent]
+    columns = (sends, gets, keeps)
+    rows: list[Sequence[str]] = [(str(rank), *(size_text(column[rank]) for column in columns)) for rank in sends]
     every = ("all", *(size_text(sum(column.values())) for column in columns))
     heading, *lines, last = table_lines([("rank", "sends", "gets", "keeps"), *rows, every])
     return [heading, *shorten(lines, _SHOWN_RANKS), last]
@@ -108,15 +108,15 @@ def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column
            0   12 B  rank 1: 12 B
            1    2 B   rank 0: 2 B
     """
-    shown, first = np.unique(step, return_index=True)
+    steps, first = np.unique(step, return_index=True)
     rows = [("step", "moves", "fullest rank")]
-    for number, begin, end in zip(shown.tolist()[:_SHOWN_STEPS], first, [*first[1:], step.size], strict=False):
+    for number, begin, end in zip(steps.tolist()[:_SHOWN_STEPS], first, [*first[1:], step.size], strict=False):
         ranks, place = np.unique(np.stack([from_rank[begin:end], to_rank[begin:end]]), return_inverse=True)
         load = group_sums(place.ravel(), np.tile(nbytes[begin:end], 2), ranks.size)
         fullest = int(load.argmax())
         most = f"rank {ranks[fullest]}: {size_text(int(load[fullest]))}"
         rows.append((str(number), size_text(int(nbytes[begin:end].sum())), most))
-    more = shown.size - _SHOWN_STEPS
+    more = steps.size - _SHOWN_STEPS
     return [*table_lines(rows), *([f"and {more} more"] if more > 0 else [])]
 
 
@@ -173,15 +173,15 @@ class Provenance:
         return sum(one.nbytes for one in self.origins if one.rank == one.from_rank)
 
     def __str__(self) -> str:
-        moved, kept = size_text(self.bytes_moved), size_text(self.bytes_kept)
-        stored = ", ".join(f"{key!r} {kind}" for key, kind in self.kinds.items())
-        of = stored if self.name in self.kinds else f"{self.name!r}, which is {stored}"
+        moves, stays = size_text(self.bytes_moved), size_text(self.bytes_kept)
+        kinds = ", ".join(f"{key!r} {kind}" for key, kind in self.kinds.items())
+        of = kinds if self.name in self.kinds else f"{self.name!r}, which is {kinds}"
         rows = [("rank", "gets", "bytes", "from"), *map(_row, self.origins)]
         if len(self.kinds) > 1:
             rows = [(*row, key) for row, key in zip(rows, ["of", *(one.key for one in self.origins)], strict=True)]
         heading, *lines = table_lines(rows)
         casts = "".join(f", {text}" for text in dict.fromkeys(cast_text(*dtypes) for dtypes in self.casts.values()))
-        return "\n".join([f"{of}: {moved} move, {kept} stay{casts}", heading, *shorten(lines, _SHOWN)])
+        return "\n".join([f"{of}: {moves} move, {stays} stay{casts}", heading, *shorten(lines, _SHOWN)])
 
 
 def _row(one: Origin) -> tuple[str, ...]:
@@ -202,11 +202,11 @@ def names_of_tensors(trees: Iterable[tuple[Any, Any]]) -> dict[str, tuple[str, .
         {'model.up': ('w',)}
     """
     names: dict[str, dict[str, None]] = {}
-    for tree, applied in trees:
-        held = leaves_with_paths(tree)
-        factories = {path: leaf.key for path, leaf in held if isinstance(leaf, ShardedTensorFactory)}
+    for tree, after in trees:
+        pairs = leaves_with_paths(tree)
+        factories = {path: leaf.key for path, leaf in pairs if isinstance(leaf, ShardedTensorFactory)}
         depths = sorted(set(map(len, factories)))
-        for path, leaf in leaves_with_paths(applied):
+        for path, leaf in leaves_with_paths(after):
             if not isinstance(leaf, ShardedTensor):
                 continue
             # Users know a factory's place and key, and not those of the shards that it builds.
@@ -323,9 +323,9 @@ def plan_parts(text: str) -> Parts:
     return parts
 
 
-def _refusal(found: str) -> MetadataError:
+def _refusal(problem: str) -> MetadataError:
     what, fix = "ReshardPlan.from_json: not a plan that can be read", "Pass what `ReshardPlan.to_json` returns."
-    return MetadataError(error_text(what, found=found, expected=f"{FORMAT!r} {VERSION}", fix=fix))
+    return MetadataError(error_text(what, found=problem, expected=f"{FORMAT!r} {VERSION}", fix=fix))
 
 
 def _parts(document: Mapping[str, Any]) -> Parts:
@@ -362,8 +362,8 @@ def _column(record: Mapping[str, Any], name: str, axes: int) -> NDArray[Any]:
     # numpy would cut off fractions.
     if values.dtype.kind != ("b" if name == "main" and values.size else "i"):
         raise ValueError(f"column {name!r} has {values.dtype} values")
-    expected = (len(record[name]), axes) if name in _BOXES else (len(record[name]),)
-    return values.reshape(expected).astype(np.bool_ if name == "main" else np.int64)
+    shape = (len(record[name]), axes) if name in _BOXES else (len(record[name]),)
+    return values.reshape(shape).astype(np.bool_ if name == "main" else np.int64)
 
 
 def _check_lengths(what: str, columns: Mapping[str, NDArray[Any]]) -> None:

@@ -115,7 +115,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
         row: of the shard, int64 (transfers,).
     """
     before, after = np.flatnonzero(hop == 0), np.flatnonzero(hop > 0)
-    sources = select_rows(renumbered(source, target), row[before])
+    sources = select_rows(renumber_keys(source, target), row[before])
     if not after.size:
         return sources
     targets = select_rows(target, row[after])
@@ -127,7 +127,7 @@ def sending_shards(source: ShardColumns, target: ShardColumns, hop: Column, row:
     return replace(targets, **columns)
 
 
-def renumbered(source: ShardColumns, target: ShardColumns) -> ShardColumns:
+def renumber_keys(source: ShardColumns, target: ShardColumns) -> ShardColumns:
     """Return the source with its keys numbered as in the target; -1 is the number of those that the target hasn't."""
     number = {key: position for position, key in enumerate(target.keys)}
     # Keys that the target lacks stay in the columns, so that rows keep their numbers.
