@@ -41,7 +41,7 @@ _TAGS_BY_NAME = {
 _TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
 _BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
 
-_QUANTISED = frozenset(
+_QUANTISED_DTYPES = frozenset(
     _BY_NAME[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in _BY_NAME
 )
 
@@ -122,7 +122,7 @@ def is_quantised(dtype: torch.dtype) -> bool:
         >>> is_quantised(torch.qint8), is_quantised(torch.int8)
         (True, False)
     """
-    return dtype in _QUANTISED
+    return dtype in _QUANTISED_DTYPES
 
 
 def check_storable(dtype: torch.dtype, what: str) -> None:
@@ -138,7 +138,7 @@ def check_storable(dtype: torch.dtype, what: str) -> None:
     Examples:
         >>> check_storable(torch.float32, "'decoder.weight'")
     """
-    if dtype in _QUANTISED:
+    if dtype in _QUANTISED_DTYPES:
         fix = "Store tensor.dequantize(), or tensor.int_repr() with its scale and zero point beside it."
         raise UnsupportedValue(error_text(f"{what}: quantised tensors can't be stored", found=dtype, fix=fix))
 
@@ -194,7 +194,7 @@ def byte_buffer(tensor: torch.Tensor) -> memoryview:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor detached from autograd; raises unless its memory holds its elements in row-major order."""
-    if tensor.dtype in _QUANTISED or tensor.layout is not torch.strided or not is_plain_memory(tensor):
+    if tensor.dtype in _QUANTISED_DTYPES or tensor.layout is not torch.strided or not is_plain_memory(tensor):
         raise _no_bit_view(tensor)
     return tensor.detach() if tensor.requires_grad else tensor
 

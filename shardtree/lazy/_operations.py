@@ -98,7 +98,7 @@ def is_view(result: torch.Tensor, operand: torch.Tensor) -> bool:
     return result.dtype == operand.dtype and (shared or not result.numel())
 
 
-def strided(tensor: torch.Tensor) -> Strided:
+def place_of(tensor: torch.Tensor) -> Strided:
     """Return the places of a tensor's elements in its storage."""
     return Strided(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 

@@ -46,11 +46,11 @@ def dense(shape: Shape) -> Strided:
     return Strided(0, tuple(shape), strides)  # not a torch.Size, which would be kept for the tuple that equals it
 
 
-def narrowed(view: Strided, box: Box) -> Strided:
+def narrow(view: Strided, box: Box) -> Strided:
     """Return the part of a view at a box of its indices.
 
     Examples:
-        >>> narrowed(dense((4, 6)), Box((1, 2), (2, 3)))
+        >>> narrow(dense((4, 6)), Box((1, 2), (2, 3)))
         Strided(offset=8, size=(2, 3), stride=(6, 1))
     """
     return Strided(view.offset + _dot(box.offset, view.stride), box.shape, view.stride)

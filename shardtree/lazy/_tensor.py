@@ -26,7 +26,7 @@ from ._sources import (
     Strided,
     covering,
     dense,
-    narrowed,
+    narrow,
 )
 
 Args = tuple[Any, ...]
@@ -126,12 +126,12 @@ class LazyTensor:
             offset: the box's first index, (dims,).
             shape: the box's, (dims,). The box lies inside.
         """
-        return _elements(self.source, narrowed(self.place, Box(offset, shape)), self.casts)
+        return _elements(self.source, narrow(self.place, Box(offset, shape)), self.casts)
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield the boxes of stored tensors that reading a box fetches."""
         if prod(shape):
-            box, _ = covering(narrowed(self.place, Box(offset, shape)), self.source.shape)
+            box, _ = covering(narrow(self.place, Box(offset, shape)), self.source.shape)
             yield from self.source.box_fetches(*box)
 
     @classmethod
@@ -285,7 +285,7 @@ def _view(lazy: LazyTensor, func: Callable[..., Any], args: Args, kwargs: dict[s
     pieces = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     if not all(operations.is_view(piece, meta) for piece in pieces):
         raise operations.refusal(lazy.name, func.__name__, f"of this {tuple(meta.shape)} view can't be a view itself")
-    views = tuple(LazyTensor(lazy.source, operations.strided(piece), lazy.casts) for piece in pieces)
+    views = tuple(LazyTensor(lazy.source, operations.place_of(piece), lazy.casts) for piece in pieces)
     return views[0] if isinstance(result, torch.Tensor) else views
 
 

@@ -127,15 +127,15 @@ def move(route: Route, transport: Transport) -> Exception | None:
     for step in range(route.schedule.steps):
         sends, gets = step_pieces(route, step)
         outgoing, incoming = route.buffers.cut(sends.sizes, gets.sizes)
-        came: list[tuple[Column, Regions, Regions]] = []
+        arrivals: list[tuple[Column, Regions, Regions]] = []
         failure = first_failure(failure, partial(pack, route, sends, outgoing))
-        failure = first_failure(failure, partial(_make_room, route, gets, incoming, came))
+        failure = first_failure(failure, partial(_make_room, route, gets, incoming, arrivals))
         try:
             transport(outgoing, incoming)
         except Exception as error:
             error.add_note(f"{route.doing}: in the exchange of step {step + 1} of {route.schedule.steps}")
             raise
-        for boxes in came:
+        for boxes in arrivals:
             failure = first_failure(failure, partial(copy_boxes, *boxes))
     # Last, what several shards of the rank want: from the one that received it.
     return first_failure(failure, partial(copy_own, own[transfers.hop[own] > 0]))
@@ -213,7 +213,7 @@ def pack(route: Route, pieces: Pieces, messages: dict[int, torch.Tensor]) -> Non
 
 
 def _make_room(
-    route: Route, pieces: Pieces, messages: dict[int, torch.Tensor], came: list[tuple[Column, Regions, Regions]]
+    route: Route, pieces: Pieces, messages: dict[int, torch.Tensor], arrivals: list[tuple[Column, Regions, Regions]]
 ) -> None:
     """Put shards' memory that can be filled itself in place of messages; add what is copied out of the others."""
     plan, transfers = route.plan, route.plan.transfers
@@ -222,7 +222,7 @@ def _make_room(
     own = _own_memory(route, pieces, pieces.peer[piece], pieces.transfer[piece], boxes.shape, into)
     rest = np.setdiff1d(np.arange(piece.size), [*own])
     source = _message_regions(pieces, piece[rest], position[rest], boxes.shape[rest], messages)
-    came.append((boxes.shape[rest], source, select_regions(into, rest)))
+    arrivals.append((boxes.shape[rest], source, select_regions(into, rest)))
     for row, memory in own.items():
         messages[int(pieces.peer[piece[row]])] = memory
 

@@ -257,8 +257,8 @@ def _prepare(
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
-    seen = target if transform is None else through_trace(target, transform, cast=cast)
-    ends = take_ends(tree, seen, donate=donate)
+    own_target = target if transform is None else through_trace(target, transform, cast=cast)
+    ends = take_ends(tree, own_target, donate=donate)
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):

@@ -223,8 +223,8 @@ def _casts(plan: ReshardPlan, rows: Column) -> dict[int, tuple[torch.dtype, torc
     transfers = plan.transfers
     first = rows[transfers.hop[rows] == 0]  # at later hops data comes from target shards, which have the target's dtype
     key, at = np.unique(transfers.key[first], return_index=True)
-    had = plan.source.key[transfers.source[first[at]]]
-    pairs = zip(key.tolist(), had.tolist(), strict=True)
+    source_key = plan.source.key[transfers.source[first[at]]]
+    pairs = zip(key.tolist(), source_key.tolist(), strict=True)
     dtypes = {number: (plan.source.kinds[one].dtype, plan.target.kinds[number].dtype) for number, one in pairs}
     return {number: (before, after) for number, (before, after) in dtypes.items() if before != after}
 

@@ -312,11 +312,11 @@ def reshard(
     tensors = iter(_copy_into_new(plan, _tensors(source_trees.values()), _tensors(target_trees.values()), empty))
     items = [item for one in target_trees.values() for item in one.objects]
     objects = iter(reshard_objects((item for one in source_trees.values() for item in one.objects), items, rules))
-    done = {
+    results = {
         rank: complete(one, common, list(islice(tensors, len(one.tensors))), list(islice(objects, len(one.objects))))
         for rank, one in target_trees.items()
     }
-    return {rank: done[rank] for rank in targets} if isinstance(targets, Mapping) else list(done.values())
+    return {rank: results[rank] for rank in targets} if isinstance(targets, Mapping) else list(results.values())
 
 
 def _columns(trees: Mapping[int, SourceTree | TargetTree]) -> ShardColumns:

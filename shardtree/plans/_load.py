@@ -155,10 +155,10 @@ def plan_load(requests: ShardColumns, chunks: StoredChunks, *, shortest_run: int
         np.int64
     )
     runs, rest = _split(pieces, shortest_run)
-    used = geometry.distinct(right)
-    boxes = (sources.offset.take(used, axis=0), sources.shape.take(used, axis=0))
+    rows = geometry.distinct(right)
+    boxes = (sources.offset.take(rows, axis=0), sources.shape.take(rows, axis=0))
     return LoadPlan(
-        _merge(runs), rest, counts, geometry.shared_groups(chunks.key.take(sources.shard.take(used)), *boxes)
+        _merge(runs), rest, counts, geometry.shared_groups(chunks.key.take(sources.shard.take(rows)), *boxes)
     )
 
 

@@ -318,12 +318,12 @@ def reported_parts(
 ) -> Iterator[tuple[int, Buffer]]:
     """Yield parts of a file, each with its first byte, unchanged, and call `progress` once a MiB or all is written."""
     # Not a call for each part: a shard of columns has one for every row.
-    done = 0
+    nbytes = 0
     for byte, buffer in parts:
         yield byte, buffer
-        done += buffer.nbytes
-        if done >= _REPORTED_BYTES:
-            progress(done)
-            done = 0
-    if done:
-        progress(done)
+        nbytes += buffer.nbytes
+        if nbytes >= _REPORTED_BYTES:
+            progress(nbytes)
+            nbytes = 0
+    if nbytes:
+        progress(nbytes)

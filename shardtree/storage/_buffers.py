@@ -217,7 +217,7 @@ def _stream_copies(device: torch.device) -> DeviceCopies:
     module, stream = getattr(torch, device.type), _side_stream(device.type, device.index)
 
     def start(pairs: Sequence[Pair]) -> Any:
-        done = module.Event()
+        event = module.Event()
         stream.wait_stream(module.current_stream(device))
         with module.stream(stream):
             try:
@@ -228,13 +228,13 @@ def _stream_copies(device: torch.device) -> DeviceCopies:
             except BaseException:
                 stream.synchronize()  # nobody gets a token to wait for those that have begun
                 raise
-            done.record(stream)
-        return done
+            event.record(stream)
+        return event
 
     def memory(nbytes: int) -> torch.Tensor:
-        return host_memory.lend(nbytes, device.type, _pinned) if nbytes >= _LEAST_LENT else _pinned(nbytes)
+        return host_memory.lend(nbytes, device.type, _pin) if nbytes >= _LEAST_LENT else _pin(nbytes)
 
-    return DeviceCopies(memory, start, lambda done: done.synchronize())
+    return DeviceCopies(memory, start, lambda event: event.synchronize())
 
 
 _LEAST_LENT = 1024 * 1024
@@ -244,7 +244,7 @@ _LEAST_LENT = 1024 * 1024
 _first_process: list[int] = []  # that pinned memory, of this one and those that it was forked from
 
 
-def _pinned(nbytes: int) -> torch.Tensor:
+def _pin(nbytes: int) -> torch.Tensor:
     # A device's driver doesn't survive a fork: asked there, it fails without saying why, or never answers.
     if not _first_process:
         _first_process.append(os.getpid())

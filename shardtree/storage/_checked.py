@@ -107,7 +107,7 @@ def ranges_to_check(ranges: ByteRanges, runs: Runs, *, everything: bool) -> list
     """Return those byte ranges with a CRC32 that are read nearly whole or are small; with `everything`, all of them."""
     enough = ranges.end - ranges.begin <= BLOCK_BYTES
     if runs.byte.size:
-        enough = enough | (unread(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
+        enough = enough | (bytes_outside(ranges, runs.byte, runs.byte + runs.length) <= NEARLY_WHOLE_BYTES)
     numbers: list[int] = np.flatnonzero((ranges.crc32 != 0) & (everything | enough)).tolist()
     return numbers
 
@@ -266,7 +266,7 @@ def _times(left: int, right: int) -> int:
     return product
 
 
-def unread(ranges: ByteRanges, begin: Column, end: Column) -> Column:
+def bytes_outside(ranges: ByteRanges, begin: Column, end: Column) -> Column:
     """Return how many bytes of each byte range lie outside some spans.
 
     Args:
@@ -277,7 +277,7 @@ def unread(ranges: ByteRanges, begin: Column, end: Column) -> Column:
     Examples:
         >>> import numpy as np
         >>> ranges = ByteRanges(np.array([0, 20]), np.array([10, 30]), np.array([0, 0]))
-        >>> unread(ranges, np.array([2, 4]), np.array([6, 25])).tolist()
+        >>> bytes_outside(ranges, np.array([2, 4]), np.array([6, 25])).tolist()
         [2, 5]
     """
     inside = covered_bytes(begin, end, ranges.end) - covered_bytes(begin, end, ranges.begin)

@@ -67,7 +67,7 @@ def fetch(
         read = partial(_read, transport, checks, sums, progress)
         return read_to_devices(read, requests, views, memories) if is_on_device.any() else read(requests, views)
 
-    done = carry_out(requests, progress)
+    bytes_read = carry_out(requests, progress)
     for _ in range(transport.tries - 1):
         wrong = {number: _wrong(check, sums[number]) for number, check in checks.items()}
         again = [
@@ -83,7 +83,7 @@ def fetch(
             offenders = (f"bytes {begin} to {end}" for begin, end in spans)
             raise damage_error(storage.where(check.file.name), f"{what} differs", offenders)
     count = sum(len(sums[number] if check.file.ranges is None else check.ranges) for number, check in checks.items())
-    return ReadReport(done, count, sum(check.units for check in checks.values()) - count, len(checks))
+    return ReadReport(bytes_read, count, sum(check.units for check in checks.values()) - count, len(checks))
 
 
 def fetch_run(

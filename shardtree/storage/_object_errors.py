@@ -14,7 +14,7 @@ _SECRET_NAME = re.compile(r"key|secret|token|password|credential|sas|signature|c
 _STORES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|AZURITE|MSI|IDENTITY)_", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
 _USER = re.compile(r"(\w+://)[^\s/@'\"]*:[^\s/@'\"]*@")
-_SIGNED = re.compile(
+_SIGNATURE = re.compile(
     r"(?i)\b(authorization|credential|signature|x-amz-[\w-]*|sig|se|sv|AWSAccessKeyId|bearer|token)(\s*[=:]\s*|\s+(?=[\w.-]{16}))"
     r"[^\s,;&<>'\"]+"
 )
@@ -47,7 +47,7 @@ def without_secrets(text: str, settings: Mapping[str, Any] | None = None) -> str
         'GET https://host/x?… failed for …'
     """
     text = _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", text))
-    text = _SIGNED.sub(r"\1\2…", text)
+    text = _SIGNATURE.sub(r"\1\2…", text)
     for secret in sorted(_secrets(settings or {}), key=len, reverse=True):
         text = text.replace(secret, "…")
     return text

@@ -241,7 +241,7 @@ def read_to_devices(
     bits = [bit_view(memory) if memory.is_cpu else device_bits(memory) for memory in memories]
     host_memory = next(iter(copies.values())).host_memory
     in_flight: _Transfers = deque()
-    done = 0
+    bytes_read = 0
     try:
         for part in grouped(requests, _nbytes, PART_BYTES):
             _wait(in_flight, most=1)
@@ -250,12 +250,12 @@ def read_to_devices(
                 stages.append(stage(request, on_device, size))
                 size = stages[-1].end
             memory = host_memory(size)
-            done += read([each.request for each in stages], [*views, byte_buffer(memory)])
+            bytes_read += read([each.request for each in stages], [*views, byte_buffer(memory)])
             in_flight.append((memory, _start_copies(stages, memory, bits, copies)))
     finally:
         # Also after an exception: a copy still in progress would read host memory that was freed and reused.
         _wait(in_flight, most=0)
-    return done
+    return bytes_read
 
 
 def _nbytes(request: Request) -> int:

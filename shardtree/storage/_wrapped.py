@@ -117,11 +117,11 @@ def listed(storage: Storage, *, deep: bool = True) -> Iterator[Storage]:
     if can(storage).entries is None or can(storage).make_folder is not None:
         yield storage
         return
-    seen = Listed(storage, deep)
+    listing = Listed(storage, deep)
     try:
-        yield seen
+        yield listing
     finally:
-        seen.remove_all_now()
+        listing.remove_all_now()
 
 
 def settle(storage: Storage) -> None:

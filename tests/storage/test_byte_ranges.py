@@ -16,7 +16,7 @@ from shardtree.errors import CorruptCheckpoint
 from shardtree.plans import Runs
 from shardtree.plans._load import runs_plan
 from shardtree.storage import ByteRanges, MemoryStorage, StoredFile, fetch
-from shardtree.storage._checked import RangeHasher, joined_crc32, range_crc32, unread
+from shardtree.storage._checked import RangeHasher, bytes_outside, joined_crc32, range_crc32
 
 
 @given(some.binary(max_size=200), some.binary(max_size=200))
@@ -40,7 +40,7 @@ def test_unread_counts_the_bytes_in_no_span(spans, edges):
     expected = [len(set(range(*pair)) - touched) for pair in pairwise(edges)]
     starts = np.array([start for start, _ in spans])
     stops = np.array([start + size for start, size in spans])
-    assert unread(ByteRanges(begin, end, begin), starts, stops).tolist() == expected
+    assert bytes_outside(ByteRanges(begin, end, begin), starts, stops).tolist() == expected
 
 
 @given(some.binary(min_size=1, max_size=60), some.data())

@@ -106,10 +106,10 @@ def test_memory_is_never_pinned_in_a_fork_of_a_process_that_did(monkeypatch: pyt
 
     def refused() -> bool:
         with pytest.raises(StorageError, match="forked from one that did"):
-            memory.lend(5, "cuda", _buffers._pinned)
+            memory.lend(5, "cuda", _buffers._pin)
         return asked == [2**21]
 
-    assert in_a_fork(lambda: memory.lend(5, "cuda", _buffers._pinned).numel() == 5)  # the parent hasn't asked yet
-    memory.lend(5, "cuda", _buffers._pinned)
+    assert in_a_fork(lambda: memory.lend(5, "cuda", _buffers._pin).numel() == 5)  # the parent hasn't asked yet
+    memory.lend(5, "cuda", _buffers._pin)
     memory.release()
     assert in_a_fork(refused)

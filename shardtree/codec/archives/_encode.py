@@ -267,17 +267,17 @@ def _buffers(data: bytes, tensors: list[StreamedTensor]) -> Iterator[memoryview]
         record = WrittenRecord(f"archive/data/{number}", 0, tensor.nbytes, begin)
         out += local_header(record)
         yield memoryview(bytes(out))
-        at, checksum, done = at + len(out), 0, 0
+        at, checksum, nbytes = at + len(out), 0, 0
         for buffer in tensor.buffers():
             checksum = crc32(buffer, checksum)
             yield buffer
-            done += buffer.nbytes
-        if done != tensor.nbytes:
+            nbytes += buffer.nbytes
+        if nbytes != tensor.nbytes:
             what = f"streamed_archive: a tensor {tensor.shape} {tensor.dtype} came with another number of bytes"
-            raise UnsupportedValue(error_text(what, found=done, expected=tensor.nbytes))
-        at += done
+            raise UnsupportedValue(error_text(what, found=nbytes, expected=tensor.nbytes))
+        at += nbytes
         # The CRC32 follows the bytes, in a descriptor, so that nothing is written twice.
-        records.append(WrittenRecord(record.name, checksum, done, begin))
+        records.append(WrittenRecord(record.name, checksum, nbytes, begin))
         out = bytearray(descriptor(records[-1]))
     yield memoryview(finish_archive(out, at, records))
 

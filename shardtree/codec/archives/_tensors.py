@@ -20,7 +20,7 @@ from ..pickles import Constructor
 # Tensors: a storage, an offset, a shape and strides.
 
 # Guard: strides of 0 make a tensor of any size from a few bytes, and whatever copies it later needs memory for all.
-_MOST_EXPANDED = 1 << 30
+_MOST_EXPANDED_BYTES = 1 << 30
 """The most bytes that a tensor larger than its storage, such as an expanded one, may have."""
 
 
@@ -115,7 +115,7 @@ def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tup
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if count else -1
     if (last + 1) * dtype.itemsize > nbytes:
         raise ValueError(f"a tensor of {(last + 1) * dtype.itemsize} bytes in a storage of {nbytes}")
-    if count * dtype.itemsize > max(nbytes, _MOST_EXPANDED) or max(shape + stride, default=0) >= 2**62:
+    if count * dtype.itemsize > max(nbytes, _MOST_EXPANDED_BYTES) or max(shape + stride, default=0) >= 2**62:
         raise ValueError("a tensor that is much larger than its storage")
     return TensorLayout(dtype, offset, shape, stride)
 
@@ -221,17 +221,17 @@ def loader(data: Callable[[str], memoryview]) -> Callable[[Any], StoredStorage]:
     """Return the function that loads the storage of a persistent id."""
     # Each record is copied once, however often it is named: tensors share memory as they did, and a pickle that names
     # one record a million times takes no more of it.
-    seen: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def load(persistent_id: Any) -> StoredStorage:
         reference = storage_reference(persistent_id)
-        if reference.key not in seen:
+        if reference.key not in tensors:
             content = data(f"data/{reference.key}")
-            seen[reference.key] = torch.empty(len(content), dtype=torch.uint8, device="cpu")
-            seen[reference.key].numpy()[:] = np.asarray(content)
-        if reference.nbytes > seen[reference.key].numel():
-            raise ValueError(f"a storage of {reference.nbytes} bytes, but its record has {seen[reference.key].numel()}")
-        return StoredStorage(seen[reference.key], reference.dtype)
+            tensors[reference.key] = torch.empty(len(content), dtype=torch.uint8, device="cpu")
+            tensors[reference.key].numpy()[:] = np.asarray(content)
+        if reference.nbytes > (size := tensors[reference.key].numel()):
+            raise ValueError(f"a storage of {reference.nbytes} bytes, but its record has {size}")
+        return StoredStorage(tensors[reference.key], reference.dtype)
 
     return load
 

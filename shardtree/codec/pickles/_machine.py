@@ -87,7 +87,7 @@ _MOST_AT_ONCE = 1_000_000
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, type})
 _PLAIN = frozenset({dict, list, tuple, set, frozenset, Stub})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_SIZED = frozenset({*_CONTAINERS, str, bytes, bytearray})
+_SIZED_TYPES = frozenset({*_CONTAINERS, str, bytes, bytearray})
 
 
 class _Guard:
@@ -107,7 +107,7 @@ class _Guard:
         """Charge for the arguments of a call; raise ValueError if too much was copied by all calls together."""
         left = self._budget - 1
         for value in arguments:
-            if type(value) in _SIZED:
+            if type(value) in _SIZED_TYPES:
                 left -= len(value)
         self._budget = left
         if left < 0:

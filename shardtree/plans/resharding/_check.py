@@ -25,7 +25,7 @@ from .._fit import convertible
 from ._pieces import NOWHERE, Pieces
 from ._transfers import Transfers, sending_shards, shard_memory
 
-_SHOWN = 20
+_SHOWN_PROBLEMS = 20
 
 
 def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> tuple[Problem, ...]:
@@ -48,10 +48,11 @@ def transfer_problems(source: ShardColumns, target: ShardColumns, transfers: Tra
 
 
 def _wrong_kinds(source: ShardColumns, target: ShardColumns) -> Iterator[Problem]:
-    had = dict(zip(source.keys, source.kinds, strict=True))
+    kinds = dict(zip(source.keys, source.kinds, strict=True))
     for key, kind in zip(target.keys, target.kinds, strict=True):
-        if key in had and not (had[key].global_shape == kind.global_shape and convertible(had[key].dtype, kind.dtype)):
-            yield Problem(key, (), f"is {had[key]} in the source and {kind} in the target")
+        before = kinds.get(key, kind)
+        if before.global_shape != kind.global_shape or not convertible(before.dtype, kind.dtype):
+            yield Problem(key, (), f"is {before} in the source and {kind} in the target")
 
 
 def _wrong_transfers(source: ShardColumns, target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
@@ -93,13 +94,13 @@ def _wrong_places(
 
 def _first_problems(target: ShardColumns, transfers: Transfers, rows: Column, what: str) -> Iterator[Problem]:
     """Yield a problem for each of the first transfers, and one that counts the others."""
-    for row in rows[:_SHOWN].tolist():
+    for row in rows[:_SHOWN_PROBLEMS].tolist():
         key = int(target.key[transfers.target[row]])
         box = box_slices(transfers.offset[row], transfers.shape[row], len(target.kinds[key].global_shape))
         ranks = tuple(sorted({int(transfers.from_rank[row]), int(transfers.to_rank[row])}))
         yield Problem(target.keys[key], ranks, f"transfer {row}, {place_text(box)}, {what}", box)
-    if rows.size > _SHOWN:
-        yield Problem("transfers", (), f"and {rows.size - _SHOWN} more {what}")
+    if rows.size > _SHOWN_PROBLEMS:
+        yield Problem("transfers", (), f"and {rows.size - _SHOWN_PROBLEMS} more {what}")
 
 
 def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
@@ -109,15 +110,15 @@ def _wrong_counts(target: ShardColumns, transfers: Transfers) -> Iterator[Proble
     is_repeated = np.zeros(len(target), dtype=np.bool_)
     is_repeated[shared_groups(transfers.target, transfers.offset, transfers.shape)] = True
     wrong = np.flatnonzero(is_repeated | (counts != target.elements))
-    for row in wrong[:_SHOWN].tolist():
+    for row in wrong[:_SHOWN_PROBLEMS].tolist():
         key = int(target.key[row])
         box = box_slices(target.offset[row], target.shape[row], len(target.kinds[key].global_shape))
         flat = slice(int(target.start[row]), int(target.stop[row])) if target.start[row] >= 0 else None
         count = f"{counts[row]} elements are written, of {target.elements[row]}"
         what = f"shard {row}, {place_text(box, flat)}: {count}" + (", some of them twice" if is_repeated[row] else "")
         yield Problem(target.keys[key], (int(target.rank[row]),), what, box, flat)
-    if wrong.size > _SHOWN:
-        yield Problem("transfers", (), f"and {wrong.size - _SHOWN} more shards aren't written once")
+    if wrong.size > _SHOWN_PROBLEMS:
+        yield Problem("transfers", (), f"and {wrong.size - _SHOWN_PROBLEMS} more shards aren't written once")
 
 
 def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
@@ -139,7 +140,6 @@ def _too_early(target: ShardColumns, transfers: Transfers) -> Iterator[Problem]:
 _ALL = "Give the plan the shards of all ranks."
 _MOST = 2.0**62
 """Bytes: a sum of a few such numbers fits an int64."""
-_PADDED = "save and load handle what is padded."
 
 
 def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> None:
@@ -154,14 +154,14 @@ def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> No
         KeyMismatch: a tensor isn't there.
         ShapeError: one has another global shape, or a dtype that doesn't fit.
     """
-    had = dict(zip(source.keys, source.kinds, strict=True))
+    source_kinds = dict(zip(source.keys, source.kinds, strict=True))
     kinds = dict(zip(target.keys, target.kinds, strict=True))
-    absent = [key for key in target.keys if key not in had]
+    absent = [key for key in target.keys if key not in source_kinds]
     if absent:
         near = near_names(absent, [key for key in source.keys if key not in kinds])
         fix = "Ask for tensors that the source has, or rename one side."
         raise KeyMismatch(error_text("plan_reshard: not in the source", offenders=with_guesses(absent, near), fix=fix))
-    pairs = {key: (had[key], kind) for key, kind in kinds.items()}
+    pairs = {key: (source_kinds[key], kind) for key, kind in kinds.items()}
     wrong = {key: pair for key, pair in pairs.items() if not _fits(*pair, cast=cast)}
     if wrong:
         lines = (f"{key!r}: source has {before}, target asks for {after}" for key, (before, after) in wrong.items())
@@ -182,7 +182,7 @@ def _fixes(pairs: Collection[tuple[TensorKind, TensorKind]]) -> Iterator[str]:
     if not all(convertible(*pair) for pair in dtypes):
         yield "Ask for the source's dtype, where values can't be converted without a loss."
     if any(before.global_shape != after.global_shape for before, after in pairs):
-        yield f"Resharding keeps global shapes: {_PADDED}"
+        yield "Resharding keeps global shapes: save and load handle what is padded."
 
 
 def check_sizes(source: ShardColumns, target: ShardColumns) -> None:

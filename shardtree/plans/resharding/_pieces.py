@@ -317,10 +317,10 @@ def _cut_pieces(pieces: Pieces, item: Column, begin: Column, end: Column, size: 
 
 def _lines(places: Places, target: ShardColumns, pieces: Pieces, size: Column, row: Column) -> Iterator[Line]:
     """Yield the pieces of each set of several holders, small sets first, pieces by place, then box, then receiver."""
-    used = np.zeros(len(places.main), dtype=np.bool_)
-    used[pieces.place] = True
-    holders = find_holders(np.repeat(np.arange(used.size), places.holders), places.holder, used)
-    sets, set_of = [*holder_sets(holders)], np.full(used.size, -1)
+    is_used = np.zeros(len(places.main), dtype=np.bool_)
+    is_used[pieces.place] = True
+    holders = find_holders(np.repeat(np.arange(is_used.size), places.holders), places.holder, is_used)
+    sets, set_of = [*holder_sets(holders)], np.full(is_used.size, -1)
     for number, (place, _) in enumerate(sets):
         set_of[place] = number
     own = np.flatnonzero(set_of[pieces.place] >= 0)

@@ -84,9 +84,9 @@ class ReshardPlan:
     @property
     def casts(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
         """The dtypes before and after, by key, of tensors that are converted."""
-        had = dict(zip(self.source.keys, self.source.kinds, strict=True))
-        kinds = zip(self.target.keys, self.target.kinds, strict=True)
-        return {key: (had[key].dtype, kind.dtype) for key, kind in kinds if had[key].dtype != kind.dtype}
+        before = {key: kind.dtype for key, kind in zip(self.source.keys, self.source.kinds, strict=True)}
+        after = zip(self.target.keys, self.target.kinds, strict=True)
+        return {key: (before[key], kind.dtype) for key, kind in after if before[key] != kind.dtype}
 
     @property
     def bytes_moved(self) -> int:

@@ -105,11 +105,11 @@ def _assign(intervals: Column, ranks: Column) -> Column:
         ranks: int64 (groups, members).
     """
     number, sets = row_numbers(ranks.T)
-    got, member = np.zeros((sets, ranks.shape[1]), dtype=np.int64), np.empty_like(intervals)
+    load, member = np.zeros((sets, ranks.shape[1]), dtype=np.int64), np.empty_like(intervals)
     for group, (lengths, together) in enumerate(zip(intervals, number.tolist(), strict=True)):
-        longest, least = np.argsort(-lengths, kind="stable"), np.argsort(got[together], kind="stable")
+        longest, least = np.argsort(-lengths, kind="stable"), np.argsort(load[together], kind="stable")
         member[group, longest] = least
-        got[together, least] += lengths[longest]
+        load[together, least] += lengths[longest]
     return member
 
 

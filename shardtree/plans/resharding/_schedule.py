@@ -33,9 +33,9 @@ def priorities(transfers: Transfers) -> tuple[Column, Column]:
     passes_on = np.concatenate([transfers.target[first], transfers.source[later]])
     rows = np.concatenate([first, later])
     number, boxes = row_numbers((passes_on, *transfers.offset[rows].T, *transfers.shape[rows].T))
-    came = np.full(boxes, -1)
-    came[number[: first.size]] = first
-    origin = came[number[first.size :]]
+    arrival = np.full(boxes, -1)
+    arrival[number[: first.size]] = first
+    origin = arrival[number[first.size :]]
     if rows.size < len(transfers) or (origin < 0).any():  # a user's plan may pass on other boxes than came
         return transfers.hop, transfers.hop - 1
     priority, needs = np.full(len(transfers), _WAVES), np.full(len(transfers), -1)

@@ -122,7 +122,7 @@ def steps_table(step: Column, from_rank: Column, to_rank: Column, nbytes: Column
 
 # The origin of each box of a tensor.
 
-_SHOWN = 40
+_SHOWN_ORIGINS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Provenance:
             rows = [(*row, key) for row, key in zip(rows, ["of", *(one.key for one in self.origins)], strict=True)]
         heading, *lines = table_lines(rows)
         casts = "".join(f", {text}" for text in dict.fromkeys(cast_text(*dtypes) for dtypes in self.casts.values()))
-        return "\n".join([f"{of}: {moves} move, {stays} stay{casts}", heading, *shorten(lines, _SHOWN)])
+        return "\n".join([f"{of}: {moves} move, {stays} stay{casts}", heading, *shorten(lines, _SHOWN_ORIGINS)])
 
 
 def _row(one: Origin) -> tuple[str, ...]:
