@@ -38,7 +38,7 @@ from shardtree.layouts import ShardColumns, TensorKind
 from shardtree.storage import BLOCK_BYTES, StoredFile, digest
 from shardtree.strategies import decode_metadata, encode_metadata
 from shardtree.strategies.index import build_index, encode_index
-from shardtree.strategies.torch_dist._metadata_write import Stored, encode_index_file
+from shardtree.strategies.torch_dist._metadata_write import Contents, encode_index_file
 from shardtree.world import one_process
 
 from ._measuring import Bar, Seconds, Settings, in_turns, print_bars, ratio, run
@@ -223,12 +223,12 @@ def metadata_bars(settings: Settings, folder: Path) -> list[Bar]:
     return found
 
 
-def stored_chunks(tensors: int, chunks: int) -> Stored:
+def stored_chunks(tensors: int, chunks: int) -> Contents:
     """Return what a `.metadata` says of so many tensors of so many chunks each."""
     row = np.arange(tensors * chunks)
     files = tuple(f"__{number}_0.distcp" for number in range(_FILES))
     length = np.full(row.size, 1024)
-    return Stored(row_shards(tensors, chunks), files, row % _FILES, row // _FILES * 1024, length, {})
+    return Contents(row_shards(tensors, chunks), files, row % _FILES, row // _FILES * 1024, length, {})
 
 
 def _opened(place: Path, tensors: int) -> st.checkpoint.OpenCheckpoint:

@@ -304,8 +304,8 @@ def _first_unlike(master: torch.Tensor, weight: torch.Tensor) -> int | None:
         item = master.element_size()
         unlike = (bit_view(master) != bit_view(weight)).view(-1, item).any(dim=1)
     else:
-        rounded = master.to(weight.dtype)
-        unlike = ((rounded != weight) & ~(rounded.isnan() & weight.isnan())).flatten()
+        cast = master.to(weight.dtype)
+        unlike = ((cast != weight) & ~(cast.isnan() & weight.isnan())).flatten()
     return int(unlike.nonzero()[0]) if bool(unlike.any()) else None
 
 

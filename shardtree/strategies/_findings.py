@@ -123,7 +123,7 @@ Finding = Damage | Unchecked
 """What `verify` may find."""
 
 
-def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the ranges of a file that lie in none of the given spans.
 
     Examples:
@@ -131,18 +131,18 @@ def gaps(length: int, covered: Iterable[tuple[int, int]]) -> tuple[tuple[int, in
         ((0, 1), (6, 10))
     """
     ranges, at = [], 0
-    for begin, end in sorted(covered):
+    for begin, end in sorted(spans):
         if begin > at:
             ranges.append((at, begin))
         at = max(at, end)
     return (*ranges, (at, length)) if at < length else tuple(ranges)
 
 
-def uncovered(file: str, why: str, length: int, covered: Iterable[tuple[int, int]]) -> tuple[Unchecked, ...]:
+def uncovered(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Unchecked, ...]:
     """Return the bytes of a file that lie in none of the given spans as an `Unchecked`; () if there are none."""
-    spans = gaps(length, covered)
-    nbytes = sum(end - begin for begin, end in spans)
-    return (Unchecked(file, why, nbytes, spans if nbytes < length else ()),) if spans else ()
+    ranges = gaps(length, spans)
+    nbytes = sum(end - begin for begin, end in ranges)
+    return (Unchecked(file, why, nbytes, ranges if nbytes < length else ()),) if ranges else ()
 
 
 def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
@@ -158,7 +158,7 @@ def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
     return [Unchecked(name, f"{name!r} isn't taken: {why}", 0) for name, why in sorted(untaken.items())]
 
 
-def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
+def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
     """Return what couldn't be checked, by why.
 
     Examples:
@@ -166,7 +166,7 @@ def by_reason(unchecked: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
         ['no checksum']
     """
     groups: dict[str, list[Unchecked]] = {}
-    for one in unchecked:
+    for one in findings:
         groups.setdefault(one.why, []).append(one)
     return groups
 
@@ -237,9 +237,9 @@ def stored_parts(
     """
     for number, group in enumerate(_groups(tensors)):
         if number % ranks == rank:
-            filled = [slab.init_data("cpu") for slab in group]
-            load(filled)
-            yield shard_parts(filled, lambda pieces: in_threads(piece_total, pieces, threads))
+            slabs = [slab.init_data("cpu") for slab in group]
+            load(slabs)
+            yield shard_parts(slabs, lambda pieces: in_threads(piece_total, pieces, threads))
 
 
 def _groups(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:

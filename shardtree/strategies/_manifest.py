@@ -59,20 +59,20 @@ def check_listed(checkpoint: Checkpoint, name: str) -> None:
     Raises:
         CorruptCheckpoint: it has another, or the manifest isn't sound.
     """
-    checked = checkpoint.once(_names_checked)
+    checked_names = checkpoint.once(_checked_names)
     expected = (read_manifest(checkpoint) or {}).get(name)
-    if expected is None or name in checked:
+    if expected is None or name in checked_names:
         return
     if file_sha256(checkpoint.storage, name) != expected:
         fix = "The medium or a later program damaged it; load another checkpoint."
         where = checkpoint.storage.where(name)
         what = f"load: {where!r} isn't what was saved: its SHA-256 isn't the one in {MANIFEST_FILE}"
         raise CorruptCheckpoint(error_text(what, fix=fix))
-    checked.add(name)
+    checked_names.add(name)
 
 
-def _names_checked(_: Checkpoint) -> set[str]:
-    """Return where the names of the files go that were checked."""
+def _checked_names(_: Checkpoint) -> set[str]:
+    """Return where the names of files go once they are checked."""
     return set()
 
 
@@ -91,7 +91,7 @@ def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], froz
     wrong = in_threads(lambda name: _wrong(checkpoint, name, manifest[name]), names, checkpoint.options.threads)
     damages = [Damage(name, what) for name, what in zip(names, wrong, strict=True) if what]
     whole = frozenset(name for name, what in zip(names, wrong, strict=True) if not what)
-    return (*damages, *_unlisted(checkpoint.storage, manifest)), whole | {MANIFEST_FILE}
+    return (*damages, *_unlisted_files(checkpoint.storage, manifest)), whole | {MANIFEST_FILE}
 
 
 def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
@@ -107,7 +107,7 @@ def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:
     return "" if sha256 == expected else f"its SHA-256 isn't the one in {MANIFEST_FILE}"
 
 
-def _unlisted(storage: Storage, manifest: Mapping[str, Any]) -> Iterator[Unchecked]:
+def _unlisted_files(storage: Storage, manifest: Mapping[str, Any]) -> Iterator[Unchecked]:
     for name in storage.names():
         length = storage.length(name)
         if name not in manifest and name != MANIFEST_FILE and length:

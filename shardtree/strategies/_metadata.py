@@ -190,7 +190,7 @@ def stamp(storage: Storage, decided_by: Iterable[str]) -> Stamp:
         return ()
     names = [name for name in storage.names() if is_deciding(name, decided_by)]
     files = ((name, storage.length(name), storage.changed(name)) for name in names)
-    return tuple((name, length, changed or 0.0) for name, length, changed in files if length is not None)
+    return tuple((name, length, time or 0.0) for name, length, time in files if length is not None)
 
 
 def is_deciding(name: str, decided_by: Iterable[str]) -> bool:
@@ -277,8 +277,8 @@ def check_unreplaced(checkpoint: Checkpoint) -> None:
     # is named after their save need no check.
     # Rank 0 alone, which opened it: what others see of a network's folder may be older.
     asks = checkpoint.stamp and not checkpoint.traits.in_save_folder and checkpoint.world.rank == 0
-    if asks and (changed := refuse_replaced(checkpoint)):
-        where = sorted(map(repr, map(checkpoint.storage.where, changed)))
+    if asks and (names := refuse_replaced(checkpoint)):
+        where = sorted(map(repr, map(checkpoint.storage.where, names)))
         what = "open: these files were cut while they were read, or a save is writing them"
         fix = "Load another checkpoint, or this one later."
         raise CorruptCheckpoint(error_text(what, offenders=where, fix=fix))
@@ -291,14 +291,14 @@ def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
         CheckpointReplaced: the folder now holds another checkpoint.
     """
     # A file that was merely cut is no save's: what is wrong with it is said by who reads it.
-    changed = _changed(checkpoint)
-    if any(_is_whole(checkpoint.storage, name) for name in changed):
+    names = _changed_files(checkpoint)
+    if any(_is_whole(checkpoint.storage, name) for name in names):
         what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
         raise CheckpointReplaced(error_text(what, fix="Open the checkpoint again."))
-    return changed
+    return names
 
 
-def _changed(checkpoint: Checkpoint) -> list[str]:
+def _changed_files(checkpoint: Checkpoint) -> list[str]:
     """Return those of the files that decide which checkpoint is in the folder that aren't as when it was opened."""
     storage, digest = checkpoint.storage, checkpoint.fields.get("digest")
     # By the digest where there is one: lengths and times can agree by chance.

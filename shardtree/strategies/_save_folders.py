@@ -108,13 +108,13 @@ def _leave_note(storage: Storage, folder: str) -> None:
         # The note makes the folder there, so that other ranks see it: a failure of this one isn't passed over.
         one_saver = not mark(name, note)
     place = storage.where().partition("://")[0]
-    if one_saver and place not in _warned:
-        _warned.add(place)
+    if one_saver and place not in _warned_places:
+        _warned_places.add(place)
         what = "save: %s replaces files without conditions, so that of two savers at once both may report success"
         logger.warning(f"{what}; let one save at a time go to a folder", storage.where())
 
 
-_warned: set[str] = set()
+_warned_places: set[str] = set()
 """Kinds of storages that were named in a warning of this process."""
 
 
@@ -226,7 +226,7 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
         before: metadata.json as it was before.
         stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
     """
-    replaced = _save_id(before)
+    predecessor = _save_id(before)
     # Where a commit is conditional, this one has turned away whatever an interrupted save may have sent.
     is_dead = is_orphaned if can(storage).replace_if is not None else is_surely_orphaned
     now = max(listing.changed(name) or 0.0 for name in (METADATA_FILE, keep))
@@ -235,9 +235,9 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
             continue
         if name == keep:
             listing.remove(f"{name}/{OWNER_FILE}")
-        elif name == replaced and listing.length(f"{name}/{OWNER_FILE}") is not None:
+        elif name == predecessor and listing.length(f"{name}/{OWNER_FILE}") is not None:
             remove_interrupted(listing, name)  # what removed tensors from it was killed
-        elif name == replaced or _was_replaced_before(storage, listing, name):
+        elif name == predecessor or _was_replaced_before(storage, listing, name):
             remove_save(listing, name)
         # A save that was committed since the listing has no note any more, and would be judged by its age.
         elif is_dead(listing, name, before=now - stale_after) and not is_committed(storage, name):

@@ -136,8 +136,8 @@ class Checkpoint:
         results = self.cache.results
         if read not in results:
             results[read] = read(self)
-        found: T = results[read]
-        return found
+        value: T = results[read]
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def register_default_strategy(
             name = f"{other.__module__}.{getattr(other, '__qualname__', other)}"
             fix = "Pass override=True to replace it, or strategies=default_strategies | {...} to one call."
             raise StrategyError(
-                error_text(f"register: {_shown(row)} is taken", found=name, expected="a free row", fix=fix)
+                error_text(f"register: {_row_text(row)} is taken", found=name, expected="a free row", fix=fix)
             )
         _rows[row] = function
         return function
@@ -183,11 +183,11 @@ def get_default_strategy(
     strategy = find_strategy(action, backend, version, strategies=strategies)
     if strategy is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
-        broken = _packages().broken
+        errors = _packages().errors
         fix = "Install the package that brings this backend, register_default_strategy a function, or pass strategies=."
-        offenders = [f"{action.value} exists for {have or 'no backend'}", *broken]
-        error = StrategyError(error_text(f"no strategy for {_shown(row)}", offenders=offenders, fix=fix))
-        raise error from next(iter(broken.values()), None)
+        offenders = [f"{action.value} exists for {have or 'no backend'}", *errors]
+        error = StrategyError(error_text(f"no strategy for {_row_text(row)}", offenders=offenders, fix=fix))
+        raise error from next(iter(errors.values()), None)
     return strategy
 
 
@@ -264,30 +264,30 @@ class _Packages:
 
     Attributes:
         rows: those that entry points registered while they were imported.
-        broken: what names the entry points that can't be imported, and why.
+        errors: what names the entry points that can't be imported, and why.
     """
 
     rows: Strategies
-    broken: Mapping[str, Exception]
+    errors: Mapping[str, Exception]
 
 
 @cache
 def _packages() -> _Packages:
     """Return what installed packages bring; one that can't be imported is a warning, and in errors on missing rows."""
     before = set(default_strategies)
-    broken: dict[str, Exception] = {}
+    errors: dict[str, Exception] = {}
     # Only when a row is missing: a package that isn't needed can't slow down or break a program.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry_point.load()
         except Exception as error:
             what = f"entry point {entry_point.name!r} ({entry_point.value}) can't be loaded"
-            broken[f"{what}: {type(error).__name__}: {error}"] = error
-    if broken:
+            errors[f"{what}: {type(error).__name__}: {error}"] = error
+    if errors:
         fix = "Their formats are missing. Repair or uninstall the packages that bring them."
-        text = error_text("strategies: packages that are broken", offenders=list(broken), fix=fix)
+        text = error_text("strategies: packages that are broken", offenders=list(errors), fix=fix)
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return _Packages({row: default_strategies[row] for row in default_strategies if row not in before}, broken)
+    return _Packages({row: default_strategies[row] for row in default_strategies if row not in before}, errors)
 
 
 def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
@@ -299,7 +299,7 @@ def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
     )
 
 
-def _shown(row: Row) -> str:
+def _row_text(row: Row) -> str:
     return f"{row[0].value} with backend {row[1][:100]!r}, version {row[2]}"
 
 

@@ -120,11 +120,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         TreeError: `parameter_names` doesn't fit the optimizer.
     """
     storage = checkpoint.storage
-    listed = rank_files(storage.names(), storage.where())
-    kinds = list(listed.names)
-    files = read_archives(checkpoint, [name for kind in kinds for name in listed.names[kind]], {})
+    listing = rank_files(storage.names(), storage.where())
+    kinds = list(listing.names)
+    files = read_archives(checkpoint, [name for kind in kinds for name in listing.names[kind]], {})
     of_kind = {
-        kind: list(enumerate(files))[number * listed.world_size : (number + 1) * listed.world_size]
+        kind: list(enumerate(files))[number * listing.world_size : (number + 1) * listing.world_size]
         for number, kind in enumerate(kinds)
     }
     model, others = _by_tensor(of_kind.get("model", []), _entries)
@@ -205,10 +205,10 @@ def _names(
     doing = f"open: parameter_names for {checkpoint.storage.where(file.name)!r}"
     if any(not isinstance(index, int) for index in ids):
         raise TreeError(error_text(doing, found="states that have names already", fix="Leave parameter_names out."))
-    nested = [len(group) for group in parameter_names if not isinstance(group, str)]
+    lengths = [len(group) for group in parameter_names if not isinstance(group, str)]
     sizes = [len(group) for group in members]
-    if len(flat) != len(ids) or len(set(flat)) != len(flat) or (nested and nested != sizes):
-        counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {nested}" if nested else "")
+    if len(flat) != len(ids) or len(set(flat)) != len(flat) or (lengths and lengths != sizes):
+        counts = f"{len(flat)} names, {len(set(flat))} different" + (f", in groups of {lengths}" if lengths else "")
         fix = "Name each parameter once, in the order in which the optimizer was given them, tied ones under one name."
         raise TreeError(error_text(doing, found=counts, expected=f"{len(ids)} in groups of {sizes}", fix=fix))
     names = dict(zip(ids, flat, strict=True))

@@ -214,5 +214,5 @@ def archive_unchecked(name: str, data: Buffer) -> tuple[Unchecked, ...]:
         records = archive_records(lambda begin, end: data[begin:end], data.nbytes, what=name)
     except CheckpointingException:
         records = ()  # torch wrote it in another form, which has no checksums
-    covered = ((record.begin, record.begin + record.nbytes) for record in records if record.crc32)
-    return uncovered(name, HEADERS, data.nbytes, covered)
+    spans = ((record.begin, record.begin + record.nbytes) for record in records if record.crc32)
+    return uncovered(name, HEADERS, data.nbytes, spans)

@@ -104,12 +104,12 @@ def listed(storage: Storage) -> Listing:
     size = 0
     if METADATA in names:
         place = storage.where(METADATA)
-        saved = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
-        size = saved.member("world_size").count()
-        if saved.member("version", "1.0").of(str) != "2.0":
+        metadata = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
+        size = metadata.member("world_size").count()
+        if metadata.member("version", "1.0").of(str) != "2.0":
             fix = "Load it with torch_checkpointing, and save it anew."
             raise UnsupportedValue(error_text(f"open: {place!r} is of version 1.0 of its format", fix=fix))
-        for item, one in saved.member("metadata").members(str).items():
+        for item, one in metadata.member("metadata").members(str).items():
             layouts = one.member("rank_to_layout_info").members(int, str)
             files[item] = {int(rank): _file(item, int(rank), layout) for rank, layout in layouts.items()}
             for path, groups in one.member("nested_path_to_metadata").members(str).items():
@@ -163,13 +163,13 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """
     listing = listed(checkpoint.storage)
     files = read_archives(checkpoint, [name for ranks in listing.files.values() for name in ranks.values()], {})
-    numbered = iter(enumerate(files))
+    numbered_files = iter(enumerate(files))
     tensors, common, objects = Tensors(), dict[str, Any](), dict[str, Any]()
     for item, ranks in listing.files.items():
         by_path: dict[TreePath, list[RankPart]] = {}
         rest: dict[int, Any] = {}
         for rank in ranks:
-            number, file = next(numbered)
+            number, file = next(numbered_files)
             for path, tensor in _tensors(file.value, ()):
                 check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
                 by_path.setdefault(path, []).append((rank, number, tensor))
@@ -236,7 +236,7 @@ def _place_boxes(
     """Add a tensor of which ranks have boxes that metadata.pkl describes; or the reason why it can't be read."""
     whole, dtype = next(iter(boxes.values())).member("global_shape").shape(), local_part(parts[0][2]).dtype
     tensors.add(key, dtype, whole)
-    placed = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()
+    places = dict[tuple[tuple[int, ...], ...], tuple[int, StoredTensor]]()
     for rank, number, tensor in parts:
         if rank not in boxes or not isinstance(tensor, StoredTensor) or tensor.dtype != dtype:
             tensors.refused[key] = f"{files[number].where!r} has another kind of it than metadata.pkl says"
@@ -250,7 +250,7 @@ def _place_boxes(
             if not _is_rows(tensor, inner, size) or not _is_inside(offset, size, whole):
                 tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't rows of the rank's tensor"
                 return
-            first, other = placed.setdefault((offset, size), (number, tensor))
+            first, other = places.setdefault((offset, size), (number, tensor))
             if first == number:
                 begin = tensor.begin + (inner[0] * prod(size[1:]) if inner else 0) * dtype.itemsize
                 tensors.pieces.append(Piece(key, number, begin, offset, size))

@@ -138,6 +138,6 @@ def test_a_conversion_in_windows_never_mixes_two_checkpoints(
 
 def test_the_law_catches_a_read_that_accuses_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert replaced_or_whole(verify, tmp_path / "a", ("dcp", 1)) > 0
-    monkeypatch.setattr(_metadata, "_changed", lambda checkpoint: [])
+    monkeypatch.setattr(_metadata, "_changed_files", lambda checkpoint: [])
     with pytest.raises((AssertionError, st.errors.CheckpointingException)):
         replaced_or_whole(verify, tmp_path / "b", ("dcp", 1))

@@ -20,7 +20,7 @@ def tree(value: float) -> dict[str, object]:
 def test_it_says_once_that_one_saver_may_save_at_a_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_save_folders, "_warned", set())
+    monkeypatch.setattr(_save_folders, "_warned_places", set())
     for _ in range(2):
         st.save(tree(1.0), f"memory://{uuid4().hex}")
     assert len([each for each in caplog.messages if "let one save at a time go to a folder" in each]) == 1

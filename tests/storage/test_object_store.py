@@ -426,7 +426,7 @@ def test_a_store_that_ignores_conditions_is_found_out(
     from shardtree.strategies import _save_folders
 
     monkeypatch.setattr(_object_store, "_honours", {})
-    monkeypatch.setattr(_save_folders, "_warned", set())
+    monkeypatch.setattr(_save_folders, "_warned_places", set())
     server.store.ignores_conditions = True
     st.save(tree(1.0), at())
     st.save(tree(2.0), at(), overwrite=True)

@@ -185,8 +185,8 @@ def test_all_but_a_few_records_of_a_regular_file_are_taken(chunks: int, tensors:
     count = chunks * tensors
     # A record that lies across the border of a frame of 64 KiB isn't taken, nor is the first one.
     frames = 3 + len(data) // 65_536 * (chunks + 1 if tensors > 1 else 1)
-    assert len(scan.taken.pair_key) >= count - frames
-    assert scan.taken.chunks >= count - 2 * frames - chunks * (tensors > 1)
+    assert len(scan.columns.pair_key) >= count - frames
+    assert scan.columns.chunks >= count - 2 * frames - chunks * (tensors > 1)
     law_of_content(many(chunks, tensors, shared=shared), by_c)
 
 

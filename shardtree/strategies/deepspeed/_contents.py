@@ -40,9 +40,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         UnsafeFile: a file names something that isn't data.
     """
     storage = checkpoint.storage
-    listed = zero_files(storage, tag_folder(storage) or "")
-    files = read_archives(checkpoint, [*listed.models, *listed.optimizers], CLASSES)
-    models, optimizers = files[: len(listed.models)], files[len(listed.models) :]
+    listing = zero_files(storage, tag_folder(storage) or "")
+    files = read_archives(checkpoint, [*listing.models, *listing.optimizers], CLASSES)
+    models, optimizers = files[: len(listing.models)], files[len(listing.models) :]
     tensors = Tensors()
     if not optimizers:
         model = read_model(checkpoint, models, None, tensors)
@@ -50,9 +50,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         return contents_of(files, tensors, common=plain(model.common), where=storage.where)
     optimizer = read_optimizer(checkpoint, optimizers, len(models), models[0].saved.member("dp_world_size", 0).count())
     by = f"partition_count in {storage.where(optimizers[0].name)!r}"
-    check_count(storage, listed.folder, "optimizer", len(optimizers), optimizer.ranks, by)
+    check_count(storage, listing.folder, "optimizer", len(optimizers), optimizer.ranks, by)
     if optimizer.is_zero3:
-        check_count(storage, listed.folder, "model", len(models), optimizer.ranks, by)
+        check_count(storage, listing.folder, "model", len(models), optimizer.ranks, by)
         _check_copies(checkpoint, optimizer)
     model = read_model(checkpoint, models, optimizer.paddings, tensors)
     if len(optimizer.masters) != len(model.groups):
@@ -109,9 +109,9 @@ def _check_paddings(groups: Sequence[Sequence[Parameter]], optimizer: Optimizer,
         [(number, *place) for number, by_rank in enumerate(paddings) for place in by_rank[rank]] for rank in ranks
     ]
 
-    def zeros(rank: int, padded: int) -> bool:
+    def zeros(rank: int, other: int) -> bool:
         """Whether a rank's moments are zeros where another rank's padding is."""
-        return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[padded]))
+        return not any(bool(filled(checkpoint, part).any()) for part in moments(rank, places[other]))
 
     def moments(rank: int, padding: Sequence[tuple[int, int, int]]) -> Iterator[StoredTensor]:
         for number, begin, count in padding[:: -(-len(padding) // _LOOKED_AT_PADDINGS)]:
@@ -218,10 +218,10 @@ def _add_for_each(
         for key in keys:
             tensors.add_number(key, value, first)
     else:
-        shown = f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
+        kind = f"of shape {value.shape}" if isinstance(value, StoredTensor) else f"that is a {type(value).__name__}"
         for key in keys:
             tensors.add(key, torch.float32, ())
-            tensors.refused[key] = f"the group has one {shown}, not one for each element"
+            tensors.refused[key] = f"the group has one {kind}, not one for each element"
         return
     for other, place in zip(others, places, strict=True):
         tensors.add_copy(keys, value, other, (first, place))

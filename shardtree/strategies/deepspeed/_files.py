@@ -64,8 +64,8 @@ class Model:
         return {parameter.name: parameter for group in self.groups for parameter in group}
 
 
-def _shapes(saved: ValueAt) -> dict[str, tuple[int, ...]]:
-    return {name: shape.shape() for name, shape in saved.members(str).items()}
+def _shapes(shapes: ValueAt) -> dict[str, tuple[int, ...]]:
+    return {name: shape.shape() for name, shape in shapes.members(str).items()}
 
 
 def read_model(
@@ -88,20 +88,20 @@ def read_model(
     first = files[0].saved
     modules = [file.saved.member("module") for file in files]
     module = {name: one.value for name, one in modules[0].members(str).items()}
-    listed = first.member("param_shapes", [])
-    shapes = map(_shapes, [listed] if isinstance(listed.value, dict) and listed.value else listed.items())
+    field = first.member("param_shapes", [])
+    shapes = map(_shapes, [field] if isinstance(field.value, dict) and field.value else field.items())
     groups = [_group(names, paddings, number, files[0].where) for number, names in enumerate(shapes)]
-    trained = {parameter.name: parameter for group in groups for parameter in group}
+    parameters = {parameter.name: parameter for group in groups for parameter in group}
     own = {name: value for name, value in module.items() if isinstance(value, StoredTensor)}
     # Only the first rank's file names them under ZeRO-3.
     owners = {name: owner.of(str) for name, owner in first.member("shared_params", {}).members(str).items()}
-    frozen = _shapes(first.member("frozen_param_shapes", {}))
+    frozen_shapes = _shapes(first.member("frozen_param_shapes", {}))
     for name, tensor in own.items():
         owner = owners.get(name, name)
-        if owner in trained and tensor.shape != trained[owner].shape:
-            tensors.add_derived(name, tensor.dtype, trained[owner].shape, state_key("param", owner))
-        elif owner in frozen and tensor.shape != frozen[owner]:
-            _add_frozen(checkpoint, files, name, Parameter(owner, frozen[owner]), tensors)
+        if owner in parameters and tensor.shape != parameters[owner].shape:
+            tensors.add_derived(name, tensor.dtype, parameters[owner].shape, state_key("param", owner))
+        elif owner in frozen_shapes and tensor.shape != frozen_shapes[owner]:
+            _add_frozen(checkpoint, files, name, Parameter(owner, frozen_shapes[owner]), tensors)
         else:
             tensors.add(name, tensor.dtype, tensor.shape, _whole(name, 0, tensor))
             _compare_replicas(checkpoint, files, modules, name, tensor, tensors)
@@ -113,17 +113,17 @@ def read_model(
 def _group(
     shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[Sequence[int]] | None, number: int, where: str
 ) -> list[Parameter]:
-    skipped: Sequence[int] = next(iter(paddings[number:]), ()) if paddings else [0] * len(shapes)
-    if len(skipped) != len(shapes):
+    skips: Sequence[int] = next(iter(paddings[number:]), ()) if paddings else [0] * len(shapes)
+    if len(skips) != len(shapes):
         raise CorruptCheckpoint(
             error_text(
                 f"open: group {number} of the optimizer isn't that of the model in {where!r}",
-                found=f"{len(skipped)} in param_alignment_paddings[{number}]",
+                found=f"{len(skips)} in param_alignment_paddings[{number}]",
                 expected=f"{len(shapes)}, by param_shapes[{number}]",
                 fix="Files of two saves lie in the folder; load another checkpoint.",
             )
         )
-    return [Parameter(name, shape, skip) for (name, shape), skip in zip(shapes.items(), skipped, strict=True)]
+    return [Parameter(name, shape, skip) for (name, shape), skip in zip(shapes.items(), skips, strict=True)]
 
 
 def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
@@ -217,7 +217,7 @@ class Optimizer:
     Attributes:
         is_zero3: whether parameters are cut each by itself.
         ranks: how many ranks saved.
-        paddings: elements skipped after each parameter of each group; None where there are none.
+        paddings: elements after each parameter of each group; None where there are none.
         masters: of each group, by rank.
         states: by rank, a group's states by its number.
         param_groups: by rank, hyperparameters; () where the files have none.

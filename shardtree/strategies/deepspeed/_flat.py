@@ -30,12 +30,12 @@ class Parameter(NamedTuple):
     Attributes:
         name: its name.
         shape: its global shape.
-        skipped: elements after it that belong to none.
+        padding: elements after it that belong to none.
     """
 
     name: str
     shape: tuple[int, ...]
-    skipped: int = 0
+    padding: int = 0
 
 
 def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Vector]) -> Iterator[Piece]:
@@ -66,7 +66,7 @@ def group_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Ve
             part = max(at, low), min(end, high)
             if part[0] < part[1]:
                 yield _piece(key, parameter, vector, part[0] - low, part[0] - at, part[1] - at)
-        at = end + parameter.skipped
+        at = end + parameter.padding
 
 
 def split_pieces(key: Key, parameters: Sequence[Parameter], vectors: Sequence[Vector]) -> Iterator[Piece]:

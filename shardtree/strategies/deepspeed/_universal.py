@@ -71,8 +71,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """
     storage = checkpoint.storage
     folder = universal_folder(storage) or ""
-    listed = zero_files(storage, folder)
-    models = read_archives(checkpoint, listed.models, CLASSES)
+    listing = zero_files(storage, folder)
+    models = read_archives(checkpoint, listing.models, CLASSES)
     tensors = Tensors()
     model = read_model(checkpoint, models, None, tensors)
     names = _state_files(storage, folder, model)

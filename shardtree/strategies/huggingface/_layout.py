@@ -89,13 +89,13 @@ def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mappi
     group, size, header = list[str](), 0, 0
     for name, kind in kinds.items():
         # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
-        needed, more = tensor_bytes(kind), 6 * len(name) + 24 * len(kind.global_shape) + 200
-        is_full = size + needed > max_file_bytes or header + more > header_bytes
+        nbytes, more = tensor_bytes(kind), 6 * len(name) + 24 * len(kind.global_shape) + 200
+        is_full = size + nbytes > max_file_bytes or header + more > header_bytes
         if group and (is_full or writers.get(name) != writers.get(group[0])):
             yield group
             group, size, header = [], 0, 0
         group.append(name)
-        size, header = size + needed, header + more
+        size, header = size + nbytes, header + more
     if group or not kinds:
         yield group
 

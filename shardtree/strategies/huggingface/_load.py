@@ -118,12 +118,12 @@ class Contents:
 
     Attributes:
         index: its tensors, each as one chunk.
-        refused: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
+        refusals: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
         texts: the strings that the files keep beside their tensors, without the framework's name.
     """
 
     index: Index
-    refused: Mapping[str, str]
+    refusals: Mapping[str, str]
     texts: Mapping[str, str]
 
 
@@ -154,9 +154,9 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
         CorruptCheckpoint: a tensor is in two files, or in another one than is listed; or none is there.
     """
     rows = _rows(listing, files)
-    refused = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
+    refusals = {entry.name: reason for _, entry in rows if (reason := _refusal(entry))} | absent(listing, files)
     loadable_rows = sorted(
-        ((file, entry) for file, entry in rows if entry.name not in refused), key=lambda row: row[1].name
+        ((file, entry) for file, entry in rows if entry.name not in refusals), key=lambda row: row[1].name
     )
     if len(loadable_rows) * max((len(entry.shape) for _, entry in loadable_rows), default=0) > _MOST_NUMBERS:
         raise CorruptCheckpoint(error_text(f"open: {listing.name!r}: more tensors with many axes than any model has"))
@@ -167,7 +167,7 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
         np.array(byte, dtype=np.int64),
         files=[StoredFile(file.name, file.length) for file in files],
     )
-    return Contents(index, refused, _texts(files))
+    return Contents(index, refusals, _texts(files))
 
 
 def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
@@ -182,9 +182,9 @@ def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entr
                 what = f"open: tensor {entry.name[:200]!r} is in two files"
                 raise CorruptCheckpoint(error_text(what, found=f"{other!r} and {file.name!r}"))
             rows[entry.name] = number, entry
-    listed, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
+    index, there = listing.weight_map or {}, {entry.name for file in files for entry in file.entries}
     wrong = [
-        f"{key[:200]!r} in {file!r}" for key, file in listed.items() if key not in rows and (key in there or not rows)
+        f"{key[:200]!r} in {file!r}" for key, file in index.items() if key not in rows and (key in there or not rows)
     ]
     if wrong:
         what = f"open: {listing.name!r} lists tensors that aren't in their files"
@@ -245,14 +245,14 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
         CorruptCheckpoint: the files aren't sound, or don't fit each other.
     """
     model_contents = read_contents(checkpoint)
-    check_taken(model_contents.refused, [shard.key for shard in shards])
+    check_taken(model_contents.refusals, [shard.key for shard in shards])
     return load_from_index(checkpoint, model_contents.index, shards)
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
     model_contents = read_contents(checkpoint)
-    return IndexMetadata(model_contents.index, untaken=model_contents.refused)
+    return IndexMetadata(model_contents.index, untaken=model_contents.refusals)
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     except CheckpointingException as error:
         return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
     damage = _damage(checkpoint, listing)
-    untaken = () if damage else untaken_findings(read_contents(checkpoint).refused)
+    untaken = () if damage else untaken_findings(read_contents(checkpoint).refusals)
     return (*damage, *_unchecked(checkpoint, listing), *untaken)
 
 

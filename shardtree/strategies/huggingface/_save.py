@@ -47,11 +47,11 @@ class Saving:
 
     Attributes:
         model: that all ranks write.
-        moved: the names that its files have got so far; a save that fails removes them.
+        final_names: the names that its files have got so far; a save that fails removes them.
     """
 
     model: Model
-    moved: list[str] = field(default_factory=list)
+    final_names: list[str] = field(default_factory=list)
 
 
 def commit(pending: PendingSave, fields: Fields) -> None:
@@ -60,7 +60,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     If another format keeps the common state, metadata.json comes before the index: it is the commit then.
     """
     saving: Saving = pending.state
-    files, final_names = saving.model.files, saving.moved
+    files, final_names = saving.model.files, saving.final_names
     count = len(files)
     alone = fields["common_backend"] == BACKEND
     if alone and count == 1:
@@ -123,8 +123,8 @@ def abandon(pending: PendingSave, saving: Saving) -> None:
             pending.storage.remove(draft_name(pending.save_id, number, len(files)))
         remove_folder(pending.storage, pending.save_id)
         if not any(pending.storage.length(name) is not None for name in (INDEX_FILE, METADATA_FILE)):
-            while saving.moved:
-                pending.storage.remove(saving.moved.pop())
+            while saving.final_names:
+                pending.storage.remove(saving.final_names.pop())
 
 
 MAX_FILE_BYTES = 5 * 10**9

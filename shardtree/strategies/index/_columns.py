@@ -103,10 +103,10 @@ def text_columns(texts: Sequence[str]) -> tuple[Bytes, Column]:
         >>> bytes(text), start.tolist()
         (b'abc', [0, 2, 3])
     """
-    encoded = [text.encode("utf-8") for text in texts]
-    start = np.zeros(len(encoded) + 1, dtype=np.int64)
-    np.cumsum([len(text) for text in encoded], out=start[1:])
-    return np.frombuffer(b"".join(encoded), dtype=np.uint8), start
+    encodings = [text.encode("utf-8") for text in texts]
+    start = np.zeros(len(encodings) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in encodings], out=start[1:])
+    return np.frombuffer(b"".join(encodings), dtype=np.uint8), start
 
 
 def text_at(text: Bytes, start: Column, number: int) -> str:
@@ -126,11 +126,11 @@ def texts(text: Bytes, start: Column) -> list[str]:
         >>> texts(*text_columns(["ab", "c"]))
         ['ab', 'c']
     """
-    joined, places = text.tobytes(), start.tolist()
-    if joined.isascii():  # one decode for all: characters are bytes then
-        whole = joined.decode("ascii")
+    data, places = text.tobytes(), start.tolist()
+    if data.isascii():  # one decode for all: characters are bytes then
+        whole = data.decode("ascii")
         return [whole[begin:end] for begin, end in pairwise(places)]
-    return [joined[begin:end].decode("utf-8") for begin, end in pairwise(places)]
+    return [data[begin:end].decode("utf-8") for begin, end in pairwise(places)]
 
 
 _MOST_WORDS = 64
@@ -144,8 +144,8 @@ def ascend(text: Bytes, start: Column) -> bool:
         [True, False, False]
     """
     # Eight bytes of all texts at a time, as numbers: a text for each would take most of an open's time.
-    padded = np.concatenate([text, np.zeros(8, dtype=np.uint8)])
-    words = np.ndarray(text.size + 1, dtype=">u8", buffer=padded, strides=(1,))
+    buffer = np.concatenate([text, np.zeros(8, dtype=np.uint8)])
+    words = np.ndarray(text.size + 1, dtype=">u8", buffer=buffer, strides=(1,))
     begin, length = start[:-1], np.diff(start)
     row = np.arange(max(length.size - 1, 0))  # of texts that are equal to the next one so far
     for at in range(0, 8 * _MOST_WORDS, 8):
@@ -158,12 +158,12 @@ def ascend(text: Bytes, start: Column) -> bool:
             return False
         row = row[left == right]
         # Padding counts for nothing: of texts that are equal so far, the one that ends is the smaller one.
-        ended = row[np.maximum(length[row], length[row + 1]) <= at + 8]
-        if (length[ended] >= length[ended + 1]).any():
+        at_end = row[np.maximum(length[row], length[row + 1]) <= at + 8]
+        if (length[at_end] >= length[at_end + 1]).any():
             return False
-        if ended.size == row.size:
+        if at_end.size == row.size:
             return True
-        row = np.setdiff1d(row, ended, assume_unique=True) if ended.size else row
+        row = np.setdiff1d(row, at_end, assume_unique=True) if at_end.size else row
     edges = start.tolist()
     triples = (edges[number : number + 3] for number in row.tolist())
     return all(text[low:middle].tobytes() < text[middle:high].tobytes() for low, middle, high in triples)
@@ -173,12 +173,12 @@ def _words_at(words: NDArray[Any], at: Column, left: Column) -> NDArray[np.uint6
     """Return the eight bytes at some places as numbers, zeros for those beyond so many that are left."""
     if left.min(initial=8) >= 8:
         return words[at].astype(np.uint64)
-    found = words[np.minimum(at, words.size - 1)].astype(np.uint64)
+    word = words[np.minimum(at, words.size - 1)].astype(np.uint64)
     spare = (64 - 8 * left).clip(0, 63).astype(np.uint64)
-    return np.where(left > 0, found >> spare << spare, np.uint64(0))
+    return np.where(left > 0, word >> spare << spare, np.uint64(0))
 
 
-def find_texts(text: Bytes, start: Column, wanted: Sequence[str]) -> list[int]:
+def find_texts(text: Bytes, start: Column, names: Sequence[str]) -> list[int]:
     """Return the numbers of texts in a sorted text column; -1 for one that isn't there.
 
     A few are looked up by bisection, so that one key of a million needs no pass over all of them.
@@ -187,13 +187,13 @@ def find_texts(text: Bytes, start: Column, wanted: Sequence[str]) -> list[int]:
         >>> find_texts(*text_columns(["ab", "c"]), ["c", "x"])
         [1, -1]
     """
-    if len(wanted) * 32 < start.size:
-        return [_bisect(text, start, name.encode("utf-8")) for name in wanted]
-    names = texts(text, start)
-    if names == list(wanted):
-        return list(range(len(names)))
-    numbers = {name: number for number, name in enumerate(names)}
-    return [numbers.get(name, -1) for name in wanted]
+    if len(names) * 32 < start.size:
+        return [_bisect(text, start, name.encode("utf-8")) for name in names]
+    stored_names = texts(text, start)
+    if stored_names == list(names):
+        return list(range(len(stored_names)))
+    numbers = {name: number for number, name in enumerate(stored_names)}
+    return [numbers.get(name, -1) for name in names]
 
 
 def _bisect(text: Bytes, start: Column, name: bytes) -> int:
@@ -204,8 +204,8 @@ def _bisect(text: Bytes, start: Column, name: bytes) -> int:
             low = middle + 1
         else:
             high = middle
-    found = low < start.size - 1 and text[start[low] : start[low + 1]].tobytes() == name
-    return low if found else -1
+    is_there = low < start.size - 1 and text[start[low] : start[low + 1]].tobytes() == name
+    return low if is_there else -1
 
 
 # Lookups in the rows of an index: a tensor, its chunks and its files
@@ -262,9 +262,9 @@ def kinds_at(index: Index, numbers: Sequence[int]) -> list[TensorKind]:
     if None in dtypes:
         return [kind_at(index, number) for number in numbers]
     # A model repeats few kinds in many layers; each is one object.
-    known: dict[tuple[Any, ...], TensorKind] = {}
+    kinds: dict[tuple[Any, ...], TensorKind] = {}
     fields = zip(dtypes, _shapes(index, rows), index.key_prepended[rows].tolist(), strict=True)
-    return [known.get(each) or known.setdefault(each, TensorKind(*each)) for each in fields]
+    return [kinds.get(each) or kinds.setdefault(each, TensorKind(*each)) for each in fields]
 
 
 def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> bool:
@@ -278,10 +278,10 @@ def stored_alike(index: Index, numbers: Column, kinds: Sequence[TensorKind]) -> 
     if (numbers < 0).any():
         return False
     width = index.key_shape.shape[1]
-    wanted = [kind.global_shape for kind in kinds]
-    axes = np.fromiter(map(len, wanted), dtype=np.int64, count=len(kinds))
+    expected_shapes = [kind.global_shape for kind in kinds]
+    axes = np.fromiter(map(len, expected_shapes), dtype=np.int64, count=len(kinds))
     try:
-        shapes = box_column(wanted, fill=1, axes=width)
+        shapes = box_column(expected_shapes, fill=1, axes=width)
     except OverflowError:  # larger than anything that is stored
         return False
     if shapes.shape[1] > width or (axes != index.key_axes[numbers]).any() or (shapes != index.key_shape[numbers]).any():
@@ -356,8 +356,8 @@ def _shapes(index: Index, rows: Column) -> list[tuple[int, ...]]:
     axes = index.key_shape.shape[1]
     # Converted column by column: a list for each row would keep the garbage collector busy.
     shapes = list(zip(*index.key_shape[rows].T.tolist(), strict=True))
-    skipped = (axes - index.key_axes[rows]).tolist()
-    return [shape[skip:] for shape, skip in zip(shapes, skipped, strict=True)] if any(skipped) else shapes
+    skips = (axes - index.key_axes[rows]).tolist()
+    return [shape[skip:] for shape, skip in zip(shapes, skips, strict=True)] if any(skips) else shapes
 
 
 def stored_columns(

@@ -185,12 +185,12 @@ class _Describer:
 
     def block_damage(self, number: int, begin: int, end: int) -> Damage:
         """Return the damage of one block, which may contain a header or padding too."""
-        found = self.damage(number, "the hash of a block differs", begin, end)
+        damage = self.damage(number, "the hash of a block differs", begin, end)
         contents = self.contents[number]
         first = end if contents.begin is None else contents.begin
         around = " (the file's header lies in it)" if begin < first else ""
         around = around or (" (it goes on after the file's last tensor)" if end > contents.end else "")
-        return replace(found, what=found.what + around)
+        return replace(damage, what=damage.what + around)
 
 
 def whole_damage(checkpoint: Checkpoint, field: str) -> Iterator[Damage]:
@@ -230,11 +230,11 @@ def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
         else:
             # In pieces, so that a single large file keeps all threads busy.
             pieces += _pieces(file)
-    for found in in_threads(partial(_checked, checkpoint), pieces, threads):
-        piece, number = found.piece, numbers[found.piece.file.name]
-        if found.error:
-            yield describer.damage(number, found.error, piece.begin, piece.end)
-        for block in found.blocks:
+    for result in in_threads(partial(_check_piece, checkpoint), pieces, threads):
+        piece, number = result.piece, numbers[result.piece.file.name]
+        if result.error:
+            yield describer.damage(number, result.error, piece.begin, piece.end)
+        for block in result.blocks:
             begin, end = block * BLOCK_BYTES, min(piece.file.length, (block + 1) * BLOCK_BYTES)
             yield describer.block_damage(number, begin, end)
 
@@ -244,14 +244,16 @@ def _pieces(file: StoredFile) -> Iterator[_Piece]:
         yield _Piece(file, begin // BLOCK_BYTES, begin, min(file.length, begin + _PIECE_BYTES))
 
 
-def _checked(checkpoint: Checkpoint, piece: _Piece) -> _PieceResult:
+def _check_piece(checkpoint: Checkpoint, piece: _Piece) -> _PieceResult:
     try:
-        found = _hashes(checkpoint, piece)
+        hashes = _hashes(checkpoint, piece)
     except CheckpointingException as error:
         return _PieceResult(piece, error=str(error))
     assert piece.file.hashes is not None
-    known = piece.file.hashes[piece.first : -(-piece.end // BLOCK_BYTES)].tolist()
-    return _PieceResult(piece, [block for block, value in enumerate(known, piece.first) if found.get(block) != value])
+    stored_hashes = piece.file.hashes[piece.first : -(-piece.end // BLOCK_BYTES)].tolist()
+    return _PieceResult(
+        piece, [block for block, value in enumerate(stored_hashes, piece.first) if hashes.get(block) != value]
+    )
 
 
 def _hashes(checkpoint: Checkpoint, piece: _Piece) -> dict[int, int]:

@@ -105,13 +105,13 @@ def encode_index(index: Index) -> bytes:
     present = [name for name in (*COLUMNS, *OPTIONAL_COLUMNS) if getattr(index, name) is not None]
     columns = {name: np.ascontiguousarray(getattr(index, name)) for name in present}
     # 8-byte columns first: each is then aligned in the file's bytes, so that a reader uses it where it lies.
-    ordered = sorted(columns.items(), key=lambda column: -column[1].itemsize)
+    by_size = sorted(columns.items(), key=lambda column: -column[1].itemsize)
     entries, offset = [], 0
-    for name, column in ordered:
+    for name, column in by_size:
         tag = _TAGS[column.dtype.name]
         entries.append(Entry(name, tag, column.shape, offset, offset + column.nbytes))
         offset += column.nbytes
-    return b"".join([encode_header(entries), *(column.tobytes() for _, column in ordered)])
+    return b"".join([encode_header(entries), *(column.tobytes() for _, column in by_size)])
 
 
 def decode_index(data: Buffer, what: str) -> Index:
@@ -215,8 +215,8 @@ def index_problem(index: Index) -> str | None:
 
 def _in_parts(check: Callable[[slice], str | None], rows: int) -> str | None:
     """Return the first problem in some rows, None if there is none."""
-    found = in_threads(check, (slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)))
-    return next(filter(None, found), None)
+    problems = in_threads(check, (slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)))
+    return next(filter(None, problems), None)
 
 
 def _kinds(index: Index) -> str | None:
@@ -282,11 +282,11 @@ def _with_next(rows: int) -> list[slice]:
 
 
 def _keys(index: Index, rows: slice) -> str | None:
-    axes, shape, prepended = index.key_axes[rows], index.key_shape[rows], index.key_prepended[rows]
+    axes, shape, front = index.key_axes[rows], index.key_shape[rows], index.key_prepended[rows]
     width, dtype = shape.shape[1], index.key_dtype[rows]
     if axes.min() < 0 or axes.max() > width:
         return "a tensor has more axes than its shape"
-    if ((prepended < 0) | (prepended > axes)).any():
+    if ((front < 0) | (front > axes)).any():
         return "a tensor has more prepended axes than axes"
     if dtype.min() < 0 or dtype.max() >= index.dtype_start.size - 1:
         return "a dtype's number is out of range"
@@ -384,5 +384,5 @@ def blocks_problem(index: Index) -> str | None:
     """Return what is wrong with the blocks of an index's files, None if nothing is."""
     blocks = np.diff(index.file_block)
     # A file that several ranks wrote has no hashes: no rank saw all bytes of a block. Nor has one without checksums.
-    tiled = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)
-    return None if tiled.all() else "a file's blocks don't tile it"
+    fits = (blocks == -(-index.file_length // BLOCK_BYTES)) | (blocks == 0)
+    return None if fits.all() else "a file's blocks don't tile it"

@@ -115,17 +115,17 @@ def single_run(index: Index, shard: ShardedTensor, find: Find | None = None) -> 
         shard: what is asked for.
         find: looks tensors up in the index.
     """
-    stored = (find or partial(_stored_tensor, index))(shard.key)
-    if stored is None or shard.flattened_range is not None:
+    tensor = (find or partial(_stored_tensor, index))(shard.key)
+    if tensor is None or shard.flattened_range is not None:
         return None
-    kind, chunk = stored.kind, stored.chunk
+    kind, chunk = tensor.kind, tensor.chunk
     if kind.dtype is not shard.dtype or kind.global_shape != shard.global_shape:
         return None
     at, box = shard.global_offset, shard.local_shape
     if shard.prepend_axis_num:
         box = (1,) * shard.prepend_axis_num + box
     if chunk is None:
-        row = _only_chunk(index, stored.first, stored.last, at, box)
+        row = _only_chunk(index, tensor.first, tensor.last, at, box)
         chunk = None if row is None else _chunk_at(index, row, len(box))
         if chunk is None:
             return None
@@ -179,9 +179,9 @@ def load_from_index(checkpoint: Checkpoint, index: Index, shards: Sequence[Shard
         CorruptCheckpoint: stored bytes aren't what was saved.
     """
     options = checkpoint.options
-    found = single_run(index, shards[0], _finder_of(checkpoint, index)) if len(shards) == 1 else None
-    if found is not None and (run := found[1]).length <= MOST_BYTES:
-        report = fetch_run(checkpoint.storage, found[0], run.byte, shards[0].data, verify=options.verify)
+    place = single_run(index, shards[0], _finder_of(checkpoint, index)) if len(shards) == 1 else None
+    if place is not None and (run := place[1]).length <= MOST_BYTES:
+        report = fetch_run(checkpoint.storage, place[0], run.byte, shards[0].data, verify=options.verify)
         if report is not None:
             options.progress(run.length)
             return report
@@ -221,7 +221,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
         return run_plan(run[1])
     numbers = np.array(find_texts(index.key_text, index.key_start, columns.keys), dtype=np.int64)
     if not stored_alike(index, numbers, columns.kinds):
-        check_fit(_misfits(index, shards, cast=False, refused={})[1])
+        check_fit(_misfits(index, shards, cast=False, refusals={})[1])
     plan = plans.plan_load(columns, chunks_of(index, numbers))
     # Overlap inside one tensor isn't found when the index is opened: that would take a comparison of all chunks.
     if plan.doubled.size:
@@ -232,28 +232,28 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     partly = np.flatnonzero(plan.covered != columns.elements)
     if partly.size:
         lacking = [shards[row] for row in partly.tolist()]
-        kinds, _ = _misfits(index, lacking, cast=False, refused={})
+        kinds, _ = _misfits(index, lacking, cast=False, refusals={})
         check_fit(plans.find_gaps(lacking, plan.covered[partly], kinds))
     return plan
 
 
 def _misfits(
-    index: Index, shards: Sequence[ShardedTensor], *, cast: bool, refused: Mapping[str, str]
+    index: Index, shards: Sequence[ShardedTensor], *, cast: bool, refusals: Mapping[str, str]
 ) -> tuple[dict[str, TensorKind], list[plans.Misfit]]:
     """Return what is stored of shards' tensors, by key, and which aren't stored, or in another shape or dtype."""
     keys = sorted({shard.key for shard in shards})
-    stored = {
+    numbers = {
         key: number
         for key, number in zip(keys, find_texts(index.key_text, index.key_start, keys), strict=True)
         if number >= 0
     }
-    kinds = dict(zip(stored, kinds_at(index, [*stored.values()]), strict=True))
-    wanted = [key for key in keys if key not in refused]
-    found: list[plans.Misfit] = [plans.Refusal(key, refused[key]) for key in keys if key in refused]
-    if not kinds.keys() >= {*wanted}:
-        found += plans.find_unexpected(wanted, [*texts(index.key_text, index.key_start)])
-    known = [shard for shard in shards if shard.key in kinds]
-    return kinds, [*found, *plans.find_mismatches(known, kinds, cast=cast)]
+    kinds = dict(zip(numbers, kinds_at(index, [*numbers.values()]), strict=True))
+    rest = [key for key in keys if key not in refusals]
+    misfits: list[plans.Misfit] = [plans.Refusal(key, refusals[key]) for key in keys if key in refusals]
+    if not kinds.keys() >= {*rest}:
+        misfits += plans.find_unexpected(rest, [*texts(index.key_text, index.key_start)])
+    stored_shards = [shard for shard in shards if shard.key in kinds]
+    return kinds, [*misfits, *plans.find_mismatches(stored_shards, kinds, cast=cast)]
 
 
 def read_planned(checkpoint: Checkpoint, index: Index, plan: LoadPlan, memories: Sequence[torch.Tensor]) -> ReadReport:
@@ -296,21 +296,20 @@ def explain_from_index(
         cast: whether dtypes are converted.
     """
     keys = {shard.key for shard in shards}
-    stored = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
-    refused = stored.untaken if stored.refused is None else stored.refused(keys)
-    index = (metadata if isinstance(metadata, IndexMetadata) else metadata.of(keys - refused.keys())).index
-    kinds, misfits = _misfits(index, shards, cast=cast, refused=refused)
+    base = metadata if isinstance(metadata, IndexMetadata) else metadata.stored
+    refusals = base.untaken if base.refused is None else base.refused(keys)
+    index = (metadata if isinstance(metadata, IndexMetadata) else metadata.of(keys - refusals.keys())).index
+    kinds, misfits = _misfits(index, shards, cast=cast, refusals=refusals)
     wrong = {misfit.key for misfit in misfits}
-    known = (shard for shard in shards if shard.key in kinds and shard.key not in wrong)
-    dtypes = ((shard, kinds[shard.key].dtype) for shard in known)
+    dtypes = ((shard, kinds[shard.key].dtype) for shard in shards if shard.key in kinds and shard.key not in wrong)
     fit = [shard if shard.dtype == dtype else replace(shard, data=None, dtype=dtype) for shard, dtype in dtypes]
     columns = shard_columns(fit)
-    chosen = find_texts(index.key_text, index.key_start, columns.keys)
-    plan = plans.plan_load(columns, chunks_of(index, np.array(chosen, dtype=np.int64)))
-    doubled = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
-    cost = partial(planned_cost, checkpoint, index, plan) if stored.cost is None else partial(stored.cost, fit, plan)
-    problems = (*misfits, *doubled, *plans.find_gaps(fit, plan.covered, kinds))
-    return plans.Prospect(problems, cost, tuple(stored.uncompared(keys)))
+    numbers = find_texts(index.key_text, index.key_start, columns.keys)
+    plan = plans.plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
+    overlaps = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
+    cost = partial(planned_cost, checkpoint, index, plan) if base.cost is None else partial(base.cost, fit, plan)
+    problems = (*misfits, *overlaps, *plans.find_gaps(fit, plan.covered, kinds))
+    return plans.Prospect(problems, cost, tuple(base.uncompared(keys)))
 
 
 def planned_cost(checkpoint: Checkpoint, index: Index, plan: LoadPlan) -> plans.ReadCost:

@@ -119,8 +119,8 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     def kinds(self, keys: Sequence[str]) -> dict[str, TensorKind]:
         """Return the kind of each tensor, by key, of those that are stored."""
         numbers = find_texts(self.index.key_text, self.index.key_start, keys)
-        stored = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
-        return dict(zip(stored, kinds_at(self.index, list(stored.values())), strict=True))
+        number_of = {key: number for key, number in zip(keys, numbers, strict=True) if number >= 0}
+        return dict(zip(number_of, kinds_at(self.index, list(number_of.values())), strict=True))
 
     def shard_keys(self) -> set[str]:
         """Return the keys of all tensors and objects."""
@@ -180,18 +180,19 @@ def stored_kinds(metadata: Mapping[str, ShardedTensor | ShardedObject], keys: Se
     """Return what each tensor is, by key, of those that are in a checkpoint's metadata."""
     if isinstance(metadata, IndexMetadata):
         return metadata.kinds(keys)
-    found = {key: metadata[key] for key in keys if key in metadata}
+    shards = {key: metadata[key] for key in keys if key in metadata}
     return {
         key: TensorKind(shard.dtype, shard.global_shape, 0)
-        for key, shard in found.items()
+        for key, shard in shards.items()
         if isinstance(shard, ShardedTensor)
     }
 
 
 def untaken_of(metadata: object) -> Mapping[str, str]:
     """Return why something that is stored isn't in a checkpoint's metadata, by its key or name."""
-    stored = metadata.stored if isinstance(metadata, DeferredMetadata) else metadata
-    return stored.untaken if isinstance(stored, IndexMetadata) else {}
+    if isinstance(metadata, DeferredMetadata):
+        metadata = metadata.stored
+    return metadata.untaken if isinstance(metadata, IndexMetadata) else {}
 
 
 def reasoned(untaken: Mapping[str, str], name: str) -> str:

@@ -104,10 +104,10 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
         CorruptCheckpoint: stored bytes aren't what was saved.
         UnsafeFile: one was pickled, and `allow_pickle` isn't given.
     """
-    wanted = [item.unique_key for item in objects]
-    found = find_texts(index.object_text, index.object_start, wanted)
-    check_objects_known(wanted, [number >= 0 for number in found])
-    rows = np.array(found, dtype=np.int64)
+    unique_keys = [item.unique_key for item in objects]
+    numbers = find_texts(index.object_text, index.object_start, unique_keys)
+    check_objects_known(unique_keys, [number >= 0 for number in numbers])
+    rows = np.array(numbers, dtype=np.int64)
     memories = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in index.object_length[rows].tolist()]
     order = np.lexsort((index.object_byte[rows], index.object_file[rows]))
     file, byte, length = (getattr(index, f"object_{name}")[rows[order]] for name in ("file", "byte", "length"))
@@ -115,7 +115,7 @@ def objects_from_index(checkpoint: Checkpoint, index: Index, objects: Sequence[S
     # Always whole blocks: a tensor with a flipped bit has a number that is a little wrong, an object is another one.
     options = replace(checkpoint.options, verify="all" if checkpoint.options.verify else None)
     read_planned(replace(checkpoint, options=options), index, plan, memories)
-    return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, wanted, strict=True)]
+    return [_decoded_object(memory, key, checkpoint) for memory, key in zip(memories, unique_keys, strict=True)]
 
 
 def load_common(checkpoint: Checkpoint) -> Any:
@@ -175,8 +175,8 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
 def _next_name(storage: Storage, name: str) -> str:
     """Return the name of the index that follows the one of this name."""
     folder, slash, _ = name.rpartition("/")
-    numbers = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
-    number = max((int(found[1]) for found in numbers if found), default=0) + 1
+    matches = (_INDEX_FILE.fullmatch(other) for other in storage.names(folder))
+    number = max((int(match[1]) for match in matches if match), default=0) + 1
     # What an earlier removal has sent may arrive yet, under the next number: it mustn't replace this one's index.
     number += secrets.randbelow(10**9) if can(storage).late_requests else 0
     return f"{folder}{slash}index-{number}.safetensors"
@@ -210,7 +210,7 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
     keep_chunk = keep_key[index.chunk_key]
     kept_keys, key_start = text_columns([key for key, keep in zip(keys, keep_key, strict=True) if keep])
     kept_objects, object_start = text_columns([key for key, keep in zip(objects, keep_object, strict=True) if keep])
-    kept = (
+    columns = (
         _columns_of_group(index, "key_", keep_key)
         | _columns_of_group(index, "chunk_", keep_chunk)
         | _columns_of_group(index, "object_", keep_object)
@@ -221,10 +221,10 @@ def without_prefix(index: Index, key_prefix: str) -> Index:
         "object_text": kept_objects,
         "object_start": object_start,
     }
-    thinner = replace(index, **(kept | texts_of))
+    thinner = replace(index, **(columns | texts_of))
     fingerprints = None if index.x_fingerprint is None else index.x_fingerprint[keep_key]
-    renumbered = _renumbered(keep_key)[thinner.chunk_key]
-    return _without_unused_files(replace(thinner, chunk_key=renumbered, x_fingerprint=fingerprints))
+    chunk_key = _new_numbers(keep_key)[thinner.chunk_key]
+    return _without_unused_files(replace(thinner, chunk_key=chunk_key, x_fingerprint=fingerprints))
 
 
 def _columns_of_group(index: Index, group: str, rows: Rows) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _without_unused_files(index: Index) -> Index:
     names = texts(index.file_text, index.file_start)
     text, start = text_columns([name for name, keep in zip(names, used, strict=True) if keep])
     blocks = np.diff(index.file_block)
-    number = _renumbered(used)
+    number = _new_numbers(used)
     return replace(
         index,
         chunk_file=number[index.chunk_file],
@@ -255,5 +255,5 @@ def _without_unused_files(index: Index) -> Index:
     )
 
 
-def _renumbered(keep: Rows) -> Column:
+def _new_numbers(keep: Rows) -> Column:
     return np.cumsum(keep, dtype=np.int64) - 1

@@ -228,8 +228,8 @@ def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[
         >>> rank_files(pending, [(StoredFile("a.raw", 10), [StoredItem(shard, 8, 2)])]).byte.tolist()
         [8]
     """
-    placed = [(number, each.item, each.byte, each.length) for number, (_, items) in enumerate(files) for each in items]
-    tensors = [(item, number, byte) for number, item, byte, _ in placed if isinstance(item, ShardedTensor)]
+    places = [(number, each.item, each.byte, each.length) for number, (_, items) in enumerate(files) for each in items]
+    tensors = [(item, number, byte) for number, item, byte, _ in places if isinstance(item, ShardedTensor)]
     return RankFiles(
         files=tuple(file.name for file, _ in files),
         lengths=tuple(file.length for file, _ in files),
@@ -239,66 +239,66 @@ def rank_files(pending: PendingSave, files: Sequence[tuple[StoredFile, Sequence[
         byte=np.array([byte for *_, byte in tensors], dtype=np.int64),
         objects=tuple(
             (item.unique_key, number, byte, length)
-            for number, item, byte, length in placed
+            for number, item, byte, length in places
             if isinstance(item, ShardedObject)
         ),
     )
 
 
-def collect_index(written: Sequence[RankFiles]) -> Index:
+def collect_index(parts: Sequence[RankFiles]) -> Index:
     """Return the index of a checkpoint, given what its ranks wrote.
 
     Raises:
         IntegrityError: ranks disagree about a tensor, two wrote the same object, a tensor is named like one, or the
             shards that have fingerprints don't make whole tensors.
     """
-    columns = join_columns([part.columns for part in written])
+    columns = join_columns([part.columns for part in parts])
     check_stored_shards(columns)
-    first_file = np.cumsum([0, *(len(part.files) for part in written)])
+    first_file = np.cumsum([0, *(len(part.files) for part in parts)])
     files = [
         StoredFile(name, length, hashes)
-        for part in written
+        for part in parts
         for name, length, hashes in zip(part.files, part.lengths, part.hashes, strict=True)
     ]
     objects = sorted(
         (key, file + int(base), byte, length)
-        for part, base in zip(written, first_file, strict=False)
+        for part, base in zip(parts, first_file, strict=False)
         for key, file, byte, length in part.objects
     )
     check_objects_written([row[0] for row in objects], columns.keys)
     index = build_index(
         columns,
-        _joined([part.file + base for part, base in zip(written, first_file, strict=False)]),
-        _joined([part.byte for part in written]),
+        _join([part.file + base for part, base in zip(parts, first_file, strict=False)]),
+        _join([part.byte for part in parts]),
         files=files,
         objects=objects,
     )
-    totals = [part.totals for part in written if part.totals is not None]
+    totals = [part.totals for part in parts if part.totals is not None]
     if not totals:
         return index
-    found = add_fingerprints([column_parts(columns, np.concatenate(totals))])
-    return replace(index, x_fingerprint=np.array([found[key] for key in columns.keys], dtype=np.uint64))
+    fingerprints = add_fingerprints([column_parts(columns, np.concatenate(totals))])
+    return replace(index, x_fingerprint=np.array([fingerprints[key] for key in columns.keys], dtype=np.uint64))
 
 
-def _joined(columns: Sequence[Column]) -> Column:
+def _join(columns: Sequence[Column]) -> Column:
     return np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-def _commit(pending: PendingSave, seen: _FolderView, written: Sequence[RankFiles]) -> Fields:
-    index = partial(write_index, pending, collect_index(written))
+def _commit(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
+    index = partial(write_index, pending, collect_index(parts))
     if can(pending.storage).entries is None:
-        _check_written(pending.storage, written)
+        _check_files(pending.storage, parts)
         return index()
     # One listing, beside the index: it shows whether all files are there, and then what has to be removed.
     seen.storage = Listed(pending.storage)
     with ThreadPoolExecutor(1) as thread:
         fields = thread.submit(index)
-        _check_written(seen.storage, written)
+        _check_files(seen.storage, parts)
         return fields.result()
 
 
-def _check_written(storage: Storage, written: Sequence[RankFiles]) -> None:
-    for rank, part in enumerate(written):
+def _check_files(storage: Storage, parts: Sequence[RankFiles]) -> None:
+    for rank, part in enumerate(parts):
         check_seen(storage, zip(part.files, part.lengths, strict=True), f"rank {rank}")
 
 
@@ -315,8 +315,8 @@ def _clean_up(pending: PendingSave, seen: _FolderView) -> None:
         return
     try:
         storage, options = pending.storage, pending.options
-        listed, seen.storage = seen.storage, storage
-        remove_orphaned(storage, listed, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
+        listing, seen.storage = seen.storage, storage
+        remove_orphaned(storage, listing, keep=pending.save_id, before=pending.before, stale_after=options.stale_after)
     except StorageError as error:
         # No failure of this save, whose checkpoint counts by now; the next save tries again.
         logger.warning("save: orphaned files of earlier saves stay in %s: %s", pending.storage.where(), error)

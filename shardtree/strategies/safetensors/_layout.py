@@ -61,13 +61,13 @@ def entries_of(shards: Sequence[Shard], *, allow_pickle: bool) -> Entries:
     Raises:
         UnsupportedValue: a dtype or an object can't be stored.
     """
-    checked = set[torch.dtype]()
+    storable_dtypes = set[torch.dtype]()
     for shard in shards:
-        if isinstance(shard, ShardedTensor) and shard.dtype not in checked:
+        if isinstance(shard, ShardedTensor) and shard.dtype not in storable_dtypes:
             check_storable(shard.dtype, f"save: {shard.key!r}")
-            checked.add(shard.dtype)
-    encoded = partial(encoded_object, allow_pickle=allow_pickle)
-    sources = tuple([shard if isinstance(shard, ShardedTensor) else encoded(shard) for shard in shards])
+            storable_dtypes.add(shard.dtype)
+    encode = partial(encoded_object, allow_pickle=allow_pickle)
+    sources = tuple([shard if isinstance(shard, ShardedTensor) else encode(shard) for shard in shards])
     # An object is a tensor of its bytes.
     dtypes = [torch.uint8 if isinstance(source, bytes) else source.dtype for source in sources]
     shapes = [(len(source),) if isinstance(source, bytes) else _shape(source) for source in sources]
@@ -194,19 +194,19 @@ def _part(entries: Entries) -> Part:
 def _names(keys: Sequence[str]) -> Sequence[str]:
     """Return the names of a file's entries: their keys, or others if these are taken."""
     # Names are for people and other readers: our own go by the index alone.
-    taken = {"__metadata__"}
-    if len(taken.union(keys)) == len(keys) + 1:
+    in_use = {"__metadata__"}
+    if len(in_use.union(keys)) == len(keys) + 1:
         return keys
     names = []
     for position, key in enumerate(keys):
-        names.append(_free_name(key, position, taken))
-        taken.add(names[-1])
+        names.append(_free_name(key, position, in_use))
+        in_use.add(names[-1])
     return names
 
 
-def _free_name(key: str, position: int, taken: set[str]) -> str:
+def _free_name(key: str, position: int, in_use: set[str]) -> str:
     name, number = key, position
-    while name in taken:
+    while name in in_use:
         name, number = f"{key}#{number}", number + 1
     return name
 
@@ -221,14 +221,14 @@ _GATHERED_BYTES = 256 * 1024
 
 def together(entries: Entries) -> Iterator[slice]:
     """Yield rows of entries, in order: small tensors with items of one size together, each other entry by itself."""
-    start, size, joined = 0, 0, 0  # the item size of what may be joined, 0 for what may not
+    start, size, before = 0, 0, 0  # the item size of the row before, 0 where that may not be joined
     columns = (entries.sources, entries.item_size.tolist(), entries.length.tolist())
     for row, (source, item_size, length) in enumerate(zip(*columns, strict=True)):
         joins = item_size if length <= _SMALL_BYTES and _is_plain(source, item_size) else 0
-        if row and not (joins and joins == joined and size + length <= _GATHERED_BYTES):
+        if row and not (joins and joins == before and size + length <= _GATHERED_BYTES):
             yield slice(start, row)
             start, size = row, 0
-        joined = joins
+        before = joins
         size += length
     if len(entries):
         yield slice(start, len(entries))

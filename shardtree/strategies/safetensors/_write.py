@@ -137,7 +137,7 @@ def _objects(layout: Sequence[Part]) -> Iterator[tuple[str, int, int, int]]:
 
 def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part], threads: int) -> list[_File]:
     progress = in_turn(pending.options.progress)
-    has_failed = Event()
+    failure = Event()
 
     def write(number: int) -> _File:
         part, totals = layout[number], list[int]()
@@ -150,23 +150,23 @@ def _write_all(pending: PendingSave, names: Sequence[str], layout: Sequence[Part
                     isinstance(one, bytes) or (isinstance(one.data, torch.Tensor) and one.data.is_cpu)
                     for one in part.entries.sources
                 )
-                wanted = SizedBuffers(part.length, _until_failure(stream, has_failed), stay=stay)
-                length = pending.storage.write(names[number], wanted, durable=pending.options.durable)
+                content = SizedBuffers(part.length, _until_failure(stream, failure), stay=stay)
+                length = pending.storage.write(names[number], content, durable=pending.options.durable)
             except _OtherFailed:
                 # `in_threads` raises the other thread's error, which says what happened.
                 return _File(0, None, [])
         return _File(length, None if hasher is None else hash_column(hasher), totals)
 
-    return in_threads(write, range(len(layout)), threads, stop=has_failed.set)
+    return in_threads(write, range(len(layout)), threads, stop=failure.set)
 
 
 class _OtherFailed(Exception):
     """Another file of the same save can't be written."""
 
 
-def _until_failure(buffers: Iterable[Buffer], has_failed: Event) -> Iterator[Buffer]:
+def _until_failure(buffers: Iterable[Buffer], failure: Event) -> Iterator[Buffer]:
     for buffer in buffers:
-        if has_failed.is_set():
+        if failure.is_set():
             raise _OtherFailed
         yield buffer
 
@@ -231,23 +231,23 @@ def _in_memory(shard: ShardedTensor) -> bool:
 
 def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is damaged: common state and index as wholes, data files by blocks, then tensors by fingerprints."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if checkpoint.fields["common_backend"] == "safetensors":
-        found += whole_damage(checkpoint, "common")
+        findings += whole_damage(checkpoint, "common")
     if checkpoint.fields["sharded_backend"] != "safetensors":
-        return tuple(found)
+        return tuple(findings)
     damage = list(whole_damage(checkpoint, "index"))
     if damage:
-        return (*found, *damage)  # without the index, the data files' hashes aren't known
+        return (*findings, *damage)  # without the index, the data files' hashes aren't known
     files = verify_index(checkpoint, read_index)
     name = checked_name(checkpoint, "index")
-    damaged = {key for one in files if isinstance(one, Damage) for key in one.keys}
+    damaged_keys = {key for one in files if isinstance(one, Damage) for key in one.keys}
     if any(isinstance(one, Damage) and one.file == name for one in files):
-        return (*found, *files)  # it can't be read
-    return (*found, *files, *_fingerprint_damage(checkpoint, name, damaged))
+        return (*findings, *files)  # it can't be read
+    return (*findings, *files, *_fingerprint_damage(checkpoint, name, damaged_keys))
 
 
-def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[str]) -> Iterator[Damage]:
+def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged_keys: Collection[str]) -> Iterator[Damage]:
     """Yield the tensors whose fingerprints aren't the ones that were stored with them; none if none was stored.
 
     All bytes may be as they were written: this shows that they also lie where the index says.
@@ -255,20 +255,22 @@ def _fingerprint_damage(checkpoint: Checkpoint, name: str, damaged: Collection[s
     Args:
         checkpoint: of the native format.
         name: the index file's.
-        damaged: keys whose bytes are known to be damaged; these aren't read again.
+        damaged_keys: keys whose bytes are known to be damaged; these aren't read again.
     """
     index = checkpoint.once(read_index)
     metadata = IndexMetadata(index)
-    known = stored_fingerprints(metadata)
-    tensors = [shard for key in known if key not in damaged and isinstance(shard := metadata[key], ShardedTensor)]
+    originals = stored_fingerprints(metadata)
+    tensors = [
+        shard for key in originals if key not in damaged_keys and isinstance(shard := metadata[key], ShardedTensor)
+    ]
     # Not verified a second time: the blocks' hashes were checked just before.
     load = partial(load_from_index, replace(checkpoint, options=replace(checkpoint.options, verify=None)), index)
     try:
-        found = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))
+        fingerprints = add_fingerprints(stored_parts(tensors, load, threads=checkpoint.options.threads))
     except CheckpointingException as error:
         yield Damage(name, str(error))
         return
-    for key in found:
-        if found[key] != known[key]:
-            what = f"the elements have the fingerprint {found[key]:016x}, not the stored {known[key]:016x}"
+    for key in fingerprints:
+        if fingerprints[key] != originals[key]:
+            what = f"the elements have the fingerprint {fingerprints[key]:016x}, not the stored {originals[key]:016x}"
             yield Damage(name, what, keys=(key,))

@@ -219,7 +219,7 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
     """
     length, cuts = bucket.edges[-1], _slice_edges(bucket.edges)
     # A chunk that isn't cut by the end of a data-parallel rank's slice is one parameter, or the padding after one.
-    edges, fixed = set(bucket.edges), [edge for edge in bucket.edges if edge not in cuts]
+    edges, fixed_edges = set(bucket.edges), [edge for edge in bucket.edges if edge not in cuts]
     units: dict[int, list[Unit]] = {}
     ahead = [0]
     while ahead:
@@ -227,11 +227,11 @@ def read_bucket(bucket: Bucket, sizes: Set[int], matches: Callable[[int, int], S
         if at in units or at == length:
             continue
         units[at] = []
-        nearest = fixed[bisect_right(fixed, at)]
+        nearest = fixed_edges[bisect_right(fixed_edges, at)]
         ends = (at + size for size in sorted(sizes, reverse=True) if at + size <= nearest)
         for end in ends if at in edges and at % _ALIGNMENT == 0 else ():
-            padded = bisect_left(fixed, _after(end, length)) <= bisect_right(fixed, end)
-            if end in edges and padded and (candidates := tuple(matches(at, end))):
+            is_padding = bisect_left(fixed_edges, _after(end, length)) <= bisect_right(fixed_edges, end)
+            if end in edges and is_padding and (candidates := tuple(matches(at, end))):
                 units[at].append(Unit(bucket, at, end, candidates))
         ahead += [_after(unit.end, length) for unit in units[at]]
     readings: dict[int, list[Reading]] = {length: [()]}

@@ -43,7 +43,7 @@ class Archives:
         byte: where the archive begins in the file, int64 (archives,).
         length: of the archive, in bytes, int64 (archives,).
         files: names of the files.
-        refused: why an archive can't be read, by its number.
+        refusals: why an archive can't be read, by its number.
         virtual: the virtual file.
     """
 
@@ -57,7 +57,7 @@ class Archives:
     byte: Column
     length: Column
     files: tuple[str, ...]
-    refused: Mapping[int, str]
+    refusals: Mapping[int, str]
     virtual: StoredFile
 
     def shape(self, number: int) -> Ints | None:
@@ -112,7 +112,7 @@ def archives_of(
         byte=byte[order],
         length=length[order],
         files=tuple(files),
-        refused={int(number[row]): places.refusals[place] for row, place in _refused(places, rows)},
+        refusals={int(number[row]): places.refusals[place] for row, place in _refused(places, rows)},
         virtual=StoredFile("archives", int(end[-1]) if end.size else 0),
     )
     return archives, number
@@ -273,7 +273,7 @@ def _hidden(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset({COMMON_OBJECT} if in_object else ())
 
 
-def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
+def _listing(contents: MetadataFile, hidden_names: frozenset[str]) -> Listing:
     tensors = {key: contents.tensors[key] for key in sorted(contents.tensors)}
     boxes, unknown = _readable(tensors)
     columns = _columns(tensors, boxes)
@@ -288,7 +288,7 @@ def _listing(contents: MetadataFile, hidden: frozenset[str]) -> Listing:
     objects = [
         (name, 0, int(archives.start[at]), int(archives.length[at]))
         for name, at in values.items()
-        if name not in hidden and is_object(name)
+        if name not in hidden_names and is_object(name)
     ]
     start = archives.start[number[: len(columns)]]
     index = build_index(columns, np.zeros_like(start), start, files=[archives.virtual], objects=objects)

@@ -59,10 +59,10 @@ def read_archives(
     in_order, run_in_order, piece_in_order = (payloads.begin[rows] != SCATTERED for rows in (numbers, run, piece))
     # Row-major payloads are read straight from the data files, as in any other format; others are decoded whole.
     direct = plan.select(run_in_order, piece_in_order)
-    relocated = _relocated(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
+    file_plan = _file_plan(listing, payloads, direct, run[run_in_order], piece[piece_in_order])
     files = _files(listing, payloads, numbers[in_order])
     options = checkpoint.options
-    report = fetch(checkpoint.storage, files, relocated, memories, verify=options.verify, progress=options.progress)
+    report = fetch(checkpoint.storage, files, file_plan, memories, verify=options.verify, progress=options.progress)
     for number in numbers[~in_order].tolist():
         report += _read_decoded(checkpoint, listing, number, plan.select(run == number, piece == number), memories)
     return report
@@ -96,12 +96,12 @@ def archives_cost(
     ranges = ByteRanges(begin, begin + archives.payload[numbers], np.ones_like(begin))
     virtual = replace(archives.virtual, ranges=ranges)
     cost = fetch_cost({0: virtual}, direct, verify=checkpoint.options.verify)
-    decoded = int(archives.length[numbers[repeats[numbers]]].sum())
+    decoded_bytes = int(archives.length[numbers[repeats[numbers]]].sum())
     files = np.unique(archives.file[numbers]).size
-    return replace(cost, bytes_wanted=plan.bytes_read, bytes_read=cost.bytes_read + decoded, files=files)
+    return replace(cost, bytes_wanted=plan.bytes_read, bytes_read=cost.bytes_read + decoded_bytes, files=files)
 
 
-def _relocated(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
+def _file_plan(listing: Listing, payloads: Payloads, plan: LoadPlan, run: Column, piece: Column) -> LoadPlan:
     """Return a plan on the virtual file as one on the real files, given the archive of each of its rows."""
     archives = listing.archives
     run_shift, piece_shift = (payloads.begin[rows] - archives.start[rows] for rows in (run, piece))
@@ -180,10 +180,10 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     listing = read_listing(checkpoint)
     keys = {shard.key for shard in shards}
     check_taken(refused_among(listing, keys), keys)
-    uncompared = _compare(checkpoint, listing, keys)
+    states = _compare(checkpoint, listing, keys)
     # As `.metadata` lists them, or with states of the model's parameters.
     index = _states(checkpoint, listing) if _has_states(listing, keys) else listing.index
-    return replace(_load(checkpoint, listing, index, shards), uncompared=uncompared)
+    return replace(_load(checkpoint, listing, index, shards), uncompared=states)
 
 
 def _load(checkpoint: Checkpoint, listing: Listing, index: Index, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -241,10 +241,10 @@ def _compare(checkpoint: Checkpoint, listing: Listing, keys: Set[str]) -> tuple[
     states = states_among(checkpoint, listing, keys)
     if checkpoint.options.verify is None:
         return tuple(states)
-    compared = checkpoint.once(Comparisons)
-    if states and not compared.all_alike:
+    comparisons = checkpoint.once(Comparisons)
+    if states and not comparisons.all_alike:
         refuse(checkpoint, _differing(checkpoint, listing, 0, 1))
-        compared.all_alike = True
+        comparisons.all_alike = True
     return ()
 
 

@@ -253,18 +253,18 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if not isinstance(value, Constructor):
             return value
-        return value.make if value.build is None else type(name, (_StubClass,), {"made": value})
+        return value.make if value.build is None else type(name, (_StubClass,), {"constructor": value})
 
 
 class _StubClass(Stub):
     """A stub as a class, of which `pickle` can make instances."""
 
     __slots__ = ()
-    made: Constructor
+    constructor: Constructor
 
     def __new__(cls, *arguments: Any) -> _StubClass:
         self = super().__new__(cls)
-        stub = cls.made.make(*arguments)
+        stub = cls.constructor.make(*arguments)
         self.type_name, self.args, self.state = stub.type_name, stub.args, stub.state
         return self
 

@@ -88,7 +88,7 @@ def parse_metadata(data: bytes, where: str) -> MetadataFile:
     classes = metadata_classes()
     scan = MetadataScan(classes)
     root = read_pickle(data, classes, what=where, scan=scan)
-    return _parse(root, scan.taken)
+    return _parse(root, scan.columns)
 
 
 def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
@@ -97,26 +97,26 @@ def _parse(root: Any, scan_columns: ScanColumns) -> MetadataFile:
     entries, storage_data = field_of(root, "state_dict_metadata"), field_of(root, "storage_data")
     if not isinstance(entries, dict) or not isinstance(storage_data, dict):
         raise ValueError("no state_dict_metadata or storage_data")
-    listed, places = _TensorTable(scan_columns), _PlaceTable(scan_columns)
-    for table, pairs in ((listed, entries), (places, storage_data)):
+    tensors, places = _TensorTable(scan_columns), _PlaceTable(scan_columns)
+    for table, pairs in ((tensors, entries), (places, storage_data)):
         for key, entry in pairs.items():
             if type(key) is Run:
                 table.add_run(key)
             else:
                 table.add(key, entry)
-    if len({*listed.keys, *listed.values}) != len(listed.keys) + len(listed.values):
+    if len({*tensors.keys, *tensors.values}) != len(tensors.keys) + len(tensors.values):
         raise Irregular("a key twice")
     # A run may only be where it stands for what it was taken from.
-    if listed.runs + places.runs != scan_columns.runs:
+    if tensors.runs + places.runs != scan_columns.runs:
         raise Irregular("a part of what a scan took")
-    return _content(listed, places, field_of(root, "mcore_data"), _paths(field_of(root, "planner_data")))
+    return _content(tensors, places, field_of(root, "mcore_data"), _paths(field_of(root, "planner_data")))
 
 
 class _TensorTable:
     """The tensors and values that `.metadata` lists, their chunks as rows of the table of shapes."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
-        self.taken = scan_columns
+        self.scan_columns = scan_columns
         self.keys: list[str] = []
         self.kinds: list[Any] = []
         self.shape: list[Column] = []
@@ -170,11 +170,11 @@ class _TensorTable:
             raise ValueError(f"{key!r}: its chunks don't have its axes")
         if not {*map(type, shape)} <= {int}:
             raise ValueError(f"{key!r}: its sizes aren't whole numbers")
-        return np.array([self.taken.shapes.add(shape)])
+        return np.array([self.scan_columns.shapes.add(shape)])
 
     def add_run(self, run: Run) -> None:
         """Add tensors that a scan took."""
-        rows, scan_columns = slice(run.first, run.last), self.taken
+        rows, scan_columns = slice(run.first, run.last), self.scan_columns
         if not all(scan_columns.tensor_key[rows]):
             raise ValueError("a key without a letter")
         edges = np.array(scan_columns.tensor_chunks[rows], dtype=np.int64)
@@ -195,7 +195,7 @@ class _PlaceTable:
     """The places that `.metadata` lists: whose each is, and where."""
 
     def __init__(self, scan_columns: ScanColumns) -> None:
-        self.taken = scan_columns
+        self.scan_columns = scan_columns
         self.key: list[str] = []
         self.file: list[str] = []
         self.refusals: dict[int, str] = {}
@@ -203,7 +203,7 @@ class _PlaceTable:
         # A chunk's offset as a row of the table of shapes, -1 for a value; byte and length.
         self._columns: list[Column] = []
         columns = (scan_columns.pair_offset, scan_columns.pair_byte, scan_columns.pair_length)
-        self._taken = np.stack([np.concatenate([_NONE, *part]) for part in columns])
+        self._places = np.stack([np.concatenate([_NONE, *part]) for part in columns])
 
     def add(self, index: Any, info: Any) -> None:
         """Add a place that was read as objects."""
@@ -218,7 +218,7 @@ class _PlaceTable:
         key, offset = index.state["fqn"], index.state.get("offset")
         # What has a place and another kind of name is never looked up.
         is_known = type(key) is str and (offset is None or (type(offset) is tuple and {*map(type, offset)} <= {int}))
-        row = -1 if offset is None or not is_known else self.taken.shapes.add(offset)
+        row = -1 if offset is None or not is_known else self.scan_columns.shapes.add(offset)
         self.key.append(key if is_known else "")
         self.file.append(file)
         self._columns.append(np.array([[row], [byte], [length]], dtype=np.int64))
@@ -226,12 +226,13 @@ class _PlaceTable:
     def add_run(self, run: Run) -> None:
         """Add places that a scan took."""
         rows = slice(run.first, run.last)
-        files = self.taken.pair_file[rows]
-        refused = (at for at, file in enumerate(files) if _is_refused(file))
-        self.refusals |= {len(self.file) + at: _refusal(files[at], None) for at in refused}
-        self.key += self.taken.pair_key[rows]
+        files = self.scan_columns.pair_file[rows]
+        self.refusals |= {
+            len(self.file) + at: _refusal(file, None) for at, file in enumerate(files) if _is_refused(file)
+        }
+        self.key += self.scan_columns.pair_key[rows]
         self.file += files
-        self._columns.append(self._taken[:, rows])
+        self._columns.append(self._places[:, rows])
         self.runs += 2
 
     def columns(self) -> tuple[Column, Places]:
@@ -251,20 +252,20 @@ def _refusal(file: str, transforms: Any) -> str:
 
 
 def _content(
-    listed: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
+    tensors: _TensorTable, place_table: _PlaceTable, flat: Any, paths: dict[str, tuple[str | int, ...]] | None
 ) -> MetadataFile:
     """Return what is listed with its places, shapes looked up in the table."""
-    axes, table = listed.taken.shapes.table(_MOST_NUMBERS)
+    axes, table = tensors.scan_columns.shapes.table(_MOST_NUMBERS)
     place_offset, places = place_table.columns()
     shape, count, offset, size = (
-        np.concatenate([_NONE, *part]) for part in (listed.shape, listed.count, listed.offset, listed.size)
+        np.concatenate([_NONE, *part]) for part in (tensors.shape, tensors.count, tensors.offset, tensors.size)
     )
     tensor = np.repeat(np.arange(count.size), count)
     for rows in (offset, size):
         other = np.flatnonzero(axes[rows] != axes[shape][tensor])
         if other.size:
-            raise ValueError(f"{listed.keys[tensor[other[0]]]!r}: its chunks don't have its axes")
-    number = {key: at for at, key in enumerate(listed.keys)}
+            raise ValueError(f"{tensors.keys[tensor[other[0]]]!r}: its chunks don't have its axes")
+    number = {key: at for at, key in enumerate(tensors.keys)}
     of_pair = np.fromiter((number.get(key, -1) for key in place_table.key), dtype=np.int64, count=len(place_table.key))
     pairs = np.flatnonzero((of_pair >= 0) & (place_offset >= 0))
     pairs = pairs[axes[place_offset[pairs]] == axes[shape[of_pair[pairs]]]]
@@ -273,26 +274,26 @@ def _content(
     if place.size and place.min() < 0:
         row = int(np.argmin(place))
         missing = tuple(table[offset[row], : int(axes[offset[row]])].tolist())
-        raise ValueError(f"{listed.keys[tensor[row]]!r}: no place is given for its chunk at {missing}")
+        raise ValueError(f"{tensors.keys[tensor[row]]!r}: no place is given for its chunk at {missing}")
     unique_rows = without_repeated(table[size], axes[size], first)
     edge = np.searchsorted(tensor[unique_rows], np.arange(count.size + 1)).tolist()
     offsets, sizes, place = table[offset[unique_rows]], table[size[unique_rows]], pairs[place[unique_rows]]
-    grids = {key: true for key in listed.keys if (true := _grid_shape(key, flat)) is not None}
+    grids = {key: true for key in tensors.keys if (true := _grid_shape(key, flat)) is not None}
     wholes = _tuples(table[shape], axes[shape])
-    entries = TensorEntries(number, listed.kinds, wholes, edge, offsets, sizes, place, grids)
-    return MetadataFile(entries, _values(listed.values, place_table.key, place_offset), paths, places)
+    entries = TensorEntries(number, tensors.kinds, wholes, edge, offsets, sizes, place, grids)
+    return MetadataFile(entries, _values(tensors.values, place_table.key, place_offset), paths, places)
 
 
 def _tuples(shapes: Column, axes: Column) -> list[Ints]:
     return [tuple(row[:length]) for row, length in zip(shapes.tolist(), axes.tolist(), strict=True)]
 
 
-def _values(listed: list[str], keys: list[str], offset: Column) -> dict[str, int]:
+def _values(names: list[str], keys: list[str], offset: Column) -> dict[str, int]:
     """Return the number of each plain value's place; the last one counts, as in a dict."""
     row_of = {keys[row]: row for row in np.flatnonzero(offset < 0).tolist()}
-    if absent := [key for key in listed if key not in row_of]:
+    if absent := [key for key in names if key not in row_of]:
         raise ValueError(f"{absent[0]!r}: no place is given for it")
-    return {key: row_of[key] for key in listed}
+    return {key: row_of[key] for key in names}
 
 
 def _dtype(properties: Any) -> torch.dtype | None:

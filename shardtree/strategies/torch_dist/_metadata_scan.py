@@ -86,7 +86,7 @@ class MetadataScan:
     """
 
     def __init__(self, classes: Mapping[tuple[str, str], Any]) -> None:
-        self.taken = ScanColumns()
+        self.columns = ScanColumns()
         self._names = {
             constructor: name for (_, name), constructor in classes.items() if isinstance(constructor, Constructor)
         }
@@ -99,7 +99,7 @@ class MetadataScan:
 
     def find(self, number: int) -> Any:
         """Return a shape that was taken, by its number in the memo."""
-        return self.taken.shapes.of_number(number)
+        return self.columns.shapes.of_number(number)
 
     def __call__(self, machine: Machine, at: int) -> int:
         value = machine.stack[-1]
@@ -113,8 +113,8 @@ class MetadataScan:
         if rows:
             base = self._base(machine)
             columns = _ChunkColumns(self, machine, patterns, rows)
-            first = columns.keep(base + _before(columns.taken))
-            self._push(machine, [Run(first, first + len(rows))], int(columns.taken.sum()))
+            first = columns.keep(base + _before(columns.memo_counts))
+            self._push(machine, [Run(first, first + len(rows))], int(columns.memo_counts.sum()))
         return end
 
     def _pairs(self, machine: Machine, at: int) -> int:
@@ -172,7 +172,7 @@ class MetadataScan:
     def _push(self, machine: Machine, runs: list[Run], count: int) -> None:
         machine.stack += runs
         machine.memo.taken += count
-        self.taken.runs += len(runs)
+        self.columns.runs += len(runs)
 
     def _base(self, machine: Machine) -> int:
         return len(machine.memo) + machine.memo.taken
@@ -213,9 +213,9 @@ class MetadataScan:
                     # Counted by its length from now on.
                     machine.memo.taken -= 1
                 else:
-                    referred = reference(code)
-                    text = machine.memo[referred]
-                    if type(text) is not str or referred >= number:
+                    target = reference(code)
+                    text = machine.memo[target]
+                    if type(text) is not str or target >= number:
                         raise Irregular("a reference to a text that isn't one")
                     text_of[code] = text
             texts.append(text)
@@ -234,9 +234,9 @@ class MetadataScan:
         there = np.flatnonzero([code != b"N" for code in offset])
         shapes = shapes_in([code for code in offset if code != b"N"], patterns.memoized, partial(self.is_size, machine))
         of_shape = np.zeros(len(rows), dtype=np.int64)
-        of_shape[there] = shapes.taken
+        of_shape[there] = shapes.memo_counts
         # In the order of the file: an object and its state, the key, the offset, an object and its state, the name.
-        scan_columns, of_object = self.taken, 2 * patterns.memoized
+        scan_columns, of_object = self.columns, 2 * patterns.memoized
         at_shape = of_object + _are_new(key)
         total = at_shape + of_shape + of_object + _are_new(file)
         base = self._base(machine) + _before(total)
@@ -269,20 +269,20 @@ class MetadataScan:
         edges = np.concatenate(([0], np.cumsum(counts)))
         columns = _ChunkColumns(self, machine, patterns, [*chain.from_iterable(chunks)])
         # In the order of the file: the key, an object and its state, properties, the shape, the list, its chunks.
-        of_chunks = np.concatenate(([0], np.cumsum(columns.taken)))[edges]
+        of_chunks = np.concatenate(([0], np.cumsum(columns.memo_counts)))[edges]
         of_properties = np.fromiter((kinds[code][1] for code in properties), dtype=np.int64, count=len(rows))
         at_shape = _are_new(key) + 2 * patterns.memoized + of_properties
-        at_chunks = at_shape + shapes.taken + patterns.memoized
+        at_chunks = at_shape + shapes.memo_counts + patterns.memoized
         total = at_chunks + np.diff(of_chunks)
         start = base + _before(total)
-        scan_columns = self.taken
+        scan_columns = self.columns
         first = len(scan_columns.tensor_key)
         scan_columns.tensor_key += self.texts(machine, key, start.tolist())
         scan_columns.tensor_dtype += [kinds[code][0] for code in properties]
         scan_columns.tensor_shape.append(
             shapes.rows(scan_columns.shapes, start + at_shape, partial(self.shape, machine))
         )
-        before = np.repeat(start + at_chunks - of_chunks[:-1], counts) + _before(columns.taken)
+        before = np.repeat(start + at_chunks - of_chunks[:-1], counts) + _before(columns.memo_counts)
         scan_columns.tensor_chunks += pairwise((columns.keep(before) + edges).tolist())
         last = len(scan_columns.tensor_key)
         return [Run(first, last), Run(first, last)], int(total.sum())
@@ -299,15 +299,15 @@ class MetadataScan:
 
         if dtype is None:
             return _dtype_of(value(what)), 0
-        called = [value(each) for each, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
-        if self._names.get(value(what)) != "TensorProperties" or not {*map(self._names.get, called)} <= _CALLED:
+        functions = [value(each) for each, arguments in ((layout, of_layout), (memory, of_memory)) if arguments]
+        if self._names.get(value(what)) != "TensorProperties" or not {*map(self._names.get, functions)} <= _FUNCTIONS:
             raise Irregular("properties of other classes")
         for each in (layout, memory, *REFERENCE.findall(of_layout or b"")[:1]):
             value(each)
-        return value(dtype), (2 + 2 * len(called)) * patterns.memoized
+        return value(dtype), (2 + 2 * len(functions)) * patterns.memoized
 
 
-_CALLED = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
+_FUNCTIONS = {"_get_layout", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
 
 
 def _dtype_of(properties: Any) -> Any:
@@ -345,7 +345,7 @@ class _ChunkColumns:
         self.offset: PickledShapes = shapes_of(offset)
         self.shape: PickledShapes = shapes_of(shape)
         self.of_object = 2 * patterns.memoized
-        self.taken = self.of_object + self.offset.taken + self.shape.taken
+        self.memo_counts = self.of_object + self.offset.memo_counts + self.shape.memo_counts
 
     def keep(self, base: Column) -> int:
         """Add them to the table of chunks, and return the first's number.
@@ -353,9 +353,9 @@ class _ChunkColumns:
         Args:
             base: the next number of the memo before each, int64 (chunks,).
         """
-        scan_columns, shape_of = self.scan.taken, partial(self.scan.shape, self.machine)
+        scan_columns, shape_of = self.scan.columns, partial(self.scan.shape, self.machine)
         at = base + self.of_object
         scan_columns.chunk_offset.append(self.offset.rows(scan_columns.shapes, at, shape_of))
-        scan_columns.chunk_shape.append(self.shape.rows(scan_columns.shapes, at + self.offset.taken, shape_of))
+        scan_columns.chunk_shape.append(self.shape.rows(scan_columns.shapes, at + self.offset.memo_counts, shape_of))
         scan_columns.chunks += base.size
         return scan_columns.chunks - base.size

@@ -28,7 +28,7 @@ Archive = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class Contents:
     """Everything that a checkpoint's ranks wrote.
 
     Attributes:
@@ -59,14 +59,14 @@ Paths = Mapping[str, TreePath]
 
 
 def encode_index_file(
-    stored: Stored, save_id: str, values: Mapping[str, Archive] | None = None, paths: Paths | None = None
+    contents: Contents, save_id: str, values: Mapping[str, Archive] | None = None, paths: Paths | None = None
 ) -> bytes:
     """Return `.metadata`'s bytes: a pickle of protocol 4 of a `Metadata` of torch.distributed.checkpoint.
 
     Unlike that library's own, it doesn't contain the path of the folder: a checkpoint may be copied and published.
 
     Args:
-        stored: the archives of tensors and objects.
+        contents: the archives of tensors and objects.
         save_id: the save's name.
         values: the archives of plain values, by name.
         paths: each name's place in the nested dict that was saved; None if the format keeps none.
@@ -74,12 +74,12 @@ def encode_index_file(
     References:
         torch.distributed.checkpoint.metadata, torch 2.13.
     """
-    archives = {**stored.objects, **(values or {})}
-    columns = stored.columns
+    archives = {**contents.objects, **(values or {})}
+    columns = contents.columns
     metadata: dict[str, Any] = {
         "state_dict_metadata": Pairs(len(archives) + len(columns.keys), partial(_write_entries, archives, columns)),
         "planner_data": None if paths is None else Pairs(len(paths), partial(_write_paths, paths)),
-        "storage_data": Pairs(len(archives) + len(columns), partial(_write_places, archives, stored)),
+        "storage_data": Pairs(len(archives) + len(columns), partial(_write_places, archives, contents)),
         "storage_meta": _new("StorageMeta", checkpoint_id=None, save_id=save_id, load_id=None, modules=[]),
         "version": DCP_VERSION,
     }
@@ -187,30 +187,30 @@ def _write_paths(paths: Paths, writer: PickleWriter) -> None:
             writer.out += (code, code, b"\x85")
 
 
-def _write_places(archives: Mapping[str, Archive], stored: Stored, writer: PickleWriter) -> None:
+def _write_places(archives: Mapping[str, Archive], contents: Contents, writer: PickleWriter) -> None:
     """Write where each value and chunk lies."""
     for name, archive in archives.items():
         writer.write(_index(name), _DEPTH)
         writer.write(_place(*archive), _DEPTH)
-    columns = stored.columns
+    columns = contents.columns
     if not len(columns):
         return
     offset = columns.offset[0, columns.offset.shape[1] - _axes(columns)[0] :].tolist()
     writer.write(_index(columns.keys[columns.key[0]], _size(offset), 0), _DEPTH)
-    file, byte, length = (int(column[0]) for column in (stored.file, stored.byte, stored.length))
-    writer.write(_place(stored.files[file], byte, length), _DEPTH)
-    writer.out.append(_place_records(writer, stored).part(1, len(columns)))
+    file, byte, length = (int(column[0]) for column in (contents.file, contents.byte, contents.length))
+    writer.write(_place(contents.files[file], byte, length), _DEPTH)
+    writer.out.append(_place_records(writer, contents).part(1, len(columns)))
 
 
-def _place_records(writer: PickleWriter, stored: Stored) -> Records:
+def _place_records(writer: PickleWriter, contents: Contents) -> Records:
     """Return the places of all chunks but the first, from which the names of all but files are known."""
-    columns, axes = stored.columns, _axes(stored.columns)
+    columns, axes = contents.columns, _axes(contents.columns)
     key = np.array([writer.memo[name] for name in columns.keys], dtype=np.int64)
     within = np.arange(len(columns)) - np.searchsorted(columns.key, columns.key)
     begin = _begin(writer, _class(_METADATA, "MetadataIndex"), "fqn")
     between = b"\x85Rub" + _begin(writer, _class(_FILESYSTEM, "_StorageInfo"), "relative_path")
     index, offset, length, size = (_plain_opcodes(writer, name) for name in ("index", "offset", "length", _SIZE))
-    names = _file_names(writer, stored.files, stored.file[1:])
+    names = _file_names(writer, contents.files, contents.file[1:])
 
     def fields(rows: slice) -> Iterator[Field]:
         yield _constant(begin)
@@ -222,9 +222,9 @@ def _place_records(writer: PickleWriter, stored: Stored) -> Records:
         yield _constant(between)
         yield names(slice(rows.start - 1, rows.stop - 1))
         yield _constant(offset)
-        yield _numbers(stored.byte[rows])
+        yield _numbers(contents.byte[rows])
         yield _constant(length)
-        yield _numbers(stored.length[rows])
+        yield _numbers(contents.length[rows])
         yield _constant(b"ub")
 
     return _records(1, len(columns), fields)

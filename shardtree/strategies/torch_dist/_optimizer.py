@@ -110,11 +110,11 @@ def _copy(fill: Fill, match: Match, state: str, begin: int, piece: Piece) -> tor
 def _matches(checkpoint: Checkpoint, listing: Listing, fill: Fill) -> list[Match]:
     tensors = listing.contents.tensors
     buckets, pieces = buckets_of(tensors), pieces_of(tensors)
-    hashed = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
+    candidates = {dtype: _candidates(fill, dtype, pieces[dtype]) for dtype in sorted({one.dtype for one in buckets})}
     orders = known_orders(_flat(checkpoint.options.parameter_names))
     # The same memory for one bucket after the other: its pages take the system longer than the read itself.
     memory = torch.empty(max((bucket.edges[-1] for bucket in buckets), default=0), dtype=torch.float32, device="cpu")
-    units = choose([_readings(fill, bucket, pieces, hashed[bucket.dtype], memory) for bucket in buckets], orders)
+    units = choose([_readings(fill, bucket, pieces, candidates[bucket.dtype], memory) for bucket in buckets], orders)
     groups = [[*group] for _, group in groupby(units, key=attrgetter("bucket.group"))]
     return decide(groups, orders, lambda unit: tuple(_hashes(fill, unit)))
 
@@ -161,16 +161,16 @@ def _hashes_of(fill: Fill, pieces: Sequence[Piece], memory: torch.Tensor) -> lis
 
 def _hash(values: torch.Tensor, dtype: torch.dtype) -> str:
     """Return the hash of a 1-D tensor's elements as another dtype has them."""
-    return digest(byte_buffer(values)) if values.dtype == dtype else digest_of(_rounded(values, dtype))
+    return digest(byte_buffer(values)) if values.dtype == dtype else digest_of(_rounded_bytes(values, dtype))
 
 
-def _rounded(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
+def _rounded_bytes(values: torch.Tensor, dtype: torch.dtype) -> Iterator[Buffer]:
     """Yield elements as another dtype has them, step by step in one memory."""
-    rounded = torch.empty(_STEP, dtype=dtype, device="cpu")
-    buffer = byte_buffer(rounded)
+    memory = torch.empty(_STEP, dtype=dtype, device="cpu")
+    buffer = byte_buffer(memory)
     for begin in range(0, len(values), _STEP):
         part = values[begin : begin + _STEP]
-        rounded[: len(part)].copy_(part)
+        memory[: len(part)].copy_(part)
         yield buffer[: len(part) * dtype.itemsize]
 
 

@@ -141,10 +141,10 @@ def choose(readings: Sequence[Sequence[Reading]], orders: Sequence[Order]) -> li
     """
     sure = {unit.candidates[0] for each in readings for unit in set(each[0]).intersection(*each[1:]) if _is_one(unit)}
     # All layers of a model are gated, or none is.
-    gated = {len(pieces) for pieces in sure if may_be_gated(pieces[0])}
+    counts = {len(pieces) for pieces in sure if may_be_gated(pieces[0])}
     units: list[Unit] = []
     for each in readings:
-        left = [reading for reading in each if len(each) == 1 or all(_has_form(unit, gated) for unit in reading)]
+        left = [reading for reading in each if len(each) == 1 or all(_has_form(unit, counts) for unit in reading)]
         fitting = [reading for reading in left if any(_descends(reading, order) for order in orders)]
         left = fitting or left
         if len({tuple(_pieces_of(reading)) for reading in left}) != 1 or len(each) == MOST_READINGS:
@@ -165,9 +165,9 @@ def _is_one(unit: Unit) -> bool:
     return len(unit.candidates) == 1
 
 
-def _has_form(unit: Unit, gated: set[int]) -> bool:
+def _has_form(unit: Unit, counts: set[int]) -> bool:
     """Return whether a parameter may be something else than a gated layer that isn't so, or the other way round."""
-    return any(len(gated) != 1 or not may_be_gated(pieces[0]) or len(pieces) in gated for pieces in unit.candidates)
+    return any(len(counts) != 1 or not may_be_gated(pieces[0]) or len(pieces) in counts for pieces in unit.candidates)
 
 
 def _descends(reading: Reading, order: Order) -> bool:
@@ -227,16 +227,16 @@ def decide(
     """
     groups = [_of_one_cut(units) for units in groups]
     answers = [_answers(units, orders) for units in groups]
-    settled: dict[Unit, Candidate] = {}
+    candidates: dict[Unit, Candidate] = {}
     if any(len(each) != 1 for each in answers):
-        settled = _settled_by_states([unit for units in groups for unit in units], states)
-        groups = [[unit for unit in units if unit not in settled] for units in groups]
+        candidates = _settled_by_states([unit for units in groups for unit in units], states)
+        groups = [[unit for unit in units if unit not in candidates] for units in groups]
         answers = [_answers(units, orders) for units in groups]
     for units, each in zip(groups, answers, strict=True):
         if len(each) != 1:
             raise _unclear(units, orders)
-        settled.update(zip(units, each.pop(), strict=True))
-    return [Match(*unit[:3], pieces) for unit, pieces in settled.items()]
+        candidates.update(zip(units, each.pop(), strict=True))
+    return [Match(*unit[:3], pieces) for unit, pieces in candidates.items()]
 
 
 def _answers(units: Sequence[Unit], orders: Sequence[Order]) -> set[tuple[Candidate, ...]]:
@@ -306,9 +306,9 @@ def _cuts(candidate: Candidate) -> Iterator[tuple[int, int]]:
 
 def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
     """Return a candidate for each unit in reverse order in each buffer; None unless there is just one way."""
-    chosen: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
-    chosen_pieces = {pieces for pieces in chosen if pieces is not None}
-    if len(chosen_pieces) < sum(pieces is not None for pieces in chosen) or not all(unit.candidates for unit in units):
+    answer: list[Candidate | None] = [unit.candidates[0] if len(unit.candidates) == 1 else None for unit in units]
+    chosen_pieces = {pieces for pieces in answer if pieces is not None}
+    if len(chosen_pieces) < sum(pieces is not None for pieces in answer) or not all(unit.candidates for unit in units):
         return None  # a tensor can't be in a rank's optimizer twice
     for _, rows in groupby(range(len(units)), key=lambda row: units[row].bucket.buffer):
         for run, above, below in _runs(list(rows), units, order):
@@ -322,9 +322,9 @@ def _in_order(units: Sequence[Unit], order: Order) -> list[Candidate] | None:
             for row, (_, pieces) in zip(run, places, strict=True):
                 if pieces not in units[row].candidates:
                     return None
-                chosen[row] = pieces
+                answer[row] = pieces
                 chosen_pieces.add(pieces)
-    return [pieces for pieces in chosen if pieces is not None]
+    return [pieces for pieces in answer if pieces is not None]
 
 
 def _runs(

@@ -109,10 +109,10 @@ def check_readable(listing: Listing, numbers: Column) -> None:
         UnsupportedValue: one is compressed, or in another format.
     """
     # An error only for what is asked for: other tensors of the checkpoint still load.
-    if not listing.archives.refused:
+    if not listing.archives.refusals:
         return
-    names, refused = listing.archives.names, listing.archives.refused
-    reasons = {f"{names[number]!r}: {refused[number]}" for number in numbers.tolist() if number in refused}
+    names, refusals = listing.archives.names, listing.archives.refusals
+    reasons = {f"{names[number]!r}: {refusals[number]}" for number in numbers.tolist() if number in refusals}
     if reasons:
         fix = "Load it with torch.distributed.checkpoint, with the extensions it was saved with."
         raise UnsupportedValue(error_text("load: tensors or objects can't be read", offenders=sorted(reasons), fix=fix))

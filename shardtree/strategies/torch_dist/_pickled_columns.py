@@ -71,13 +71,13 @@ def patterns_of(memoized: bool) -> Patterns:
     }
     words = ((b"CHUNK", chunk), (b"BEGIN", begin), (b"PROPERTIES", properties), (b"SHAPE", shape))
     # Last, since they contain bytes of any value.
-    nested = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
-    compiled = {}
+    all_words = (*words, (b"~", number), (b"REF", _REF), (b"INT", _INT), (b"TEXT", _TEXT))
+    patterns = {}
     for name, pattern in templates.items():
-        for word, meaning in nested:
+        for word, meaning in all_words:
             pattern = pattern.replace(word, meaning)
-        compiled[name] = re.compile(pattern, re.DOTALL)
-    return Patterns(memoized, **compiled)
+        patterns[name] = re.compile(pattern, re.DOTALL)
+    return Patterns(memoized, **patterns)
 
 
 REFERENCE = re.compile(_REF, re.DOTALL)
@@ -174,7 +174,7 @@ class Shapes:
         number: in the memo, ascending, -1 for a row that has none, int64 (rows,), in parts.
         single: tuples that were added one by one since the last part.
         length: how many rows there are.
-        known: numbers of the memo, ascending, and their rows, while `is_sorted`.
+        lookup: numbers of the memo, ascending, and their rows, while `is_sorted`.
         is_sorted: whether no row with a number was added since.
         sortings: how often they were sorted.
     """
@@ -184,7 +184,7 @@ class Shapes:
     number: list[Column]
     single: list[Ints]
     length: int = 0
-    known: tuple[Column, Column] = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    lookup: tuple[Column, Column] = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     is_sorted: bool = True
     sortings: int = 0
 
@@ -236,8 +236,8 @@ class Shapes:
             memo_numbers = np.concatenate([np.zeros(0, dtype=np.int64), *self.number])
             order = np.argsort(memo_numbers, kind="stable")
             order = order[memo_numbers[order] >= 0]
-            self.known, self.is_sorted = (memo_numbers[order], order), True
-        memo_numbers, row = self.known
+            self.lookup, self.is_sorted = (memo_numbers[order], order), True
+        memo_numbers, row = self.lookup
         if not memo_numbers.size:
             return np.full(number.size, -1)
         at = np.searchsorted(memo_numbers, number).clip(0, memo_numbers.size - 1)
@@ -312,14 +312,14 @@ class PickledShapes:
         number: of the memo that each refers to: a shape, or torch.Size, int64 (shapes,).
         axes: of those that are written out, int64 (new,).
         values: of those, left-aligned, int64 (new, axes).
-        taken: how many numbers of the memo each takes; the shape's own is the last, int64 (shapes,).
+        memo_counts: how many numbers of the memo each takes; the shape's own is the last, int64 (shapes,).
     """
 
     is_new: NDArray[np.bool_]
     number: Column
     axes: Column
     values: Column
-    taken: Column
+    memo_counts: Column
 
     def rows(self, shapes: Shapes, base: Column, shape_of: Callable[[int], Ints]) -> Column:
         """Add them to a table and return their rows, int64 (shapes,).
@@ -327,12 +327,12 @@ class PickledShapes:
         Args:
             shapes: the table.
             base: the next number of the memo before each shape, int64 (shapes,).
-            known: returns a shape of the memo that isn't in the table; raises if there is none of that number.
+            shape_of: returns a shape of the memo that isn't in the table; raises if there is none of that number.
         """
         rows = np.full(self.is_new.size, -1)
         new = np.flatnonzero(self.is_new)
-        own = base[new] + self.taken[new] - 1
-        rows[new] = shapes.extend(self.axes, self.values, np.where(self.taken[new] > 0, own, -1))
+        own = base[new] + self.memo_counts[new] - 1
+        rows[new] = shapes.extend(self.axes, self.values, np.where(self.memo_counts[new] > 0, own, -1))
         old = np.flatnonzero(~self.is_new)
         if old.size:
             if (self.number[old] >= base[old]).any():
@@ -392,9 +392,9 @@ def without_repeated(sizes: Column, axes: Column, first: Column) -> Column:
     again = np.flatnonzero(first != rows)
     if not again.size:
         return rows
-    chosen = rows.copy()
+    row_of = rows.copy()
     for row in again.tolist():
         if 0 not in sizes[row, : axes[row]]:
-            chosen[first[row]] = row
-    unique_rows: Column = chosen[first == rows]
+            row_of[first[row]] = row
+    unique_rows: Column = row_of[first == rows]
     return unique_rows

@@ -25,13 +25,13 @@ from . import recognize
 from ._common import check_names, named_values, without_hollow
 from ._listing import DCP, META_FILE, TORCH_DIST
 from ._metadata_file import INDEX_FILE
-from ._metadata_write import Archive, Stored, encode_index_file
+from ._metadata_write import Archive, Contents, encode_index_file
 from ._write import RankFile, data_file, file_layout, write_file
 
 # What all ranks wrote, combined and checked on rank 0 before any file refers to it
 
 
-def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Stored:
+def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Contents:
     """Return what all ranks wrote, given by rank, as one value.
 
     Raises:
@@ -48,7 +48,7 @@ def collect(storage: Storage, rank_files: Sequence[RankFile]) -> Stored:
     file = np.concatenate([np.full(len(part.columns), base) for part, base in zip(rank_files, number, strict=False)])
     # Readers of DCP look archives up by key and offset: two of the same would be one of them, by chance.
     rows = _sorted_once(columns)
-    return Stored(
+    return Contents(
         select_rows(columns, rows),
         tuple(part.file for part in rank_files if part.file is not None),
         file[rows],
@@ -95,26 +95,26 @@ class Saving:
 
     Attributes:
         backend: of the two, the one that the shards are saved in.
-        stored: what all ranks have stored, once rank 0 has checked it.
+        contents: what all ranks have stored, once rank 0 has checked it.
         values: the plain values of the common state, once they are written.
         names: of the files that rank 0 has begun to write before the commit; a save that fails removes them.
     """
 
     backend: str
-    stored: Stored | None = None
+    contents: Contents | None = None
     values: tuple[StoredValue, ...] = ()
     names: list[str] = field(default_factory=list)
 
 
-def stored_by(pending: PendingSave, backend: str) -> tuple[Saving, Stored]:
+def contents_by(pending: PendingSave, backend: str) -> tuple[Saving, Contents]:
     """Return the state of a save whose shards are in a backend's format, and what was stored of these.
 
     Raises:
         StrategyError: another strategy wrote the shards.
     """
     state = pending.state
-    if isinstance(state, Saving) and state.backend == backend and state.stored is not None:
-        return state, state.stored
+    if isinstance(state, Saving) and state.backend == backend and state.contents is not None:
+        return state, state.contents
     fix = f"Save the shards with ({backend!r}, 1) too, or leave the common strategy out."
     raise StrategyError(error_text(f"save: no shards were written in the format {backend!r}", fix=fix))
 
@@ -125,11 +125,11 @@ _MEGATRON_FIELDS = ("sharded_backend", "sharded_backend_version", "common_backen
 def commit(pending: PendingSave, fields: Fields) -> None:
     """Write the index, then metadata.json with the four fields that Megatron-Core knows."""
     # No field of our own: Megatron-Core refuses a metadata.json with any other.
-    (saving, stored), durable = stored_by(pending, TORCH_DIST[0]), pending.options.durable
+    (saving, contents), durable = contents_by(pending, TORCH_DIST[0]), pending.options.durable
     remove_folder(pending.storage, pending.save_id)
     saving.names.append(INDEX_FILE)
     # The index first: with metadata.json alone, Megatron-Core would open a folder that it can't read.
-    pending.storage.replace(INDEX_FILE, encode_index_file(stored, pending.save_id), durable=durable)
+    pending.storage.replace(INDEX_FILE, encode_index_file(contents, pending.save_id), durable=durable)
     # Otherwise the caller writes metadata.json: with another format's common state it needs more fields, and the
     # checkpoint can't be Megatron-Core's in any case.
     if fields["common_backend"] == "torch":
@@ -139,13 +139,13 @@ def commit(pending: PendingSave, fields: Fields) -> None:
 
 def commit_dcp(pending: PendingSave, fields: Fields) -> None:
     """Write the index, which makes the folder a checkpoint of torch.distributed.checkpoint."""
-    saving, stored = stored_by(pending, DCP[0])
+    saving, contents = contents_by(pending, DCP[0])
     remove_folder(pending.storage, pending.save_id)
     # A path of one entry: a key with dots may be a dict in a dict or a parameter's name, and doesn't say which.
-    paths = {key: (key,) for key in (*stored.columns.keys, *stored.objects)}
+    paths = {key: (key,) for key in (*contents.columns.keys, *contents.objects)}
     paths |= {value.name: value.path for value in saving.values}
     archives = {value.name: value.archive for value in saving.values}
-    data = encode_index_file(stored, pending.save_id, archives, paths)
+    data = encode_index_file(contents, pending.save_id, archives, paths)
     pending.storage.replace(INDEX_FILE, data, durable=pending.options.durable)
 
 
@@ -183,19 +183,19 @@ def _request(
 
 def _commit(pending: PendingSave, saving: Saving, rank_files: Sequence[RankFile]) -> Fields:
     """Check what all ranks wrote, and keep it for the strategy's COMMIT: it writes the index."""
-    saving.stored = collect(pending.storage, rank_files)
+    saving.contents = collect(pending.storage, rank_files)
     return {}
 
 
-def _abandon(pending: PendingSave, noted: Sequence[str]) -> None:
+def _abandon(pending: PendingSave, names: Sequence[str]) -> None:
     """Remove the files of a failed save, unless the folder has a checkpoint: this save's, or one made meanwhile."""
     # File names are fixed: with a checkpoint there, they may be its own.
     storage = pending.storage
     with abandoning(storage.where()):
-        if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in noted and recognize(storage) is not None):
+        if storage.length(METADATA_FILE) is not None or (INDEX_FILE not in names and recognize(storage) is not None):
             return
         # The index first: as long as it is there, the folder may be recognised as a checkpoint.
-        for name in (*sorted(noted, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
+        for name in (*sorted(names, key=INDEX_FILE.__ne__), data_file(pending.world.rank)):
             storage.remove(name)
         remove_folder(storage, pending.save_id)
 
@@ -217,24 +217,24 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
         UnsupportedValue: a value can't be stored.
         TreeError: two of them, or a value and a shard, have one name.
     """
-    saving, stored = stored_by(pending, DCP[0])
-    shard_keys = {*stored.columns.keys, *stored.objects}
+    saving, contents = contents_by(pending, DCP[0])
+    shard_keys = {*contents.columns.keys, *contents.objects}
     plain_values = without_hollow(named_values(common), shard_keys)
     check_names(plain_values, shard_keys)
-    encoded = {name: _encoded(path, value, pending) for name, (path, value) in plain_values.items()}
+    data_of = {name: _encode(path, value, pending) for name, (path, value) in plain_values.items()}
     # A second file of rank 0: its first one was written before the common state was.
     file, byte, values = data_file(0, 1), 0, []
-    for name, data in encoded.items():
+    for name, data in data_of.items():
         values.append(StoredValue(name, plain_values[name][0], (file, byte, len(data))))
         byte += len(data)
     if values:
         saving.names.append(file)
-        pending.storage.write(file, _buffers(encoded), durable=pending.options.durable)
+        pending.storage.write(file, _buffers(data_of), durable=pending.options.durable)
     saving.values = tuple(values)
     return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
 
 
-def _encoded(path: TreePath, value: Any, pending: PendingSave) -> bytes:
+def _encode(path: TreePath, value: Any, pending: PendingSave) -> bytes:
     try:
         return encode_with_holes(value, allow_pickle=pending.options.allow_pickle)
     except CheckpointingException as error:
@@ -242,5 +242,5 @@ def _encoded(path: TreePath, value: Any, pending: PendingSave) -> bytes:
         raise
 
 
-def _buffers(encoded: dict[str, bytes]) -> Iterator[Buffer]:
-    return map(memoryview, encoded.values())
+def _buffers(data_of: dict[str, bytes]) -> Iterator[Buffer]:
+    return map(memoryview, data_of.values())

@@ -60,20 +60,20 @@ class _BatchResult:
     Attributes:
         file: its number.
         damage: of the archives.
-        compared: the byte ranges of the file that have a CRC32.
+        spans: the byte ranges of the file that have a CRC32.
         large: records among them that haven't been read yet.
     """
 
     file: int
     damage: list[Damage] = field(default_factory=list)
-    compared: list[tuple[int, int]] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
     large: list[LargeRecord] = field(default_factory=list)
 
 
 def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, result: _BatchResult) -> None:
     """Add what is known of one archive of an open file."""
     archives = listing.archives
-    if number in archives.refused:
+    if number in archives.refusals:
         return
     begin, length = int(archives.byte[number]), int(archives.length[number])
     what = archive_name(checkpoint, listing, number)
@@ -99,7 +99,7 @@ def _records_are_right(listing: Listing, reader: Reader, number: int, what: str,
         wrong = f"the CRC32 of record {record.name[:100]!r} of an archive differs"
         if not record.crc32:
             continue  # none was recorded
-        result.compared.append((begin, end))
+        result.spans.append((begin, end))
         if record.nbytes > _LARGE_BYTES:
             result.large.append(LargeRecord(result.file, number, begin, end, record.crc32, wrong))
         elif read_crc32(reader, begin, end) != record.crc32:
@@ -160,9 +160,9 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         findings += damage
         work += (_Batch(file, length, numbers) for numbers in batches(listing, inside))
     threads = threads_of(checkpoint.storage, checkpoint.options.threads, _REQUESTS)
-    checked = in_threads(partial(_check_batch, checkpoint, listing), work, threads)
-    findings += (damage for one in checked for damage in one.damage)
-    for wrong in _wrong_large(checkpoint, listing, checked):
+    results = in_threads(partial(_check_batch, checkpoint, listing), work, threads)
+    findings += (damage for one in results for damage in one.damage)
+    for wrong in _wrong_large(checkpoint, listing, results):
         findings.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
     if not any(isinstance(one, Damage) for one in findings):  # damaged masters differ from their weights in any case
         findings += master_damage(checkpoint)
@@ -170,7 +170,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         *findings,
         *_meta(checkpoint),
         *untaken_findings(listing.unknown),
-        *_unchecked(checkpoint, listing, checked),
+        *_unchecked_bytes(checkpoint, listing, results),
     )
 
 
@@ -270,9 +270,9 @@ def _regions(listing: Listing, numbers: Sequence[int]) -> tuple[Region, ...]:
     return tuple(region for regions in by_payload for region in regions)
 
 
-def _wrong_large(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_BatchResult]) -> Iterator[LargeRecord]:
+def _wrong_large(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[LargeRecord]:
     """Yield the large records whose CRC32 differs; several threads read each."""
-    large = [record for one in checked for record in one.large]
+    large = [record for one in results for record in one.large]
     # A CRC32 can be joined from those of pieces, so that one huge tensor keeps all threads busy.
     pieces = [
         (record.file, begin, min(record.end, begin + _PIECE_BYTES))
@@ -298,12 +298,12 @@ def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int
     return crc32
 
 
-def _unchecked(checkpoint: Checkpoint, listing: Listing, checked: Iterable[_BatchResult]) -> Iterator[Unchecked]:
+def _unchecked_bytes(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[Unchecked]:
     """Yield the bytes of each file that have no CRC32."""
-    compared: dict[int, list[tuple[int, int]]] = {}
-    for one in checked:
-        compared.setdefault(one.file, []).extend(one.compared)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for one in results:
+        spans.setdefault(one.file, []).extend(one.spans)
     for file, name in enumerate(listing.archives.files):
         length = checkpoint.storage.length(name)
         if length is not None:
-            yield from uncovered(name, HEADERS, length, compared.get(file, ()))
+            yield from uncovered(name, HEADERS, length, spans.get(file, ()))

@@ -82,7 +82,7 @@ def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, a
     for shard in tensors:
         check_storable(shard.dtype, f"save: {shard.key!r}")
     objects = tuple(
-        (item.unique_key, _encoded(item, allow_pickle)) for item in shards if isinstance(item, ShardedObject)
+        (item.unique_key, _encode(item, allow_pickle)) for item in shards if isinstance(item, ShardedObject)
     )
     # Objects are encoded before anything is written: one that can't be stored fails the save at its start.
     pieces, columns = _pieces(tensors, shard_columns(tensors, rank))
@@ -94,7 +94,7 @@ def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, a
     return FileLayout(objects, pieces, columns, np.cumsum(room) - room, length)
 
 
-def _encoded(item: ShardedObject, allow_pickle: bool) -> bytes:
+def _encode(item: ShardedObject, allow_pickle: bool) -> bytes:
     try:
         return encode_archive([item.data], allow_pickle=allow_pickle)
     except CheckpointingException as error:

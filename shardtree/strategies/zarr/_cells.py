@@ -87,13 +87,13 @@ def stored_cells(storage: Storage, array: StoredArray) -> Column:
         return np.zeros((int(storage.length(array.file_name((0,))) is not None), 1), dtype=np.int64)
     cells = [
         cell
-        for cell in _listed(storage, array)
+        for cell in _listed_cells(storage, array)
         if all(at < count for at, count in zip(cell, array.counts, strict=True))
     ]
     return np.array(sorted(cells), dtype=np.int64).reshape(-1, len(array.shape))
 
 
-def _listed(storage: Storage, array: StoredArray) -> Iterator[Shape]:
+def _listed_cells(storage: Storage, array: StoredArray) -> Iterator[Shape]:
     axes = len(array.shape)
     if array.separator == ".":
         for name in storage.names(array.name):
@@ -104,15 +104,15 @@ def _listed(storage: Storage, array: StoredArray) -> Iterator[Shape]:
                 yield tuple(map(int, parts))
         return
     folder = f"{array.name}/{array.prefix}" if array.prefix else array.name
-    yield from _nested(storage, folder, axes)
+    yield from _nested_cells(storage, folder, axes)
 
 
-def _nested(storage: Storage, folder: str, axes: int) -> Iterator[Shape]:
+def _nested_cells(storage: Storage, folder: str, axes: int) -> Iterator[Shape]:
     for name in filter(_is_number, storage.names(folder)):
         if axes == 1:
             yield (int(name),)
         else:
-            for rest in _nested(storage, f"{folder}/{name}", axes - 1):
+            for rest in _nested_cells(storage, f"{folder}/{name}", axes - 1):
                 yield (int(name), *rest)
 
 
@@ -140,10 +140,10 @@ def missing_cells(array: StoredArray, cells_with_files: Column, most: int = MOST
         fix = "Rewrite the array with larger chunks."
         what = f"open: array {array.name!r} is too sparse to be a tensor"
         raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
-    unstored = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
-    if unstored > _MOST_FILLED:
+    fill_bytes = min(prod(array.box) * array.dtype.itemsize, (total - len(cells_with_files)) * array.file_bytes)
+    if fill_bytes > _MOST_FILLED:
         what, expected = f"open: array {array.name!r} is too sparse to be a tensor", f"at most {_MOST_FILLED}"
-        raise UnsupportedValue(error_text(what, found=f"{unstored} bytes that no file holds", expected=expected))
+        raise UnsupportedValue(error_text(what, found=f"{fill_bytes} bytes that no file holds", expected=expected))
     if total == len(cells_with_files):
         return cells_with_files[:0]
     strides = row_major_strides(np.array([array.counts], dtype=np.int64))

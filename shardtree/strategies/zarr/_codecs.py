@@ -230,15 +230,15 @@ def _blosc_length(data: bytes, most: int) -> int:
     References:
         C-Blosc, README_CHUNK_FORMAT.rst.
     """
-    *_, flags, _, length, block, packed = _BLOSC.unpack_from(data)
+    *_, flags, _, length, block, packed_length = _BLOSC.unpack_from(data)
     # c-blosc asks neither: it isn't told how many bytes there are, and holds lengths as signed numbers.
-    if packed > len(data) or length > _BLOSC_MOST_BYTES:
-        raise ValueError(f"{len(data)} bytes, whose header says {packed}, decoded {length}")
+    if packed_length > len(data) or length > _BLOSC_MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes, whose header says {packed_length}, decoded {length}")
     # What didn't get shorter is stored raw; else the first thing is where each block begins.
     blocks = -(-length // block) if block else 0
     least = length if flags & _BLOSC_RAW else 4 * blocks
-    if packed < _BLOSC.size + least:
-        raise ValueError(f"a header of {packed} bytes packed, where {_BLOSC.size + least} is the least")
+    if packed_length < _BLOSC.size + least:
+        raise ValueError(f"a header of {packed_length} bytes packed, where {_BLOSC.size + least} is the least")
     return int(length)
 
 
@@ -267,11 +267,11 @@ def _zstd_length(data: bytes, most: int) -> int:
         is_single = bool(flags & 0x20)
         size = (1 if is_single else 0, 2, 4, 8)[flags >> 6]
         at += 5 + (not is_single) + (0, 1, 2, 4)[flags & 3]
-        said = int.from_bytes(data[at : at + size], "little") + (256 if size == 2 else 0)
+        content_size = int.from_bytes(data[at : at + size], "little") + (256 if size == 2 else 0)
         at += size
         blocks, at = _zstd_blocks(data, at)
         at += _CHECKSUM_BYTES if flags & 4 else 0
-        length += said if size else blocks
+        length += content_size if size else blocks
     return length
 
 

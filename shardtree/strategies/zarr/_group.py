@@ -33,14 +33,14 @@ class Group:
     Attributes:
         index: of its tensors and objects; some of its files are virtual.
         arrays: all of them.
-        made: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for bytes
-            of the fill value.
+        sources: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for
+            bytes of the fill value.
         untaken: why an array or a file isn't taken, by its name.
     """
 
     index: Index
     arrays: tuple[StoredArray, ...]
-    made: dict[int, tuple[StoredArray, Shape | None]]
+    sources: dict[int, tuple[StoredArray, Shape | None]]
     untaken: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ class Rows:
 class _Files:
     room: int  # how many cells without a file there may be in all arrays together
     files: list[StoredFile] = field(default_factory=list)
-    made: dict[int, tuple[StoredArray, Shape | None]] = field(default_factory=dict)
+    sources: dict[int, tuple[StoredArray, Shape | None]] = field(default_factory=dict)
 
     def add(self, names: Sequence[str], lengths: Sequence[int]) -> Column:
         """Return the numbers of new files."""
@@ -94,15 +94,15 @@ def read_group(
     # All boxes are held with as many axes as the tensor with most of them has.
     files = _Files(MOST_CELLS // max((len(array.box) for array in arrays), default=1))
     # Two folders may decode to one key, where names are escaped otherwise than we would.
-    ordered = sorted(arrays, key=lambda array: array.key)
-    twice = [repr(one.key) for one, other in pairwise(ordered) if one.key == other.key]
+    arrays = sorted(arrays, key=lambda array: array.key)
+    twice = [repr(one.key) for one, other in pairwise(arrays) if one.key == other.key]
     if twice:
         raise CorruptCheckpoint(error_text(f"open: {storage.where()!r} has tensors twice", offenders=twice))
-    rows = [_array_rows(storage, array, files) for array in ordered]
+    rows = [_array_rows(storage, array, files) for array in arrays]
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
-    index = build_index(*array_columns(ordered, rows), files=files.files, objects=object_rows)
-    return Group(index, tuple(ordered), files.made, untaken or {})
+    index = build_index(*array_columns(arrays, rows), files=files.files, objects=object_rows)
+    return Group(index, tuple(arrays), files.sources, untaken or {})
 
 
 def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
@@ -136,7 +136,7 @@ def _array_rows(storage: Storage, array: StoredArray, files: _Files) -> Rows:
         absent = missing_cells(array, cells, files.room * len(array.box))
         files.room -= len(absent)
         parts.append(_filled_rows(array, absent, files, array.step))
-    return _joined(parts, len(array.box))
+    return _join(parts, len(array.box))
 
 
 def chunk_rows(array: StoredArray, cells: Column, step: Shape, file: Column, begin: Column | None = None) -> Rows:
@@ -192,7 +192,7 @@ def _decoded_rows(array: StoredArray, cells: Column, files: _Files) -> Rows:
     places = [tuple(cell) for cell in cells.tolist()]
     lengths = (volumes(shape) * array.dtype.itemsize).tolist()
     file = files.add([array.file_name(place) for place in places], lengths)
-    files.made.update({number: (array, place) for number, place in zip(file.tolist(), places, strict=True)})
+    files.sources.update({number: (array, place) for number, place in zip(file.tolist(), places, strict=True)})
     return Rows(offset, shape, file, np.zeros(len(file), dtype=np.int64))
 
 
@@ -203,11 +203,11 @@ def _filled_rows(array: StoredArray, cells: Column, files: _Files, step: Shape) 
     file = np.zeros(len(cells), dtype=np.int64)
     if len(cells):
         file += files.add([f"{array.name}#fill"], [prod(step) * array.dtype.itemsize])
-        files.made[int(file[0])] = (array, None)
+        files.sources[int(file[0])] = (array, None)
     return Rows(offset, shape, file, np.zeros(len(cells), dtype=np.int64))
 
 
-def _joined(parts: Sequence[Rows], axes: int) -> Rows:
+def _join(parts: Sequence[Rows], axes: int) -> Rows:
     empty = np.zeros((0, axes), dtype=np.int64)
     return Rows(
         np.concatenate([empty, *(part.offset for part in parts)]),

@@ -246,7 +246,7 @@ def chunk_files(part: ArrayLayout, rank: int, numbers: Column) -> Iterator[Chunk
     columns = select_rows(part.columns, own)
     # Shards that are whole chunks, the usual case, need no plan.
     at_edge = (columns.shape != np.array(step, dtype=np.int64)).any()
-    runs = _planned(part, columns, files, step) if at_edge else _whole(array, columns, file.reshape(-1), step)
+    runs = _planned_runs(part, columns, files, step) if at_edge else _whole(array, columns, file.reshape(-1), step)
     order = np.lexsort((runs.target_byte, runs.target))
     ends = np.searchsorted(runs.target[order], np.arange(len(files) + 1)).tolist()
     chunks, chunk_bytes = prod(inner_counts(array)), prod(step) * array.dtype.itemsize
@@ -275,7 +275,7 @@ def _whole(array: StoredArray, columns: ShardColumns, file: Column, step: Shape)
     return Runs(number, np.zeros_like(number), file, target, columns.elements * item_size)
 
 
-def _planned(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
+def _planned_runs(part: ArrayLayout, columns: ShardColumns, files: Column, step: Shape) -> Runs:
     """Return the runs of shards of any boxes; the target is the number of the file."""
     # Writing is planned as a load of chunks from shards: the same code finds which bytes meet.
     slots = _slots(part.array, part.cells[files])

@@ -107,8 +107,8 @@ def _values(package: Any, array: StoredArray, name: str, data: bytes, cell: Shap
         slice(at * step, min(size, (at + 1) * step))
         for at, step, size in zip(cell, array.chunk, array.shape, strict=False)
     )
-    opened = package.open_array(store, mode="r", zarr_format=3 if file == "zarr.json" else 2)
-    values = np.asarray(opened[region])
+    zarr_array = package.open_array(store, mode="r", zarr_format=3 if file == "zarr.json" else 2)
+    values = np.asarray(zarr_array[region])
     expected = tuple(part.stop - part.start for part in region)
     if values.shape != expected or values.dtype.itemsize != array.dtype.itemsize:
         raise ValueError(f"decoded to {values.shape} {values.dtype}, expected {expected} {dtype_name(array.dtype)}")
@@ -148,14 +148,14 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     plain, virtual_plan = _split(group, plan)
     report = read_planned(checkpoint, group.index, plain, memories)
     for number, part in _by_file(virtual_plan):
-        report += _read_made(checkpoint, group, number, part, memories)
+        report += _read_virtual(checkpoint, group, number, part, memories)
     return report
 
 
 def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor], plan: LoadPlan) -> ReadCost:
     """Return what a plan reads, where a chunk that has to be decoded counts with its whole file."""
     plain, virtual_plan = _split(group, plan)
-    numbers = [number for number in virtual_plan.files if group.made[number][1] is not None]
+    numbers = [number for number in virtual_plan.files if group.sources[number][1] is not None]
     lengths = [checkpoint.storage.length(file_at(group.index, number).name) or 0 for number in numbers]
     pieces = len(virtual_plan.runs.file) + len(virtual_plan.strided.file)
     decoded_cost = ReadCost(virtual_plan.bytes_read, sum(lengths), pieces, len(numbers))
@@ -164,16 +164,16 @@ def _cost(checkpoint: Checkpoint, group: Group, shards: Sequence[ShardedTensor],
 
 def _split(group: Group, plan: LoadPlan) -> tuple[LoadPlan, LoadPlan]:
     """Return the part of a plan that is read as it is stored, and the part from virtual files."""
-    virtual_files = np.array(sorted(group.made), dtype=np.int64)
+    virtual_files = np.array(sorted(group.sources), dtype=np.int64)
     runs, strided = np.isin(plan.runs.file, virtual_files), np.isin(plan.strided.file, virtual_files)
     return plan.select(~runs, ~strided), plan.select(runs, strided)
 
 
-def _read_made(
+def _read_virtual(
     checkpoint: Checkpoint, group: Group, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
 ) -> ReadReport:
     """Decode or make one chunk, and copy the plan's part of it; its memory is freed with this call."""
-    array, cell = group.made[number]
+    array, cell = group.sources[number]
     file = file_at(group.index, number)
     if cell is not None and checkpoint.storage.length(file.name) is None:
         check_lengths(checkpoint, [file])

@@ -203,11 +203,11 @@ def _sharding(codecs: list[Any], item_size: int, what: str) -> tuple[Any, dict[s
     if name != "sharding_indexed" or len(codecs) != 1:
         return None, None
     index = codec_list(configuration.get("index_codecs"), what)
-    checked = [codec_parts(codec, what)[0] for codec in index[1:]] == ["crc32c"]
+    has_crc = [codec_parts(codec, what)[0] for codec in index[1:]] == ["crc32c"]
     inside = codec_list(configuration.get("codecs"), what)
-    plain = is_plain(inside, item_size, what) and is_plain(index[:1], 8, what) and (checked or len(index) == 1)
+    plain = is_plain(inside, item_size, what) and is_plain(index[:1], 8, what) and (has_crc or len(index) == 1)
     first = configuration.get("index_location", "end") == "start"
-    return configuration.get("chunk_shape"), {"first": first, "checked": checked} if plain else None
+    return configuration.get("chunk_shape"), {"first": first, "checked": has_crc} if plain else None
 
 
 def _file_names(fields: Mapping[str, Any], what: str) -> tuple[str, str]:

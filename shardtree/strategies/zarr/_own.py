@@ -138,15 +138,15 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     new = without_prefix(old, key_prefix)
     if new is old:
         return
-    members, unused = group_members(current), unused_files(old, new)
+    members, unused_names = group_members(current), unused_files(old, new)
     removed_keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
-    gone = (set(map(array_name, removed_keys)) | folders_of(unused)).intersection(members)
+    removed_folders = (set(map(array_name, removed_keys)) | folders_of(unused_names)).intersection(members)
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
     data = encode_columns(new)
     name, document = blob(_next_index(old_index, storage), len(data))
     write_blob(storage, name, [memoryview(data)], document, durable=True)
-    gone.add(old_index)
-    documents = {folder: each for folder, each in members.items() if folder not in gone}
+    removed_folders.add(old_index)
+    documents = {folder: each for folder, each in members.items() if folder not in removed_folders}
     documents[name.rpartition("/")[0]] = document
     group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
     fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
@@ -154,7 +154,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     # interrupted, every array that is listed anywhere is there.
     replace_metadata(storage, before, fields, durable=True)
     storage.replace(NODE_FILE, group, durable=True)
-    _remove(storage, unused, gone)
+    _remove(storage, unused_names, removed_folders)
 
 
 def group_members(checkpoint: Checkpoint) -> dict[str, Document]:

@@ -141,8 +141,7 @@ def commit(pending: PendingSave, fields: Fields) -> None:
     for folder in groups:
         write_document(pending.storage, folder, group_document(), durable=pending.options.durable)
         members[folder] = group_document()
-    ordered = {name: members[name] for name in sorted(members)}
-    data = canonical_json(group_document(ordered))
+    data = canonical_json(group_document({name: members[name] for name in sorted(members)}))
     # Replaced atomically: a torn file would be recognised as a damaged checkpoint, and no save could go there.
     pending.storage.replace(NODE_FILE, data, durable=pending.options.durable)
     if pending.options.durable:
@@ -221,10 +220,10 @@ def _work(pending: PendingSave, writes: ShardColumns, own: Column, objects: Sequ
         numbers = own[part.rows]
         if (numbers >= 0).any():
             files += chunk_files(part, rank, numbers)
-    encoded = tuple(
+    object_data = tuple(
         (item.unique_key, encoded_object(item, allow_pickle=pending.options.allow_pickle)) for item in objects
     )
-    return Work(tuple(files), tuple(documents), encoded)
+    return Work(tuple(files), tuple(documents), object_data)
 
 
 def _write(pending: PendingSave, work: Work, tensors: Sequence[ShardedTensor]) -> RankFiles:

@@ -66,9 +66,9 @@ def _group_findings(checkpoint: Checkpoint, group: Group) -> tuple[Finding, ...]
         findings += _absent(array, cells)
         chunks += [_Chunk(array, tuple(cell)) for cell in cells.tolist()]
     threads = threads_of(checkpoint.storage, checkpoint.options.threads)
-    checked = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
+    results = in_threads(partial(_check_chunk, checkpoint), chunks, threads)
     findings += untaken_findings(group.untaken)
-    return (*findings, *(finding for one in checked for finding in one), *_metadata(checkpoint.storage))
+    return (*findings, *(finding for one in results for finding in one), *_metadata(checkpoint.storage))
 
 
 def _absent(array: StoredArray, cells: Column) -> Iterator[Damage]:
