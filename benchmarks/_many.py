@@ -238,11 +238,11 @@ class OneOfMany(World):
         if outcome.failure is not None:
             raise RuntimeError(outcome.failure.text)
         if outcome.phase in self._voices and outcome.phase not in self.kept:
-            self.kept[outcome.phase] = list(self._voices[outcome.phase](outcome.packed))
+            self.kept[outcome.phase] = list(self._voices[outcome.phase](outcome.data))
         # Where nothing is said for the others, they say the same: nothing, or that they agree.
-        others = self.kept.get(outcome.phase, [outcome.packed] * (self.size - 1))
-        heard = len(outcome.packed) + sum(map(len, others))
-        self.laps.append(Lap(outcome.phase, seconds, len(outcome.packed), heard))
+        others = self.kept.get(outcome.phase, [outcome.data] * (self.size - 1))
+        heard = len(outcome.data) + sum(map(len, others))
+        self.laps.append(Lap(outcome.phase, seconds, len(outcome.data), heard))
         if outcome.phase == self._last:
             raise Enough
         self._begin = time.process_time()
@@ -251,7 +251,7 @@ class OneOfMany(World):
     def broadcast(self, value: T, root: int = 0) -> T:
         """Return the value, which only rank 0 has."""
         outcome: Any = value
-        self.laps.append(Lap(outcome.phase, time.process_time() - self._begin, len(outcome.packed), 0))
+        self.laps.append(Lap(outcome.phase, time.process_time() - self._begin, len(outcome.data), 0))
         self._begin = time.process_time()
         return value
 

@@ -95,9 +95,9 @@ class ShardedBase(ABC):
         return notebook_html(self)
 
     def __repr__(self) -> str:
-        shown = [f"{name}={value!r}" for name, (value, default) in metadata_of(self).items() if value != default]
-        shown.insert(1, f"data={describe(self.data)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        fields = [f"{name}={value!r}" for name, (value, default) in metadata_of(self).items() if value != default]
+        fields.insert(1, f"data={describe(self.data)}")
+        return f"{type(self).__name__}({', '.join(fields)})"
 
 
 def leaf_name(leaf: ShardedBase) -> str:

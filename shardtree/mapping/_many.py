@@ -40,7 +40,7 @@ global_offset=(0, 0), axis_fragmentations=(1, 1))]
     """
     axes = [*map(len, shapes)]
     zeros, ones = ({count: (number,) * count for count in {*axes}} for number in (0, 1))
-    given = {
+    columns = {
         "key": keys,
         "data": repeat(None),
         "dtype": dtypes,
@@ -49,8 +49,8 @@ global_offset=(0, 0), axis_fragmentations=(1, 1))]
         "global_offset": map(zeros.__getitem__, axes),
         "axis_fragmentations": map(ones.__getitem__, axes),
     }
-    rest = {name: repeat(_DEFAULTS[name]) for name in _NAMES if name not in given}
-    return frozen_values(ShardedTensor, len(keys), given | rest)
+    rest = {name: repeat(_DEFAULTS[name]) for name in _NAMES if name not in columns}
+    return frozen_values(ShardedTensor, len(keys), columns | rest)
 
 
 def box_of(key: str, data: Any, dtype: torch.dtype, whole: Shape, offset: Shape, shape: Shape) -> ShardedTensor:
@@ -92,8 +92,8 @@ def with_data(shards: Sequence[ShardedTensor], data: Iterable[Any]) -> list[Shar
         >>> shard.data
         tensor([0, 0], dtype=torch.int8)
     """
-    kept = {name: map(attrgetter(name), shards) for name in _KEPT}
-    return frozen_values(ShardedTensor, len(shards), kept | {"data": data})
+    columns = {name: map(attrgetter(name), shards) for name in _KEPT}
+    return frozen_values(ShardedTensor, len(shards), columns | {"data": data})
 
 
 def with_keys(shards: Sequence[ShardedTensor], keys: Sequence[str]) -> list[ShardedTensor]:
@@ -104,5 +104,5 @@ def with_keys(shards: Sequence[ShardedTensor], keys: Sequence[str]) -> list[Shar
         >>> shard.key, shard.global_shape
         ('v', (2,))
     """
-    kept = {name: map(attrgetter(name), shards) for name in _NAMES if name != "key"}
-    return frozen_values(ShardedTensor, len(shards), kept | {"key": keys})
+    columns = {name: map(attrgetter(name), shards) for name in _NAMES if name != "key"}
+    return frozen_values(ShardedTensor, len(shards), columns | {"key": keys})

@@ -238,9 +238,9 @@ class ShardedTensor(ShardedBase):
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 3), prepend_axis_num=1).global_slice()
             (1, slice(0, 2, None))
         """
-        prepended, offset = self.global_offset[: self.prepend_axis_num], self.global_offset[self.prepend_axis_num :]
+        front, offset = self.global_offset[: self.prepend_axis_num], self.global_offset[self.prepend_axis_num :]
         box = zip(offset, self.local_shape, strict=True)
-        return (*prepended, *(slice(first, first + size) for first, size in box))
+        return (*front, *(slice(first, first + size) for first, size in box))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
         """Return the box's place in the grid of equal boxes that tiles the global tensor.

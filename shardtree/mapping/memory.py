@@ -80,7 +80,7 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
-def overwrite(held: torch.Tensor, new: torch.Tensor) -> None:
+def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
     """Copy a dense tensor's elements into one of the same shape and dtype, bit for bit, without autograd.
 
     Examples:
@@ -89,11 +89,11 @@ def overwrite(held: torch.Tensor, new: torch.Tensor) -> None:
         >>> weight.tolist()
         [1.0, 1.0]
     """
-    held, new = held.detach(), new.detach()
-    if not (held.is_conj() or held.is_neg()):  # as integers, since torch can't copy every dtype
-        word = INTEGERS.get(held.itemsize, held.dtype)
-        held, new = held.view(word), new.resolve_conj().resolve_neg().view(word)
-    held.copy_(new)
+    old, new = old.detach(), new.detach()
+    if not (old.is_conj() or old.is_neg()):  # as integers, since torch can't copy every dtype
+        word = INTEGERS.get(old.itemsize, old.dtype)
+        old, new = old.view(word), new.resolve_conj().resolve_neg().view(word)
+    old.copy_(new)
 
 
 # Aliasing between donated tensors: filling one would overwrite what another has received.
@@ -191,12 +191,12 @@ def _clashes(group: Sequence[_Span]) -> Iterator[str]:
     read are compared, but not marked.
     """
     distinct: dict[tuple[object, ...], _Span] = {}
-    filled = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
+    targets = {(span.shard.key, _identity(span.shard, span.tensor)) for span in group if span.written}
     for span in group:
         identity = _identity(span.shard, span.tensor)
         if span.written:
             distinct.setdefault(identity, span)
-        elif (span.shard.key, identity) not in filled:
+        elif (span.shard.key, identity) not in targets:
             distinct.setdefault((span.shard.key, identity), span)
     spans = list(distinct.values())
     if len(spans) == 1 or not spans[0].written:
@@ -263,25 +263,25 @@ def tied(donated: _Donated) -> list[list[int]]:
         >>> tied([(ShardedTensor.from_rank_offsets(key, data), data) for key, data in held.items()])
         [[0, 2]]
     """
-    given = [
+    places = [
         (number, shard, tensor)
         for number, (shard, tensor) in enumerate(donated)
         if tensor is not None and tensor.layout is torch.strided and tensor.numel()
     ]
     groups: dict[tuple[object, ...], list[int]] = {}
-    if len({tensor.data_ptr() for _, _, tensor in given}) < len(given):
-        for number, shard, tensor in given:
+    if len({tensor.data_ptr() for _, _, tensor in places}) < len(places):
+        for number, shard, tensor in places:
             groups.setdefault(_identity(shard, tensor), []).append(number)
     return [group for group in groups.values() if len({donated[number][0].key for number in group}) > 1]
 
 
-def fill_once(doing: str, donated: _Donated, filled: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Copy to each tied tensor what came for its keys, and return it by position.
 
     Args:
         doing: what is being done, for the message.
         donated: shards with their `given_tensor`.
-        filled: what came for each; for tied ones contiguous, in memory of its own.
+        results: what came for each; for tied ones contiguous, in memory of its own.
 
     Raises:
         ShapeError: what came for two keys of one memory differs; then no tied tensor was written.
@@ -291,7 +291,7 @@ def fill_once(doing: str, donated: _Donated, filled: Sequence[torch.Tensor]) -> 
         f"{donated[number][0].key!r} and {donated[group[0]][0].key!r}"
         for group in groups
         for number in group[1:]
-        if not torch.equal(*(filled[one].reshape(-1).view(torch.uint8) for one in (number, group[0])))
+        if not torch.equal(*(results[one].reshape(-1).view(torch.uint8) for one in (number, group[0])))
     ]
     if differ:
         what = f"{doing}: donated tensors share memory, and what came for them differs"
@@ -300,14 +300,14 @@ def fill_once(doing: str, donated: _Donated, filled: Sequence[torch.Tensor]) -> 
         )
         raise ShapeError(error_text(what, offenders=differ, fix=fix))
     for group in groups:
-        overwrite(donated[group[0]][1], filled[group[0]])  # type: ignore[arg-type]
+        overwrite(donated[group[0]][1], results[group[0]])  # type: ignore[arg-type]
     return {number: donated[number][1] for group in groups for number in group}  # type: ignore[misc]
 
 
 # Factories: parts that are views of a held tensor, and were filled, have filled it.
 
 
-def is_all_of(parts: Sequence[torch.Tensor], held: torch.Tensor) -> bool:
+def is_all_of(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> bool:
     """Return whether tensors, of which no two share elements, are views that make up all of another.
 
     Examples:
@@ -315,12 +315,12 @@ def is_all_of(parts: Sequence[torch.Tensor], held: torch.Tensor) -> bool:
         >>> is_all_of(fused.chunk(2), fused), is_all_of([fused[:3]], fused), is_all_of([fused.clone()], fused)
         (True, False, False)
     """
-    if not parts or held.layout is not torch.strided or sum(part.numel() for part in parts) != held.numel():
+    if not parts or whole.layout is not torch.strided or sum(part.numel() for part in parts) != whole.numel():
         return False
-    begin, end = held.data_ptr(), held.data_ptr() + _reach(held)
+    begin, end = whole.data_ptr(), whole.data_ptr() + _reach(whole)
     return all(
         part.layout is torch.strided
-        and (part.device, part.itemsize) == (held.device, held.itemsize)
+        and (part.device, part.itemsize) == (whole.device, whole.itemsize)
         and (not part.numel() or begin <= part.data_ptr() <= part.data_ptr() + _reach(part) <= end)
         for part in parts
     )

@@ -155,24 +155,24 @@ def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:
         >>> held_arrays(objects)["rng"].shapes
         {(2, -1): (2, 3)}
     """
-    listed = list(objects)
-    found: dict[str, HeldArrays] = defaultdict(HeldArrays)
-    for item in listed:
+    objects = list(objects)
+    arrays: dict[str, HeldArrays] = defaultdict(HeldArrays)
+    for item in objects:
         shape = item.global_shape
         if shape and shape[-1] < 0:
-            end = found[item.key].shapes.get(shape, (0,))[-1]
-            found[item.key].shapes[shape] = (*shape[:-1], max(end, item.global_offset[-1] + 1))
+            end = arrays[item.key].shapes.get(shape, (0,))[-1]
+            arrays[item.key].shapes[shape] = (*shape[:-1], max(end, item.global_offset[-1] + 1))
         else:
-            found[item.key].shapes[shape] = shape
-    _add_mains(found, [item for item in listed if is_main_replica(item.replica_id)])
-    return dict(found)
+            arrays[item.key].shapes[shape] = shape
+    _add_mains(arrays, [item for item in objects if is_main_replica(item.replica_id)])
+    return dict(arrays)
 
 
-def _add_mains(found: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]) -> None:
+def _add_mains(arrays: Mapping[str, HeldArrays], mains: Iterable[ShardedObject]) -> None:
     twice = []
     for item in mains:
-        arrays = found[item.key]
-        cells = arrays.mains.setdefault(arrays.shapes[item.global_shape], {})
+        own = arrays[item.key]
+        cells = own.mains.setdefault(own.shapes[item.global_shape], {})
         if item.global_offset in cells:
             twice.append(f"{item.key!r} at {item.global_offset} of {item.global_shape}")
         cells[item.global_offset] = item

@@ -70,22 +70,22 @@ def reshard_objects(
         >>> [item.data for item in reshard_objects(seen, targets, {"seen": redistribute_objects})]
         [[0, 10], [1], [11]]
     """
-    listed = list(sources) if isinstance(sources, Iterable) else [sources]
+    items = list(sources) if isinstance(sources, Iterable) else [sources]
     asked_for = targets if isinstance(targets, Iterable) else [targets]
-    others = [type(item).__name__ for item in (*listed, *asked_for) if not isinstance(item, ShardedObject)]
+    others = [type(item).__name__ for item in (*items, *asked_for) if not isinstance(item, ShardedObject)]
     if others:
         what, fix = "reshard_objects: not a list of ShardedObject", "Give the objects alone, those of all ranks."
         raise MetadataError(error_text(what, found=others[0], expected="sharded objects", fix=fix))
-    chosen = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*listed, *targets)))
-    asked = {item.key for item in targets}
+    rule_of = rules_by_key("reshard_objects", rules or {}, (item.key for item in (*items, *targets)))
+    target_keys = {item.key for item in targets}
     # Arrays that no target wants may be incomplete, or ambiguous.
-    held = held_arrays(item for item in listed if item.key in asked)
-    absent = sorted(asked.difference(held))
+    arrays = held_arrays(item for item in items if item.key in target_keys)
+    absent = sorted(target_keys.difference(arrays))
     if absent:
         fix = "Pass the objects of all ranks, or leave these out of the target."
         raise KeyMismatch(error_text("reshard_objects: no such objects", offenders=map(repr, absent), fix=fix))
-    check_ruled(reshaped_arrays(held, targets), chosen)
-    return objects_by_rule(held, targets, chosen)
+    check_ruled(reshaped_arrays(arrays, targets), rule_of)
+    return objects_by_rule(arrays, targets, rule_of)
 
 
 def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str]) -> dict[str, ObjectRule]:
@@ -109,15 +109,15 @@ def rules_by_key(doing: str, rules: Mapping[str, ObjectRule], keys: Iterable[str
     wrong = [f"{pattern!r}: {type(rule).__name__}" for pattern, rule in rules.items() if not callable(rule)]
     if wrong:
         raise TreeError(error_text(f"{doing}: not rules for objects", offenders=wrong, fix=f"Use {OBJECT_RULES}."))
-    found = match_keys(doing, rules, dict.fromkeys(keys))
-    return {key: rules[pattern] for key, (pattern, _) in found.items()}
+    matches = match_keys(doing, rules, dict.fromkeys(keys))
+    return {key: rules[pattern] for key, (pattern, _) in matches.items()}
 
 
-def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
+def reshaped_arrays(arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject]) -> tuple[ShapeChange, ...]:
     """Return the arrays that targets request in a shape that the source lacks, each once.
 
     Args:
-        held: the source's arrays; targets of other keys are ignored.
+        arrays: the source's arrays; targets of other keys are ignored.
         targets: what is asked for.
 
     Examples:
@@ -125,9 +125,11 @@ def reshaped_arrays(held: Mapping[str, HeldArrays], targets: Iterable[ShardedObj
         >>> print(*reshaped_arrays(held, [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]))
         objects 'rng': of shape (1,), asked for in shape (2,)
     """
-    asked = dict.fromkeys((item.key, item.global_shape) for item in targets if item.key in held)
+    requests = dict.fromkeys((item.key, item.global_shape) for item in targets if item.key in arrays)
     return tuple(
-        ShapeChange(key, held[key].all_shapes, shape) for key, shape in asked if held[key].shape_as(shape) is None
+        ShapeChange(key, arrays[key].all_shapes, shape)
+        for key, shape in requests
+        if arrays[key].shape_as(shape) is None
     )
 
 
@@ -144,24 +146,24 @@ def check_ruled(arrays: Iterable[ShapeChange], rules: Mapping[str, ObjectRule]) 
     Examples:
         >>> check_ruled([ShapeChange("rng", ((1,),), (2,))], {"rng": max})
     """
-    listed = list(arrays)
-    lacking = [str(array) for array in listed if array.key not in rules]
+    arrays = list(arrays)
+    lacking = [str(array) for array in arrays if array.key not in rules]
     if lacking:
         what, fix = "objects change their shape, and there is no rule for them", f"Name a rule: {OBJECT_RULES}."
         raise IntegrityError(error_text(what, offenders=lacking, fix=fix))
-    unclear = [str(array) for array in listed if len(array.stored) > 1 or min(array.asked, default=0) < 0]
+    unclear = [str(array) for array in arrays if len(array.stored) > 1 or min(array.asked, default=0) < 0]
     if unclear:
         what, fix = "objects change their shape, but from which or to which is ambiguous", "Give one shape, all of it."
         raise IntegrityError(error_text(what, offenders=unclear, fix=fix))
 
 
 def objects_by_rule(
-    held: Mapping[str, HeldArrays], targets: Iterable[ShardedObject], rules: Mapping[str, ObjectRule]
+    arrays: Mapping[str, HeldArrays], targets: Iterable[ShardedObject], rules: Mapping[str, ObjectRule]
 ) -> list[ShardedObject]:
     """Return targets with own copies of their data, by the rules of their keys where the shape changes.
 
     Args:
-        held: the source's arrays; each target's key has some.
+        arrays: the source's arrays; each target's key has some.
         targets: what is asked for.
         rules: for each key that changes its shape, one.
 
@@ -176,29 +178,29 @@ def objects_by_rule(
         7
     """
     values: dict[tuple[str, Shape], Mapping[Shape, Any]] = {}
-    filled = []
+    objects = []
     for item in targets:
         array = (item.key, item.global_shape)
         # A rule runs once for each array, and not for each target: it may be slow, and fold with a user's function.
         if array not in values:
-            values[array] = _values(held[item.key], *array, rules)
+            values[array] = _values(arrays[item.key], *array, rules)
         value = values[array].get(item.global_offset, _MISSING)
         if value is _MISSING:
             what, fix = f"objects {item.key!r}: no rank has the cell {item.global_offset}", "Pass all ranks' objects."
             raise IntegrityError(error_text(what, found=f"no main replica in shape {item.global_shape}", fix=fix))
         name = f"the object {item.key!r} at {item.global_offset}"
         # Copied for each target: replicas and a rule's repeated values would share mutable state.
-        filled.append(item if value is HOLE else replace(item, data=own_copy(value, name)))
-    return filled
+        objects.append(item if value is HOLE else replace(item, data=own_copy(value, name)))
+    return objects
 
 
 _MISSING = object()
 
 
-def _values(held: HeldArrays, key: str, shape: Shape, rules: Mapping[str, ObjectRule]) -> Mapping[Shape, Any]:
+def _values(arrays: HeldArrays, key: str, shape: Shape, rules: Mapping[str, ObjectRule]) -> Mapping[Shape, Any]:
     """Return the values of an array in a shape, by cell: the source's own, or a rule's."""
-    same = held.shape_as(shape)
+    same = arrays.shape_as(shape)
     if same is not None:
-        return {cell: item.data for cell, item in held.mains.get(same, {}).items()}
-    (source,) = held.all_shapes
-    return dict(zip(cells_of(shape), apply_rule(held.whole(key, source), rules[key], shape), strict=True))
+        return {cell: item.data for cell, item in arrays.mains.get(same, {}).items()}
+    (source,) = arrays.all_shapes
+    return dict(zip(cells_of(shape), apply_rule(arrays.whole(key, source), rules[key], shape), strict=True))

@@ -44,11 +44,11 @@ def replicate_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
 
 def _differing(array: ObjectArray, position: int, value: Any) -> Iterator[str]:
     """Yield where a value differs from the first one."""
-    found = diff(array.values[0], value)
-    for path in (*found.only_left, *found.only_right, *found.mismatch):
+    difference = diff(array.values[0], value)
+    for path in (*difference.only_left, *difference.only_right, *difference.mismatch):
         own, other = value_at(value, path), value_at(array.values[0], path)
-        difference = f"{own}, not {other if own != other else 'equal'}"
-        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {difference}"
+        line = f"{own}, not {other if own != other else 'equal'}"
+        yield f"{array.cell_text(position)}: {render_path(path, 'value')} is {line}"
 
 
 def replicate_cell(cell: tuple[int, ...]) -> ObjectRule:
@@ -152,11 +152,11 @@ def redistribute_objects(array: ObjectArray, shape: Shape) -> Sequence[Any]:
         >>> redistribute_objects(ObjectArray("buffer", (2,), ([1, 2, 3], [4, 5])), (3,))
         [[1, 2], [3, 4], [5]]
     """
-    joined = _concatenate("redistribute_objects", array)
-    each, more = divmod(len(joined), cell_count(shape))
+    whole = _concatenate("redistribute_objects", array)
+    each, more = divmod(len(whole), cell_count(shape))
     sizes = (each + (position < more) for position in range(cell_count(shape)))
     bounds = pairwise(accumulate(sizes, initial=0))
-    return [joined[start:stop] for start, stop in bounds]
+    return [whole[start:stop] for start, stop in bounds]
 
 
 def _concatenate(doing: str, array: ObjectArray) -> Any:
@@ -225,12 +225,12 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
     if wrong:
         fix = "Give each field a rule, such as fold_objects(operator.add)."
         raise TreeError(error_text("rules_by_field: not rules for objects", offenders=wrong, fix=fix))
-    known = dict(rules)
+    rule_of = dict(rules)
 
     def apply(array: ObjectArray, shape: Shape) -> Sequence[Any]:
-        _check_fields(array, known)
+        _check_fields(array, rule_of)
         first = array.values[0]
-        columns = [_column(array, field, known[field], shape) for field in first]
+        columns = [_column(array, field, rule_of[field], shape) for field in first]
         rows = zip(*columns, strict=True) if columns else [()] * cell_count(shape)
         return [_dict_like(first, values) for values in rows]
 

@@ -48,8 +48,11 @@ def lens_picture(lens: Lens, shards: Sequence[ShardedTensor]) -> Picture:
             error_text("draw: no shard to show a lens with", fix="Pass what a rank holds: draw(lens, shard).")
         )
     names = [f"rank {rank}" if len(shards) > 1 else shards[0].key for rank in range(len(shards))]
-    helds = [_held(name, shard.local_shape, _stored_by(lens, shard)) for name, shard in zip(names, shards, strict=True)]
-    return _held_picture(f"{shards[0].key!r} {shards[0].global_shape}: held and stored", helds)
+    tensors = [
+        _rank_tensor(name, shard.local_shape, _stored_by(lens, shard))
+        for name, shard in zip(names, shards, strict=True)
+    ]
+    return _rank_picture(f"{shards[0].key!r} {shards[0].global_shape}: held and stored", tensors)
 
 
 def factory_picture(factory: ShardedTensorFactory) -> Picture:
@@ -77,7 +80,9 @@ def factory_picture(factory: ShardedTensorFactory) -> Picture:
             leaf for leaf in shard_leaves(replace(factory, data=numbers).build()) if isinstance(leaf, ShardedTensor)
         ]
 
-    return _held_picture(f"{factory.key!r} {tuple(shape)}: held and stored", [_held(factory.key, tuple(shape), build)])
+    return _rank_picture(
+        f"{factory.key!r} {tuple(shape)}: held and stored", [_rank_tensor(factory.key, tuple(shape), build)]
+    )
 
 
 def _stored_by(lens: Lens, shard: ShardedTensor) -> Callable[[torch.Tensor], Sequence[ShardedTensor]]:
@@ -85,25 +90,27 @@ def _stored_by(lens: Lens, shard: ShardedTensor) -> Callable[[torch.Tensor], Seq
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
+class _RankTensor:
     """What one rank holds, and where each element is stored.
 
     Attributes:
         name: of the rank.
         shape: of the tensor.
-        stored: the shards.
+        shards: the shards.
         shard: which of them has each element, -1 for none, int64 (elements,).
         place: where in the global tensor, right-aligned, int64 (elements, axes).
     """
 
     name: str
     shape: tuple[int, ...]
-    stored: Sequence[ShardedTensor]
+    shards: Sequence[ShardedTensor]
     shard: Column
     place: Column
 
 
-def _held(name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Sequence[ShardedTensor]]) -> _Held:
+def _rank_tensor(
+    name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Sequence[ShardedTensor]]
+) -> _RankTensor:
     """Return where elements are stored: they are numbered, and the numbers found again in what a lens makes of them."""
     count = prod(shape)
     if count > _MOST_ELEMENTS:
@@ -119,7 +126,7 @@ def _held(name: str, shape: tuple[int, ...], build: Callable[[torch.Tensor], Seq
         where = np.stack(np.unravel_index(own, local or (1,)), axis=1) + np.array(one.global_offset or (0,))
         shard[numbers[own]] = number
         place[numbers[own], axes - where.shape[1] :] = where
-    return _Held(name, shape or (1,), shards, shard, place)
+    return _RankTensor(name, shape or (1,), shards, shard, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,7 @@ class _Run:
     """Consecutive rows that stay together.
 
     Attributes:
-        held: the number of the block on the left.
+        block: the number of the block on the left.
         start: the first row.
         rows: how many.
         target: the key, the axis and the place along the other axes; None for rows that have no partner.
@@ -135,7 +142,7 @@ class _Run:
         what: what is said of those without a partner; of others, what they go through besides.
     """
 
-    held: int
+    block: int
     start: int
     rows: int
     target: tuple[str, int, tuple[Any, ...]] | None
@@ -143,13 +150,13 @@ class _Run:
     what: str = ""
 
 
-def _held_picture(title: str, helds: Sequence[_Held]) -> Picture:
-    axes = range(min(len(each.shape) for each in helds))
-    by_axis = [[run for number, held in enumerate(helds) for run in _runs(number, held, axis)] for axis in axes]
+def _rank_picture(title: str, tensors: Sequence[_RankTensor]) -> Picture:
+    axes = range(min(len(each.shape) for each in tensors))
+    by_axis = [[run for number, tensor in enumerate(tensors) for run in _runs(number, tensor, axis)] for axis in axes]
     # Rows are those of the axis along which most is moved.
     axis = max(axes, key=lambda each: (len(by_axis[each]), -each))
-    shapes = {one.key: one.global_shape for held in helds for one in held.stored}
-    blocks = [Block(held.name, held.shape[axis]) for held in helds]
+    shapes = {one.key: one.global_shape for tensor in tensors for one in tensor.shards}
+    blocks = [Block(tensor.name, tensor.shape[axis]) for tensor in tensors]
     what = {0: "rows", 1: "columns"}.get(axis, f"axis {axis}")
     caption = f"{what} of what is held, in runs that stay together"
     return _flow_picture(title, ("held", "stored"), blocks, by_axis[axis], shapes, caption)
@@ -173,12 +180,12 @@ def _flow_picture(
         shapes: of the tensors on the right side, by key.
         caption: below.
     """
-    targets = {run.target: None for run in runs if run.target is not None}
-    ordered = sorted(targets, key=lambda target: (list(shapes).index(target[0]), target[1:]))
-    number = {target: place for place, target in enumerate(ordered)}
-    shared = {key for key, *_ in ordered if sum(each[0] == key for each in ordered) > 1}
-    names = [_name(target, shapes, is_one=target[0] not in shared) for target in ordered]
-    to_blocks = tuple(Block(name, shapes[target[0]][target[1]]) for name, target in zip(names, ordered, strict=True))
+    unique_targets = dict.fromkeys(run.target for run in runs if run.target is not None)
+    targets = sorted(unique_targets, key=lambda target: (list(shapes).index(target[0]), target[1:]))
+    number = {target: place for place, target in enumerate(targets)}
+    shared = {key for key, *_ in targets if sum(each[0] == key for each in targets) > 1}
+    names = [_name(target, shapes, is_one=target[0] not in shared) for target in targets]
+    to_blocks = tuple(Block(name, shapes[target[0]][target[1]]) for name, target in zip(names, targets, strict=True))
     streams = tuple(_stream(run, place, blocks, number, names) for place, run in enumerate(runs[:_MOST_STREAMS]))
     left = len(runs) - _MOST_STREAMS
     notes = (f"And {plural(left, 'run')} of rows more.",) if left > 0 else ()
@@ -194,13 +201,13 @@ def _stream(
     names: Sequence[str],
 ) -> Stream:
     label = f"{run.start}:{run.start + run.rows}"
-    held = _with_rows(blocks[run.held].name, label, " ")
+    row_text = _with_rows(blocks[run.block].name, label, " ")
     if run.target is None:
-        return Stream(run.held, run.start, run.rows, -1, 0, "none", f"{held} {run.what}", f"{label} {run.what}")
+        return Stream(run.block, run.start, run.rows, -1, 0, "none", f"{row_text} {run.what}", f"{label} {run.what}")
     to = number[run.target]
-    to_label = held if len(blocks) > 1 else label
-    title = f"{held} is {_with_rows(names[to], f'{run.to_start}:{run.to_start + run.rows}')}{run.what}"
-    return Stream(run.held, run.start, run.rows, to, run.to_start, f"t{place % TONES}", title, label, to_label)
+    to_label = row_text if len(blocks) > 1 else label
+    title = f"{row_text} is {_with_rows(names[to], f'{run.to_start}:{run.to_start + run.rows}')}{run.what}"
+    return Stream(run.block, run.start, run.rows, to, run.to_start, f"t{place % TONES}", title, label, to_label)
 
 
 def _name(target: tuple[str, int, tuple[Any, ...]], shapes: dict[str, tuple[int, ...]], *, is_one: bool) -> str:
@@ -218,17 +225,17 @@ def _with_rows(name: str, span: str, apart: str = "") -> str:
     return printable(f"{head}[{place.replace('rows', span)}" if has_place else f"{name}{apart}[{span}]")
 
 
-def _runs(number: int, held: _Held, axis: int) -> Iterator[_Run]:
+def _runs(number: int, tensor: _RankTensor, axis: int) -> Iterator[_Run]:
     """Yield the runs of a rank's rows along an axis, by the first element of each row."""
-    if not prod(held.shape):
+    if not prod(tensor.shape):
         return
-    stride = prod(held.shape[axis + 1 :])
-    first = np.arange(held.shape[axis]) * stride
-    shard, place = held.shard[first], held.place[first]
+    stride = prod(tensor.shape[axis + 1 :])
+    first = np.arange(tensor.shape[axis]) * stride
+    shard, place = tensor.shard[first], tensor.place[first]
     step = np.diff(place, axis=0)
-    moved = np.abs(step).sum(axis=1)
+    distance = np.abs(step).sum(axis=1)
     # Rows stay together where exactly one coordinate grows by one, in the same tensor.
-    along = np.where((moved == 1) & (step.max(axis=1, initial=0) == 1), step.argmax(axis=1), -1)
+    along = np.where((distance == 1) & (step.max(axis=1, initial=0) == 1), step.argmax(axis=1), -1)
     together = (shard[1:] == shard[:-1]) & ((along >= 0) | (shard[1:] < 0))
     together[1:] &= (along[1:] == along[:-1]) | (shard[2:] < 0) | ~together[:-1]
     starts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(first)]
@@ -236,7 +243,7 @@ def _runs(number: int, held: _Held, axis: int) -> Iterator[_Run]:
         if shard[low] < 0:
             yield _Run(number, low, high - low, None, 0, "isn't stored")
             continue
-        one = held.stored[int(shard[low])]
+        one = tensor.shards[int(shard[low])]
         where = place[low, place.shape[1] - max(len(one.global_shape), 1) :].tolist()
         own = max(int(along[low]) - (place.shape[1] - len(where)), 0) if high - low > 1 else min(axis, len(where) - 1)
         others = tuple(where[:own] + where[own + 1 :])
@@ -285,14 +292,14 @@ def trace_picture(trace: Trace, of: str | None = None) -> Picture:
         raise KeyMismatch(error_text(f"draw: the trace has no output {of!r}", fix=fix))
     numbers, runs = dict[tuple[str, int, tuple[_Span, ...]], int](), list[_Run]()
     names = [of] if of is not None else [name for name in trace.outputs if name not in trace.tied]
-    drawn = 0
+    count = 0
     for name in names:
         if len(runs) >= _MOST_STREAMS:
             break
         axis, rows = _along_best_axis(trace, name)
         for others, run in rows:
-            runs.append(replace(run, held=numbers.setdefault((name, axis, others), len(numbers))))
-        drawn += 1
+            runs.append(replace(run, block=numbers.setdefault((name, axis, others), len(numbers))))
+        count += 1
     counts = [plural(len(trace.sources), "source"), plural(len(trace.outputs), "output")]
     title = ", ".join(counts) if of is None else f"{of!r}: {trace.outputs[of]}"
     blocks = [
@@ -302,13 +309,13 @@ def trace_picture(trace: Trace, of: str | None = None) -> Picture:
     shapes = {name: kind.shape or (1,) for name, kind in trace.sources.items()}
     caption = "rows of what is made, in runs that stay together"
     picture = _flow_picture(title, ("made", "given"), blocks, runs, shapes, caption)
-    more = (f"And {plural(len(names) - drawn, 'output')} more: draw(trace, name) draws one.",)
-    return replace(picture, notes=(*picture.notes, *(more if drawn < len(names) else ())))
+    more = (f"And {plural(len(names) - count, 'output')} more: draw(trace, name) draws one.",)
+    return replace(picture, notes=(*picture.notes, *(more if count < len(names) else ())))
 
 
 def _output_name(name: str, axis: int, others: tuple[_Span, ...]) -> str:
-    shown = [*map(str, others[:axis]), "rows", *map(str, others[axis:])]
-    return name if not axis and set(shown[1:]) <= {":"} else f"{name}[{', '.join(shown)}]"
+    axes = [*map(str, others[:axis]), "rows", *map(str, others[axis:])]
+    return name if not axis and set(axes[1:]) <= {":"} else f"{name}[{', '.join(axes)}]"
 
 
 _Row = tuple[tuple[_Span, ...], _Run]
@@ -341,11 +348,11 @@ def _along_best_axis(trace: Trace, name: str) -> tuple[int, list[_Row]]:
 def _from_sources(move: Move, through: str = "") -> Iterator[tuple[Move, str]]:
     """Yield a move as moves from sources, with what elements go through; of what is computed, its first operand's."""
     what = "".join(f".{step}" for step in move.via) + through
-    computed = move.root if isinstance(move.root, Computed) else None
-    operand = next((each for each in computed.tensors if not each.alone), None) if computed else None
+    operation = move.root if isinstance(move.root, Computed) else None
+    operand = next((each for each in operation.tensors if not each.alone), None) if operation else None
     if operand is not None:
         for part in operand.moves.find([move._replace(root=None, via=())])[0]:
-            yield from _from_sources(part, f" in {computed}{what}")
+            yield from _from_sources(part, f" in {operation}{what}")
     else:
         yield move, what if isinstance(move.root, str) else f"is {move.root}{what}"
 
@@ -364,12 +371,12 @@ def _rows(move: Move, shape: tuple[int, ...], root: tuple[int, ...], axis: int, 
         if not is_source or (last < len(root) and along[-1][2] == there[last]):
             own, rows = min(last, len(root) - 1), along.pop()[0]
     for to, at in _places(move.to, move.at, along):
-        held = _spans(to, [(count, step) for count, step, _ in rest], shape)
-        given = _spans(at, [(count, step) for count, _, step in rest], root)
-        target = (move.root, own, (*given[:own], *given[own + 1 :])) if is_source else None
-        start = held[axis].low
-        run = _Run(0, start, min(rows, shape[axis] - start), target, given[own].low, what)
-        yield (*held[:axis], *held[axis + 1 :]), run
+        to_spans = _spans(to, [(count, step) for count, step, _ in rest], shape)
+        from_spans = _spans(at, [(count, step) for count, _, step in rest], root)
+        target = (move.root, own, (*from_spans[:own], *from_spans[own + 1 :])) if is_source else None
+        start = to_spans[axis].low
+        run = _Run(0, start, min(rows, shape[axis] - start), target, from_spans[own].low, what)
+        yield (*to_spans[:axis], *to_spans[axis + 1 :]), run
 
 
 def _places(to: int, at: int, loops: Sequence[Loop]) -> Iterator[tuple[int, int]]:

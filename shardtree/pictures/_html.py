@@ -130,9 +130,9 @@ def table_html(headings: Sequence[str], rows: Iterable[Sequence[str]], *, number
     starts = [f"<td{style}{mark}>" for style, mark in zip(styles, marks, strict=True)]
     # Lines may end after the parts of a key or a path, so that no word is broken.
     breaks = partial(re.compile(r"(?<=\w)([._/])(?=[^\W\d])").sub, r"\1<wbr>")
-    rendered = (
+    lines = (
         "".join(f"{start}{breaks(text_html(text))}</td>" for start, text in zip(starts, row, strict=True))
         for row in rows
     )
-    body = "".join(f"<tr>{row}</tr>" for row in rendered)
+    body = "".join(f"<tr>{row}</tr>" for row in lines)
     return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'

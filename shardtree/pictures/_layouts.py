@@ -88,11 +88,11 @@ def shard_picture(shard: ShardedTensor) -> Picture:
     return _tensor_picture(columns, shard.key, this, with_gaps=False)
 
 
-def stored_picture(stored: StoredLayout) -> Picture:
+def stored_picture(layout: StoredLayout) -> Picture:
     """Return the picture of which file holds which part of stored tensors.
 
     Args:
-        stored: of one tensor, or of several, of which the largest are drawn.
+        layout: of one tensor, or of several, of which the largest are drawn.
 
     Examples:
         >>> import torch
@@ -100,7 +100,7 @@ def stored_picture(stored: StoredLayout) -> Picture:
         >>> [cell.title for cell in stored_picture(StoredLayout(columns, ("a.bin",))).rows[0][0].cells]
         ['[0:4, 0:3] a.bin']
     """
-    names, keys = stored.files, stored.columns.keys
+    names, keys = layout.files, layout.columns.keys
 
     def words(files: Column) -> str:
         first = ", ".join(names[file] for file in files[:2].tolist())
@@ -114,19 +114,19 @@ def stored_picture(stored: StoredLayout) -> Picture:
         return Picture("no tensors", ())
     holders = Holders(words, labels, Entry("hole", "stored in no file", "!"))
     one = len(keys) == 1
-    picture = _tensor_picture(stored.columns, keys[0], holders) if one else _overview(stored.columns, holders, "file")
-    return replace(picture, rows=(*picture.rows, (_file_bars(stored),)))
+    picture = _tensor_picture(layout.columns, keys[0], holders) if one else _overview(layout.columns, holders, "file")
+    return replace(picture, rows=(*picture.rows, (_file_bars(layout),)))
 
 
-def _file_bars(stored: StoredLayout) -> Bars:
-    columns = stored.columns
-    nbytes = group_sums(columns.rank, columns.nbytes, len(stored.files))
+def _file_bars(layout: StoredLayout) -> Bars:
+    columns = layout.columns
+    nbytes = group_sums(columns.rank, columns.nbytes, len(layout.files))
     files = np.flatnonzero(nbytes).tolist()
-    folders = {stored.files[file].rpartition("/")[0] for file in files}
+    folders = {layout.files[file].rpartition("/")[0] for file in files}
     # A folder that all of them are in is said once.
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
     bars = tuple(
-        Bar(stored.files[file].removeprefix(folder), int(nbytes[file]), size_text(int(nbytes[file])))
+        Bar(layout.files[file].removeprefix(folder), int(nbytes[file]), size_text(int(nbytes[file])))
         for file in files[:_MOST_FILES]
     )
     more = f"and {plural(len(files) - _MOST_FILES, 'more file')}" if len(files) > _MOST_FILES else ""
@@ -263,8 +263,8 @@ def mesh_picture(mesh: Mesh, spec: PartitionSpec | None = None, shape: Sequence[
     if shape is None:  # its lengths are made up
         planes = [replace(one, across=one.across.partition(":")[0], down=one.down.partition(":")[0]) for one in planes]
     notes = (*_left_out(mesh), *notes_on(sheets))
-    mixed = any(cell.tone == "kept" for grid in grids for cell in grid.cells)
-    legend = (*((_MIXED,) if mixed else ()), *faults_legend(planes))
+    is_mixed = any(cell.tone == "kept" for grid in grids for cell in grid.cells)
+    legend = (*((_MIXED,) if is_mixed else ()), *faults_legend(planes))
     return Picture(f"{title}, cut by {spec!r}", _in_rows([*grids, *planes]), notes, legend)
 
 

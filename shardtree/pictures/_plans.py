@@ -41,14 +41,14 @@ def plan_picture(plan: ReshardPlan, key: str | None = None) -> Picture:
         >>> [cell.title for cell in links.cells]
         ['rank 0 keeps 16 B', 'rank 0 to rank 1: 16 B', 'rank 1 to rank 0: 16 B', 'rank 1 keeps 16 B']
     """
-    moved, least = plan.bytes_moved, plan.lower_bound
+    nbytes, least = plan.bytes_moved, plan.lower_bound
     counts = f"{plural(len(plan.target.keys), 'tensor')} on {plural(len(plan.ranks), 'rank')}"
-    title = f"{counts}: {size_text(moved)} move, at least {size_text(least)} must"
+    title = f"{counts}: {size_text(nbytes)} move, at least {size_text(least)} must"
     stays = plan.bytes_kept
     totals = Bars(
         "bytes",
         (
-            Bar("move", moved, size_text(moved), "h6", f"{moved:,} bytes go from one rank to another"),
+            Bar("move", nbytes, size_text(nbytes), "h6", f"{nbytes:,} bytes go from one rank to another"),
             Bar("must move", least, size_text(least), "h3", f"no plan moves fewer than {least:,} bytes"),
             Bar("stay", stays, size_text(stays), "kept", f"{stays:,} bytes stay on their rank"),
         ),
@@ -89,19 +89,19 @@ def _links(plan: ReshardPlan) -> Plane:
     band = np.repeat(np.arange(groups), np.diff(edges))
     rows, columns = (band[np.searchsorted(ranks, column)] for column in (moves.from_rank, moves.to_rank))
     goes = moves.from_rank != moves.to_rank
-    sent = group_sums((rows[goes], columns[goes]), moves.nbytes[goes], (groups, groups))
+    traffic = group_sums((rows[goes], columns[goes]), moves.nbytes[goes], (groups, groups))
     stays = group_sums(columns[~goes], moves.nbytes[~goes], groups)
     names = [ranks[low:high] for low, high in itertools.pairwise(edges)]
-    cells = _heat_cells(sent, stays, names)
+    cells = _heat_cells(traffic, stays, names)
     labels = tuple(rank_words(each).removeprefix("ranks ").removeprefix("rank ") for each in names)
-    merged = f", in groups of {ranks.size // groups}" if groups < ranks.size else ""
-    return Plane(f"who sends to whom{merged}", cells, groups, groups, 1.0, "to rank", "from rank", labels, labels)
+    grouping = f", in groups of {ranks.size // groups}" if groups < ranks.size else ""
+    return Plane(f"who sends to whom{grouping}", cells, groups, groups, 1.0, "to rank", "from rank", labels, labels)
 
 
-def _heat_cells(sent: Column, stays: Column, names: list[Column]) -> tuple[Cell, ...]:
-    most, count, cells = int(sent.max(initial=0)), len(names), []
-    for row, column in np.argwhere((sent > 0) | ((np.eye(count) > 0) & (stays > 0))).tolist():
-        amount, whom = int(sent[row, column]), rank_words(names[row])
+def _heat_cells(traffic: Column, stays: Column, names: list[Column]) -> tuple[Cell, ...]:
+    most, count, cells = int(traffic.max(initial=0)), len(names), []
+    for row, column in np.argwhere((traffic > 0) | ((np.eye(count) > 0) & (stays > 0))).tolist():
+        amount, whom = int(traffic[row, column]), rank_words(names[row])
         parts = [f"{whom} to {rank_words(names[column])}: {size_text(amount)}"] if amount else []
         if row == column and stays[row]:
             verb = "keeps" if names[row].size == 1 else "keep"
@@ -127,14 +127,14 @@ def schedule_picture(schedule: Schedule) -> Picture:
         >>> [bar.title for bar in schedule_picture(schedule).rows[0][0].bars]
         ['step 0 moves 12 B', 'step 1 moves 8 B']
     """
-    moved = group_sums(schedule.step, schedule.nbytes, schedule.steps)
-    first = moved[:_MOST_STEPS].tolist()
+    nbytes = group_sums(schedule.step, schedule.nbytes, schedule.steps)
+    first = nbytes[:_MOST_STEPS].tolist()
     bars = tuple(
         Bar(f"step {step}", amount, size_text(amount), "h6", f"step {step} moves {size_text(amount)}")
         for step, amount in enumerate(first)
     )
     left = schedule.steps - len(first)
-    total, most = size_text(int(moved.sum())), size_text(schedule.max_bytes_in_flight)
+    total, most = size_text(int(nbytes.sum())), size_text(schedule.max_bytes_in_flight)
     title = f"{plural(schedule.steps, 'step')}: {total} move, of a rank at most {most} at once"
     notes = (f"And {plural(left, 'step')} more.",) if left > 0 else ()
     return Picture(title, ((Bars("bytes that move", bars),),) if bars else (), notes)

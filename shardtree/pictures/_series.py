@@ -34,8 +34,8 @@ def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> 
     # All that stay are drawn, and of the others, as many as can be told apart.
     going = [step for step in steps if step.number not in stays]
     thin = max(1, -(-len(going) // _MOST))
-    dropped = {step.number for place, step in enumerate(going) if place % thin}
-    points = [step for step in steps if step.number not in dropped][-5 * _MOST :]
+    absent = {step.number for place, step in enumerate(going) if place % thin}
+    points = [step for step in steps if step.number not in absent][-5 * _MOST :]
     metric = next((name for step in reversed(points) for name in sorted(step.metrics)), None)
     low, high = points[0].number, max(points[-1].number, points[0].number + 1)
     heights = _heights([step.metrics.get(metric) if metric else None for step in points])
@@ -45,7 +45,7 @@ def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> 
             str(step.number),
             height,
             "t0" if step.number in stays else "goes",
-            _said(step, stays=step.number in stays),
+            _title(step, stays=step.number in stays),
             step.pinned,
         )
         for step, height in zip(points, heights, strict=True)
@@ -61,9 +61,9 @@ def series_picture(steps: Sequence[SavedStep], policy: Choose | None = None) -> 
         else ()
     )
     legend = (Entry("t0", "stays", "o"), Entry("goes", "goes", "x")) if left else ()
-    pinned = (Entry("pinned", "pinned", "*"),) if any(step.pinned for step in points) else ()
+    pins = (Entry("pinned", "pinned", "*"),) if any(step.pinned for step in points) else ()
     span = f"{low:,} to {points[-1].number:,}" if len(points) > 1 else f"{low:,}"
-    return Picture(f"{counts}, {span}", ((Line("", moments, measure),),), notes, (*legend, *pinned))
+    return Picture(f"{counts}, {span}", ((Line("", moments, measure),),), notes, (*legend, *pins))
 
 
 def _many(steps: int) -> str:
@@ -78,12 +78,12 @@ def _heights(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None or not isfinite(value) else (value - low) / span if span else 0.5 for value in values]
 
 
-def _said(step: SavedStep, *, stays: bool) -> str:
-    saved = moment_text(step.time) if step.time else ""
-    when = [f"saved {saved} UTC"] if saved else []
-    measured = [f"{printable(name)} {value:.4g}" for name, value in sorted(step.metrics.items())]
+def _title(step: SavedStep, *, stays: bool) -> str:
+    moment = moment_text(step.time) if step.time else ""
+    when = [f"saved {moment} UTC"] if moment else []
+    metrics = [f"{printable(name)} {value:.4g}" for name, value in sorted(step.metrics.items())]
     fate = [] if stays else ["goes"]
-    return f"step {step.number}: " + ", ".join([*when, *measured, *(["pinned"] if step.pinned else []), *fate])
+    return f"step {step.number}: " + ", ".join([*when, *metrics, *(["pinned"] if step.pinned else []), *fate])
 
 
 def moment_text(seconds: float) -> str:

@@ -176,8 +176,8 @@ def fitted(text: str, short: str, room: float, width: Callable[[str], float] = l
     return text if width(text) <= room else shortened(short or text, room, width)
 
 
-def _without_middle(text: str, kept: int) -> str:
-    return f"{text[:kept]}...{text[len(text) - kept :]}"
+def _without_middle(text: str, count: int) -> str:
+    return f"{text[:count]}...{text[len(text) - count :]}"
 
 
 def first_fitting(labels: Sequence[str], room: float, width: Callable[[str], float] = len) -> str:

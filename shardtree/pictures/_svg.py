@@ -142,8 +142,8 @@ def _plane(plane: Plane, beside: int) -> _Drawn:
     left = 18.0 * bool(plane.down) + (min(max(names), _NAMES) + 6 if names else 0)
     parts, y = _above(plane, left, width)
     if plane.down:
-        turned = f'<g transform="translate(10,{_n(y + height / 2)}) rotate(-90)">'
-        parts.append(turned + _text(0, 0, plane.down, height, "dim mid", _LABEL) + "</g>")
+        group = f'<g transform="translate(10,{_n(y + height / 2)}) rotate(-90)">'
+        parts.append(group + _text(0, 0, plane.down, height, "dim mid", _LABEL) + "</g>")
     parts.append(_down_names(plane.down_names, left - 6, y, height))
     # What no cell covers is empty; cells that are empty themselves are told apart by gaps.
     is_covered = any(cell.tone == "none" for cell in plane.cells)
@@ -279,8 +279,8 @@ _SIDE, _WIDEST_SIDE, _BETWEEN = 150.0, 270.0, 150.0
 def _flow(flow: Flow) -> _Drawn:
     rows = max(sum(block.rows for block in side) for side in (flow.blocks, flow.to_blocks)) or 1
     unit = min(420 / rows if rows < 30 else 320 / rows, 24.0)
-    left, left_height = _stacked([block.rows * unit for block in flow.blocks])
-    right, right_height = _stacked([block.rows * unit for block in flow.to_blocks])
+    left, left_height = _stack([block.rows * unit for block in flow.blocks])
+    right, right_height = _stack([block.rows * unit for block in flow.to_blocks])
     # Names are as often told apart by their middles as by their ends.
     names = [text_width(printable(block.name), _LABEL) + 1 for block in (*flow.blocks, *flow.to_blocks)]
     side = min(max([_SIDE, *names]), _WIDEST_SIDE)
@@ -308,7 +308,7 @@ def _flow(flow: Flow) -> _Drawn:
     return _Drawn("".join([*parts, *ends]), far + side, height)
 
 
-def _stacked(heights: Sequence[float]) -> tuple[list[float], float]:
+def _stack(heights: Sequence[float]) -> tuple[list[float], float]:
     """Return where blocks begin, with room for their names, and where the last one ends."""
     tops, y = [], 22.0
     for height in heights:
@@ -357,9 +357,9 @@ def _line(line: Line) -> _Drawn:
         for moment in line.moments
     ]
     parts.append(f'<path class="rule" d="M0,{_n(base)}H{_n(_LINE_WIDTH)}"/>')
-    measured = [spot for spot, moment in zip(spots, line.moments, strict=True) if moment.height is not None]
-    if len(measured) > 1:
-        parts.append(f'<path class="rule" d="M{" ".join(f"{_n(x)},{_n(y)}" for x, y in measured)}"/>')
+    points = [spot for spot, moment in zip(spots, line.moments, strict=True) if moment.height is not None]
+    if len(points) > 1:
+        parts.append(f'<path class="rule" d="M{" ".join(f"{_n(x)},{_n(y)}" for x, y in points)}"/>')
     for (x, y), moment in zip(spots, line.moments, strict=True):
         mark = f'<circle class="{moment.tone} line" stroke-width="1.2" cx="{_n(x)}" cy="{_n(y)}" r="4.5"/>'
         if moment.tone == "goes":
@@ -372,12 +372,12 @@ def _line(line: Line) -> _Drawn:
 
 def _moment_names(line: Line, places: Sequence[float], y: float) -> str:
     """Return the names below the line: the last one, and of the others those that have room."""
-    taken: list[tuple[float, float]] = []
+    spans: list[tuple[float, float]] = []
     parts = []
     for x, moment in sorted(zip(places, line.moments, strict=True), key=lambda each: each[1].tone == "goes"):
         half = text_width(moment.name, _LABEL) / 2
         middle = min(max(x, half), _LINE_WIDTH - half)
-        if all(middle + half + 4 < low or middle - half - 4 > high for low, high in taken):
-            taken.append((middle - half, middle + half))
+        if all(middle + half + 4 < low or middle - half - 4 > high for low, high in spans):
+            spans.append((middle - half, middle + half))
             parts.append(_text(middle, y, moment.name, 2 * half + 1, "dim mid", _LABEL))
     return "".join(parts)

@@ -107,12 +107,12 @@ def tensor_sheets(columns: ShardColumns, key: str, *, most: int, with_gaps: bool
     if not all(whole):
         return []
     pieces = _pieces(own, len(whole), with_gaps=with_gaps)
-    rows, column, sliced = _drawn_axes(pieces, whole)
-    others = {axis: slice(0, length) for axis, length in enumerate(whole) if axis not in (rows, column, *sliced)}
-    cuts = [distinct(np.concatenate([pieces.begin[:, a], pieces.end[:, a], [0, whole[a]]])).tolist() for a in sliced]
+    rows, column, outer = _drawn_axes(pieces, whole)
+    others = {axis: slice(0, length) for axis, length in enumerate(whole) if axis not in (rows, column, *outer)}
+    cuts = [distinct(np.concatenate([pieces.begin[:, a], pieces.end[:, a], [0, whole[a]]])).tolist() for a in outer]
     spans = [list(map(slice, cut, cut[1:])) for cut in cuts]
-    slices = [dict(zip(sliced, each, strict=True)) for each in islice(product(*spans), _MOST_SLICES)]
-    return [_sheet(pieces, kind, (rows, column), others | fixed, fixed, most) for fixed in slices]
+    slices = [dict(zip(outer, each, strict=True)) for each in islice(product(*spans), _MOST_SLICES)]
+    return [_sheet(pieces, kind, (rows, column), others | place, place, most) for place in slices]
 
 
 MERGED = "Pieces too small to be told apart share a cell, which names all that hold them."
@@ -120,9 +120,10 @@ MERGED = "Pieces too small to be told apart share a cell, which names all that h
 
 def notes_on(sheets: Sequence[Sheet]) -> tuple[str, ...]:
     """Return what isn't seen on some planes of one tensor."""
-    merged = (MERGED,) if any(sheet.regions.is_merged for sheet in sheets) else ()
-    hidden = (f"The first {_MOST_SLICES} slices alone; others may be cut otherwise.",)
-    return (*merged, *(hidden if len(sheets) == _MOST_SLICES else ()))
+    notes = [MERGED] if any(sheet.regions.is_merged for sheet in sheets) else []
+    if len(sheets) == _MOST_SLICES:
+        notes.append(f"The first {_MOST_SLICES} slices alone; others may be cut otherwise.")
+    return tuple(notes)
 
 
 def _pieces(own: ShardColumns, axes: int, *, with_gaps: bool) -> _Pieces:
@@ -170,7 +171,7 @@ def _sheet(
     most: int,
 ) -> Sheet:
     """Return the plane of two axes at one place of all others."""
-    bad_begin, bad_end, doubled = pieces.faults
+    bad_begin, bad_end, is_double = pieces.faults
     here, bad = (_meeting(begin, end, fixed) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
     begin, end = (_on_plane(column[here], axes, fill) for column, fill in ((pieces.begin, 0), (pieces.end, 1)))
     low, high = (_on_plane(column[bad], axes, fill) for column, fill in ((bad_begin, 0), (bad_end, 1)))
@@ -186,7 +187,7 @@ def _sheet(
         names = [pieces.holders[each] for each in mine]
         holders.append(np.unique(np.concatenate(names)) if names else np.zeros(0, dtype=np.int64))
         lead.append(min((pieces.lead[each] for each in mine), default=-1))
-        faults.append("" if not wrong.size else "overlap" if doubled[bad[wrong]].all() else "hole")
+        faults.append("" if not wrong.size else "overlap" if is_double[bad[wrong]].all() else "hole")
     heading = ", ".join(f"[{span.start}:{span.stop}] of axis {axis}" for axis, span in span_of.items())
     return Sheet(heading, kind, axes, fixed, plane, tuple(holders), tuple(lead), tuple(faults))
 
@@ -245,10 +246,10 @@ def plane_of(
     )
     rows, columns = regions.row_edges.size - 1, regions.column_edges.size - 1
     heading = ", ".join(filter(None, [heading, sheet.heading]))
-    named = (
+    axis_names = (
         None if axis is None else f"axis {axis}: {(sheet.kind.global_shape or (1,))[axis]:,}" for axis in sheet.axes
     )
-    down_name, across_name = named
+    down_name, across_name = axis_names
     names = (across_name or "", down_name or "")
     return Plane(heading, cells, columns, rows, _aspect(sheet), *names, caption=caption, short_heading=short_heading)
 

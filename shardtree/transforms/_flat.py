@@ -146,11 +146,11 @@ def map_tensors(
         >>> list(map_tensors("call", {"h.0.w": shard, "step": 3}, ["h.*.w"], lambda shard: replace(shard, key="w")))
         ['w', 'step']
     """
-    listed = checked_keys(doing, keys)
+    keys = checked_keys(doing, keys)
     shards = flat_tensors(doing, tree)
-    chosen = match_keys(doing, listed, {shard.key for shard in shards.values()})
+    matches = match_keys(doing, keys, {shard.key for shard in shards.values()})
     return replace_entries(
-        doing, tree, {entry: [change(shard)] for entry, shard in shards.items() if shard.key in chosen}
+        doing, tree, {entry: [change(shard)] for entry, shard in shards.items() if shard.key in matches}
     )
 
 
@@ -164,9 +164,9 @@ def checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:
         >>> checked_names("split", "h.*.qk", ["h.*.q", "h.*.k"])
         ['h.*.q', 'h.*.k']
     """
-    listed = checked_keys(doing, names)
-    check_stars(doing, key, listed)
-    return listed
+    keys = checked_keys(doing, names)
+    check_stars(doing, key, keys)
+    return keys
 
 
 def whole_axis(doing: str, shard: ShardedTensor, axis: int) -> int:

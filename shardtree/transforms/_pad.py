@@ -45,11 +45,11 @@ def unpad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0
 
 def _unpad(shard: ShardedTensor, length: int, axis: int) -> ShardedTensor:
     at = whole_axis("unpad_tensors", shard, axis)
-    kept = integer(f"unpad_tensors: {shard.key!r}", "length", length)
-    if not 0 <= kept <= shard.local_shape[at]:
+    length = integer(f"unpad_tensors: {shard.key!r}", "length", length)
+    if not 0 <= length <= shard.local_shape[at]:
         expected = f"0 to {shard.local_shape[at]}, its length along axis {at}"
-        raise ShapeError(error_text(f"unpad_tensors: {shard.key!r} has no such part", found=kept, expected=expected))
-    return resized(shard, shard.key, at, kept, None if shard.data is None else shard.data.narrow(at, 0, kept))
+        raise ShapeError(error_text(f"unpad_tensors: {shard.key!r} has no such part", found=length, expected=expected))
+    return resized(shard, shard.key, at, length, None if shard.data is None else shard.data.narrow(at, 0, length))
 
 
 _Fill = float | Callable[[torch.Tensor], torch.Tensor]
@@ -101,13 +101,13 @@ def pad_tensors(
 
 def _pad(shard: ShardedTensor, length: int, axis: int, fill: _Fill) -> ShardedTensor:
     at = whole_axis("pad_tensors", shard, axis)
-    wanted = integer(f"pad_tensors: {shard.key!r}", "length", length)
-    if wanted < shard.local_shape[at]:
+    length = integer(f"pad_tensors: {shard.key!r}", "length", length)
+    if length < shard.local_shape[at]:
         expected = f"{shard.local_shape[at]} or more, its length along axis {at}"
-        raise ShapeError(error_text(f"pad_tensors: {shard.key!r} is longer", found=wanted, expected=expected))
-    if wanted == shard.local_shape[at]:
+        raise ShapeError(error_text(f"pad_tensors: {shard.key!r} is longer", found=length, expected=expected))
+    if length == shard.local_shape[at]:
         return shard
-    return resized(shard, shard.key, at, wanted, None if shard.data is None else _padded(shard, at, wanted, fill))
+    return resized(shard, shard.key, at, length, None if shard.data is None else _padded(shard, at, length, fill))
 
 
 def _padded(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
@@ -123,12 +123,12 @@ def _repeated(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torc
     shape = (*data.shape[:at], *data.shape[at + 1 :])
 
     def checked(elements: torch.Tensor) -> torch.Tensor:
-        found: Any = fill(elements.detach())
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
-            kind = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        values: Any = fill(elements.detach())
+        if not isinstance(values, torch.Tensor) or tuple(values.shape) != shape:
+            kind = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             expected = f"a tensor of {shape}, without axis {at}"
             raise ShapeError(error_text(f"pad_tensors: fill of {shard.key!r}", found=kind, expected=expected))
-        return found.detach().to(data.dtype)
+        return values.detach().to(data.dtype)
 
     return computed(checked, data, shape, data.dtype).unsqueeze(at)
 
@@ -161,11 +161,11 @@ def transpose_tensors(tree: Flat, keys: Sequence[str], axes: Sequence[int] | Non
 def _transpose(shard: ShardedTensor, axes: Sequence[int] | None) -> ShardedTensor:
     check_plain("transpose_tensors", shard)
     count = len(shard.local_shape)
-    given = range(count)[::-1] if axes is None else integers(f"transpose_tensors: {shard.key!r}", "axes", axes)
-    order = [axis + count if axis < 0 else axis for axis in given]
+    axes = range(count)[::-1] if axes is None else integers(f"transpose_tensors: {shard.key!r}", "axes", axes)
+    order = [axis + count if axis < 0 else axis for axis in axes]
     if sorted(order) != list(range(count)):
         expected = f"each axis of {shard.local_shape} once"
-        raise ShapeError(error_text(f"transpose_tensors: {shard.key!r}", found=list(given), expected=expected))
+        raise ShapeError(error_text(f"transpose_tensors: {shard.key!r}", found=list(axes), expected=expected))
 
     def ordered(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(values[axis] for axis in order)

@@ -164,19 +164,19 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
     """
     names = checked_names("merge_tensors", key, names)
     count = checked_groups("merge_tensors", groups)
-    found: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
+    matches: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
     for entry, shard in flat_tensors("merge_tensors", tree).items():
         for name in names:
             parts = match_key(name, shard.key)
             if parts is not None:
-                _add(found.setdefault(parts, {}), name, entry, shard)
-    if not found:
+                _add(matches.setdefault(parts, {}), name, entry, shard)
+    if not matches:
         raise TreeError(error_text("merge_tensors: no keys match", expected=", ".join(map(repr, names))))
     new: dict[str, list[ShardedTensor]] = {}
-    for parts, own in found.items():
-        named = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, own)
+    for parts, own in matches.items():
+        members = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, own)
         new |= {entry: [] for entry, _ in own.values()}
-        new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), named, axis, count)]
+        new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), members, axis, count)]
     return replace_entries("merge_tensors", tree, new)
 
 
@@ -188,7 +188,7 @@ def _add(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard
 
 
 def _complete(key: str, keys: dict[str, str], own: dict[str, tuple[str, ShardedTensor]]) -> list[ShardedTensor]:
-    missing = [repr(wanted) for name, wanted in keys.items() if name not in own]
+    missing = [repr(part) for name, part in keys.items() if name not in own]
     if missing:
         raise TreeError(error_text(f"merge_tensors: parts of {key!r} are missing", offenders=missing))
     return [own[name][1] for name in keys]

@@ -50,9 +50,9 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     pattern = re.compile(rf"({key_expression(prefix)})\.(0|[1-9][0-9]*)\.(.+)", re.DOTALL)
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors("stack_layers", tree).items():
-        found = pattern.fullmatch(shard.key)
-        if found is not None:
-            _add(groups[f"{found[1]}.{found.groups()[-1]}"], int(found.groups()[-2]), entry, shard)
+        match = pattern.fullmatch(shard.key)
+        if match is not None:
+            _add(groups[f"{match[1]}.{match.groups()[-1]}"], int(match.groups()[-2]), entry, shard)
     if not groups:
         raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
     new: dict[str, list[ShardedTensor]] = {}
@@ -113,9 +113,9 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     pattern = re.compile(rf"({key_expression(prefix)})\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL)
     new: dict[str, list[ShardedTensor]] = {}
     for entry, shard in flat_tensors("unstack_layers", tree).items():
-        found = pattern.fullmatch(shard.key)
-        if found is not None:
-            new[entry] = _layers(shard, found[1], found.groups()[-1])
+        match = pattern.fullmatch(shard.key)
+        if match is not None:
+            new[entry] = _layers(shard, match[1], match.groups()[-1])
     if not new:
         raise _no_match("unstack_layers", f"{prefix}.<name>", tree)
     return replace_entries("unstack_layers", tree, new)
@@ -163,22 +163,22 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     """
     doing = "keep_layers"
     flat_tensors(doing, tree)
-    wanted, elsewhere = integers(doing, "layers", layers), integers(doing, "absent", absent)
+    layers, elsewhere = integers(doing, "layers", layers), integers(doing, "absent", absent)
     pattern = re.compile(rf"({_STATES}{key_expression(prefix)})\.(0|[1-9][0-9]*)((?:\..+)?)", re.DOTALL)
     shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
-    found = {entry: match for entry, leaf in shards.items() if (match := pattern.fullmatch(leaf.key)) is not None}
-    if not found and not elsewhere:
+    matches = {entry: match for entry, leaf in shards.items() if (match := pattern.fullmatch(leaf.key)) is not None}
+    if not matches and not elsewhere:
         raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
-    known = {int(match.groups()[-2]) for match in found.values()}
-    missing = [str(number) for number in dict.fromkeys(wanted) if number not in known and number not in elsewhere]
+    numbers = {int(match.groups()[-2]) for match in matches.values()}
+    missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in elsewhere]
     if missing:
         fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
-        held = f"layers {', '.join(map(str, sorted(known)[:20]))}"
-        raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=held, offenders=missing, fix=fix))
+        found = f"layers {', '.join(map(str, sorted(numbers)[:20]))}"
+        raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
     new: dict[str, list[tuple[str, Any]]] = {}
-    for entry, match in found.items():
+    for entry, match in matches.items():
         head, number, rest = match[1], int(match.groups()[-2]), match.groups()[-1]
-        keys = [f"{head}.{place}{rest}" for place, kept in enumerate(wanted) if kept == number]
+        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == number]
         new[entry] = [_renumbered(entry, shards[entry], key) for key in keys]
     return replace_named(doing, tree, new)
 
@@ -226,5 +226,5 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     for old, new in names.items():
         check_stars("partial_rename", old, [new])
     keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}
-    chosen = match_keys("partial_rename", names, keys)
-    return rename(tree, {key: fill_key(names[pattern], parts) for key, (pattern, parts) in chosen.items()})
+    matches = match_keys("partial_rename", names, keys)
+    return rename(tree, {key: fill_key(names[pattern], parts) for key, (pattern, parts) in matches.items()})

@@ -75,8 +75,8 @@ class DistributedWorld(World):
                 works = [group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], root, _VALUE)]
             for work in works:
                 self._wait(work)
-        found = [rooms[rank].numpy().data if rank in rooms else small for rank, (_, small) in enumerate(heard)]
-        return [value if rank == self.rank else unpack("gather", each) for rank, each in enumerate(found)]
+        parts = [rooms[rank].numpy().data if rank in rooms else small for rank, (_, small) in enumerate(heard)]
+        return [value if rank == self.rank else unpack("gather", each) for rank, each in enumerate(parts)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
         check_rank(self, "broadcast", root)
@@ -89,8 +89,8 @@ class DistributedWorld(World):
                 wait_for_all(group, group.broadcast(frame[self._head :], root), self.timeout)
         if self.rank == root:
             return value
-        received: T = _read("broadcast", frame)
-        return received
+        result: T = _read("broadcast", frame)
+        return result
 
     def barrier(self) -> None:
         # Not the group's barrier: with several backends it may be that of the accelerator.
@@ -101,10 +101,8 @@ class DistributedWorld(World):
         check_one_each(self, values)
         mine = [b"" if rank == self.rank else pack("all_to_all", value) for rank, value in enumerate(values)]
         with self._backend_errors("all_to_all") as group:
-            received = self._exchange_pieces(group, mine)
-        return [
-            values[rank] if rank == self.rank else unpack("all_to_all", piece) for rank, piece in enumerate(received)
-        ]
+            pieces = self._exchange_pieces(group, mine)
+        return [values[rank] if rank == self.rank else unpack("all_to_all", piece) for rank, piece in enumerate(pieces)]
 
     def send(self, value: Any, to: int) -> None:
         check_peer(self, "send", to)
@@ -256,11 +254,11 @@ def group_exchange(group: torch.distributed.ProcessGroup, kind: str) -> Exchange
             # nccl connects a group in its first call, which all ranks have to make; later ones may be of two alone.
             dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=kind), group=group)
             have_met = True
-        sent = {peer: data for peer, data in outgoing.items() if data.numel()}
-        got = {peer: room for peer, room in incoming.items() if room.numel()}
+        sends = {peer: data for peer, data in outgoing.items() if data.numel()}
+        receives = {peer: room for peer, room in incoming.items() if room.numel()}
         rank = partial(dist.get_global_rank, group)
-        operations = [dist.P2POp(dist.irecv, room, rank(peer), group) for peer, room in got.items()]
-        operations += [dist.P2POp(dist.isend, data, rank(peer), group) for peer, data in sent.items()]
+        operations = [dist.P2POp(dist.irecv, room, rank(peer), group) for peer, room in receives.items()]
+        operations += [dist.P2POp(dist.isend, data, rank(peer), group) for peer, data in sends.items()]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 

@@ -19,7 +19,7 @@ Gloo: TypeAlias = Any
 
 # A gloo group that still exists after the interpreter's end aborts the process. So these are the only references to
 # ours, and they are dropped with the caller's group, or at exit.
-_made: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[tuple[str | None, float], Gloo]] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[tuple[str | None, float], Gloo]] = WeakKeyDictionary()
 _use_counts: Counter[str] = Counter()
 
 _stores: WeakKeyDictionary[Gloo, torch.distributed.Store] = WeakKeyDictionary()
@@ -45,13 +45,13 @@ def coordination_group(group: torch.distributed.ProcessGroup, timeout: float, pu
         WorldError: if it can't be made.
     """
     # Also beside a group that uses gloo: gloo gives up after the timeout of the group, whatever a call asks for.
-    made = _made.setdefault(group, {})
-    long_enough = [own for (other, seconds), own in made.items() if other == purpose and seconds >= timeout]
+    groups = _groups.setdefault(group, {})
+    long_enough = [own for (other, seconds), own in groups.items() if other == purpose and seconds >= timeout]
     if not long_enough:
         # Beside one with a shorter timeout, not in place of it: worlds that were made before still use that.
-        long_enough = [made.setdefault((purpose, timeout), _make(group, timeout, purpose))]
-        atexit.unregister(_made.clear)
-        atexit.register(_made.clear)
+        long_enough = [groups.setdefault((purpose, timeout), _make(group, timeout, purpose))]
+        atexit.unregister(_groups.clear)
+        atexit.register(_groups.clear)
     return long_enough[0]
 
 
@@ -86,13 +86,13 @@ def _make(group: torch.distributed.ProcessGroup, timeout: float, purpose: str | 
         store.set(f"seen by {group.rank()}", "yes")
         if store.get(f"seen by {group.rank()}") != b"yes":
             raise RuntimeError("the group's store doesn't return what was set")
-        made = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=timeout))
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"
         fix = "Start the processes with torchrun, or pass world=one_process() for a process by itself."
         raise WorldError(error_text(what, found=found, fix=fix)) from error
-    _stores[made] = store
-    return made
+    _stores[gloo] = store
+    return gloo
 
 
 def wait_for_all(group: Gloo, work: torch.distributed.Work, timeout: float) -> None:

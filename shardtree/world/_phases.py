@@ -36,7 +36,7 @@ class _Outcome:
 
     phase: str
     failure: _Failure | None = None
-    packed: bytes = b""
+    data: bytes = b""
     given: Mapping[str, str] | None = None
 
 
@@ -100,10 +100,10 @@ def tried(fn: Callable[[], T]) -> Callable[[], T]:
     try:
         result = fn()
     except BaseException as error:
-        failed = [error]
+        errors = [error]
 
         def fail() -> T:
-            raise failed.pop()  # kept here, it would keep what its frames hold alive
+            raise errors.pop()  # kept here, it would keep what its frames hold alive
 
         return fail
     return lambda: result
@@ -193,12 +193,12 @@ def share(
         value = fn()
         own = message(value)
         # Packed here, so that a value that can't be pickled is a failure inside the phase, reported on every rank.
-        packed = pack(phase, own)
+        data = pack(phase, own)
     except BaseException as error:
         _gather_outcomes(world, _Outcome(phase, _failure(error), given=_texts(given)), error, steps)
         raise
-    outcomes = _gather_outcomes(world, _Outcome(phase, packed=packed, given=_texts(given)), None, steps)
-    return value, [own if rank == world.rank else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
+    outcomes = _gather_outcomes(world, _Outcome(phase, data=data, given=_texts(given)), None, steps)
+    return value, [own if rank == world.rank else unpack(phase, each.data) for rank, each in enumerate(outcomes)]
 
 
 def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps: Sequence[str] = ()) -> list[T]:
@@ -218,14 +218,14 @@ def gather_on_rank_zero(world: World, phase: str, fn: Callable[[], T], *, steps:
         return [fn()]
     try:
         own = fn()
-        packed = pack(phase, own)
+        data = pack(phase, own)
     except BaseException as error:
         _gather_outcomes(world, _Outcome(phase, _failure(error)), error, steps, root=0)
         raise
-    outcomes = _gather_outcomes(world, _Outcome(phase, packed=packed), None, steps, root=0)
+    outcomes = _gather_outcomes(world, _Outcome(phase, data=data), None, steps, root=0)
     if world.rank != 0:
         return []
-    return [own if rank == 0 else unpack(phase, each.packed) for rank, each in enumerate(outcomes)]
+    return [own if rank == 0 else unpack(phase, each.data) for rank, each in enumerate(outcomes)]
 
 
 def on_rank_zero(
@@ -274,7 +274,7 @@ def on_one_rank(world: World, phase: str, fn: Callable[[], T], *, rank: int, ste
     outcome = world.broadcast(_Outcome(phase), rank)
     _check_phases({rank: outcome, world.rank: _Outcome(phase)})
     _raise_on_failure(world, phase, _failures(world, rank, outcome.failure), None, steps)
-    value: T = unpack(phase, outcome.packed)
+    value: T = unpack(phase, outcome.data)
     return value
 
 
@@ -282,12 +282,12 @@ def _run_and_broadcast(world: World, phase: str, fn: Callable[[], T], steps: Seq
     """Return what fn returns, and broadcast it, or the failure, to every rank."""
     try:
         value = fn()
-        packed = pack(phase, value)
+        data = pack(phase, value)
     except BaseException as error:
         world.broadcast(_Outcome(phase, _failure(error)), world.rank)
         _raise_on_failure(world, phase, _failures(world, world.rank, _failure(error)), error, steps)
         raise
-    world.broadcast(_Outcome(phase, packed=packed), world.rank)
+    world.broadcast(_Outcome(phase, data=data), world.rank)
     return value
 
 
@@ -303,7 +303,7 @@ def _gather_outcomes(
     if root is None:
         outcomes = world.all_gather(outcome)
     else:
-        outcomes = world.gather(outcome, replace(outcome, packed=b""), root)
+        outcomes = world.gather(outcome, replace(outcome, data=b""), root)
     _check_phases(dict(enumerate(outcomes)))
     _raise_on_failure(world, outcome.phase, [each.failure for each in outcomes], error, steps)
     return outcomes
@@ -321,16 +321,16 @@ def _text(value: object) -> str:
 
 def _check_phases(outcomes: Mapping[int, object]) -> None:
     """Raise unless all ranks are in the same phase, with the same arguments; they would misread each other's values."""
-    said = {rank: dict(getattr(each, "given", None) or {}) for rank, each in outcomes.items()}
+    texts = {rank: dict(getattr(each, "given", None) or {}) for rank, each in outcomes.items()}
     phases = {rank: getattr(each, "phase", "no phase") for rank, each in outcomes.items()}
-    names = dict.fromkeys(name for each in said.values() for name in each) if len(set(phases.values())) == 1 else ()
-    differing = [name for name in names if len({each.get(name) for each in said.values()}) > 1]
+    names = dict.fromkeys(name for each in texts.values() for name in each) if len(set(phases.values())) == 1 else ()
+    differing = [name for name in names if len({each.get(name) for each in texts.values()}) > 1]
     if differing or len(set(phases.values())) > 1:
         lines = (
             ", ".join(
                 [f"rank {rank}: {phases[rank]}", *(f"{name}={each.get(name, 'the usual')}" for name in differing)]
             )
-            for rank, each in said.items()
+            for rank, each in texts.items()
         )
         fix = "Make the same calls with the same options on every rank."
         raise WorldError(error_text("the ranks aren't doing the same thing", offenders=lines, fix=fix))
@@ -340,8 +340,8 @@ def _failure(error: BaseException) -> _Failure:
     twins = tuple(REMOTE_TWINS[kind] for kind in type(error).__mro__ if kind in REMOTE_TWINS)
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception as failed:  # the other ranks are waiting for this one, even if an exception's __str__ raises
-        text = f"{type(error).__name__}, whose text raises a {type(failed).__name__}"
+    except Exception as other:  # the other ranks are waiting for this one, even if an exception's __str__ raises
+        text = f"{type(error).__name__}, whose text raises a {type(other).__name__}"
     lines = [text, *getattr(error, "__notes__", ())]
     return _Failure(twins, "\n".join(lines), getattr(error, _STEP, ""), bool(_public_attributes(error)))
 
@@ -350,23 +350,23 @@ def _raise_on_failure(
     world: World, phase: str, failures: list[_Failure | None], error: BaseException | None, steps: Sequence[str]
 ) -> None:
     """Raise the same error on every rank if any failed, except where this rank's own isn't an ``Exception``."""
-    failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
-    where = {rank: failure.step if failure.step in steps else phase for rank, failure in failed.items()}
+    by_rank = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+    where = {rank: failure.step if failure.step in steps else phase for rank, failure in by_rank.items()}
     phase = min(where.values(), key=[*steps, phase].index, default=phase)
     # Later failures are dropped: had the step been a phase of its own, those ranks wouldn't have got there.
-    failed = {rank: failure for rank, failure in failed.items() if where[rank] == phase}
-    if not failed:
+    by_rank = {rank: failure for rank, failure in by_rank.items() if where[rank] == phase}
+    if not by_rank:
         return
-    lowest, first = min(failed.items())
-    shared = (twin for twin in first.twins if all(twin in failure.twins for failure in failed.values()))
+    lowest, first = min(by_rank.items())
+    shared = (twin for twin in first.twins if all(twin in failure.twins for failure in by_rank.values()))
     twin = next(shared, RemoteError)
-    remote = twin(phase, {rank: failure.text for rank, failure in failed.items()})
+    remote = twin(phase, {rank: failure.text for rank, failure in by_rank.items()})
     if twin is not RemoteError and first.has_attributes:
         # From one rank only, and only if it has any: attributes can be long, and ten thousand ranks may have failed.
         own = _packed_attributes(error) if world.rank == lowest and error is not None else {}
-        for name, packed in world.broadcast(own, lowest).items():
+        for name, data in world.broadcast(own, lowest).items():
             with suppress(Exception):  # such as a class that can't be imported here
-                setattr(remote, name, unpack(phase, packed))
+                setattr(remote, name, unpack(phase, data))
     if error is None or isinstance(error, Exception):
         raise remote from error
 
@@ -383,10 +383,10 @@ _MOST_BYTES = (
 
 def _packed_attributes(error: BaseException) -> dict[str, bytes]:
     """Return an exception's attributes, pickled; leaves out those that can't be pickled, or exceed the limit."""
-    found: dict[str, bytes] = {}
+    attributes: dict[str, bytes] = {}
     for name, value in _public_attributes(error).items():
         with suppress(UnsupportedValue):
-            packed = pack(name, value)
-            if len(packed) + sum(map(len, found.values())) <= _MOST_BYTES:
-                found[name] = packed
-    return found
+            data = pack(name, value)
+            if len(data) + sum(map(len, attributes.values())) <= _MOST_BYTES:
+                attributes[name] = data
+    return attributes

@@ -170,12 +170,12 @@ def _packed_outcome(rank: int, size: int, port: int, timeout: float, fn: Callabl
 def _packed_error(error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error)).rstrip()
     try:
-        packed = pickle.dumps(_Outcome(error=error, trace=trace))
-        pickle.loads(packed)  # some exceptions can be pickled but not unpickled
+        data = pickle.dumps(_Outcome(error=error, trace=trace))
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
     except Exception:
-        lost = WorldError(f"{type(error).__name__}: {error}")
-        packed = pickle.dumps(_Outcome(error=lost, trace=trace))
-    return packed
+        substitute = WorldError(f"{type(error).__name__}: {error}")
+        data = pickle.dumps(_Outcome(error=substitute, trace=trace))
+    return data
 
 
 # The ranks of a program that a launcher such as torchrun has started.

@@ -157,24 +157,24 @@ class SimulatedWorld(World):
         self._meeting = meeting
 
     def all_gather(self, value: T) -> list[T]:
-        packed = self._meeting.collect(self.rank, "all_gather", pack("all_gather", value))
-        return [value if rank == self.rank else unpack("all_gather", data) for rank, data in enumerate(packed)]
+        pieces = self._meeting.collect(self.rank, "all_gather", pack("all_gather", value))
+        return [value if rank == self.rank else unpack("all_gather", data) for rank, data in enumerate(pieces)]
 
     def gather(self, value: T, brief: T, root: int = 0) -> list[T]:
         check_rank(self, "gather", root)
         mine = pack("gather", value), pack("gather", brief)
-        packed = self._meeting.collect(self.rank, f"gather(root={root})", mine)
-        parts = (whole if self.rank == root else small for whole, small in packed)
+        pairs = self._meeting.collect(self.rank, f"gather(root={root})", mine)
+        parts = (whole if self.rank == root else small for whole, small in pairs)
         return [value if rank == self.rank else unpack("gather", data) for rank, data in enumerate(parts)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
         check_rank(self, "broadcast", root)
         mine = pack("broadcast", value) if self.rank == root else b""
-        packed = self._meeting.collect(self.rank, f"broadcast(root={root})", mine)
+        pieces = self._meeting.collect(self.rank, f"broadcast(root={root})", mine)
         if self.rank == root:
             return value
-        received: T = unpack("broadcast", packed[root])
-        return received
+        result: T = unpack("broadcast", pieces[root])
+        return result
 
     def barrier(self) -> None:
         self._meeting.collect(self.rank, "barrier", b"")
@@ -182,10 +182,9 @@ class SimulatedWorld(World):
     def all_to_all(self, values: Sequence[T]) -> list[T]:
         check_one_each(self, values)
         mine = [b"" if rank == self.rank else pack("all_to_all", value) for rank, value in enumerate(values)]
-        packed = self._meeting.collect(self.rank, "all_to_all", mine)
+        rows = self._meeting.collect(self.rank, "all_to_all", mine)
         return [
-            values[rank] if rank == self.rank else unpack("all_to_all", row[self.rank])
-            for rank, row in enumerate(packed)
+            values[rank] if rank == self.rank else unpack("all_to_all", row[self.rank]) for rank, row in enumerate(rows)
         ]
 
     def send(self, value: Any, to: int) -> None:
@@ -209,12 +208,12 @@ class SimulatedWorld(World):
 
 def _check_sizes(buffers: Sequence[tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]]) -> None:
     """Raise, on every rank alike, unless each buffer has a counterpart of its size."""
-    sent = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(buffers) for to, data in outgoing.items()}
+    sizes = {(rank, to): data.numel() for rank, (outgoing, _) in enumerate(buffers) for to, data in outgoing.items()}
     room = {(source, rank): part.numel() for rank, (_, rooms) in enumerate(buffers) for source, part in rooms.items()}
     wrong = [
-        f"rank {pair[0]} sends rank {pair[1]} {sent.get(pair, 0)} bytes, which has room for {room.get(pair, 0)}"
-        for pair in sorted(sent.keys() | room.keys())
-        if sent.get(pair, 0) != room.get(pair, 0)
+        f"rank {pair[0]} sends rank {pair[1]} {sizes.get(pair, 0)} bytes, which has room for {room.get(pair, 0)}"
+        for pair in sorted(sizes.keys() | room.keys())
+        if sizes.get(pair, 0) != room.get(pair, 0)
     ]
     if wrong:
         raise WorldError(error_text("exchange: the ranks don't agree about what is sent", offenders=wrong))
@@ -280,16 +279,16 @@ def _run_all(size: int, run: Callable[[int], None], stop: Callable[[], None]) ->
         Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank} of {size}")
         for rank in range(size)
     ]
-    started = []
+    running = []
     try:
         for thread in threads:
             thread.start()
-            started.append(thread)
-        for thread in started:
+            running.append(thread)
+        for thread in running:
             thread.join()
     except BaseException:
         # A KeyboardInterrupt, or no more threads can be started.
         stop()
-        for thread in started:
+        for thread in running:
             thread.join()
         raise

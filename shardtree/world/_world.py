@@ -109,13 +109,13 @@ class World(ABC):
         check_buffers(self, outgoing, incoming)
         # As arrays: a pickled array contains its own elements only, a pickled tensor the whole storage that it views.
         rows = [outgoing[rank].numpy() if rank in outgoing else None for rank in range(self.size)]
-        received = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
-        sizes = {rank: data.size for rank, data in received.items()}
+        pieces = {rank: data for rank, data in enumerate(self.all_to_all(rows)) if data is not None and data.size}
+        sizes = {rank: data.size for rank, data in pieces.items()}
         expected = {rank: buffer.numel() for rank, buffer in incoming.items() if buffer.numel()}
         if sizes != expected:
             what = f"exchange: rank {self.rank} gets other numbers of bytes than its buffers have, by rank"
             raise WorldError(error_text(what, found=sizes, expected=expected))
-        for rank, data in received.items():
+        for rank, data in pieces.items():
             np.copyto(incoming[rank].numpy(), data)
 
     def device_exchange(self, kind: str) -> Exchange | None:
