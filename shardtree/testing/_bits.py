@@ -57,9 +57,9 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     if not wrong.size:
         return None
     place = tuple(int(index) for index in np.unravel_index(wrong[0], found.shape or (1,)))[: found.ndim]
-    left_shown, right_shown = (_element(tensor, int(wrong[0])) for tensor in (found, expected))
+    left_text, right_text = (_element(tensor, int(wrong[0])) for tensor in (found, expected))
     count = f"{wrong.size} of {found.numel()} elements differ"
-    return f"{count}, the first one at {place}: found {left_shown}, expected {right_shown}"
+    return f"{count}, the first one at {place}: found {left_text}, expected {right_text}"
 
 
 def check_equal(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -146,33 +146,33 @@ def _whole(key: str, shards: list[ShardedTensor]) -> torch.Tensor:
     shape, dtype = shards[0].global_shape, shards[0].dtype
     number = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)
     whole = carried(torch.empty(number.numel(), dtype=dtype, device="cpu")).zero_()
-    filled = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
+    is_there = torch.zeros(number.numel(), dtype=torch.bool, device="cpu")
     for shard in shards:
         at = number[shard.global_slice()].reshape(-1)[shard.flattened_range or slice(None)]
-        new, is_copy = carried(shard.data).reshape(-1), filled[at]
+        new, is_copy = carried(shard.data).reshape(-1), is_there[at]
         check_equal(f"copies of {key!r} differ", new[is_copy], whole[at][is_copy])
-        whole[at], filled[at] = new, True
-    missing = int((~filled).sum())
-    assert not missing, f"{missing} of {filled.numel()} elements of {key!r} are on no rank"
+        whole[at], is_there[at] = new, True
+    missing = int((~is_there).sum())
+    assert not missing, f"{missing} of {is_there.numel()} elements of {key!r} are on no rank"
     return whole.view(dtype).view(shape)
 
 
-def refilled(target: Any, loaded: Any) -> Any:
+def refilled(target: Any, result: Any) -> Any:
     """Return the target with each shard's data replaced by the tensor that was loaded at its path.
 
     Args:
         target: a tree of shards.
-        loaded: what `load` returned for it.
+        result: what `load` returned for it.
 
     Examples:
         >>> target = {"w": [ShardedTensor("w", None, torch.int64, (2,), (2,), (0,), None)]}
         >>> refilled(target, {"step": 3, "w": [torch.tensor([4, 5])]})["w"][0].data
         tensor([4, 5])
     """
-    tensors = dict(leaves_with_paths(loaded))
+    tensor_at = dict(leaves_with_paths(result))
     places = {id(leaf): path for path, leaf in leaves_with_paths(target)}
 
     def fill(leaf: Any) -> Any:
-        return replace(leaf, data=tensors[places[id(leaf)]]) if isinstance(leaf, ShardedTensor) else leaf
+        return replace(leaf, data=tensor_at[places[id(leaf)]]) if isinstance(leaf, ShardedTensor) else leaf
 
     return map_shards(fill, target)

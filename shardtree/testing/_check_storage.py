@@ -49,18 +49,18 @@ def check_storage(
     Examples:
         >>> check_storage(MemoryStorage)
     """
-    broken = []
+    problems = []
     for check in _CHECKS:
         storage = new_storage()
         try:
             check(storage, partial(reopen, storage))
         except Exception as error:
-            broken.append(f"{str(check.__doc__).rstrip('.')}: {_said(error)}")
+            problems.append(f"{str(check.__doc__).rstrip('.')}: {_said(error)}")
     try:
         check_strategy("safetensors", 1, directory=new_storage, only=_OF_SAVES)
     except Exception as error:
-        broken.append(f"Saves are all or nothing: {_said(error)}")
-    assert not broken, "a storage breaks its promises\n  " + "\n  ".join(shorten(broken, shown=12))
+        problems.append(f"Saves are all or nothing: {_said(error)}")
+    assert not problems, "a storage breaks its promises\n  " + "\n  ".join(shorten(problems, shown=12))
 
 
 _OF_SAVES = (
@@ -98,8 +98,8 @@ def _steps(there: Capabilities) -> Iterator[partial[Any]]:
     """Yield what is done to a storage that can do so much."""
     yield partial(_write_all, names=(*_FILES[:-3], *(f"many/{number:03}" for number in range(120))))
     many = [bytes([number % 251]) * (number % 7) for number in range(3000)]
-    yield partial(_write, name="a", parts=many, told=sum(map(len, many)))
-    yield from (partial(_write, name="a.b", parts=[b"12345"], told=told) for told in (0, 4, 10**6))
+    yield partial(_write, name="a", parts=many, length=sum(map(len, many)))
+    yield from (partial(_write, name="a.b", parts=[b"12345"], length=length) for length in (0, 4, 10**6))
     yield partial(_write, name="a", parts=[])
     yield from (partial(_replace, name="m", data=data) for data in (b"a long one", b"", b"short"))
     yield from (partial(_remove, name=name) for name in ("a.b", "b/d/e", "a.b", "no/file"))
@@ -117,10 +117,10 @@ def _steps(there: Capabilities) -> Iterator[partial[Any]]:
     yield partial(_write_inside, name="many")
 
 
-def _write(storage: Storage, name: str, parts: Sequence[bytes], told: int | None = None) -> int:
+def _write(storage: Storage, name: str, parts: Sequence[bytes], length: int | None = None) -> int:
     make_folder(storage, name.rpartition("/")[0], durable=False)
     buffers = (memoryview(part) for part in parts)
-    return storage.write(name, buffers if told is None else SizedBuffers(told, buffers), durable=told == 0)
+    return storage.write(name, buffers if length is None else SizedBuffers(length, buffers), durable=length == 0)
 
 
 def _write_all(storage: Storage, names: Sequence[str]) -> list[int]:
@@ -219,9 +219,9 @@ def _breaks_off(storage: Storage, seen: Seen) -> None:
         with suppress(KeyError):
             result = storage.write("f", buffers, durable=False)
             raise AssertionError(f"it returns {result}")
-        length, listed = seen().length("f"), "f" in seen().names()
+        length, there = seen().length("f"), "f" in seen().names()
         read = None if length is None else len(seen().read("f"))
-        assert read == length and listed == (length is not None), f"length {length}, {read} bytes, listed: {listed}"
+        assert read == length and there == (length is not None), f"length {length}, {read} bytes, listed: {there}"
 
 
 def _is_replaced(storage: Storage, seen: Seen) -> None:

@@ -55,9 +55,9 @@ def glu(key: str, data: Any, rank: int = 0, ranks: int = 1, *, replica_id: Repli
             return [ShardedTensor.from_rank_offsets(key, part, cut, replica_id=replica_id) for part, cut in pairs]
         return [
             ShardedTensor.from_rank_offsets_flat(
-                key, data[taken], half, cut, flattened_range=inside, replica_id=replica_id
+                key, data[span], half, cut, flattened_range=inside, replica_id=replica_id
             )
-            for cut, (taken, inside) in zip(cuts, _halves(flattened_range, torch.Size(half).numel()), strict=True)
+            for cut, (span, inside) in zip(cuts, _halves(flattened_range, torch.Size(half).numel()), strict=True)
         ]
 
     return ShardedTensorFactory(key, data, build, lambda parts: torch.cat(list(parts)), replica_id)
@@ -108,7 +108,7 @@ def stacked(key: str, data: Any, first: int = 0, layers: int | None = None) -> S
             for layer, cut in zip(data.unbind(0), cuts, strict=True)
         ]
 
-    return ShardedTensorFactory(key, data, build, lambda loaded: torch.stack(list(loaded)))
+    return ShardedTensorFactory(key, data, build, lambda parts: torch.stack(list(parts)))
 
 
 KINDS: tuple[Callable[[str, torch.Tensor], ShardedTensorFactory], ...] = (glu, transposed, stacked)
@@ -166,9 +166,9 @@ def lens_factories(
     is_stored = stored_elements(factory)
     if bool(is_stored.all()):
         return factory
-    padded = carried(shard.data).clone()
-    padded[~is_stored] = 0
-    return replace(factory, data=padded.view(shard.dtype))
+    data = carried(shard.data).clone()
+    data[~is_stored] = 0
+    return replace(factory, data=data.view(shard.dtype))
 
 
 # The laws
@@ -211,11 +211,11 @@ def check_factory(
         >>> shard = ShardedTensor.from_rank_offsets("embedding", padded)
         >>> check_factory(as_factory(shard, padded_axis(5)), flat=[slice(3, 12)])
     """
-    tried = _states(factory) if states is None else states
+    states = _states(factory) if states is None else states
     # States go through the same factory under another key: an optimizer's state must be found wherever the parameter
     # is.
-    keys = (f"optimizer.state.{number}.{factory.key}" for number in range(len(tried)))
-    every = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, tried, strict=True))]
+    keys = (f"optimizer.state.{number}.{factory.key}" for number in range(len(states)))
+    every = [factory, *(replace(factory, key=key, data=state) for key, state in zip(keys, states, strict=True))]
     for each in every:
         check_merge_undoes_build(each)
         check_cut_alike(factory, each)
@@ -224,9 +224,9 @@ def check_factory(
     for part in flat:
         for each in every:
             data = carried(each.data).contiguous().view(-1)[part].view(each.data.dtype)
-            ranged = replace(each, data=data, flattened_range=part)
-            check_merge_undoes_build(ranged)
-            check_build_undoes_merge(ranged)
+            range_factory = replace(each, data=data, flattened_range=part)
+            check_merge_undoes_build(range_factory)
+            check_build_undoes_merge(range_factory)
         _check_part_of_whole(factory, part)
 
 
@@ -259,21 +259,21 @@ def stored_elements(factory: ShardedTensorFactory) -> torch.Tensor:
 def check_merge_undoes_build(factory: ShardedTensorFactory) -> None:
     """Raise unless the factory merges what it builds, copied to new memory, to its original tensor."""
     before = bits(factory.data)  # the parameter itself, which training goes on with
-    built = _built(factory)
+    tree = _build(factory)
     assert bits(factory.data) == before, f"building {factory.key!r}{_range(factory)} changed what it was given"
     what = f"merge doesn't undo build for {factory.key!r}{_range(factory)}"
-    check_equal(what, _merged(factory, map_shards(_reloaded, built)), factory.data)
+    check_equal(what, _merge(factory, map_shards(_reload, tree)), factory.data)
 
 
 def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
     """Raise unless random tensors in place of the built ones, after merging, are built again unchanged."""
     # Shards of the same box, as of tied weights, get the same tensor: a checkpoint stores it once.
-    built = _built(factory)
+    tree = _build(factory)
     put: dict[Any, torch.Tensor] = {}
-    for shard in shards_of(built).values():
+    for shard in shards_of(tree).values():
         put.setdefault(_box(shard), random_bits(shard.data_shape, shard.dtype, seed=len(put) + 7))
-    loaded = map_shards(lambda leaf: put[_box(leaf)] if isinstance(leaf, ShardedTensor) else _reloaded(leaf), built)
-    again = _built(replace(factory, data=_merged(factory, loaded)))
+    other = map_shards(lambda leaf: put[_box(leaf)] if isinstance(leaf, ShardedTensor) else _reload(leaf), tree)
+    again = _build(replace(factory, data=_merge(factory, other)))
     for path, shard in shards_of(again).items():
         wrong = first_difference(shard.data, put[_box(shard)]) if _box(shard) in put else "it has another box"
         where = f"{shard.key!r} at {render_path(path, 'built')}"
@@ -283,7 +283,7 @@ def check_build_undoes_merge(factory: ShardedTensorFactory) -> None:
 def check_cut_alike(factory: ShardedTensorFactory, state: ShardedTensorFactory) -> None:
     """Raise unless both factories build the same boxes, at the same paths, of tensors of the same global shapes."""
     left, right = (
-        [(path, *_box(shard)[1:]) for path, shard in shards_of(_built(each)).items()] for each in (factory, state)
+        [(path, *_box(shard)[1:]) for path, shard in shards_of(_build(each)).items()] for each in (factory, state)
     )
     assert left == right, f"{state.key!r} is cut otherwise than {factory.key!r}: {right}, not {left}"
 
@@ -305,7 +305,7 @@ def _check_part_of_whole(factory: ShardedTensorFactory, part: slice) -> None:
 def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return, for each stored element (key, global index), the number of the tensor's element that it is."""
     elements: dict[tuple[str, tuple[int, ...]], int] = {}
-    for shard in shards_of(_built(factory)).values():
+    for shard in shards_of(_build(factory)).values():
         sizes = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
         index = list(product(*(range(at, at + size) for at, size in zip(shard.global_offset, sizes, strict=True))))
         places = index if shard.flattened_range is None else index[shard.flattened_range]
@@ -314,17 +314,17 @@ def _stored_elements(factory: ShardedTensorFactory) -> dict[tuple[str, tuple[int
     return elements
 
 
-def _built(factory: ShardedTensorFactory) -> Any:
+def _build(factory: ShardedTensorFactory) -> Any:
     return apply_factories([factory])
 
 
-def _merged(factory: ShardedTensorFactory, loaded: Any) -> torch.Tensor:
-    merged = apply_factory_merges(loaded, [factory])[0]
-    assert isinstance(merged, torch.Tensor), f"merge of {factory.key!r} gave a {type(merged).__name__}, not a tensor"
-    return merged
+def _merge(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
+    tensor = apply_factory_merges(tree, [factory])[0]
+    assert isinstance(tensor, torch.Tensor), f"merge of {factory.key!r} gave a {type(tensor).__name__}, not a tensor"
+    return tensor
 
 
-def _reloaded(leaf: Any) -> Any:
+def _reload(leaf: Any) -> Any:
     if isinstance(leaf, ShardedTensor):
         return carried(leaf.data).clone().view(leaf.dtype)
     if isinstance(leaf, LocalNonpersistentObject):

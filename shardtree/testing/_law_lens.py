@@ -41,8 +41,8 @@ class LensCase:
     prepended: int = 0
 
 
-_grouped = partial(lenses.attention_qkv, heads=4, head_size=2, query_groups=2)
-_apart = partial(_grouped, part="w", names=("q", "k", "v"))
+_query_groups = partial(lenses.attention_qkv, heads=4, head_size=2, query_groups=2)
+_apart = partial(_query_groups, part="w", names=("q", "k", "v"))
 _ROTARY = {"**.q.**": lenses.rotary_halves(head_size=2), "**.k.**": lenses.rotary_halves(head_size=2), "**.v.**": None}
 
 # Axes mostly of different lengths, so that an exchange of axes shows in the shape; few elements, since the laws visit
@@ -61,9 +61,9 @@ LENS_CASES: dict[str, LensCase] = {
     ),
     "attention_qkv: multi-head": LensCase(lenses.attention_qkv(heads=3, head_size=2), (18, 2)),
     "attention_qkv: grouped": LensCase(_apart(), (16, 2)),
-    "attention_qkv: grouped, in one": LensCase(_grouped(), (16, 2)),
+    "attention_qkv: grouped, in one": LensCase(_query_groups(), (16, 2)),
     "attention_qkv: bias": LensCase(_apart(), (16,)),
-    "attention_qkv: to interleaved": LensCase(_grouped(held="concatenated", stored="interleaved"), (16, 2)),
+    "attention_qkv: to interleaved": LensCase(_query_groups(held="concatenated", stored="interleaved"), (16, 2)),
     "attention_qkv: rank by rank": LensCase(_apart(held="concatenated", tensor_parallel=2), (16, 2)),
     "attention_qkv: rank by rank, in one": LensCase(
         lenses.attention_qkv(heads=4, head_size=1, held="concatenated", tensor_parallel=2), (12, 2)
@@ -169,9 +169,9 @@ def check_lens(
     """
     tensors = assemble([shards])
     wholes = _wholes(tensors, {shard.key: shard.prepend_axis_num for shard in shards})
-    built = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
-    expected = _stored([tree for _, tree in built])
-    merges = assemble([[replace(whole, data=_merged(*each)) for whole, each in zip(wholes, built, strict=True)]])
+    pairs = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
+    expected = _stored([tree for _, tree in pairs])
+    merges = assemble([[replace(whole, data=_merge(*each)) for whole, each in zip(wholes, pairs, strict=True)]])
     if lossy is not None:
         _check_errors(merges, tensors, lossy)
     # A lens that drops padding can't give it back: then only ranks are compared with each other, below.
@@ -180,9 +180,9 @@ def check_lens(
     factories = [lenses.as_factory(shard, lens) for shard in shards]
     trees = [factory.build() for factory in factories]
     for shard, factory, tree in zip(shards, factories, trees, strict=True):
-        broken = "merge doesn't undo build" if lossy is None else "the lens doesn't commute with cuts"
-        what = f"{broken} on {_describe(shard)}"
-        check_same(what, {shard.key: _merged(factory, tree)}, {shard.key: _part(merges[shard.key], shard)})
+        law = "merge doesn't undo build" if lossy is None else "the lens doesn't commute with cuts"
+        what = f"{law} on {_describe(shard)}"
+        check_same(what, {shard.key: _merge(factory, tree)}, {shard.key: _part(merges[shard.key], shard)})
         _check_state(factory, tree)
     check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
     if lossy is None:
@@ -207,28 +207,26 @@ def _check_errors(
             raise AssertionError(f"{what}: {tensor[at].item()} comes back as {merges[key][at].item()}")
 
 
-def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], stored: Mapping[str, torch.Tensor]) -> None:
+def check_build_undoes_merge(factories: Sequence[ShardedTensorFactory], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise unless other tensors of the stored shapes, after merging, are built again unchanged."""
     # Other bits than before: a lens that remembers what it built would pass with the same ones.
-    sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in stored.items()}
+    sizes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     other = {key: random_bits(*size, seed=number) for number, (key, size) in enumerate(sizes.items(), start=7)}
     _check_built_again(factories, other, "build doesn't undo merge")
 
 
-def _check_built_again(
-    factories: Sequence[ShardedTensorFactory], stored: Mapping[str, torch.Tensor], broken: str
-) -> None:
+def _check_built_again(factories: Sequence[ShardedTensorFactory], wholes: Mapping[str, torch.Tensor], law: str) -> None:
     """Raise, with the broken law, unless stored tensors, after merging, are built again unchanged."""
     for factory in factories:
-        built = map_shards(
-            lambda leaf: replace(leaf, data=_part(stored[leaf.key], leaf)) if isinstance(leaf, ShardedTensor) else leaf,
+        tree = map_shards(
+            lambda leaf: replace(leaf, data=_part(wholes[leaf.key], leaf)) if isinstance(leaf, ShardedTensor) else leaf,
             apply_factories([factory]),
         )
-        merged = apply_factory_merges(map_shards(_data, built), [factory])[0]
-        again = apply_factories([replace(factory, data=merged)])
-        pairs = zip(shards_of(built).values(), shards_of(again).values(), strict=True)
+        data = apply_factory_merges(map_shards(_data, tree), [factory])[0]
+        again = apply_factories([replace(factory, data=data)])
+        pairs = zip(shards_of(tree).values(), shards_of(again).values(), strict=True)
         for put, copy in pairs:
-            check_equal(f"{broken} on {_describe(put)}", copy.data, put.data)
+            check_equal(f"{law} on {_describe(put)}", copy.data, put.data)
 
 
 def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
@@ -243,11 +241,11 @@ def _check_state(factory: ShardedTensorFactory, tree: Any) -> None:
     assert bare == boxes, f"without data {factory.key!r} is cut otherwise: {bare}, not {boxes}"
 
 
-def _wholes(tensors: Mapping[str, torch.Tensor], prepended: Mapping[str, int]) -> list[ShardedTensor]:
+def _wholes(tensors: Mapping[str, torch.Tensor], fronts: Mapping[str, int]) -> list[ShardedTensor]:
     """Return each tensor as one shard, or as one for each index along its prepended axes."""
     wholes = []
     for key, tensor in tensors.items():
-        front = prepended[key]
+        front = fronts[key]
         shape, local = tuple(tensor.shape), tuple(tensor.shape[front:])
         for place in product(*map(range, shape[:front])):
             offset = (*place, *(0 for _ in local))
@@ -264,10 +262,10 @@ def _stored(trees: Sequence[Any]) -> dict[str, torch.Tensor]:
     return assemble([[replace(shard, replica_id=0) for shard in shards_of(tree).values()] for tree in trees])
 
 
-def _merged(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
-    merged = apply_factory_merges(map_shards(_data, [tree]), [factory])[0]
-    assert isinstance(merged, torch.Tensor), f"merge of {factory.key!r} gave a {type(merged).__name__}"
-    return merged
+def _merge(factory: ShardedTensorFactory, tree: Any) -> torch.Tensor:
+    tensor = apply_factory_merges(map_shards(_data, [tree]), [factory])[0]
+    assert isinstance(tensor, torch.Tensor), f"merge of {factory.key!r} gave a {type(tensor).__name__}"
+    return tensor
 
 
 def _data(leaf: Any) -> Any:
@@ -329,12 +327,12 @@ def check_layouts_agree(whole: Whole, hold: Hold[Whole], build: Build, *, ranks:
     locals_by_count = {count: list(hold(whole, count)) for count in ranks}
     for count, tensors in locals_by_count.items():
         assert len(tensors) == count, f"hold(whole, {count}) gave {len(tensors)} tensors, expected one for each rank"
-    stored = {count: _stored_by_ranks(tensors, build) for count, tensors in locals_by_count.items()}
-    for saved in ranks:
-        for loaded in ranks:
-            what = f"saved on {_ranks(saved)}, loaded on {loaded}"
-            for rank, expected in enumerate(locals_by_count[loaded]):
-                found = _loaded(build(torch.zeros_like(expected), rank, loaded), stored[saved], what)
+    tensors_by_count = {count: _stored_by_ranks(tensors, build) for count, tensors in locals_by_count.items()}
+    for save_ranks in ranks:
+        for load_ranks in ranks:
+            what = f"saved on {_ranks(save_ranks)}, loaded on {load_ranks}"
+            for rank, expected in enumerate(locals_by_count[load_ranks]):
+                found = _load(build(torch.zeros_like(expected), rank, load_ranks), tensors_by_count[save_ranks], what)
                 differ = first_difference(found, expected)
                 if differ is not None:
                     raise AssertionError(f"{what}: rank {rank} gets other elements than it should hold\n  {differ}")
@@ -350,7 +348,7 @@ def _stored_by_ranks(tensors: Sequence[torch.Tensor], build: Build) -> dict[str,
         raise AssertionError(f"saved on {_ranks(count)}: {error}") from error
 
 
-def _loaded(described: Any, stored: Mapping[str, torch.Tensor], what: str) -> torch.Tensor:
+def _load(tree: Any, tensors: Mapping[str, torch.Tensor], what: str) -> torch.Tensor:
     """Return what a rank loads from the stored tensors."""
 
     def fill(leaf: Any) -> Any:
@@ -358,16 +356,16 @@ def _loaded(described: Any, stored: Mapping[str, torch.Tensor], what: str) -> to
             return leaf.unwrap()
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        assert leaf.key in stored, f"{what}: {leaf.key!r} isn't stored, but {sorted(stored)}"
-        shape = tuple(stored[leaf.key].shape)
+        assert leaf.key in tensors, f"{what}: {leaf.key!r} isn't stored, but {sorted(tensors)}"
+        shape = tuple(tensors[leaf.key].shape)
         same = shape == leaf.global_shape
         assert same, f"{what}: {leaf.key!r} is stored in shape {shape}, and asked for in shape {leaf.global_shape}"
-        box = carried(stored[leaf.key])[leaf.global_slice()].contiguous()
-        box = box.view(stored[leaf.key].dtype).reshape(leaf.local_shape)
+        box = carried(tensors[leaf.key])[leaf.global_slice()].contiguous()
+        box = box.view(tensors[leaf.key].dtype).reshape(leaf.local_shape)
         return box if leaf.flattened_range is None else flattened(box)[leaf.flattened_range]
 
-    merged: torch.Tensor = apply_factory_merges(map_shards(fill, apply_factories([described])), [described])[0]
-    return merged
+    tensor: torch.Tensor = apply_factory_merges(map_shards(fill, apply_factories([tree])), [tree])[0]
+    return tensor
 
 
 def _ranks(count: int) -> str:

@@ -56,8 +56,8 @@ def check_load_plan(requests: ShardColumns, chunks: StoredChunks, plan: LoadPlan
     assert plan.bytes_read == len(expected), f"the plan says {plan.bytes_read} bytes, and needs {len(expected)}"
     sizes = requests.item_size[requests.key].tolist()
     counts = np.bincount([shard for shard, _ in expected], minlength=len(requests)).tolist()
-    covered = [count // size for count, size in zip(counts, sizes, strict=True)]
-    assert plan.covered.tolist() == covered, f"covered is {plan.covered.tolist()}, expected {covered}"
+    elements = [count // size for count, size in zip(counts, sizes, strict=True)]
+    assert plan.covered.tolist() == elements, f"covered is {plan.covered.tolist()}, expected {elements}"
 
 
 def check_writes(columns: ShardColumns, ranks: int, writes: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
@@ -196,7 +196,7 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         >>> check_buffer_plan(plan_buffers({"w": (4, 3), "b": (), "empty": (0, 2)}, data_parallel=5, bucket_size=8))
     """
     _check_buckets(plan)
-    covered: dict[str, list[int]] = {place.name: [] for place in plan.places}
+    numbers_of: dict[str, list[int]] = {place.name: [] for place in plan.places}
     places = {place.name: place for place in plan.places}
     ranges = [part for rank in range(plan.data_parallel) for part in plan.ranges(rank)]
     for part in ranges:
@@ -206,8 +206,8 @@ def check_buffer_plan(plan: BufferPlan) -> None:
         positions = [first + part.rank * length + number for number in in_slice]
         elements = [places[part.name].start + number for number in in_parameter]
         assert positions == elements, f"rank {part.rank}: {part.name!r}: {part.taken} isn't {part.flattened_range}"
-        covered[part.name] += in_parameter
-    for name, numbers in covered.items():
+        numbers_of[part.name] += in_parameter
+    for name, numbers in numbers_of.items():
         elements = list(range(prod(places[name].shape)))
         wrong = [number for number in {*numbers, *elements} if numbers.count(number) != 1][:10]
         assert sorted(numbers) == elements, f"{name!r}: elements on no rank or several: {wrong}"
@@ -229,8 +229,8 @@ def _check_buckets(plan: BufferPlan) -> None:
         assert max(position, first) <= place.start, f"{place.name!r} starts at {place.start}, in what is before it"
         assert place.stop <= last, f"{place.name!r} ends at {place.stop}, its bucket at {last}"
         position = place.stop
-    lost = sum(prod(place.shape) for place in plan.places) + plan.padding - end
-    assert not lost, f"{lost} elements are neither parameters nor padding"
+    excess = sum(prod(place.shape) for place in plan.places) + plan.padding - end
+    assert not excess, f"{excess} elements are neither parameters nor padding"
 
 
 def check_flat_shards(
@@ -259,9 +259,9 @@ def check_flat_shards(
         >>> check_flat_shards(plan_buffers(tensors, data_parallel=4, align=4), tensors)
     """
     parameters = {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
-    packed = packed_slices(plan, tensors)
+    buffers = packed_slices(plan, tensors)
     trees = []
-    for rank, own in enumerate(packed):
+    for rank, own in enumerate(buffers):
         tree = check_pure(partial(shards, prefix="state"), plan, rank, own, parameters)
         names = [part.name for part in plan.ranges(rank)]
         assert list(tree) == names, f"rank {rank}: found shards of {list(tree)}, expected {names}"
@@ -269,9 +269,9 @@ def check_flat_shards(
         memory = {part.untyped_storage().data_ptr() for part in own}
         copies = [name for name, leaf in tree.items() if leaf.data.untyped_storage().data_ptr() not in memory]
         assert not copies, f"rank {rank}: copies, not views: {', '.join(copies)}"
-        loaded = {name: carried(leaf.data).clone().view(leaf.dtype) for name, leaf in tree.items()}
+        clones = {name: carried(leaf.data).clone().view(leaf.dtype) for name, leaf in tree.items()}
         dtype = own[0].dtype if own else torch.float32
-        back = check_pure(partial(slices, dtype=dtype), plan, rank, loaded)
+        back = check_pure(partial(slices, dtype=dtype), plan, rank, clones)
         assert len(back) == len(own), f"rank {rank}: found {len(back)} slices, expected {len(own)}"
         for bucket, (found, expected) in enumerate(zip(back, own, strict=True)):
             check_equal(f"rank {rank}, bucket {bucket}: there and back", found, expected)
@@ -335,8 +335,8 @@ def buffer_options(draw: st.DrawFn, most_ranks: int = 8) -> BufferOptions:
         >>> find(buffer_options(), lambda drawn: len(drawn[0]) > 1)[0]
         {'p0': (), 'p1': ()}
     """
-    drawn = draw(st.lists(shapes(max_axes=3, sizes=_SIZES), max_size=5))
-    parameters = {f"p{number}": shape for number, shape in enumerate(drawn)}
+    all_shapes = draw(st.lists(shapes(max_axes=3, sizes=_SIZES), max_size=5))
+    parameters = {f"p{number}": shape for number, shape in enumerate(all_shapes)}
     names = list(parameters)
     return parameters, {
         "data_parallel": draw(st.integers(1, most_ranks)),

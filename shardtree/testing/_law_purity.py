@@ -42,21 +42,21 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
         Traceback (most recent call last):
         AssertionError: sort changed its argument 0 at argument[0]
     """
-    called = getattr(fn, "__name__", type(fn).__name__)
+    fn_name = getattr(fn, "__name__", type(fn).__name__)
     arguments: dict[Any, Any] = dict([*enumerate(args), *options.items()])
     # Content and identities: a container that is replaced by an equal copy has changed too, for others that hold it.
     before = {name: (outline(value), _identities(value)) for name, value in arguments.items()}
     result = fn(*args, **options)
     for name, value in arguments.items():
         (content, old), new = before[name], _identities(value)
-        changed = [path for path in [*old, *new] if old.get(path) != new.get(path)] or [()]
-        what = f"{called} changed its argument {name}"
-        assert list(old.items()) == list(new.items()), f"{what} at {render_path(changed[0], 'argument')}"
+        paths = [path for path in [*old, *new] if old.get(path) != new.get(path)] or [()]
+        what = f"{fn_name} changed its argument {name}"
+        assert list(old.items()) == list(new.items()), f"{what} at {render_path(paths[0], 'argument')}"
         assert outline(value) == content, f"{what}: a value inside it"
     again = fn(*args, **options)
     # Functions are left out: a function that returns functions makes new ones each time.
     same = callable(result) or _without_functions(outline(result)) == _without_functions(outline(again))
-    assert same, f"{called} returned another value when it was called again"
+    assert same, f"{fn_name} returned another value when it was called again"
     return result
 
 
@@ -115,10 +115,8 @@ def check_commutes(
         Traceback (most recent call last):
         AssertionError: from one rank to 2 ranks by rows: rank 0: 'w' at tree['w']: 12 of 12 elements differ, ...
     """
-    named = (
-        _default_layouts(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
-    )
-    trees = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in named.items()}
+    cuts = _default_layouts(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
+    trees = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in cuts.items()}
     for one, other in permutations(trees, 2):
         _check_pair(f"from {one} to {other}", transform, trees[one], trees[other])
 
@@ -144,9 +142,9 @@ def _check_pair(
     where: str, transform: Callable[[Any], Any], before: Mapping[int, Any], after: Mapping[int, Any]
 ) -> None:
     expected = {rank: check_pure(transform, tree) for rank, tree in reshard(before, after).items()}
-    transformed = {rank: transform(tree) for rank, tree in before.items()}
+    results = {rank: transform(tree) for rank, tree in before.items()}
     try:
-        found = reshard(transformed, expected)
+        found = reshard(results, expected)
     except CheckpointingException as error:
         raise AssertionError(f"{where}: what was transformed can't be resharded: {error}") from error
     for rank, tree in expected.items():

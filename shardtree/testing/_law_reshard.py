@@ -55,11 +55,11 @@ def check_reshard_plan(plan: ReshardPlan) -> None:
     assert sums == dict(lacking), f"ranks get {sums}, expected {dict(lacking)}"
     links = plan.links
     for name, end, totals in (("sent", 0, plan.sent), ("received", 1, plan.received)):
-        summed = {rank: sum(count for link, count in links.items() if link[end] == rank) for rank in plan.ranks}
-        assert totals == summed, f"{name} is {totals}, and the links add up to {summed}"
-    held = int((plan.target.elements * plan.target.item_size[plan.target.key]).sum())
+        link_sums = {rank: sum(count for link, count in links.items() if link[end] == rank) for rank in plan.ranks}
+        assert totals == link_sums, f"{name} is {totals}, and the links add up to {link_sums}"
+    target_bytes = int((plan.target.elements * plan.target.item_size[plan.target.key]).sum())
     stays = plan.bytes_kept, sum(plan.kept.values())
-    assert stays == (held - least,) * 2, f"{stays} bytes are said to stay, expected {held - least}"
+    assert stays == (target_bytes - least,) * 2, f"{stays} bytes are said to stay, expected {target_bytes - least}"
 
 
 def check_filled(plan: ReshardPlan) -> None:
@@ -198,12 +198,12 @@ def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., An
     found = check_pure(reshard, trees, targets)
     assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
     wholes = assemble(_built(trees).values())
-    goals, results = _built(targets), _built(found)
+    goals, result_trees = _built(targets), _built(found)
     for rank, tree in goals.items():
-        _check_rank(rank, tree, results[rank], wholes)
-    _check_no_aliases(results, [_built(trees), goals])
+        _check_rank(rank, tree, result_trees[rank], wholes)
+    _check_no_aliases(result_trees, [_built(trees), goals])
     # Only if the targets have all elements in the same dtypes: what a cast has rounded doesn't come back.
-    if _hold_all(results.values(), wholes):
+    if _hold_all(result_trees.values(), wholes):
         back = _built(reshard(found, _by_rank(trees)))
         for rank, tree in _built(trees).items():
             # Unchanged, apart from the order of keys.
@@ -237,11 +237,11 @@ def _check_rank(rank: int, target: Any, found: Any, wholes: Mapping[str, torch.T
         check_equal(where, results[path].data, expected)
 
 
-def _check_no_aliases(found: Mapping[int, Any], arguments: Sequence[Mapping[int, Any]]) -> None:
+def _check_no_aliases(results: Mapping[int, Any], arguments: Sequence[Mapping[int, Any]]) -> None:
     """Raise if results of different ranks share memory, with each other or with the arguments."""
     # Ranks in one process could: real ranks can't, so that a test on simulated ones would pass for the wrong reason.
     owners = {_address(shard.data): "what was given" for trees in arguments for shard in _with_memory(trees.values())}
-    for rank, tree in found.items():
+    for rank, tree in results.items():
         own = {_address(shard.data) for shard in _with_memory([tree])}
         shared = [owners[address] for address in own if address in owners]
         assert not shared, f"rank {rank} shares memory with {shared[0]}"
@@ -263,9 +263,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _hold_all(trees: Any, wholes: Mapping[str, torch.Tensor]) -> bool:
     """Return whether trees hold all elements of all tensors, in the same dtypes."""
-    listed = list(trees)
     try:
-        tensors = assemble(listed)
+        tensors = assemble(list(trees))
     except AssertionError:
         return False
     return {key: one.dtype for key, one in tensors.items()} == {key: one.dtype for key, one in wholes.items()}

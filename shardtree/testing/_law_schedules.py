@@ -141,9 +141,9 @@ def check_relayed(plan: ReshardPlan, passed_on: ReshardPlan, *, shortest_cut: in
     for row, elements in _moving_elements(plan, hop=0):
         for element in elements:
             wants[element][int(plan.transfers.to_rank[row])] = int(plan.transfers.from_rank[row])
-    crossed = Counter(element for _, elements in _moving_elements(passed_on, hop=0) for element in elements)
+    crossings = Counter(element for _, elements in _moving_elements(passed_on, hop=0) for element in elements)
     for element in wants:
-        assert crossed[element] == 1, f"element {element} leaves the sources {crossed[element]} times"
+        assert crossings[element] == 1, f"element {element} leaves the sources {crossings[element]} times"
     _check_balanced(plan, passed_on, wants, shortest_cut)
 
 
@@ -165,9 +165,9 @@ def _check_balanced(plan: ReshardPlan, passed_on: ReshardPlan, wants: _Wants, sh
     for together, nbytes in gets.items():
         parts = [nbytes[rank] for rank in together]
         assert max(parts) - min(parts) <= tolerance, f"ranks {sorted(together)} get {parts} from the sources"
-    for sender, sent in sends.items():
+    for sender, amount in sends.items():
         limit = shares[sender] + tolerance * sum(one == sender for group in groups for _, one in group)
-        assert sent <= limit, f"rank {sender} sends {sent} bytes, expected at most {limit}"
+        assert amount <= limit, f"rank {sender} sends {amount} bytes, expected at most {limit}"
 
 
 def element_numbers(columns: ShardColumns, row: int, keys: tuple[str, ...]) -> Column:

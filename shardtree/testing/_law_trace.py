@@ -48,24 +48,24 @@ def check_trace(
         >>> found.check()
         ()
     """
-    found, eager = trace(function, sources), dict(function(dict(sources)))
-    made = found(sources)
-    check_same("traced isn't eager", made, eager)
-    if again := found.diff(trace(function, sources)):
+    result, eager = trace(function, sources), dict(function(dict(sources)))
+    outputs = result(sources)
+    check_same("traced isn't eager", outputs, eager)
+    if again := result.diff(trace(function, sources)):
         raise AssertionError(f"the code does something else each time: {next(iter(again.values()))[0]}")
     for name, tensor in eager.items():
         for offset, shape in chain.from_iterable(layouts_of(tuple(tensor.shape))):
-            local = localized(found, name, offset, shape)
+            local = localized(result, name, offset, shape)
             parts = [sources[root][slices(*box)] for root, box in local.boxes]
             what = f"a part isn't a cut of the whole: {shape} at {offset}"
             check_same(what, {name: local.made(parts)}, {name: tensor[slices(offset, shape)]})
     try:
-        back = found.inverse()
+        back = result.inverse()
     except TraceError:
-        return found
-    kept = {name: made[name] for name in back.sources}
-    check_same("the way back gives other sources", back(kept), {name: sources[name] for name in back.outputs})
-    return found
+        return result
+    inputs = {name: outputs[name] for name in back.sources}
+    check_same("the way back gives other sources", back(inputs), {name: sources[name] for name in back.outputs})
+    return result
 
 
 def layouts_of(shape: tuple[int, ...]) -> Iterator[list[Box]]:
@@ -143,8 +143,8 @@ def check_quantised(
             shape = tuple(weight.shape)
             shards = [ShardedTensor(key, None, weight.dtype, box.shape, shape, box.offset, None) for box in boxes]
             for shard in shards:
-                built = form.lens(shard)
-                merge = built.merge([own[key][part.key][part.global_slice()] for part in built.shards])
+                lens = form.lens(shard)
+                merge = lens.merge([own[key][part.key][part.global_slice()] for part in lens.shards])
                 what = f"cuts don't commute on {key!r} at {shard.global_offset}"
                 check_equal(what, merge, weight[shard.global_slice()])
             _check_cut_together(form, own[key], shards, held)
@@ -152,8 +152,8 @@ def check_quantised(
             _check_comes_back(form, key, weight)
             if same_codes:
                 codes, again = (
-                    {name: tensor.contiguous().view(torch.uint8) for name, tensor in stored.items()}
-                    for stored in (own[key], form.quantise({key: weight}))
+                    {name: tensor.contiguous().view(torch.uint8) for name, tensor in each.items()}
+                    for each in (own[key], form.quantise({key: weight}))
                 )
                 check_same(f"recoding {key!r} doesn't come back: of codes and scales", again, codes)
         if expected is not None:
@@ -164,25 +164,25 @@ def check_quantised(
 def _check_cut_together(
     form: Form, tensors: Mapping[str, torch.Tensor], shards: Sequence[ShardedTensor], held: LocalTensors | None
 ) -> None:
-    broken = f"values and scales of {shards[0].key!r} aren't cut together"
+    law = f"values and scales of {shards[0].key!r} aren't cut together"
     try:
         trees = [apply_factories(form.shards(shard, None if held is None else held(shard))) for shard in shards]
     except ShapeError as error:
         if held is None and "packed" in str(error):
             return  # a cut that the form refuses
-        raise AssertionError(f"{broken}: {error}") from error
+        raise AssertionError(f"{law}: {error}") from error
     leaves = [leaf for tree in trees for leaf in shards_of(tree).values()]
     problems = access_problems(shard_columns(leaves))
-    assert not problems, f"{broken}: {problems[0]}"
+    assert not problems, f"{law}: {problems[0]}"
     if held is not None:
         for name, tensor in assemble(trees).items():
-            check_equal(f"{broken}: {name!r}", tensor, tensors[name])
+            check_equal(f"{law}: {name!r}", tensor, tensors[name])
 
 
 def _check_comes_back(form: Form, key: str, weight: torch.Tensor) -> None:
-    stored = form.quantise({key: weight})
-    once = form.dequantise(stored, torch.float32)[key]
-    scales = [part.read(stored[name]) for name, part in zip(form.keys(key), form.parts, strict=True)][1:]
+    tensors = form.quantise({key: weight})
+    once = form.dequantise(tensors, torch.float32)[key]
+    scales = [part.read(tensors[name]) for name, part in zip(form.keys(key), form.parts, strict=True)][1:]
     if all(bool((torch.frexp(each).mantissa == 0.5).all()) for each in scales):
         check_equal(f"recoding {key!r} doesn't come back", once, weight)
         return
@@ -196,8 +196,8 @@ def _check_expected(form: Form, key: str, weight: torch.Tensor, expected: torch.
     turn = (-1, -2) if form.is_turned else (-2, -1)
     error, size = ((each).abs().movedim(turn, (-2, -1)) for each in (weight - expected, expected))
     rows, columns = (each or length for each, length in zip(form.block, size.shape[-2:], strict=True))
-    padded = torch.nn.functional.pad(size, (0, -size.shape[-1] % columns, 0, -size.shape[-2] % rows))
-    largest = torch.unflatten(torch.unflatten(padded, -1, (-1, columns)), -3, (-1, rows)).amax((-3, -1))
+    blocks = torch.nn.functional.pad(size, (0, -size.shape[-1] % columns, 0, -size.shape[-2] % rows))
+    largest = torch.unflatten(torch.unflatten(blocks, -1, (-1, columns)), -3, (-1, rows)).amax((-3, -1))
     bound = largest.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[..., : size.shape[-2], : size.shape[-1]]
     wrong = int((~(error <= most * bound)).sum())
     what = f"{wrong} of {error.numel()} elements of {key!r} are further than {most:g} of their block's largest from it"

@@ -54,8 +54,8 @@ class Piece:
 
     def __repr__(self) -> str:
         """Return the call that makes it, without defaults: failing examples contain many of them."""
-        named = [("flat", self.flat, None), ("replica", self.replica, 0)]
-        rest = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+        options = [("flat", self.flat, None), ("replica", self.replica, 0)]
+        rest = "".join(f", {name}={value!r}" for name, value, default in options if value != default)
         return f"Piece({self.rank}, {self.offset}, {self.shape}{rest})"
 
 
@@ -81,8 +81,8 @@ class Layout:
 
     def __repr__(self) -> str:
         """Return the call that makes it, without defaults."""
-        named = [("prepended", self.prepended, 0), ("grid", self.grid, None)]
-        rest = "".join(f", {name}={value!r}" for name, value, default in named if value != default)
+        options = [("prepended", self.prepended, 0), ("grid", self.grid, None)]
+        rest = "".join(f", {name}={value!r}" for name, value, default in options if value != default)
         return f"Layout(ranks={self.ranks}, global_shape={self.global_shape}, pieces={self.pieces}{rest})"
 
 
@@ -174,8 +174,8 @@ def irregular_cells(draw: st.DrawFn, shape: tuple[int, ...]) -> Cells:
         axis = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(0, size[axis]))
         boxes.append((offset, (*size[:axis], at, *size[axis + 1 :])))
-        moved = (*offset[:axis], offset[axis] + at, *offset[axis + 1 :])
-        boxes.append((moved, (*size[:axis], size[axis] - at, *size[axis + 1 :])))
+        second = (*offset[:axis], offset[axis] + at, *offset[axis + 1 :])
+        boxes.append((second, (*size[:axis], size[axis] - at, *size[axis + 1 :])))
     return boxes, None
 
 

@@ -125,19 +125,19 @@ def optimizer_layouts(draw: st.DrawFn, state: OptimizerState) -> dict[str, Layou
         ...     assert [piece.rank for piece in layout["w"].pieces] == list(range(layout["w"].ranks))
         >>> check_pieces()
     """
-    drawn = {
+    layout_of = {
         name: draw(_layout_of_pieces(tuple(param.shape), state.prepended[name])) for name, param in state.params.items()
     }
-    ranks = max(len(pieces.pieces) for pieces in drawn.values())
-    return {name: replace(layout, ranks=ranks) for name, layout in drawn.items()}
+    ranks = max(len(pieces.pieces) for pieces in layout_of.values())
+    return {name: replace(layout, ranks=ranks) for name, layout in layout_of.items()}
 
 
 @st.composite
 def _layout_of_pieces(draw: st.DrawFn, shape: tuple[int, ...], prepended: int) -> Layout:
     """Return a strategy for layouts with each piece on a separate rank."""
-    drawn = draw(layouts(shape, 3, prepended=prepended).filter(_is_unambiguous))
-    pieces = tuple(replace(piece, rank=rank) for rank, piece in enumerate(drawn.pieces))
-    return replace(drawn, ranks=len(pieces), pieces=pieces)
+    layout = draw(layouts(shape, 3, prepended=prepended).filter(_is_unambiguous))
+    pieces = tuple(replace(piece, rank=rank) for rank, piece in enumerate(layout.pieces))
+    return replace(layout, ranks=len(pieces), pieces=pieces)
 
 
 def _is_unambiguous(layout: Layout) -> bool:
@@ -257,8 +257,8 @@ def check_optimizer_roundtrip(
         return convert(state_dict, params)
 
     def load_rank(world: World) -> Any:
-        loaded = back(load({"o": tree_of(load_layout, world.rank)}, place, world=world)["o"])
-        return optim_state_by_id(loaded, rank_optimizer(state, load_layout, world.rank)[2]) if by_name else loaded
+        tree = back(load({"o": tree_of(load_layout, world.rank)}, place, world=world)["o"])
+        return optim_state_by_id(tree, rank_optimizer(state, load_layout, world.rank)[2]) if by_name else tree
 
     trees = [tree_of(save_layout, rank) for rank in range(ranks_of(save_layout))]
     # Before saving, so that a failure names the shards: a save would report it as an integrity error of its own.

@@ -51,8 +51,8 @@ def _values() -> st.SearchStrategy[Any]:
 
 def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     many = st.lists(children, max_size=3)
-    named = st.dictionaries(_names() | st.integers(0, 9), children, max_size=3)
-    return st.one_of(many, named, many.map(tuple), named.map(OrderedDict), many.map(deque))
+    mappings = st.dictionaries(_names() | st.integers(0, 9), children, max_size=3)
+    return st.one_of(many, mappings, many.map(tuple), mappings.map(OrderedDict), many.map(deque))
 
 
 # Global states, and a rank's tree of one.
@@ -92,9 +92,9 @@ def global_states(*, max_tensors: int = 3) -> st.SearchStrategy[GlobalState]:
         ...     assert state.tensors
         >>> check_has_tensors()
     """
-    named = st.dictionaries(st.text("ab./é", min_size=1, max_size=3), tensors(), min_size=1, max_size=max_tensors)
+    mappings = st.dictionaries(st.text("ab./é", min_size=1, max_size=3), tensors(), min_size=1, max_size=max_tensors)
     objects = st.dictionaries(st.sampled_from(["rng", "o/shard_1"]), st.lists(st.integers(), min_size=1, max_size=3))
-    return st.builds(GlobalState, named, objects, common_states())
+    return st.builds(GlobalState, mappings, objects, common_states())
 
 
 @st.composite
@@ -209,10 +209,10 @@ def sharded_trees(
         ...     assert len(drawn.trees) == 2
         >>> check_a_tree_a_rank()
     """
-    drawn = draw(global_states() if state is None else state)
+    whole = draw(global_states() if state is None else state)
     count = draw(st.integers(1, 4)) if ranks is None else ranks
-    layout = draw(state_layouts(drawn, count))
-    return ShardedTrees(drawn, layout, tuple(rank_tree(drawn, layout, rank) for rank in range(count)))
+    layout = draw(state_layouts(whole, count))
+    return ShardedTrees(whole, layout, tuple(rank_tree(whole, layout, rank) for rank in range(count)))
 
 
 # The law of round trips.
@@ -268,12 +268,12 @@ def check_roundtrip(
     check_loaded(state, targets, simulate(len(targets), lambda world: load(targets[world.rank], place, world=world)))
 
 
-def check_loaded(state: GlobalState, targets: Sequence[Any], loaded: Sequence[Any]) -> None:
+def check_loaded(state: GlobalState, targets: Sequence[Any], results: Sequence[Any]) -> None:
     """Raise unless ranks loaded a state, each what its target asks for."""
     # Assembled rather than compared shard by shard: that finds replicas that differ, and elements on no rank, too.
-    check_same("tensors differ from what was saved", assemble(map(refilled, targets, loaded)), state.tensors)
-    for rank, (target, found) in enumerate(zip(targets, loaded, strict=True)):
-        check_rest(state, target, found, rank)
+    check_same("tensors differ from what was saved", assemble(map(refilled, targets, results)), state.tensors)
+    for rank, (target, result) in enumerate(zip(targets, results, strict=True)):
+        check_rest(state, target, result, rank)
 
 
 def ranks_of(layout: Mapping[str, Layout]) -> int:
@@ -283,13 +283,13 @@ def ranks_of(layout: Mapping[str, Layout]) -> int:
     return counts.pop()
 
 
-def check_rest(state: GlobalState, target: Any, loaded: Any, rank: int) -> None:
+def check_rest(state: GlobalState, target: Any, result: Any, rank: int) -> None:
     """Raise unless a rank loaded its objects, the common state and its local values."""
     if state.common:
-        same = outline(loaded["common"]) == outline(dict(state.common))
-        assert same, f"rank {rank}: the common state differs: {loaded['common']!r}, expected {state.common!r}"
-        assert loaded["local"] == [7, rank], f"rank {rank}: found {loaded['local']}, expected {[7, rank]}"
+        same = outline(result["common"]) == outline(dict(state.common))
+        assert same, f"rank {rank}: the common state differs: {result['common']!r}, expected {state.common!r}"
+        assert result["local"] == [7, rank], f"rank {rank}: found {result['local']}, expected {[7, rank]}"
     for path, leaf in leaves_with_paths(target):
         if isinstance(leaf, ShardedObject):
-            expected, found = state.objects[leaf.key][leaf.global_offset[0]], reduce(getitem, path, loaded)
+            expected, found = state.objects[leaf.key][leaf.global_offset[0]], reduce(getitem, path, result)
             assert outline(found) == outline(expected), f"rank {rank}: {leaf.unique_key!r} is {found!r}"

@@ -84,11 +84,11 @@ def check_ways(
         ways = own_ways((backend, version) if backend else None, strategies, directory, transport)
     expected = reshard(trees, targets, cast=True)
     for name, way in ways.items():
-        found, went, planned = way(trees, targets)
-        assert len(found) == len(targets), f"{name}: {len(found)} ranks get something, expected {len(targets)}"
-        for rank, (left, right) in enumerate(zip(found, expected, strict=True)):
+        results, went, plan_bytes = way(trees, targets)
+        assert len(results) == len(targets), f"{name}: {len(results)} ranks get something, expected {len(targets)}"
+        for rank, (left, right) in enumerate(zip(results, expected, strict=True)):
             _check_same(f"{name}: rank {rank}", unbox(left), unbox(right))
-        assert went == planned, f"{name}: {went} bytes went, and the plan says {planned}"
+        assert went == plan_bytes, f"{name}: {went} bytes went, and the plan says {plan_bytes}"
 
 
 def _check_same(where: str, found: Any, expected: Any) -> None:
@@ -101,14 +101,14 @@ def _check_same(where: str, found: Any, expected: Any) -> None:
 
 
 def own_ways(
-    chosen: tuple[str, int] | None = None,
+    save_format: tuple[str, int] | None = None,
     strategies: Strategies | None = None,
     directory: Callable[[], Directory] = MemoryStorage,
     transport: Send | None = None,
 ) -> dict[str, Way]:
     """Return our ways by name, through files of a format and by a transport."""
     ranks = partial(_between_ranks, transport)
-    files = partial(_through_files, chosen, strategies, directory)
+    files = partial(_through_files, save_format, strategies, directory)
     return {
         "memory to memory": _through_memory,
         "ranks to ranks": ranks,
@@ -149,7 +149,7 @@ def _between_ranks(
 
 
 def _through_files(
-    chosen: tuple[str, int] | None,
+    save_format: tuple[str, int] | None,
     strategies: Strategies | None,
     directory: Callable[[], Directory],
     trees: Sequence[Any],
@@ -162,7 +162,7 @@ def _through_files(
 
     def save(world: World) -> None:
         tree = trees[world.rank]
-        request = st_save(tree, place, chosen, world=world, async_sharded_save=later, strategies=strategies)
+        request = st_save(tree, place, save_format, world=world, async_sharded_save=later, strategies=strategies)
         if request is not None:
             request.execute_sync()
 

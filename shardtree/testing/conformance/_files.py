@@ -212,9 +212,9 @@ def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
     fields = checkpoint.fields
     backends = {(fields[f"{kind}_backend"], fields[f"{kind}_backend_version"]) for kind in ("sharded", "common")}
     rows = [find_strategy(StrategyAction.LIST_FILES, *each, strategies=subject.strategies) for each in backends]
-    listed = {name for row in rows if row is not None for name in row(checkpoint)}
-    assert not listed & {*others}, f"lists {sorted(listed & {*others})}, which isn't the checkpoint's"
-    missing = own - listed
+    names = {name for row in rows if row is not None for name in row(checkpoint)}
+    assert not names & {*others}, f"lists {sorted(names & {*others})}, which isn't the checkpoint's"
+    missing = own - names
     assert not missing, f"doesn't list {sorted(missing)}"
 
 
@@ -264,8 +264,8 @@ def damages(subject: Subject) -> Iterator[Case]:
 
 
 def _check_undamaged(subject: Subject) -> None:
-    found = verify(_saved(subject), strategies=subject.strategies, report=lambda _: None)
-    assert found == (), f"finds {[str(damage) for damage in found]}"
+    findings = verify(_saved(subject), strategies=subject.strategies, report=lambda _: None)
+    assert findings == (), f"finds {[str(damage) for damage in findings]}"
 
 
 def _check_flipped(subject: Subject, number: int) -> None:

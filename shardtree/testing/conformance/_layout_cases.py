@@ -147,11 +147,11 @@ LARGE: Pairs = {
 }
 
 
-def of_pairs(pairs: Pairs, required: int, subject: Subject) -> Iterator[Case]:
-    """Yield a case for each pair of layouts of one tensor; the first `required` ones may not be refused."""
+def of_pairs(pairs: Pairs, count: int, subject: Subject) -> Iterator[Case]:
+    """Yield a case for each pair of layouts of one tensor; the first `count` ones may not be refused."""
     for number, (name, (one, other)) in enumerate(pairs.items()):
         state = GlobalState({"w": numbers(one.global_shape)}, {}, {})
-        yield Case(name, partial(check_reloaded, subject, state, {"w": one}, {"w": other}), number < required)
+        yield Case(name, partial(check_reloaded, subject, state, {"w": one}, {"w": other}), number < count)
 
 
 def several_tensors(subject: Subject) -> Iterator[Case]:
@@ -161,7 +161,7 @@ def several_tensors(subject: Subject) -> Iterator[Case]:
     state = GlobalState(whole, {}, {})
 
     def case(name: str, one: tuple[Layout, ...], other: tuple[Layout, ...]) -> Case:
-        layouts = [dict(zip(whole, chosen, strict=True)) for chosen in (one, other)]
+        layouts = [dict(zip(whole, each, strict=True)) for each in (one, other)]
         return Case(name, partial(check_reloaded, subject, state, *layouts), name.startswith("all"))
 
     rows, on_3 = (ROWS, ROWS, ROWS), (COLUMNS, IRREGULAR, COPIES)
@@ -200,15 +200,15 @@ class Reload:
     """A state, its layout when it is saved, and its layout when it is loaded."""
 
     state: GlobalState
-    saved: dict[str, Layout]
-    loaded: dict[str, Layout]
+    save_layout: dict[str, Layout]
+    load_layout: dict[str, Layout]
 
 
 @st.composite
 def reloads(draw: st.DrawFn) -> Reload:
     """Return a strategy for states of one or two tensors, saved on 1 to 4 ranks and loaded on 1 to 4."""
-    named = st.dictionaries(st.sampled_from(["w", "a.w"]), tensors(shapes(max_axes=3)), min_size=1, max_size=2)
-    state = GlobalState(draw(named), {}, {})
+    mappings = st.dictionaries(st.sampled_from(["w", "a.w"]), tensors(shapes(max_axes=3)), min_size=1, max_size=2)
+    state = GlobalState(draw(mappings), {}, {})
     one, other = (draw(state_layouts(state, draw(st.integers(1, 4)))) for _ in range(2))
     return Reload(state, one, other)
 
@@ -227,14 +227,16 @@ def _check_random(subject: Subject) -> None:
     with suppress(NoSuchExample):
         worst = find(reloads(), lambda case: _failure(subject, case) is not None, settings=options, random=Random(0))
         if (error := _failure(subject, worst)) is not None:
-            text = f"{type(error).__name__}: {error}\n{worst.state}\nsaved {worst.saved}\nloaded {worst.loaded}"
+            text = (
+                f"{type(error).__name__}: {error}\n{worst.state}\nsaved {worst.save_layout}\nloaded {worst.load_layout}"
+            )
             raise AssertionError(text) from error
 
 
 def _failure(subject: Subject, case: Reload) -> Exception | None:
     """Return what a case raises, unless the format refuses it."""
     try:
-        check_reloaded(subject, case.state, case.saved, case.loaded)
+        check_reloaded(subject, case.state, case.save_layout, case.load_layout)
     except Refused:
         return None
     except Exception as error:

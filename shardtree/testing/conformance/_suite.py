@@ -78,17 +78,17 @@ class StrategyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Broken:
+class _Failure:
     """A promise that isn't kept.
 
     Attributes:
         promise: its name.
-        tried: how many cases there are.
+        count: how many cases there are.
         cases: the names of those that fail, simple ones first, each with what is wrong.
     """
 
     promise: str
-    tried: int
+    count: int
     cases: tuple[tuple[str, str], ...]
 
 
@@ -136,29 +136,29 @@ def check_strategy(
     if not any(subject.has(action) for action in StrategyAction):
         fix = "Pass the table that has its rows as strategies=, or register them."
         raise StrategyError(error_text(f"check_strategy: no row is for {(backend, version)!r}", fix=fix))
-    kept, refused, left_out, broken = [], list[RefusedCase](), dict[str, str](), list[_Broken]()
-    for promise in _selected(only):
+    names, refusals, left_out, failures = [], list[RefusedCase](), dict[str, str](), list[_Failure]()
+    for promise in _select(only):
         reason = _why_left_out(promise, subject)
-        if not reason and promise in _layout_cases.RANDOM and broken:
+        if not reason and promise in _layout_cases.RANDOM and failures:
             # Random states would fail for the same reasons, take longer and say less.
             reason = "plain cases fail already"
         if reason:
             left_out[promise.name] = reason
             continue
-        failed, said, tried = _run_cases(promise, subject)
-        refused += said
-        if failed is not None:
-            broken.append(failed)
-        elif said and len(said) == tried:
-            left_out[promise.name] = f"it is refused: {said[0].why}"
+        failure, own, count = _run_cases(promise, subject)
+        refusals += own
+        if failure is not None:
+            failures.append(failure)
+        elif own and len(own) == count:
+            left_out[promise.name] = f"it is refused: {own[0].why}"
         else:
-            kept.append(promise.name)
-    if broken:
-        raise AssertionError(_failure_text((backend, version), broken, kept))
-    return StrategyReport((backend, version), tuple(kept), tuple(refused), left_out)
+            names.append(promise.name)
+    if failures:
+        raise AssertionError(_failure_text((backend, version), failures, names))
+    return StrategyReport((backend, version), tuple(names), tuple(refusals), left_out)
 
 
-def _selected(names: Collection[str]) -> list[Promise]:
+def _select(names: Collection[str]) -> list[Promise]:
     """Return the promises of these names; all if there are no names.
 
     Raises:
@@ -194,9 +194,9 @@ def _cases(promise: Promise, subject: Subject) -> Iterator[Case]:
         yield Case("what all cases begin with", partial(raising, error))
 
 
-def _run_cases(promise: Promise, subject: Subject) -> tuple[_Broken | None, list[RefusedCase], int]:
+def _run_cases(promise: Promise, subject: Subject) -> tuple[_Failure | None, list[RefusedCase], int]:
     """Run a promise's cases; return what is broken (or None), what was refused, and the number of cases."""
-    failed, refused = list[tuple[str, str]](), list[RefusedCase]()
+    failures, refusals = list[tuple[str, str]](), list[RefusedCase]()
     cases = list(_cases(promise, subject))
     for case in cases:
         try:
@@ -204,12 +204,12 @@ def _run_cases(promise: Promise, subject: Subject) -> tuple[_Broken | None, list
         except Refused as error:
             # Reported rather than passed over, since the format doesn't keep what it refused.
             if not case.required:
-                refused.append(RefusedCase(promise.name, case.name, str(error)))
+                refusals.append(RefusedCase(promise.name, case.name, str(error)))
                 continue
-            failed.append((case.name, _failure_reason(error)))
+            failures.append((case.name, _failure_reason(error)))
         except Exception as error:
-            failed.append((case.name, _failure_reason(error)))
-    return (_Broken(promise.name, len(cases), tuple(failed)) if failed else None), refused, len(cases)
+            failures.append((case.name, _failure_reason(error)))
+    return (_Failure(promise.name, len(cases), tuple(failures)) if failures else None), refusals, len(cases)
 
 
 # Texts of failures.
@@ -221,15 +221,15 @@ _PACKAGE = Path(__file__).parents[2]
 _PYTHON = sysconfig.get_path("stdlib")
 
 
-def _failure_text(backend: tuple[str, int], broken: Sequence[_Broken], kept: Sequence[str]) -> str:
+def _failure_text(backend: tuple[str, int], failures: Sequence[_Failure], names: Sequence[str]) -> str:
     """Return the error's text: every broken promise, each with its simplest cases, and the names of those kept.
 
     What fails for a reason that was given before is only named: a backend's first fault often breaks most promises.
 
     Examples:
         >>> why = chr(10).join(["raised a raw KeyError: 'w'", "in load_sharded"])
-        >>> broken = [_Broken("scalars come back", 2, (("a zero", why),)), _Broken("objects do", 1, (("one", why),))]
-        >>> print(_failure_text(("cards", 1), broken, ["tensors do"]))
+        >>> failures = _Failure("scalars come back", 2, (("a zero", why),)), _Failure("objects do", 1, (("one", why),))
+        >>> print(_failure_text(("cards", 1), failures, ["tensors do"]))
         ('cards', 1) breaks 2 of 3 promises
           scalars come back: not in 1 of 2 cases
             a zero: raised a raw KeyError: 'w'
@@ -238,9 +238,10 @@ def _failure_text(backend: tuple[str, int], broken: Sequence[_Broken], kept: Seq
             one: as above: raised a raw KeyError: 'w'
           kept: tensors do
     """
-    lines, reasons = [f"{backend} breaks {len(broken)} of {plural(len(broken) + len(kept), 'promise')}"], set[str]()
-    for promise in broken:
-        lines.append(f"  {promise.promise}: not in {len(promise.cases)} of {plural(promise.tried, 'case')}")
+    lines = [f"{backend} breaks {len(failures)} of {plural(len(failures) + len(names), 'promise')}"]
+    reasons = set[str]()
+    for promise in failures:
+        lines.append(f"  {promise.promise}: not in {len(promise.cases)} of {plural(promise.count, 'case')}")
         for name, why in promise.cases[:_SHOWN]:
             first, *others = why.splitlines() or [""]
             text = f"as above: {first}" if others and why in reasons else "\n      ".join(why.splitlines())
@@ -248,8 +249,8 @@ def _failure_text(backend: tuple[str, int], broken: Sequence[_Broken], kept: Seq
             reasons.add(why)
         if len(promise.cases) > _SHOWN:
             lines.append(f"    and {len(promise.cases) - _SHOWN} more")
-    if kept:
-        lines.append(f"  kept: {'; '.join(kept)}")
+    if names:
+        lines.append(f"  kept: {'; '.join(names)}")
     return "\n".join(lines)
 
 

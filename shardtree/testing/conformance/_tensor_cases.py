@@ -169,10 +169,10 @@ def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     # A value that isn't stored, so that every write shows.
     memory = torch.full(shape, -1.0, dtype=torch.float32, device="cpu")
     target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
-    (found,) = loaded(subject, [{"w": target}], place, donate=True)
-    assert found["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
-    check_equal("'w'", found["w"][:4, :6], state.tensors["w"])
-    beyond = bool((found["w"][4:] == -1).all()) and bool((found["w"][:, 6:] == -1).all())
+    (tree,) = loaded(subject, [{"w": target}], place, donate=True)
+    assert tree["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
+    check_equal("'w'", tree["w"][:4, :6], state.tensors["w"])
+    beyond = bool((tree["w"][4:] == -1).all()) and bool((tree["w"][:, 6:] == -1).all())
     assert beyond, "wrote where nothing is stored"
 
 
@@ -193,12 +193,12 @@ def mismatched_targets(subject: Subject) -> Iterator[Case]:
 def _check_mismatch(subject: Subject, state: GlobalState, target: ShardedTensor) -> None:
     place = saved(subject, trees_of(state, {"w": WHOLE}))
     try:
-        (found,) = loaded(subject, [{"t": target}], place)
+        (tree,) = loaded(subject, [{"t": target}], place)
     except CheckpointingException as error:
         unknown = target.key not in state.tensors
         assert isinstance(error, KeyMismatch) == unknown, f"raised {type(error).__name__}: {error}"
         return
-    raise AssertionError(f"it was loaded, as {found['t']!r}")
+    raise AssertionError(f"it was loaded, as {tree['t']!r}")
 
 
 def without_metadata_exchange(subject: Subject) -> Iterator[Case]:

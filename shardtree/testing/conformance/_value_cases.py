@@ -56,7 +56,7 @@ def check_rows(strategies: Strategies | None, backend: str, version: int) -> Non
         AssertionError: rows of ('cards', 1) don't fit their protocols
           load_sharded: called with (checkpoint, shards): too many positional arguments
     """
-    rows = {action: fn for (action, *found), fn in table_of(strategies).items() if found == [backend, version]}
+    rows = {action: fn for (action, *name), fn in table_of(strategies).items() if name == [backend, version]}
     assert rows, f"no row is for {(backend, version)}"
     lines = [f"{action.value}: {problem}" for action, fn in rows.items() for problem in _problems(action, fn)]
     if lines:
@@ -67,11 +67,11 @@ def _problems(action: StrategyAction, fn: Strategy) -> Iterator[str]:
     signature, protocol = _signature(fn), _signature(PROTOCOLS[action].__call__)
     parameters = list(protocol.parameters.values())[1:]  # without self
     try:
-        bound = signature.bind(*parameters)
+        binding = signature.bind(*parameters)
     except TypeError as error:
         yield f"called with ({', '.join(each.name for each in parameters)}): {error}"
         return
-    for name, value in bound.arguments.items():
+    for name, value in binding.arguments.items():
         parameter = signature.parameters[name]
         for each in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
             if not _takes(parameter.annotation, each.annotation):
@@ -123,22 +123,22 @@ _NEEDS = {
 def signatures(subject: Subject) -> Iterator[Case]:
     """Yield the check of the rows' signatures."""
     rows = {
-        (action, subject.backend, subject.version): found
+        (action, subject.backend, subject.version): fn
         for action in StrategyAction
-        if (found := subject.row(action)) is not None
+        if (fn := subject.row(action)) is not None
     }
     yield Case("all rows", partial(check_rows, rows, subject.backend, subject.version))
 
 
 def partners(subject: Subject) -> Iterator[Case]:
     """Yield a case for each row that needs another one."""
-    for action, needed in _NEEDS.items():
+    for action, actions in _NEEDS.items():
         if subject.has(action):
-            yield Case(action.value, partial(_check_partners, subject, needed))
+            yield Case(action.value, partial(_check_partners, subject, actions))
 
 
-def _check_partners(subject: Subject, needed: tuple[StrategyAction, ...]) -> None:
-    missing = [action.value for action in needed if not subject.has(action)]
+def _check_partners(subject: Subject, actions: tuple[StrategyAction, ...]) -> None:
+    missing = [action.value for action in actions if not subject.has(action)]
     assert not missing, f"there is no row for {', '.join(missing)}"
 
 
@@ -188,21 +188,21 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
     names = [f"rng.{number}" for number in range(len(values))]
     cells = [[value(), [value()]] for value in values]
 
-    def asked(cell: int, replica: int, *, filled: bool) -> list[ShardedObject]:
+    def objects_at(cell: int, replica: int, *, filled: bool) -> list[ShardedObject]:
         pairs = zip(names, cells, strict=True)
         return [ShardedObject(name, own[cell] if filled else None, (2,), (cell,), replica) for name, own in pairs]
 
-    trees: list[Any] = [{"own": asked(rank, 0, filled=True), "w": _tensor(rank)} for rank in (0, 1)]
-    trees[1]["replicas"] = asked(0, 1, filled=True)
+    trees: list[Any] = [{"own": objects_at(rank, 0, filled=True), "w": _tensor(rank)} for rank in (0, 1)]
+    trees[1]["replicas"] = objects_at(0, 1, filled=True)
     place = saved(subject, trees)
     # Fewer ranks than saved and more, and in another order: objects must be found by their index, not by their rank.
     for ranks in (1, 3):
-        targets = [[asked(cell, rank, filled=False) for cell in (1, 0)] for rank in range(ranks)]
+        targets = [[objects_at(cell, rank, filled=False) for cell in (1, 0)] for rank in range(ranks)]
         for rank, objects_of_rank in enumerate(loaded(subject, targets, place)):
             expected = [[own[cell] for own in cells] for cell in (1, 0)]
             right = outline(objects_of_rank) == outline(expected)
             assert right, f"rank {rank} of {ranks} found {objects_of_rank!r}, expected {expected!r}"
-    (alone,) = loaded(subject, [asked(1, 0, filled=False)[:1]], place, validate_access_integrity=False)
+    (alone,) = loaded(subject, [objects_at(1, 0, filled=False)[:1]], place, validate_access_integrity=False)
     assert outline(alone[0]) == outline(cells[0][1]), f"found {alone[0]!r}, expected {cells[0][1]!r}"
 
 
@@ -215,11 +215,11 @@ def common_values(subject: Subject) -> Iterator[Case]:
 def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> None:
     trees = [{"values": {name: value() for name, value in values.items()}, "w": _tensor(rank)} for rank in (0, 1)]
     place = saved(subject, trees)
-    for rank, found in enumerate(loaded(subject, [{"w": _tensor(rank)} for rank in range(3)], place)):
-        assert "values" in found, f"rank {rank} found {sorted(found)}, expected 'values' too"
+    for rank, tree in enumerate(loaded(subject, [{"w": _tensor(rank)} for rank in range(3)], place)):
+        assert "values" in tree, f"rank {rank} found {sorted(tree)}, expected 'values' too"
         for name, value in values.items():
-            right = outline(found["values"].get(name)) == outline(value())
-            assert right, f"rank {rank} found {found['values'].get(name)!r}, expected {value()!r}"
+            right = outline(tree["values"].get(name)) == outline(value())
+            assert right, f"rank {rank} found {tree['values'].get(name)!r}, expected {value()!r}"
 
 
 def common_positions(subject: Subject) -> Iterator[Case]:
@@ -231,10 +231,10 @@ def common_positions(subject: Subject) -> Iterator[Case]:
 
 def _check_hole(subject: Subject) -> None:
     place = saved(subject, [{"mixed": [1, _tensor(), (2, 3)], "last": 4}])
-    (found,) = loaded(subject, [{"mixed": [None, _tensor(), None]}], place)
-    left = found["mixed"][0], found["mixed"][2], found["last"]
+    (tree,) = loaded(subject, [{"mixed": [None, _tensor(), None]}], place)
+    left = tree["mixed"][0], tree["mixed"][2], tree["last"]
     assert left == (1, (2, 3), 4), f"found {left!r} around the shard, expected {(1, (2, 3), 4)!r}"
-    assert torch.equal(found["mixed"][1], numbers(SHAPE)), "the shard is another"
+    assert torch.equal(tree["mixed"][1], numbers(SHAPE)), "the shard is another"
 
 
 def _check_alone(subject: Subject) -> None:
@@ -279,12 +279,12 @@ def _check_metadata(subject: Subject, layout: Layout) -> None:
             getattr(metadata[key], name, None)
             for name in ("key", "dtype", "local_shape", "global_shape", "global_offset")
         )
-        assert fields == expected, f"says {_described(fields)}, stored is {_described(expected)}"
+        assert fields == expected, f"says {_describe(fields)}, stored is {_describe(expected)}"
         flat, data = getattr(metadata[key], "flattened_range", None), metadata[key].data
         assert flat is None and data is None, f"{key!r} comes with flattened_range={flat!r}, data={data!r}"
 
 
-def _described(fields: Any) -> str:
+def _describe(fields: Any) -> str:
     key, dtype, local, shape, offset = fields
     return f"{key!r} {dtype}: box of shape {local} at {offset} in {shape}"
 
@@ -325,14 +325,14 @@ def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | Non
     kinds = [type(problem) for problem in explanation.problems]
     expected = [] if kind is None else [kind]
     assert kinds == expected, f"says {[str(problem) for problem in explanation.problems]}, expected {expected}"
-    raised = ""
+    message = ""
     try:
         load({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
     except CheckpointingException as error:
-        raised = str(error)
+        message = str(error)
     keys = [getattr(problem, "key", "") for problem in explanation.problems]
-    assert all(key in raised for key in keys) and bool(raised) == bool(kinds), (
-        f"a load raises {raised!r}, and explain says {[str(problem) for problem in explanation.problems]}"
+    assert all(key in message for key in keys) and bool(message) == bool(kinds), (
+        f"a load raises {message!r}, and explain says {[str(problem) for problem in explanation.problems]}"
     )
 
 
@@ -345,14 +345,15 @@ def removals(subject: Subject) -> Iterator[Case]:
     yield Case("objects", partial(_check_object_removal, subject))
 
 
-def _check_removal(subject: Subject, prefix: str, gone: tuple[str, ...]) -> None:
+def _check_removal(subject: Subject, prefix: str, removed_keys: tuple[str, ...]) -> None:
     # "exp_avg." must not match "exp_avg_sq.w", nor "avg." the middle of a key.
     keys = ("b", "exp_avg.b", "exp_avg.w", "exp_avg_sq.w", "w")
     state = GlobalState({key: numbers(SHAPE, 50 * number) for number, key in enumerate(keys)}, {}, {})
     place = saved(subject, trees_of(state, dict.fromkeys(keys, ROWS)))
     remove_sharded_tensors(place, prefix, strategies=subject.strategies)
     # Loaded as well as listed: removing tensors must not move or damage the bytes of the others.
-    found, stay = load_sharded_metadata(place, strategies=subject.strategies), [key for key in keys if key not in gone]
+    found = load_sharded_metadata(place, strategies=subject.strategies)
+    stay = [key for key in keys if key not in removed_keys]
     assert sorted(found) == stay, f"removing {prefix!r} leaves {sorted(found)}, expected {stay}"
     check_there(subject, only(state, *stay), dict.fromkeys(stay, COLUMNS), place)
 
