@@ -104,7 +104,7 @@ def save_universal(
     step = next((_step(checkpoint, parts, name, groups) for name in parts.states), None)
     inner = {"state": {} if step is None else {0: {_STEP: step}}, "param_groups": groups}
     write(f"{tag}/zero/optimizer_state.pt", {**optimizer, "optimizer_state_dict": inner})
-    module: OrderedDict[str, Any] = OrderedDict((name, _streamed(checkpoint, name)) for name in parts.weights)
+    module: OrderedDict[str, Any] = OrderedDict((name, _stream(checkpoint, name)) for name in parts.weights)
     module.update(model.pop("module", {}))
     prefix = "zero_pp_rank_0_" if stage == 3 else ""
     write(f"{tag}/{prefix}mp_rank_00_model_states.pt", {"module": module, **model})
@@ -139,11 +139,11 @@ def _parts(checkpoint: OpenCheckpoint, leave_out: Sequence[str]) -> _Parts:
     states: dict[str, list[str]] = {}
     weights, homeless = [], []
     for key in (key for key in checkpoint if key not in left_out):
-        found = _STATE.fullmatch(key)
-        if not isinstance(checkpoint.metadata[key], ShardedTensor) or (not found and key.startswith("optimizer.")):
+        match = _STATE.fullmatch(key)
+        if not isinstance(checkpoint.metadata[key], ShardedTensor) or (not match and key.startswith("optimizer.")):
             homeless.append(f"{key!r}: not a tensor of the model, nor a parameter's state")
-        elif found:
-            states.setdefault(found["parameter"], []).append(found["state"])
+        elif match:
+            states.setdefault(match["parameter"], []).append(match["state"])
         else:
             weights.append(key)
     homeless += [f"'optimizer.state.*.{name}': there is no {name!r}" for name in states.keys() - set(weights)]
@@ -173,16 +173,16 @@ def _fields(
         raise UnsupportedValue(error_text("save_universal: the common state", found=found, expected=expected, fix=fix))
     groups = [dict(group) for group in optimizer.get("param_groups", ())]
     names = [list(parts.states)] if parameter_groups is None else [list(group) for group in parameter_groups]
-    given = Counter(name for group in names for name in group)
-    wrong = [repr(name) for name in {*given, *parts.states} if given[name] != (name in parts.states)]
+    counts = Counter(name for group in names for name in group)
+    wrong = [repr(name) for name in {*counts, *parts.states} if counts[name] != (name in parts.states)]
     if wrong:
         what = "save_universal: parameter_groups doesn't name each trained parameter once"
         fix = "Name in parameter_groups each parameter that has optimizer states, once, and no other."
         raise KeyMismatch(error_text(what, offenders=sorted(wrong), fix=fix))
     model = {**_MODEL_FIELDS, **{key: value for key, value in common.items() if key != "optimizer"}}
-    numbered = [{**group, "params": [number]} for number, group in enumerate(groups)]
+    new_groups = [{**group, "params": [number]} for number, group in enumerate(groups)]
     shapes = [_shapes(checkpoint, group) for group in names]
-    return model | {"param_shapes": shapes}, {"param_groups": numbered, "ds_version": model["ds_version"]}
+    return model | {"param_shapes": shapes}, {"param_groups": new_groups, "ds_version": model["ds_version"]}
 
 
 def _state_files(
@@ -192,14 +192,14 @@ def _state_files(
     states = parts.states.get(name)
     if states is None:  # a buffer, a frozen parameter, a tied name: its values as float32, as ds_to_universal has them
         if not _tensor(checkpoint, name).dtype.is_complex:
-            yield "fp32", {"param": _streamed(checkpoint, name, torch.float32)}
+            yield "fp32", {"param": _stream(checkpoint, name, torch.float32)}
         return
     master = f"optimizer.state.{_MASTER}.{name}" if _MASTER in states else name
-    yield "fp32", {"param": _streamed(checkpoint, master, torch.float32), "cat_dim": 0}
+    yield "fp32", {"param": _stream(checkpoint, master, torch.float32), "cat_dim": 0}
     for state in states:
         key = f"optimizer.state.{state}.{name}"
         if state not in (_STEP, _MASTER):
-            yield state, {"param": _streamed(checkpoint, key), "cat_dim": 0}
+            yield state, {"param": _stream(checkpoint, key), "cat_dim": 0}
     step = _step(checkpoint, parts, name, groups)
     if step is not None:
         yield _STEP, step
@@ -220,20 +220,21 @@ def _lazy(checkpoint: OpenCheckpoint, key: str) -> LazyTensor:
     return data
 
 
-def _streamed(checkpoint: OpenCheckpoint, key: str, dtype: torch.dtype | None = None) -> StreamedTensor:
+def _stream(checkpoint: OpenCheckpoint, key: str, dtype: torch.dtype | None = None) -> StreamedTensor:
     data = _lazy(checkpoint, key)
-    wanted = data if dtype is None else data.to(dtype)
-    return StreamedTensor(wanted.dtype, tuple(wanted.shape), partial(tensor_buffers, wanted))
+    if dtype is not None:
+        data = data.to(dtype)
+    return StreamedTensor(data.dtype, tuple(data.shape), partial(tensor_buffers, data))
 
 
 def _write(storage: Storage, durable: bool, progress: Callable[[int], None], name: str, value: Any) -> None:
-    def counted() -> Iterator[memoryview]:
+    def buffers() -> Iterator[memoryview]:
         for buffer in streamed_archive(value):
             yield buffer
             progress(buffer.nbytes)
 
     storage.remove(name)  # of a call that was cut off
-    storage.write(name, counted(), durable=durable)
+    storage.write(name, buffers(), durable=durable)
 
 
 def _make_folder(storage: Storage, name: str, durable: bool) -> None:

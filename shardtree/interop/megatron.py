@@ -92,9 +92,9 @@ class _MergeTheirs:
 
     merge_fn: FactoryMergeFn
 
-    def __call__(self, loaded: Any) -> Any:
+    def __call__(self, parts: Any) -> Any:
         # It gets new containers, since Megatron-Core's functions may change their argument.
-        return self.merge_fn(map_shards(lambda leaf: leaf, loaded))
+        return self.merge_fn(map_shards(lambda leaf: leaf, parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,9 +115,9 @@ class _MergeOurs:
 
     ours: ShardedTensorFactory
 
-    def __call__(self, loaded: Any) -> Any:
+    def __call__(self, parts: Any) -> Any:
         # Nested factories are merged first; to find them, the factory builds again.
-        return apply_factory_merges(loaded, self.ours)
+        return apply_factory_merges(parts, self.ours)
 
 
 def from_megatron(tree: Any) -> Any:
@@ -165,8 +165,8 @@ def _from_leaf(leaf: Any, path: TreePath) -> Any:
 
 
 def _tensor(theirs: Any) -> ShardedTensor:
-    has_prepended = hasattr(theirs, "prepend_axis_num")
-    prepended = theirs.prepend_axis_num if has_prepended else len(theirs.global_shape) - len(theirs.local_shape)
+    has_field = hasattr(theirs, "prepend_axis_num")
+    front = theirs.prepend_axis_num if has_field else len(theirs.global_shape) - len(theirs.local_shape)
     return ShardedTensor(
         key=theirs.key,
         data=theirs.data,
@@ -176,7 +176,7 @@ def _tensor(theirs: Any) -> ShardedTensor:
         global_offset=_numbers(theirs, "global_offset"),
         axis_fragmentations=_numbers(theirs, "axis_fragmentations", None),
         replica_id=_numbers(theirs, "replica_id", 0),
-        prepend_axis_num=prepended,
+        prepend_axis_num=front,
         allow_shape_mismatch=getattr(theirs, "allow_shape_mismatch", False),
         flattened_range=getattr(theirs, "flattened_range", None),
     )
@@ -235,12 +235,12 @@ def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
     References:
         megatron.core.dist_checkpointing.mapping, megatron-core 0.16.1.
     """
-    classes = _installed() if mapping is None else mapping
+    classes = _mapping_module() if mapping is None else mapping
     pairs, rebuild = flatten_with_paths(tree)
     return rebuild([_to_leaf(classes, tree, path, leaf) for path, leaf in pairs])
 
 
-def _installed() -> Any:
+def _mapping_module() -> Any:
     try:
         from megatron.core.dist_checkpointing import mapping
     except ImportError as error:
@@ -277,9 +277,9 @@ def _make_theirs(cls: type, ours: Any, convert: Any) -> Any:
     if isinstance(ours, ShardedTensorFactory):
         values |= {"build_fn": build_from_ours(ours, convert), "merge_fn": merge_from_ours(ours)}
     # A field that their version lacks may be left out only if it has its default; else it would be lost in silence.
-    known = {field.name for field in fields(cls)}
+    names = {field.name for field in fields(cls)}
     for field in fields(ours):
-        if field.name not in known and (field.default is MISSING or values[field.name] != field.default):
+        if field.name not in names and (field.default is MISSING or values[field.name] != field.default):
             what = f"{cls.__module__}.{cls.__name__} has no field {field.name!r}"
             raise UnsupportedValue(error_text(what, found=values[field.name], expected="the default"))
-    return cls(**{name: value for name, value in values.items() if name in known})
+    return cls(**{name: value for name, value in values.items() if name in names})

@@ -85,12 +85,12 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
     parts: dict[tuple[int | None, str], Any] = {}
     differing = set()
     # Where there are buckets, listing all names would read weights and masters, which the conversion does again.
-    stored = getattr(checkpoint.metadata, "stored", None)
-    for name in checkpoint if stored is None else stored:
-        if found := _PART.fullmatch(name.rpartition("/shard_")[0]):
+    names = getattr(checkpoint.metadata, "stored", None)
+    for name in checkpoint if names is None else names:
+        if match := _PART.fullmatch(name.rpartition("/shard_")[0]):
             shard = checkpoint[name]
             assert isinstance(shard, ShardedObject)
-            place = (None if found["optimizer"] is None else int(found["optimizer"]), found["name"])
+            place = (None if match["optimizer"] is None else int(match["optimizer"]), match["name"])
             if parts.setdefault(place, shard.data) != shard.data:
                 differing.add(shard.key)
     where = checkpoint.checkpoint.storage.where()
@@ -102,17 +102,17 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
         raise CorruptCheckpoint(error_text("ranks' optimizers differ", offenders=sorted(differing), fix=fix))
     # What older releases go on with they find by fewer names: of two groups that these don't tell apart they lose one.
     since_019 = checkpoint.checkpoint.fields["common_backend"] == "torch_dist"  # they write a common.pt
-    optimizers = _arranged(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
+    optimizers = _arrange(parts, expert_parallel, _GROUP_NAMES_SINCE_019 if since_019 else _GROUP_NAMES)
     # Megatron-Core has the step in the groups alone.
-    steps = (key for key in checkpoint if key.startswith(_STEP)) if stored is None else (f"{_STEP}**",)
+    steps = (key for key in checkpoint if key.startswith(_STEP)) if names is None else (f"{_STEP}**",)
     left_out = ("**optimizer.distributed.dp_group_idx_**", *steps)
-    replaced = {number for number, _ in parts}
-    return {"transform_common": partial(_with_optimizers, optimizers, replaced), "leave_out": left_out} | (
-        _renamed(checkpoint if stored is None else stored, where, expert_parallel)
+    numbers = {number for number, _ in parts}
+    return {"transform_common": partial(_with_optimizers, optimizers, numbers), "leave_out": left_out} | (
+        _rename_transform(checkpoint if names is None else names, where, expert_parallel)
     )
 
 
-def _renamed(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
+def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
     """Return the transform of states of other optimizers, if there are any; whose experts' groups stay theirs."""
     if not any(map(_NUMBERED.fullmatch, names)):
         return {}
@@ -127,16 +127,20 @@ def _without_number(key: str) -> str:
     return _NUMBERED.sub(r"\1", key)
 
 
-def _arranged(
+def _arrange(
     parts: Mapping[tuple[int | None, str], Any], expert_parallel: bool | None, names: Sequence[str]
 ) -> _Optimizers:
     """Return the optimizers that parts belong to, joined or split as expert parallelism has them."""
-    found: dict[int | None, dict[str, Any]] = {}
+    optimizers: dict[int | None, dict[str, Any]] = {}
     for (number, name), value in sorted(parts.items(), key=str):
-        found.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value
-    if expert_parallel and None in found:
-        return {0: found[None], 1: _with_groups(found[None], _of_kind(found[None], experts=True))}
-    return {None: _joined([*found.values()], names)} if expert_parallel is False and None not in found else found
+        optimizers.setdefault(number, {"param_state_sharding_type": _TYPE})[name] = value
+    if expert_parallel and None in optimizers:
+        return {0: optimizers[None], 1: _with_groups(optimizers[None], _of_kind(optimizers[None], experts=True))}
+    return (
+        {None: _join([*optimizers.values()], names)}
+        if expert_parallel is False and None not in optimizers
+        else optimizers
+    )
 
 
 def _of_kind(optimizer: Mapping[str, Any], *, experts: bool) -> list[dict[str, Any]]:
@@ -148,30 +152,30 @@ def _with_groups(optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, Any
     return {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": groups}}
 
 
-def _joined(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def _join(optimizers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Return one optimizer with the groups of several, each once; Megatron-Core tells them apart by the names."""
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         groups += [group for group in _of_kind(optimizer, experts=False) if group not in groups]
-    found = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
-    if len(set(found)) < len(found):
+    identities = [tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups]
+    if len(set(identities)) < len(identities):
         what = "without expert parallelism there is one optimizer, and the experts have other hyperparameters"
         fix = "Go on with expert parallelism, or change the groups with a transform of the common state."
         raise UnsupportedValue(error_text(what, found=groups, fix=fix))
     return _with_groups(optimizers[0], groups)
 
 
-def _with_optimizers(optimizers: _Optimizers, replaced: Collection[int | None], common: Any) -> Any:
+def _with_optimizers(optimizers: _Optimizers, numbers: Collection[int | None], common: Any) -> Any:
     # Several optimizers stand under their numbers. Megatron-Core counts what stands there, and an optimizer that isn't
     # distributed stands there as well.
-    old = ("param_state_sharding_type", *replaced)
-    stored = {key: value for key, value in common.get("optimizer", {}).items() if key not in old}
+    old = ("param_state_sharding_type", *numbers)
+    state = {key: value for key, value in common.get("optimizer", {}).items() if key not in old}
     for number, optimizer in optimizers.items():
-        stored |= optimizer if number is None else {number: optimizer}
+        state |= optimizer if number is None else {number: optimizer}
     content = common.get("content_metadata")
     if isinstance(content, Mapping):
         common = {**common, "content_metadata": {**content, "distrib_optim_sharding_type": _TYPE}}
-    return {**common, "optimizer": stored}
+    return {**common, "optimizer": state}
 
 
 # A live optimizer: its buffers as flat shards, without a gather
@@ -203,9 +207,9 @@ def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor
     """
     leaves = shard_leaves(from_megatron(model))
     of_memory = {_memory_of(leaf.data): leaf for leaf in leaves if isinstance(leaf.data, torch.Tensor)}
-    found: dict[str, list[ShardedTensor]] = {}
+    by_key: dict[str, list[ShardedTensor]] = {}
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for parameter, begin in _ranges_held(inner):
+        for parameter, begin in _ranges(inner):
             leaf = of_memory.get(_memory_of(parameter))
             if leaf is None:
                 what = (
@@ -217,15 +221,15 @@ def optimizer_shards(optimizer: Any, model: Any) -> dict[str, list[ShardedTensor
                 if isinstance(data, torch.Tensor) and data.dim() == 1:  # the step has no axis
                     shards = _flat_shards(leaf, f"optimizer.state.{state}.", data, begin, inner)
                     for shard in shards:
-                        found.setdefault(shard.key, []).append(shard)
-    return found
+                        by_key.setdefault(shard.key, []).append(shard)
+    return by_key
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _ranges_held(optimizer: Any) -> Iterator[tuple[torch.Tensor, int]]:
+def _ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield each parameter of which a rank holds states, and the first of its elements that are held."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():

@@ -27,8 +27,8 @@ class TensorKind:
     prepend_axis_num: int
 
     def __str__(self) -> str:
-        prepended = f" with {self.prepend_axis_num} prepended" if self.prepend_axis_num else ""
-        return f"{self.global_shape} {str(self.dtype).removeprefix('torch.')}{prepended}"
+        suffix = f" with {self.prepend_axis_num} prepended" if self.prepend_axis_num else ""
+        return f"{self.global_shape} {str(self.dtype).removeprefix('torch.')}{suffix}"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -115,23 +115,23 @@ def packed_kinds(kinds: Sequence[TensorKind]) -> _PackedKinds:
     )
 
 
-def unpacked_kinds(packed: _PackedKinds) -> tuple[TensorKind, ...]:
+def unpacked_kinds(columns: _PackedKinds) -> tuple[TensorKind, ...]:
     """Return the kinds that were packed, with one object for all that are equal.
 
     Examples:
         >>> unpacked_kinds(packed_kinds([TensorKind(torch.float32, (4, 6), 0)]))
         (TensorKind(dtype=torch.float32, global_shape=(4, 6), prepend_axis_num=0),)
     """
-    number, dtypes, axes, prepended, boxes = packed
+    number, dtypes, axes, fronts, boxes = columns
     # Shapes are right-aligned: the leading fill isn't part of them.
-    skipped = (boxes.shape[1] - axes).tolist()
-    shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), skipped, strict=True)]
-    kinds = list(map(TensorKind, dtypes, shapes, prepended.tolist()))
+    fills = (boxes.shape[1] - axes).tolist()
+    shapes = [box[skip:] for box, skip in zip(zip(*boxes.T.tolist(), strict=True), fills, strict=True)]
+    kinds = list(map(TensorKind, dtypes, shapes, fronts.tolist()))
     return tuple([kinds[each] for each in number.tolist()])
 
 
-def _from_packed(keys: tuple[str, ...], packed: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
-    return ShardColumns(keys, unpacked_kinds(packed), *map(as_int64, others))
+def _from_packed(keys: tuple[str, ...], kinds: _PackedKinds, others: tuple[Any, ...]) -> ShardColumns:
+    return ShardColumns(keys, unpacked_kinds(kinds), *map(as_int64, others))
 
 
 def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumns:
@@ -156,9 +156,9 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
     except (AttributeError, TypeError):
         # Types are checked only after a failure: checking each beforehand would take as long as making the columns.
         one_by_one = shards if isinstance(shards, Sequence) else [shards]
-        found = next((type(shard).__name__ for shard in one_by_one if not isinstance(shard, ShardedTensor)), "others")
+        other = next((type(shard).__name__ for shard in one_by_one if not isinstance(shard, ShardedTensor)), "others")
         fix = "Give the shards alone; `tree_columns` takes trees."
-        refuse("shard_columns", "shards", found, "a list of ShardedTensor", fix, error=MetadataError)
+        refuse("shard_columns", "shards", other, "a list of ShardedTensor", fix, error=MetadataError)
     keys = tuple(sorted(kinds))
     number = dict(zip(keys, range(len(keys)), strict=True))
     parts = [shard.flattened_range for shard in shards]
@@ -181,14 +181,14 @@ def shard_columns(shards: Sequence[ShardedTensor], rank: int = 0) -> ShardColumn
 
 def _kinds(shards: Sequence[ShardedTensor], rank: int) -> dict[str, TensorKind]:
     """Return what each key's shards agree on, or raise an error that names all keys of which they don't agree."""
-    known: dict[_Fields, TensorKind] = {}  # a model repeats few kinds; as one object each, they compare by identity
+    same: dict[_Fields, TensorKind] = {}  # a model repeats few kinds; as one object each, they compare by identity
     kinds_of: dict[str, TensorKind] = {}
     agree = True
     for shard in shards:
         fields = (shard.dtype, shard.global_shape, shard.prepend_axis_num)
-        kind = known.get(fields)
+        kind = same.get(fields)
         if kind is None:
-            kind = known[fields] = TensorKind(*fields)
+            kind = same[fields] = TensorKind(*fields)
         agree = kinds_of.setdefault(shard.key, kind) is kind and agree
     if not agree:
         raise _disagreement(shards, rank)

@@ -43,10 +43,10 @@ def join_columns(parts: Sequence[ShardColumns]) -> ShardColumns:
         [[0], [2]]
     """
     check_ranks_columns("join_columns", parts)
-    disagreed = kind_problems(parts)
-    if disagreed:
+    problems = kind_problems(parts)
+    if problems:
         what = "the ranks don't agree about their tensors"
-        raise IntegrityError(error_text(what, offenders=map(str, disagreed), fix=ONE_KIND))
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=ONE_KIND))
     return join_agreed(parts)
 
 
@@ -96,14 +96,14 @@ def _join_and_check(
     parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]
 ) -> tuple[ShardColumns, tuple[Problem, ...]]:
     """Return the shards of the tensors that ranks agree about, and all problems."""
-    disagreed = kind_problems(parts, objects)
-    keys = {problem.key for problem in disagreed}
+    problems = kind_problems(parts, objects)
+    keys = {problem.key for problem in problems}
     # Without a common global shape there is nothing to tile: further problems of these keys would only repeat the
     # first.
     columns = join_agreed([without_keys(part, keys) for part in parts] if keys else parts)
     arrays = object_problems(join_objects(objects)) if any(map(len, objects)) else ()
     others = (problem for problem in arrays if problem.key not in keys)
-    return columns, (*disagreed, *access_problems(columns), *others)
+    return columns, (*problems, *access_problems(columns), *others)
 
 
 def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
@@ -128,9 +128,9 @@ def access_problems(columns: ShardColumns) -> tuple[Problem, ...]:
     faults: list[Faults] = []
     for first, main in _main_by_keys(columns):
         beyond += _overhanging(main)
-        found = sharding_faults(main)
-        if len(found):
-            faults.append(replace(found, key=found.key + first))
+        part_faults = sharding_faults(main)
+        if len(part_faults):
+            faults.append(replace(part_faults, key=part_faults.key + first))
     return (*beyond, *fault_problems(columns, join_faults(faults), "element")) if faults else tuple(beyond)
 
 
@@ -162,8 +162,8 @@ def write_problems(columns: ShardColumns) -> tuple[Problem, ...]:
         >>> [str(problem) for problem in write_problems(st.layouts.shard_columns(twice))]
         ["'w' (rank 0): [0:2] is held by more than one main replica (2 of 4 elements): rank 0 [0:2], rank 0 [0:2]"]
     """
-    written = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
-    return (*_overhanging(written), *fault_problems(written, doubled_faults(written), "element"))
+    all_main = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
+    return (*_overhanging(all_main), *fault_problems(all_main, doubled_faults(all_main), "element"))
 
 
 def check_stored_shards(columns: ShardColumns) -> None:
@@ -256,8 +256,8 @@ def common_problems(commons: Sequence[Any] | Mapping[int, Any]) -> tuple[Problem
     first = next(iter(trees.values()), None)
     differing: dict[TreePath, list[int]] = defaultdict(list)
     for rank, tree in trees.items():
-        found = diff(first, tree)
-        for path in (*found.only_left, *found.only_right, *found.mismatch):
+        difference = diff(first, tree)
+        for path in (*difference.only_left, *difference.only_right, *difference.mismatch):
             differing[path].append(rank)
     return tuple(Problem(path, (), _values(trees, path, ranks)) for path, ranks in differing.items())
 

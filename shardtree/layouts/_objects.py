@@ -91,8 +91,8 @@ def join_objects(parts: Sequence[ObjectColumns]) -> ObjectColumns:
         )
         for part in (object_columns([]), *parts)
     ]
-    joined: Any = map(np.concatenate, zip(*columns, strict=True))
-    return ObjectColumns(tuple(key for key, _ in arrays), tuple(shape for _, shape in arrays), *joined)
+    rows: Any = map(np.concatenate, zip(*columns, strict=True))
+    return ObjectColumns(tuple(key for key, _ in arrays), tuple(shape for _, shape in arrays), *rows)
 
 
 def object_problems(columns: ObjectColumns) -> tuple[Problem, ...]:
@@ -164,12 +164,12 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
     # Alone, a rank's columns already agree with themselves.
     if sum(bool(keys) for keys in (*(part.keys for part in parts), *(each.keys for each in objects))) < 2:
         return ()
-    wrong = _disagreed(parts, objects)
+    wrong = _differing_keys(parts, objects)
     kinds_of: dict[str, dict[str, list[int]]] = {key: defaultdict(list) for key in sorted(wrong)}
     columns: list[ShardColumns | ObjectColumns] = [*parts, *objects] if wrong else []
-    for held in columns:
-        for number, rank in _held_by(held, wrong):
-            kinds_of[held.keys[number]][_kind_text(held, number)].append(rank)
+    for part in columns:
+        for number, rank in _numbers_and_ranks(part, wrong):
+            kinds_of[part.keys[number]][_kind_text(part, number)].append(rank)
     return tuple(
         Problem(
             key,
@@ -181,52 +181,52 @@ def kind_problems(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns
     )
 
 
-def _disagreed(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
+def _differing_keys(parts: Sequence[ShardColumns], objects: Sequence[ObjectColumns]) -> set[str]:
     """Return the keys with more than one kind."""
     same: dict[TensorKind, TensorKind] = {}
-    known: dict[str, TensorKind | tuple[int, ...]] = {}
+    kinds_of: dict[str, TensorKind | tuple[int, ...]] = {}
     wrong: set[str] = set()
     # Ranks that are alike have the same tuples, as messages between ranks are read: one of them is enough.
     tables = {(id(part.keys), id(part.kinds)): part for part in parts}
     for part in tables.values():
-        _compare(known, part.keys, _interned(part.kinds, same), wrong)
+        _compare(kinds_of, part.keys, _intern(part.kinds, same), wrong)
     for each in objects:
-        _compare(known, each.keys, each.shapes, wrong)
+        _compare(kinds_of, each.keys, each.shapes, wrong)
     return wrong
 
 
 _Kind = TypeVar("_Kind", bound=TensorKind | tuple[int, ...])
 
 
-def _compare(known: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind, ...], wrong: set[str]) -> None:
-    """Add the kinds of new keys to `known`, and to `wrong` the keys that are known with another kind."""
-    if not known and len(set(keys)) == len(keys):
-        known.update(zip(keys, kinds, strict=True))
+def _compare(kinds_of: dict[str, Any], keys: tuple[str, ...], kinds: tuple[_Kind, ...], wrong: set[str]) -> None:
+    """Add the kinds of new keys to `kinds_of`, and to `wrong` the keys that are known with another kind."""
+    if not kinds_of and len(set(keys)) == len(keys):
+        kinds_of.update(zip(keys, kinds, strict=True))
         return
-    if tuple(map(known.get, keys)) == kinds:  # one comparison in C, by identity first: most ranks agree
+    if tuple(map(kinds_of.get, keys)) == kinds:  # one comparison in C, by identity first: most ranks agree
         return
     for key, kind in zip(keys, kinds, strict=True):
-        if known.setdefault(key, kind) != kind:
+        if kinds_of.setdefault(key, kind) != kind:
             wrong.add(key)
 
 
-def _interned(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -> tuple[TensorKind, ...]:
+def _intern(kinds: tuple[TensorKind, ...], same: dict[TensorKind, TensorKind]) -> tuple[TensorKind, ...]:
     """Return kinds with one object for all that are equal, so that they compare by identity."""
     few = {id(kind): kind for kind in kinds}
     ours = {number: same.setdefault(kind, kind) for number, kind in few.items()}
     return tuple([ours[id(kind)] for kind in kinds])
 
 
-def _held_by(held: ShardColumns | ObjectColumns, keys: Collection[str]) -> list[list[int]]:
+def _numbers_and_ranks(columns: ShardColumns | ObjectColumns, keys: Collection[str]) -> list[list[int]]:
     """Return the numbers of the given keys in columns, each with each rank that holds something of it."""
-    wanted = np.array([key in keys for key in held.keys], dtype=np.bool_)
-    rows = np.flatnonzero(wanted[held.key])
-    pairs: list[list[int]] = np.unique(np.column_stack([held.key[rows], held.rank[rows]]), axis=0).tolist()
+    mask = np.array([key in keys for key in columns.keys], dtype=np.bool_)
+    rows = np.flatnonzero(mask[columns.key])
+    pairs: list[list[int]] = np.unique(np.column_stack([columns.key[rows], columns.rank[rows]]), axis=0).tolist()
     return pairs
 
 
-def _kind_text(held: ShardColumns | ObjectColumns, number: int) -> str:
-    return str(held.kinds[number]) if isinstance(held, ShardColumns) else f"{held.shapes[number]} objects"
+def _kind_text(columns: ShardColumns | ObjectColumns, number: int) -> str:
+    return str(columns.kinds[number]) if isinstance(columns, ShardColumns) else f"{columns.shapes[number]} objects"
 
 
 def without_keys(columns: ShardColumns, keys: Collection[object]) -> ShardColumns:
@@ -238,12 +238,12 @@ def without_keys(columns: ShardColumns, keys: Collection[object]) -> ShardColumn
         >>> without_keys(st.layouts.shard_columns(shards), {"a"}).keys
         ('b',)
     """
-    kept = np.array([key not in keys for key in columns.keys], dtype=np.bool_)
-    numbers = np.flatnonzero(kept).tolist()
-    rest = select_rows(columns, np.flatnonzero(kept[columns.key]))
+    mask = np.array([key not in keys for key in columns.keys], dtype=np.bool_)
+    numbers = np.flatnonzero(mask).tolist()
+    rest = select_rows(columns, np.flatnonzero(mask[columns.key]))
     return replace(
         rest,
         keys=tuple(columns.keys[number] for number in numbers),
         kinds=tuple(columns.kinds[number] for number in numbers),
-        key=(np.cumsum(kept) - 1)[rest.key],
+        key=(np.cumsum(mask) - 1)[rest.key],
     )

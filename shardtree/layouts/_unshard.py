@@ -51,13 +51,13 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
         ShapeError: a shard that is needed has no data.
     """
     check_covered(columns)
-    ordered = np.argsort(columns.key, kind="stable")
-    of_each = np.split(ordered, np.searchsorted(columns.key[ordered], np.arange(1, len(columns.keys))))
+    order = np.argsort(columns.key, kind="stable")
+    of_each = np.split(order, np.searchsorted(columns.key[order], np.arange(1, len(columns.keys))))
     rows = [_rows_to_copy(columns, number, of_each[number]) for number in range(len(columns.keys))]
     absent = [
         f"{shards[row].key!r} on rank {columns.rank[row]}"
-        for needed in rows
-        for row in needed
+        for tensor_rows in rows
+        for row in tensor_rows
         if not _has_elements(shards[row].data)
     ]
     if absent:
@@ -69,12 +69,12 @@ def assembled(columns: ShardColumns, shards: Sequence[ShardedTensor]) -> dict[st
 def check_covered(columns: ShardColumns) -> None:
     """Raise IntegrityError where no rank holds an element, or more than one main replica does."""
     mains = select_rows(columns, np.flatnonzero(columns.main))
-    doubled = fault_problems(columns, doubled_faults(mains), "element")
+    overlaps = fault_problems(columns, doubled_faults(mains), "element")
     # Where main replicas are missing a copy will do, so gaps are looked for among all shards.
     all_main = replace(columns, main=np.ones(len(columns), dtype=np.bool_))
     faults = sharding_faults(all_main)
     missing = fault_problems(all_main, rows_of(faults, np.flatnonzero(~faults.doubled)), "element")
-    problems: Sequence[Problem] = (*missing, *doubled)
+    problems: Sequence[Problem] = (*missing, *overlaps)
     if problems:
         raise integrity_error(
             "unshard: each element needs a shard that holds it, and at most one main replica", problems
@@ -87,8 +87,8 @@ def _rows_to_copy(columns: ShardColumns, number: int, rows: Column) -> list[int]
     mains = rows[columns.main[rows]]
     # Main replicas don't overlap here, so as many elements as the tensor has mean all of them.
     are_all = columns.elements[mains].sum() == prod(columns.kinds[number].global_shape)
-    needed: list[int] = (mains if are_all else rows[np.lexsort((-columns.rank[rows], columns.main[rows]))]).tolist()
-    return needed
+    copies: list[int] = (mains if are_all else rows[np.lexsort((-columns.rank[rows], columns.main[rows]))]).tolist()
+    return copies
 
 
 def _has_elements(data: Any) -> bool:
@@ -177,26 +177,26 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
     by_rank = trees_by_rank(trees, "unshard")
     # Before any tensor is assembled, which may take long and much memory.
     _check_plain(by_rank)
-    held = {rank: _flatten(tree) for rank, tree in by_rank.items()}
-    columns = join_columns([shard_columns(own.tensors, rank) for rank, own in held.items()])
-    tensors = assembled(columns, [shard for own in held.values() for shard in own.tensors])
-    objects = _objects([item for own in held.values() for item in own.objects], rules)
+    flat = {rank: _flatten(tree) for rank, tree in by_rank.items()}
+    columns = join_columns([shard_columns(own.tensors, rank) for rank, own in flat.items()])
+    tensors = assembled(columns, [shard for own in flat.values() for shard in own.tensors])
+    objects = _objects([item for own in flat.values() for item in own.objects], rules)
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, _Slot):
             return leaf
         return tensors[leaf.key] if leaf.is_tensor else objects[leaf.key]
 
-    return prune(map_shards(value, _joined([own.slots for own in held.values()])))
+    return prune(map_shards(value, _join_slots([own.slots for own in flat.values()])))
 
 
 def _flatten(tree: Any) -> _RankTree:
     pairs, rebuild = flatten_with_paths(tree)
-    built = [apply_factories(leaf) for _, leaf in pairs]
-    leaves = [leaf for part in built for _, leaf in leaves_with_paths(part)]
+    parts = [apply_factories(leaf) for _, leaf in pairs]
+    leaves = [leaf for part in parts for _, leaf in leaves_with_paths(part)]
     slots = [
         _factory_slot(part) if isinstance(leaf, ShardedTensorFactory) else _slot(leaf)
-        for (_, leaf), part in zip(pairs, built, strict=True)
+        for (_, leaf), part in zip(pairs, parts, strict=True)
     ]
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
     return _RankTree(tensors, tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)), rebuild(slots))
@@ -214,16 +214,16 @@ def _check_plain(trees: Mapping[int, Any]) -> None:
 def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] | None) -> dict[str, Any]:
     """Return each array's value as a single object, by key."""
     targets = []
-    for key, held in held_arrays(objects).items():
-        shape = held.all_shapes[0]
-        single = shape if len(held.all_shapes) == 1 and prod(shape) == 1 else (1,) * len(shape)
+    for key, array in held_arrays(objects).items():
+        shape = array.all_shapes[0]
+        single = shape if len(array.all_shapes) == 1 and prod(shape) == 1 else (1,) * len(shape)
         targets.append(ShardedObject(key, HOLE, single, (0,) * len(single)))  # where a rule drops one, the hole stays
-    return {found.key: found.data for found in reshard_objects(objects, targets, rules)}
+    return {item.key: item.data for item in reshard_objects(objects, targets, rules)}
 
 
-def _factory_slot(built: Any) -> Any:
+def _factory_slot(part: Any) -> Any:
     """Return one slot for all that a factory built, where that has one key; else the slots of its leaves."""
-    slots = map_shards(_slot, built)
+    slots = map_shards(_slot, part)
     leaves = [leaf for _, leaf in leaves_with_paths(slots)]
     kinds = {leaf for leaf in leaves if isinstance(leaf, _Slot)}
     return kinds.pop() if len(kinds) == 1 and all(isinstance(leaf, _Slot) for leaf in leaves) else slots
@@ -234,16 +234,16 @@ def _slot(leaf: Any) -> Any:
     return _Slot(leaf.key, isinstance(leaf, ShardedTensor)) if isinstance(leaf, ShardedBase) else leaf
 
 
-def _joined(trees: Iterable[Any]) -> Any:
+def _join_slots(trees: Iterable[Any]) -> Any:
     """Return several trees of slots, merged."""
     whole: Any = HOLE
-    known: dict[TreePath, Any] = {}
+    leaves: dict[TreePath, Any] = {}
     for tree in trees:
         pairs, rebuild = flatten_with_paths(tree)
-        _check_same(known, pairs)
+        _check_same(leaves, pairs)
         # Merging refuses a place that two trees fill, and replicated tensors and plain values are on many ranks.
-        new = [leaf if path not in known else HOLE for path, leaf in pairs]
-        known |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in known}
+        new = [leaf if path not in leaves else HOLE for path, leaf in pairs]
+        leaves |= {path: leaf for path, leaf in pairs if leaf is not HOLE and path not in leaves}
         whole = merge(whole, rebuild(new))
     unknown = [render_path(path) for path, leaf in leaves_with_paths(whole) if leaf is HOLE]
     if unknown:
@@ -252,11 +252,11 @@ def _joined(trees: Iterable[Any]) -> Any:
     return whole
 
 
-def _check_same(known: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, Any]]) -> None:
+def _check_same(leaves: Mapping[TreePath, Any], pairs: Iterable[tuple[TreePath, Any]]) -> None:
     wrong = [
-        f"{render_path(path)}: {_name(known[path])} and {_name(leaf)}"
+        f"{render_path(path)}: {_name(leaves[path])} and {_name(leaf)}"
         for path, leaf in pairs
-        if path in known and leaf is not HOLE and {type(leaf), type(known[path])} >= {_Slot} and leaf != known[path]
+        if path in leaves and leaf is not HOLE and {type(leaf), type(leaves[path])} >= {_Slot} and leaf != leaves[path]
     ]
     if wrong:
         fix = "Where ranks have other tensors at one path, pass {shard.key: shard} for each rank."

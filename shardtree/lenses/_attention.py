@@ -94,16 +94,17 @@ _WHOLE = "Count those of the whole layer, not of a rank."
 _SHARED = "Ranks that share a group hold copies of its keys and values: describe those as replicas, tensor by tensor."
 
 
-def _runs(length: int, groups: int, sizes: Sequence[int], held: int, stored: int | None) -> AxisRuns:
-    """Return the runs from one number of fused blocks to another, or to separate tensors where `stored` is None."""
+def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stored_blocks: int | None) -> AxisRuns:
+    """Return the runs from one number of fused blocks to another, or, if that is None, to separate tensors."""
     if length != groups * sum(sizes):
         expected = f"{groups} query groups of {' + '.join(map(str, sizes))} rows"
         raise ShapeError(error_text("an axis that isn't queries, keys and values", found=length, expected=expected))
-    block, part, within = (index.reshape(-1) for index in np.indices((held, 3, groups // held), dtype=np.int64))
-    group, rows = block * (groups // held) + within, np.array(sizes, dtype=np.int64)
-    if stored is None:
+    each = groups // held_blocks
+    block, part, within = (index.reshape(-1) for index in np.indices((held_blocks, 3, each), dtype=np.int64))
+    group, rows = block * each + within, np.array(sizes, dtype=np.int64)
+    if stored_blocks is None:
         return AxisRuns(rows[part], part, group * rows[part], tuple(groups * size for size in sizes))
-    start = _fused_starts(group, part, rows, groups // stored)
+    start = _fused_starts(group, part, rows, groups // stored_blocks)
     return AxisRuns(rows[part], np.zeros_like(part), start, (length,))
 
 
@@ -160,22 +161,22 @@ def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 
     return _rotary("rotary_pairs", _pairs, head_size, rotary_size, axis)
 
 
-def _halves(rotated: int) -> Column:
+def _halves(size: int) -> Column:
     """Return the new place of each of a head's rows when pairs become halves."""
-    return np.arange(rotated).reshape(2, -1).T.reshape(-1)
+    return np.arange(size).reshape(2, -1).T.reshape(-1)
 
 
-def _pairs(rotated: int) -> Column:
-    return np.arange(rotated).reshape(-1, 2).T.reshape(-1)
+def _pairs(size: int) -> Column:
+    return np.arange(size).reshape(-1, 2).T.reshape(-1)
 
 
 def _rotary(doing: str, places: Callable[[int], Column], head_size: int, rotary_size: int | None, axis: int) -> Lens:
     size = positive(doing, "head_size", head_size)
-    rotated = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
-    if rotated % 2 or rotated > size:
+    count = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
+    if count % 2 or count > size:
         fix = "Rows are rotated in pairs."
-        refuse(doing, "rotary_size", rotated, f"an even number up to {size}", fix, error=MetadataError)
-    head = np.concatenate([places(rotated), np.arange(rotated, size)])
+        refuse(doing, "rotary_size", count, f"an even number up to {size}", fix, error=MetadataError)
+    head = np.concatenate([places(count), np.arange(count, size)])
 
     def runs(length: int) -> AxisRuns:
         if length % size:

@@ -150,11 +150,11 @@ def joined_parts(runs: AxisRuns, order: Sequence[int] | None = None) -> AxisRuns
         >>> joined_parts(grouped_runs(4, 2, (1, 1))).start.tolist()
         [0, 2, 1, 3]
     """
-    ordered = list(range(len(runs.sizes)) if order is None else integers("joined_parts", "order", order))
-    if sorted(ordered) != list(range(len(runs.sizes))):
-        refuse("joined_parts", "order", ordered, f"each of {len(runs.sizes)} parts once", "", error=ShapeError)
+    parts = list(range(len(runs.sizes)) if order is None else integers("joined_parts", "order", order))
+    if sorted(parts) != list(range(len(runs.sizes))):
+        refuse("joined_parts", "order", parts, f"each of {len(runs.sizes)} parts once", "", error=ShapeError)
     base = np.zeros(len(runs.sizes), dtype=np.int64)
-    base[ordered] = np.cumsum([0, *(runs.sizes[part] for part in ordered)])[:-1]
+    base[parts] = np.cumsum([0, *(runs.sizes[part] for part in parts)])[:-1]
     is_stored = runs.part != PADDING
     start = np.where(is_stored, runs.start + base[runs.part], 0)
     return AxisRuns(runs.length, np.where(is_stored, 0, PADDING), start, (sum(runs.sizes),))
@@ -168,10 +168,10 @@ def stored_blocks(runs: AxisRuns, begin: int, end: int) -> list[Block]:
         >>> [(block.part, block.start, block.places.tolist()) for block in stored_blocks(rows, 1, 8)]
         [(0, 1, [0, 3, 4]), (1, 0, [1, 2, 5, 6])]
     """
-    held = np.cumsum(runs.length) - runs.length
-    first, last = np.maximum(held, begin), np.minimum(held + runs.length, end)
+    begins = np.cumsum(runs.length) - runs.length
+    first, last = np.maximum(begins, begin), np.minimum(begins + runs.length, end)
     rows = np.flatnonzero((first < last) & (runs.part != PADDING))
-    part, start = runs.part[rows], runs.start[rows] + first[rows] - held[rows]
+    part, start = runs.part[rows], runs.start[rows] + first[rows] - begins[rows]
     place, length = first[rows] - begin, last[rows] - first[rows]
     order = np.lexsort((start, part))
     part, start, place, length = part[order], start[order], place[order], length[order]

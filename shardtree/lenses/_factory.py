@@ -73,10 +73,10 @@ def flat_of(shard: ShardedTensor, tensors: Sequence[Any]) -> ShardedTensor:
         tensor([ 0, 10, 20])
     """
     _check_shard(shard, "flat_of")
-    given = _checked_tensors(shard, tensors)
+    tensors = _checked_tensors(shard, tensors)
     if shard.flattened_range is None:
-        return replace(shard, data=given[0], dtype=given[0].dtype)
-    parts = [reshaped(tensor, (-1,)) for tensor in given]
+        return replace(shard, data=tensors[0], dtype=tensors[0].dtype)
+    parts = [reshaped(tensor, (-1,)) for tensor in tensors]
     if not parts:
         return replace(shard, data=torch.empty(0, dtype=shard.dtype, device="cpu"))
     data = parts[0] if len(parts) == 1 else join_data(torch.cat, parts, 0)
@@ -89,19 +89,19 @@ def _checked_tensors(shard: ShardedTensor, tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         found, expected = type(tensors).__name__, "a list of them, one for each of `boxes_of(shard)`"
         raise ShapeError(error_text(f"{subject}: not tensors", found=found, expected=expected))
-    given = list(tensors)
-    if len(given) != len(boxes):
-        found, expected = plural(len(given), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
+    values = list(tensors)
+    if len(values) != len(boxes):
+        found, expected = plural(len(values), "tensor"), f"{len(boxes)}, one for each of `boxes_of(shard)`"
         raise ShapeError(error_text(subject, found=found, expected=expected))
-    pairs = enumerate(zip(given, boxes, strict=True))
+    pairs = enumerate(zip(values, boxes, strict=True))
     wrong = [f"tensor {number}: {text}" for number, (one, box) in pairs if (text := _misfit(one, box)) is not None]
     if wrong:
         raise ShapeError(error_text(f"{subject}: tensors of other boxes", offenders=wrong))
-    if len({tensor.dtype for tensor in given}) > 1:
-        of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(given)]
+    if len({tensor.dtype for tensor in values}) > 1:
+        of_each = [f"tensor {number}: {tensor.dtype}" for number, tensor in enumerate(values)]
         fix = "Convert them to one dtype."
         raise ShapeError(error_text(f"{subject}: tensors of several dtypes", offenders=of_each, fix=fix))
-    return given
+    return values
 
 
 def _misfit(tensor: Any, box: ShardedTensor) -> str | None:
@@ -167,41 +167,41 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
     check_function("as_factory", "lens", lens)
     if not isinstance(shard, ShardedTensor):
         refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
-    held = replace(shard.without_data(), flattened_range=None)
+    box = replace(shard.without_data(), flattened_range=None)
 
     def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        given = _checked(key, data, _shape(held, key, flattened_range))
-        dtype = held.dtype if data is None else data.dtype
-        named = replace(held, key=key, dtype=dtype, replica_id=replica_id)
+        data = _checked_data(key, data, _shape(box, key, flattened_range))
+        dtype = box.dtype if data is None else data.dtype
+        own = replace(box, key=key, dtype=dtype, replica_id=replica_id)
         if flattened_range is None:
-            built = built_by(lens, replace(named, data=given))
+            form = built_by(lens, replace(own, data=data))
         else:
-            built = _flat_form(named, given, flattened_range, lens)
-        shards = {str(number): part for number, part in enumerate(built.shards)}
+            form = _flat_form(own, data, flattened_range, lens)
+        shards = {str(number): part for number, part in enumerate(form.shards)}
         # What merging needs travels in the tree: `merge_fn` must be one function for a parameter, its moments and each
         # flat range, whose boxes differ, and only the tree reaches both build and merge.
-        return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _merge_checked(tree, key, built))}
+        return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
     return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
 
 
-def _shape(held: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]:
+def _shape(box: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]:
     """Return the shape of the data of a box, or of a flat range of it, which lies in the box."""
     if flat is None:
-        return held.local_shape
-    check_flat_range(f"factory of {key!r}", flat, held.local_shape)
+        return box.local_shape
+    check_flat_range(f"factory of {key!r}", flat, box.local_shape)
     return (flat.stop - flat.start,)
 
 
-def _merge_checked(tree: Mapping[str, Any], key: str, built: StoredForm) -> Any:
+def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any:
     """Return the merged tensor, after checking that the parts are what was built."""
-    boxes: list[Any] = [part.local_shape for part in built.shards]
+    boxes: list[Any] = [part.local_shape for part in form.shards]
     parts: list[Any] = [tree.get(str(number)) for number in range(len(boxes))]
-    found = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
-    if found != boxes:
+    shapes = [tuple(part.shape) if hasattr(part, "shape") else type(part).__name__ for part in parts]
+    if shapes != boxes:
         what, fix = f"factory of {key!r}: not what was built", "Merge what was loaded for the tree that it built."
-        raise ShapeError(error_text(what, found=_shapes_text(found), expected=_shapes_text(boxes), fix=fix))
-    return built.merge(parts)
+        raise ShapeError(error_text(what, found=_shapes_text(shapes), expected=_shapes_text(boxes), fix=fix))
+    return form.merge(parts)
 
 
 def _shapes_text(shapes: Sequence[Any]) -> str:
@@ -214,42 +214,42 @@ def _merge(tree: Mapping[str, Any]) -> Any:
     return call(tree)
 
 
-def _flat_form(held: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
+def _flat_form(shard: ShardedTensor, data: Any, flat: slice, lens: Lens) -> StoredForm:
     """Return the stored form of a flat range of a box: that of each of its boxes."""
     # Stored as boxes: where a lens moves rows, a range of what is held is no range of what is stored, and any layout
     # can load boxes.
-    built = [built_by(lens, box) for box in boxes_of(replace(held, data=data, flattened_range=flat))]
+    forms = [built_by(lens, box) for box in boxes_of(replace(shard, data=data, flattened_range=flat))]
 
     def merge(parts: Sequence[Any]) -> Any:
         left = iter(parts)
-        boxes = (each.merge(list(islice(left, len(each.shards)))) for each in built)
-        merged = [flat_axes(box, 0, len(box.shape)) for box in boxes]
-        if not merged:
-            return empty_data((0,), held.dtype, device_of(data))
-        loaded = next((box for box, each in zip(merged, built, strict=True) if each.shards), merged[0])
-        merged = [_placed_like(loaded, box) for box in merged]
-        return merged[0] if len(merged) == 1 else join_data(torch.cat, merged, 0)
+        boxes = (each.merge(list(islice(left, len(each.shards)))) for each in forms)
+        tensors = [flat_axes(box, 0, len(box.shape)) for box in boxes]
+        if not tensors:
+            return empty_data((0,), shard.dtype, device_of(data))
+        example = next((box for box, each in zip(tensors, forms, strict=True) if each.shards), tensors[0])
+        tensors = [_place_like(example, box) for box in tensors]
+        return tensors[0] if len(tensors) == 1 else join_data(torch.cat, tensors, 0)
 
-    return StoredForm(tuple(part for each in built for part in each.shards), merge)
+    return StoredForm(tuple(part for each in forms for part in each.shards), merge)
 
 
-def _placed_like(loaded: Any, box: Any) -> Any:
+def _place_like(example: Any, box: Any) -> Any:
     """Return a merged box where another was loaded to, which nothing tells one that stores nothing: it is padding."""
     if not isinstance(box, torch.Tensor):
         return box
-    if isinstance(loaded, torch.Tensor):
-        return box.to(loaded.device)
+    if isinstance(example, torch.Tensor):
+        return box.to(example.device)
     # The number is in the name: a conversion is recognised by it. As an integer, since torch has no `item` of some.
     name = f"padding of {as_integers(box)[:1].tolist()}"
     return stored(lambda at, shape: box[at[0] : at[0] + shape[0]].clone(), box.shape, box.dtype, name=name)
 
 
-def _checked(key: str, data: Any, shape: tuple[int, ...]) -> Any:
-    found = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
-    if data is not None and found != shape:
+def _checked_data(key: str, data: Any, shape: tuple[int, ...]) -> Any:
+    actual = tuple(data.shape) if hasattr(data, "shape") else type(data).__name__
+    if data is not None and actual != shape:
         what = f"factory of {key!r}: data of another shape than its shard"
         fix = "A state of another shape than its parameter needs a rule of its own."
-        raise ShapeError(error_text(what, found=found, expected=shape, fix=fix))
+        raise ShapeError(error_text(what, found=actual, expected=shape, fix=fix))
     return data.detach() if isinstance(data, torch.Tensor) else data  # views of a parameter would require gradients
 
 
@@ -274,17 +274,17 @@ def factories_by_pattern(tree: Any, lenses: Mapping[str, Lens | None], *, absent
         >>> type(factories_by_pattern(tree, {"**.weight": transposed()})["w"]).__name__
         'ShardedTensorFactory'
     """
-    known = checked_lenses("factories_by_pattern", lenses)
+    lenses = checked_lenses("factories_by_pattern", lenses)
     if isinstance(absent, str):
         fix = "Put it into a list."
         refuse("factories_by_pattern", "absent", repr(absent)[:100], "a list of patterns", fix, error=MetadataError)
     shards = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
-    chosen = {id(leaf): next((each for each in known if _fits(each, leaf.key)), None) for leaf in shards}
-    unused = [repr(pattern) for pattern in known if pattern not in {*chosen.values(), *absent}]
+    patterns = {id(leaf): next((each for each in lenses if _fits(each, leaf.key)), None) for leaf in shards}
+    unused = [repr(pattern) for pattern in lenses if pattern not in {*patterns.values(), *absent}]
     if unused:
         fix = "Correct them, or pass absent=[...] for tensors that other ranks hold."
         raise TreeError(error_text("factories_by_pattern: patterns that fit no tensor", offenders=unused, fix=fix))
-    rows = {number: known[pattern] for number, pattern in chosen.items() if pattern is not None}
+    rows = {number: lenses[pattern] for number, pattern in patterns.items() if pattern is not None}
     return map_shards(lambda leaf: leaf if (lens := rows.get(id(leaf))) is None else as_factory(leaf, lens), tree)
 
 

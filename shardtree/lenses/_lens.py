@@ -84,11 +84,11 @@ def built_by(lens: Lens, shard: ShardedTensor) -> StoredForm:
     Raises:
         MetadataError: it gives something else.
     """
-    built = lens(shard)
-    if not isinstance(built, StoredForm):
+    form = lens(shard)
+    if not isinstance(form, StoredForm):
         fix = "Let the lens return StoredForm(shards, merge)."
-        refuse(f"the lens of {shard.key!r}", "result", type(built).__name__, "a StoredForm", fix, error=MetadataError)
-    return built
+        refuse(f"the lens of {shard.key!r}", "result", type(form).__name__, "a StoredForm", fix, error=MetadataError)
+    return form
 
 
 def _apply_in_order(lenses: Sequence[Lens], shard: ShardedTensor) -> StoredForm:

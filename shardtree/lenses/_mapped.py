@@ -63,24 +63,24 @@ def mapped_axis(
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
         at = checked_axis(doing, shard, axis)
-        mapped = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
-        keys = _keys(doing, shard.key, len(mapped.sizes), part, names)
-        return _stored_form(shard, at, mapped, keys, fill)
+        axis_runs = _runs_of(doing, shard, runs, shard.global_shape[at + shard.prepend_axis_num])
+        keys = _keys(doing, shard.key, len(axis_runs.sizes), part, names)
+        return _stored_form(shard, at, axis_runs, keys, fill)
 
     return lens
 
 
 def _runs_of(doing: str, shard: ShardedTensor, runs: Callable[[int], AxisRuns], length: int) -> AxisRuns:
     try:
-        mapped = runs(length)
+        axis_runs = runs(length)
     except CheckpointingException as error:
         error.add_note(f"{doing}: of {shard.key!r}, global shape {shard.global_shape}")
         raise
-    found = f"{mapped.total} indices" if isinstance(mapped, AxisRuns) else type(mapped).__name__
-    if not isinstance(mapped, AxisRuns) or mapped.total != length:
+    found = f"{axis_runs.total} indices" if isinstance(axis_runs, AxisRuns) else type(axis_runs).__name__
+    if not isinstance(axis_runs, AxisRuns) or axis_runs.total != length:
         what, expected = f"{doing}: no runs for the axis of {shard.key!r}", f"AxisRuns for {length} indices"
         raise ShapeError(error_text(what, found=found, expected=f"{expected}, of global shape {shard.global_shape}"))
-    return mapped
+    return axis_runs
 
 
 def _keys(doing: str, key: str, count: int, part: str | None, names: Sequence[str] | None) -> list[str]:
@@ -131,17 +131,17 @@ def _gather(data: Any, at: int, index: Column) -> Any:
 
 def _merge_blocks(shard: ShardedTensor, at: int, blocks: Sequence[Block], parts: Sequence[Any], fill: float) -> Any:
     length = shard.local_shape[at]
-    held = np.concatenate([*(block.places for block in blocks), np.zeros(0, dtype=np.int64)])
-    absent = np.setdiff1d(np.arange(length), held)
+    places = np.concatenate([*(block.places for block in blocks), np.zeros(0, dtype=np.int64)])
+    absent = np.setdiff1d(np.arange(length), places)
     pieces = list(parts)
     if absent.size or not pieces:
         shape, device = with_values(shard.local_shape, at, (len(absent),)), device_of(shard.data)
         # Lazy where the pieces are: it is concatenated with them.
         pieces.append(padding_like(pieces[0], shape, fill) if pieces else full_data(shape, shard.dtype, device, fill))
     order = np.empty(length, dtype=np.int64)
-    order[np.concatenate([held, absent])] = np.arange(length)
-    joined = pieces[0] if len(pieces) == 1 else join_data(torch.cat, pieces, at)
-    return _gather(joined, at, order)
+    order[np.concatenate([places, absent])] = np.arange(length)
+    whole = pieces[0] if len(pieces) == 1 else join_data(torch.cat, pieces, at)
+    return _gather(whole, at, order)
 
 
 # Padded axes, as that of a vocabulary: padding isn't stored, so that it may differ between layouts.
@@ -171,14 +171,14 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
         >>> built.merge([torch.tensor([9])])
         tensor([9, 0, 0, 0])
     """
-    kept = integer("padded_axis", "size", size)
-    if kept < 0:
-        refuse("padded_axis", "size", kept, "0 or more", "Pass what the axis has without padding.", error=ShapeError)
+    size = integer("padded_axis", "size", size)
+    if size < 0:
+        refuse("padded_axis", "size", size, "0 or more", "Pass what the axis has without padding.", error=ShapeError)
 
     def runs(length: int) -> AxisRuns:
-        if length < kept:
-            raise ShapeError(error_text("an axis that isn't padded", found=length, expected=f"{kept} or more"))
-        return AxisRuns(np.array([kept, length - kept]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (kept,))
+        if length < size:
+            raise ShapeError(error_text("an axis that isn't padded", found=length, expected=f"{size} or more"))
+        return AxisRuns(np.array([size, length - size]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (size,))
 
     inner = mapped_axis(axis, runs, fill=fill, doing="padded_axis")
     return lambda shard: _with_any_shape(shard, inner)
@@ -190,8 +190,8 @@ def _with_any_shape(shard: ShardedTensor, lens: Lens) -> StoredForm:
     if not shard.allow_shape_mismatch:
         return lens(shard)
     # Other lenses refuse this flag, since places follow from the exact shape. Here they follow from `size` alone.
-    built = lens(replace(shard, allow_shape_mismatch=False))
-    return replace(built, shards=tuple(replace(part, allow_shape_mismatch=True) for part in built.shards))
+    form = lens(replace(shard, allow_shape_mismatch=False))
+    return replace(form, shards=tuple(replace(part, allow_shape_mismatch=True) for part in form.shards))
 
 
 # Gated layers (SwiGLU, GeGLU): each rank holds gate and up rows together, a checkpoint separately.

@@ -36,26 +36,26 @@ def transposed(*axes: int) -> Lens:
         >>> built.shards[0].global_shape, built.shards[0].global_offset
         ((3, 4), (0, 2))
     """
-    given = integers("transposed", "axes", axes)
+    axes = integers("transposed", "axes", axes)
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_box("transposed", shard)
-        order = _order(shard, given)
+        order = _order(shard, axes)
         back = [order.index(axis) for axis in range(len(order))]
         front = shard.prepend_axis_num
 
-        def moved(values: tuple[int, ...]) -> tuple[int, ...]:
+        def permute(values: tuple[int, ...]) -> tuple[int, ...]:
             return (*values[:front], *(values[front + axis] for axis in order))
 
-        stored = replace(
+        part = replace(
             shard,
             data=None if shard.data is None else shard.data.permute(order),
             local_shape=tuple(shard.local_shape[axis] for axis in order),
-            global_shape=moved(shard.global_shape),
-            global_offset=moved(shard.global_offset),
-            axis_fragmentations=None if shard.axis_fragmentations is None else moved(shard.axis_fragmentations),
+            global_shape=permute(shard.global_shape),
+            global_offset=permute(shard.global_offset),
+            axis_fragmentations=None if shard.axis_fragmentations is None else permute(shard.axis_fragmentations),
         )
-        return StoredForm((stored,), lambda parts: _back(parts[0], back))
+        return StoredForm((part,), lambda parts: _back(parts[0], back))
 
     return lens
 
@@ -106,25 +106,25 @@ def rearranged(pattern: str, **sizes: int) -> Lens:
     References:
         A. Rogozhnikov, Einops: clear and reliable tensor manipulations with Einstein-like notation, ICLR 2022.
     """
-    held, stored = _parsed(pattern)
-    doing, known = f"rearranged {pattern!r}", _checked_sizes(pattern, held, sizes)
+    left, right = _sides(pattern)
+    doing, sizes = f"rearranged {pattern!r}", _checked_sizes(pattern, left, sizes)
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
         # Prepended axes stay in front where the pattern doesn't name them: one layer's lens is that of stacked layers
         # too.
-        front = 0 if len(held) == len(shard.global_shape) else shard.prepend_axis_num
+        front = 0 if len(left) == len(shard.global_shape) else shard.prepend_axis_num
         shape = shard.global_shape[front:]
-        if len(held) != len(shape):
-            found, expected = f"{len(shape)} axes, {shape}", f"{len(held)} axes"
+        if len(left) != len(shape):
+            found, expected = f"{len(shape)} axes, {shape}", f"{len(left)} axes"
             raise ShapeError(error_text(f"{doing}: {shard.key!r} doesn't fit", found=found, expected=expected))
-        full = _all_sizes(pattern, shard, held, shape, known)
-        return stored_by(_Rearrangement(held, stored, tuple(full.items())), doing, shard, front, keep_views=True)
+        full = _all_sizes(pattern, shard, left, shape, sizes)
+        return stored_by(_Rearrangement(left, right, tuple(full.items())), doing, shard, front, keep_views=True)
 
     return lens
 
 
-def _parsed(pattern: str) -> tuple[Groups, Groups]:
+def _sides(pattern: str) -> tuple[Groups, Groups]:
     sides = [_groups(side) for side in pattern.split("->")] if isinstance(pattern, str) else []
     names = [[name for group in side for name in group] for side in sides]
     flat = names[0] if names else []
@@ -147,12 +147,12 @@ def _refuse_pattern(pattern: object) -> None:
     refuse("rearranged", "pattern", repr(pattern)[:200], "axes -> axes", fix, error=MetadataError)
 
 
-def _checked_sizes(pattern: str, held: Groups, sizes: Mapping[str, int]) -> dict[str, int]:
+def _checked_sizes(pattern: str, left: Groups, sizes: Mapping[str, int]) -> dict[str, int]:
     doing = f"rearranged {pattern!r}"
-    unknown = sorted(sizes.keys() - {name for group in held for name in group})
+    unknown = sorted(sizes.keys() - {name for group in left for name in group})
     if unknown:
         refuse(doing, "sizes", ", ".join(unknown), "names in the pattern", "Correct them.", error=MetadataError)
-    for group in held:
+    for group in left:
         lacking = [name for name in group if name not in sizes]
         if len(lacking) > 1:
             fix = f"Pass all but one: {', '.join(f'{name}=...' for name in lacking[1:])}."
@@ -161,17 +161,17 @@ def _checked_sizes(pattern: str, held: Groups, sizes: Mapping[str, int]) -> dict
 
 
 def _all_sizes(
-    pattern: str, shard: ShardedTensor, held: Groups, shape: Sequence[int], known: Mapping[str, int]
+    pattern: str, shard: ShardedTensor, left: Groups, shape: Sequence[int], sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the size of each name, or raise for all axes that don't fit."""
-    full, wrong = dict(known), []
-    for axis, (group, length) in enumerate(zip(held, shape, strict=True)):
-        given = prod(known.get(name, 1) for name in group)
-        lacking = [name for name in group if name not in known]
-        if length % given or (not lacking and length != given):
-            texts = " * ".join(f"{name}={known[name]}" for name in group if name in known)
+    full, wrong = dict(sizes), []
+    for axis, (group, length) in enumerate(zip(left, shape, strict=True)):
+        product = prod(sizes.get(name, 1) for name in group)
+        lacking = [name for name in group if name not in sizes]
+        if length % product or (not lacking and length != product):
+            texts = " * ".join(f"{name}={sizes[name]}" for name in group if name in sizes)
             wrong.append(f"axis {axis} is {length}, not {'a multiple of ' if lacking else ''}{texts}")
-        full |= dict.fromkeys(lacking, length // given)
+        full |= dict.fromkeys(lacking, length // product)
     if wrong:
         what = f"rearranged {pattern!r}: {shard.key!r} doesn't fit"
         raise ShapeError(error_text(what, found=f"global shape {shard.global_shape}", offenders=wrong))
@@ -182,12 +182,12 @@ def _all_sizes(
 class _Rearrangement:
     """A pattern with its sizes, as a function of the whole tensor."""
 
-    held: Groups
-    stored: Groups
+    left: Groups
+    right: Groups
     sizes: tuple[tuple[str, int], ...]
 
     def __call__(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         sizes = dict(self.sizes)
-        before, after = ([name for group in side for name in group] for side in (self.held, self.stored))
+        before, after = ([name for group in side for name in group] for side in (self.left, self.right))
         apart = tensor.reshape([sizes[name] for name in before]).permute([before.index(name) for name in after])
-        return {"": apart.reshape([prod(sizes[name] for name in group) for group in self.stored])}
+        return {"": apart.reshape([prod(sizes[name] for name in group) for group in self.right])}

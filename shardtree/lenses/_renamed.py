@@ -32,14 +32,13 @@ def replaced_part(doing: str, key: str, part: str, name: str) -> str:
         'optimizer.state.exp_avg.layers.0.up_proj.weight'
     """
     # With dots at both ends, so that a part never matches within a name.
-    dotted = f".{key}."
-    count = sum(dotted.startswith(f".{part}.", at) for at in range(len(dotted)))
+    whole = f".{key}."
+    count = sum(whole.startswith(f".{part}.", at) for at in range(len(whole)))
     if count != 1:
-        found = f"{count} times in {key!r}"
         fix = "Name the part of the key that is replaced, with adjacent parts where it occurs twice."
         what = f"{doing}: the part of the key to replace"
-        raise TreeError(error_text(what, found=f"{part!r} {found}", expected="once", fix=fix))
-    return dotted.replace(f".{part}.", f".{name}.", 1)[1:-1]
+        raise TreeError(error_text(what, found=f"{part!r} {count} times in {key!r}", expected="once", fix=fix))
+    return whole.replace(f".{part}.", f".{name}.", 1)[1:-1]
 
 
 def check_names(doing: str, part: str | None, names: Sequence[str] | None, count: int) -> None:
@@ -53,11 +52,11 @@ def check_names(doing: str, part: str | None, names: Sequence[str] | None, count
     """
     if part is None and names is None:
         return
-    listed = [names] if isinstance(names, str) else list(names or ())
-    texts = [part, *listed]
+    words = [names] if isinstance(names, str) else list(names or ())
+    texts = [part, *words]
     is_sound = isinstance(names, Sequence) and not isinstance(names, str)
     if not (
-        is_sound and all(isinstance(text, str) and text for text in texts) and len(set(listed)) == len(listed) == count
+        is_sound and all(isinstance(text, str) and text for text in texts) and len(set(words)) == len(words) == count
     ):
         found, expected = f"part={part!r}, names={names!r}"[:300], f"a part of the key, and {count} different names"
         fix = "Pass both, or neither: then all is stored in one tensor under the same key."
@@ -143,19 +142,19 @@ def by_pattern(lenses: Mapping[str, Lens | None]) -> Lens:
         tensor([0, 2, 1, 3])
         tensor([0, 1, 2, 3])
     """
-    known = checked_lenses("by_pattern", lenses)
-    if not known:
+    lenses = checked_lenses("by_pattern", lenses)
+    if not lenses:
         fix = "Pass a lens for each pattern of keys."
         refuse("by_pattern", "lenses", "none", "patterns and lenses", fix, error=MetadataError)
 
     def lens(shard: ShardedTensor) -> StoredForm:
-        pattern = next((each for each in known if _fits(each, shard.key)), None)
+        pattern = next((each for each in lenses if _fits(each, shard.key)), None)
         if pattern is None:
             fix = 'Add it, with None where the tensor stays as it is; {"**": None} fits all keys.'
             what = f"by_pattern: no pattern fits {shard.key!r}"
-            raise TreeError(error_text(what, expected=", ".join(map(repr, known)), fix=fix))
-        chosen = known[pattern]
-        return StoredForm((shard,), _the_part) if chosen is None else chosen(shard)
+            raise TreeError(error_text(what, expected=", ".join(map(repr, lenses)), fix=fix))
+        inner = lenses[pattern]
+        return StoredForm((shard,), _the_part) if inner is None else inner(shard)
 
     return lens
 

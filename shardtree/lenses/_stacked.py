@@ -47,17 +47,17 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
     check_names(doing, part, [part], 1)
     count, base = positive(doing, "layers", layers), integer(doing, "first", first)
     # Dots or ends on both sides: `layers.1` mustn't match in `layers.12`. Eighteen digits fit an int64.
-    numbered = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]{{1,18}})(?![^.])")
+    expression = re.compile(rf"(?<![^.]){re.escape(part)}\.([0-9]{{1,18}})(?![^.])")
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_box(doing, shard)
-        key, number = _without_number(shard.key, part, numbered)
+        key, number = _without_number(shard.key, part, expression)
         if not 0 <= number + base < count:
             expected = f"a number below {count} layers"
             found = f"layer {number}" + (f", counted from {base}" if base else "")
             raise TreeError(error_text(f"{doing}: {shard.key!r} has no place", found=found, expected=expected))
         fragments = shard.axis_fragmentations
-        stored = replace(
+        stack = replace(
             shard,
             key=key,
             global_shape=(count, *shard.global_shape),
@@ -65,19 +65,19 @@ def stacked_layers(part: str, layers: int, *, first: int = 0) -> Lens:
             axis_fragmentations=None if fragments is None else (count, *fragments),
             prepend_axis_num=shard.prepend_axis_num + 1,
         )
-        return StoredForm((stored,), lambda parts: parts[0])
+        return StoredForm((stack,), lambda parts: parts[0])
 
     return lens
 
 
-def _without_number(key: str, part: str, numbered: re.Pattern[str]) -> tuple[str, int]:
-    found = list(numbered.finditer(key))
-    if len(found) != 1:
+def _without_number(key: str, part: str, expression: re.Pattern[str]) -> tuple[str, int]:
+    matches = list(expression.finditer(key))
+    if len(matches) != 1:
         what = f"stacked_layers: no layer's number in {key!r}"
         fix = "Name what precedes the number, with adjacent parts where it occurs twice."
         expected = f"'{part}.<number>' once"
-        raise TreeError(error_text(what, found=f"{len(found)} times", expected=expected, fix=fix))
-    [place] = found
+        raise TreeError(error_text(what, found=f"{len(matches)} times", expected=expected, fix=fix))
+    [place] = matches
     return f"{key[: place.start()]}{part}{key[place.end() :]}", int(place[1])
 
 
@@ -107,8 +107,8 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
     check_box(doing, shard)
     if not shard.global_shape:
         refuse(doing, f"shape of {shard.key!r}", (), "a first axis", "Leave scalars out.", error=ShapeError)
-    begin, prepended = shard.global_offset[place], place < shard.prepend_axis_num
-    count = 1 if prepended else shard.local_shape[0]
+    begin, is_prepended = shard.global_offset[place], place < shard.prepend_axis_num
+    count = 1 if is_prepended else shard.local_shape[0]
     if shard.allow_shape_mismatch:
         # Layers beyond the global shape have no key to be stored under.
         count = max(0, min(count, shard.global_shape[place] - begin))
@@ -116,7 +116,7 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
         layer_at(shard, place, number, replaced_part(doing, shard.key, part, f"{part}.{begin + number}"))
         for number in range(count)
     ]
-    if prepended:
+    if is_prepended:
         return StoredForm(tuple(shards), lambda parts: parts[0])
 
     def merge(parts: Sequence[Any]) -> Any:
@@ -127,17 +127,17 @@ def unstacked(doing: str, shard: ShardedTensor, part: str, place: int) -> Stored
 
 def layer_at(shard: ShardedTensor, place: int, number: int, key: str) -> ShardedTensor:
     """Return one layer of a box, by its number in the box: a view, without the axis that counts layers."""
-    prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
-    whole = shard.data is None or prepended
+    is_prepended, fragments = place < shard.prepend_axis_num, shard.axis_fragmentations
+    whole = shard.data is None or is_prepended
     return replace(
         shard,
         key=key,
         data=shard.data if whole else shard.data[number],
-        local_shape=shard.local_shape if prepended else shard.local_shape[1:],
+        local_shape=shard.local_shape if is_prepended else shard.local_shape[1:],
         global_shape=with_values(shard.global_shape, place, ()),
         global_offset=with_values(shard.global_offset, place, ()),
         axis_fragmentations=None if fragments is None else with_values(fragments, place, ()),
-        prepend_axis_num=shard.prepend_axis_num - prepended,
+        prepend_axis_num=shard.prepend_axis_num - is_prepended,
     )
 
 

@@ -21,7 +21,7 @@ from ._factory import as_factory
 from ._lens import Lens, Shape, StoredForm, check_box, check_exact, device_of, reshaped
 from ._renamed import replaced_part
 
-_HELD = "held"
+_TENSOR = "held"
 
 
 def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None = None, drop: bool = False) -> Lens:
@@ -49,11 +49,11 @@ def from_function(function: Callable[[torch.Tensor], Any], *, part: str | None =
     doing = "from_function"
 
     def whole(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        found = function(tensor)
-        if isinstance(found, Mapping) == (part is None):
+        output = function(tensor)
+        if isinstance(output, Mapping) == (part is None):
             fix = "Return a dict with part=..., whose names replace it, or a tensor without."
-            raise ShapeError(error_text(f"{doing}: the function gave {type(found).__name__}", fix=fix))
-        return found if isinstance(found, Mapping) else {"": found}
+            raise ShapeError(error_text(f"{doing}: the function gave {type(output).__name__}", fix=fix))
+        return output if isinstance(output, Mapping) else {"": output}
 
     def lens(shard: ShardedTensor) -> StoredForm:
         check_exact(doing, shard)
@@ -85,7 +85,7 @@ def stored_by(
     """
     axes = len(shard.global_shape) - front
     shape = (*(1,) * (axes - len(shard.local_shape)), *shard.local_shape)
-    held = shard.data if shard.data is None or shape == shard.local_shape else reshaped(shard.data, shape)
+    data = shard.data if shard.data is None or shape == shard.local_shape else reshaped(shard.data, shape)
     sources, local, copies, back = _plan(
         function, doing, drop, keep_views, shard.global_shape[front:], shard.dtype, shard.global_offset[front:], shape
     )
@@ -94,7 +94,7 @@ def stored_by(
         replace(
             shard,
             key=names[name],
-            data=None if held is None else _box_data(held, box, view, copy),
+            data=None if data is None else _box_data(data, box, view, copy),
             dtype=sources[name].dtype,
             local_shape=box.shape,
             global_shape=(*shard.global_shape[:front], *sources[name].shape),
@@ -106,20 +106,20 @@ def stored_by(
     ]
 
     def merge(parts: Sequence[Any]) -> Any:
-        viewed = _viewed(parts[0], shape, back) if len(parts) == 1 else None
-        return _merged(local, shard, parts, fill=0) if viewed is None else reshaped(viewed, shard.local_shape)
+        alias = _alias(parts[0], shape, back) if len(parts) == 1 else None
+        return _merge(local, shard, parts, fill=0) if alias is None else reshaped(alias, shard.local_shape)
 
     return StoredForm(tuple(shards), merge)
 
 
 # By shape and dtype, and by box: a model has few of them, and thousands of tensors.
 @lru_cache(maxsize=64)
-def _back(function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], doing: str, drop: bool, held: Kind) -> Trace:
-    there = trace(lambda tensors: function(tensors[_HELD]), {_HELD: held})
-    made = [name for name, moves in there.moves.items() if any(move.root != _HELD for move in moves)]
-    if made:
+def _back(function: Callable[[torch.Tensor], Mapping[str, torch.Tensor]], doing: str, drop: bool, kind: Kind) -> Trace:
+    there = trace(lambda tensors: function(tensors[_TENSOR]), {_TENSOR: kind})
+    names = [name for name, moves in there.moves.items() if any(move.root != _TENSOR for move in moves)]
+    if names:
         fix = "Store what the model holds alone."
-        raise TraceError(error_text(f"{doing}: elements that the tensor doesn't have", offenders=made, fix=fix))
+        raise TraceError(error_text(f"{doing}: elements that the tensor doesn't have", offenders=names, fix=fix))
     return there.inverse(drop)
 
 
@@ -137,27 +137,26 @@ def _plan(
     """Return what is stored, the boxes that make a held box, what makes each of them, and what one alone is to it."""
     back = _back(function, doing, drop, Kind(whole, dtype))
     # Each box holds nothing but what is held: together, ranks store each element once.
-    local = localized(back, _HELD, offset, shape, most=2**62, keep_views=keep_views)
+    local = localized(back, _TENSOR, offset, shape, most=2**62, keep_views=keep_views)
     if not prod(whole):  # an empty tensor must be stored too, or it would be missing
         boxes = [(name, Box((0,) * len(kind.shape), kind.shape)) for name, kind in back.sources.items()]
         local = replace(local, boxes=tuple(boxes), views=tuple(View(0, (0,) * len(box.shape)) for _, box in boxes))
         return back.sources, local, [local] * len(boxes), None
     there = local.trace.inverse(drop=True)
     whole_boxes = [(str(number), (0,) * len(box.shape), box.shape) for number, (_, box) in enumerate(local.boxes)]
-    held = Box((0,) * len(shape), shape)
     alone = [move for moves in there.moves.values() for move in moves] if len(local.boxes) == 1 else []
     is_all = len(alone) == 1 and alone[0].numel == prod(shape)
-    view = view_of(alone[0], held, shape) if is_all else None
+    view = view_of(alone[0], Box((0,) * len(shape), shape), shape) if is_all else None
     return back.sources, local, [localized(there, *each) for each in whole_boxes], view
 
 
-def _box_data(held: Any, box: Box, view: View | None, copy: Local) -> Any:
+def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
     """Return the elements of a box that is stored: a view of what is held where it is one."""
-    viewed = _viewed(held, box.shape, view)
-    return copy.made([held[slices(*own)] for _, own in copy.boxes]) if viewed is None else viewed
+    alias = _alias(data, box.shape, view)
+    return copy.made([data[slices(*own)] for _, own in copy.boxes]) if alias is None else alias
 
 
-def _viewed(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
+def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
     """Return a view of a tensor in memory, None if there is none."""
     if view is None or not isinstance(tensor, torch.Tensor):
         return None
@@ -181,12 +180,12 @@ def _along_axes(flat: int, shape: Shape) -> list[int]:
     return [flat // step % size for step, size in zip(dense(shape).stride, shape, strict=True)]
 
 
-def _merged(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float | None = None) -> Any:
-    made = local.made(parts, fill)
-    if isinstance(made, LazyTensor):
-        return made.reshape(shard.local_shape)
+def _merge(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float | None = None) -> Any:
+    tensor = local.made(parts, fill)
+    if isinstance(tensor, LazyTensor):
+        return tensor.reshape(shard.local_shape)
     place = next((part.device for part in parts if isinstance(part, torch.Tensor)), device_of(shard.data))
-    return made.reshape(shard.local_shape).to(place)
+    return tensor.reshape(shard.local_shape).to(place)
 
 
 def through_trace(tree: Any, found: Trace, *, cast: bool = False) -> Any:
@@ -255,26 +254,26 @@ def through_traces(trees: Sequence[Any], found: Trace | Sequence[Trace], *, cast
     return _Targets(trees, traces, cast)
 
 
-def _made_form(found: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
+def _made_form(whole: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
     """Return the boxes that a box of a target is made of, with data where they go as they are: the target's own."""
     doing = "transform"
     check_box(doing, shard)
-    check_written(found, shard.key, doing)
-    kind, target = found.outputs[shard.key], Kind(shard.global_shape, shard.dtype)
+    check_written(whole, shard.key, doing)
+    kind, target = whole.outputs[shard.key], Kind(shard.global_shape, shard.dtype)
     if kind.shape != target.shape or (kind.dtype is not target.dtype and not cast):
         fix = "Trace the code with what is stored, and make the target of what it makes."
         what = f"{doing}: the trace makes another {shard.key!r} than the target"
         raise ShapeError(error_text(what, found=kind, expected=target, fix=fix))
     shape = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
-    local = localized(found, shard.key, shard.global_offset, shape, keep_views=False)
+    local = localized(whole, shard.key, shard.global_offset, shape, keep_views=False)
     # What is computed isn't where its operands are, and bits of another dtype aren't those of the target.
-    is_moved = kind == target and all(isinstance(move.root, str) for move in found.moves[shard.key])
-    given = given_tensor(shard)
-    held = given if is_moved and not lacks_memory(given) else None
+    is_moved = kind == target and all(isinstance(move.root, str) for move in whole.moves[shard.key])
+    data = given_tensor(shard)
+    own = data if is_moved and not lacks_memory(data) else None
     shards = [
         replace(
-            whole_shard(name, found.sources[name]),
-            data=None if held is None else _row_major(held.reshape(shape), box.shape, view),
+            whole_shard(name, whole.sources[name]),
+            data=None if own is None else _row_major(own.reshape(shape), box.shape, view),
             local_shape=box.shape,
             global_offset=box.offset,
             axis_fragmentations=None,
@@ -283,12 +282,12 @@ def _made_form(found: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
         for (name, box), view in zip(local.boxes, local.views, strict=True)
     ]
     # Some parts may be where the target is, and others not.
-    place = None if given is None else given.device
-    return StoredForm(tuple(shards), lambda parts: _merged(local, shard, parts).to(device=place, dtype=shard.dtype))
+    place = None if data is None else data.device
+    return StoredForm(tuple(shards), lambda parts: _merge(local, shard, parts).to(device=place, dtype=shard.dtype))
 
 
 def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:
     """Return a view of a tensor if rows of a file can be read into it as they are, else None."""
     # Others gain nothing, and aliases among finely interleaved ones take long to rule out.
-    viewed = _viewed(tensor, shape, view)
-    return viewed if viewed is not None and viewed.is_contiguous() else None
+    alias = _alias(tensor, shape, view)
+    return alias if alias is not None and alias.is_contiguous() else None

@@ -53,10 +53,10 @@ def check_is_tree(doing: str, tree: Any) -> None:
     with refuse_too_deep(doing):
         unknown = subclasses(tree)
     # They would come back as the dict or list that they derive from. One without shards is a value to the codec.
-    held = [(path, node) for path, node in unknown if any(map(_is_part, _reached([node])))]
-    if held:
-        names = [f"{render_path(path)}: {type(node).__name__}" for path, node in held]
-        base = next(kind.__name__ for kind in (dict, list, deque) if isinstance(held[0][1], kind))
+    nodes = [(path, node) for path, node in unknown if any(map(_is_part, _reachable([node])))]
+    if nodes:
+        names = [f"{render_path(path)}: {type(node).__name__}" for path, node in nodes]
+        base = next(kind.__name__ for kind in (dict, list, deque) if isinstance(nodes[0][1], kind))
         what, fix = (
             f"{doing}: shards in subclasses of dict, list or deque",
             f"Pass `{base}(value)`, or register the class: {_REGISTRATION}",
@@ -102,11 +102,11 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         what, fix = f"{doing}: objects where shards are meant", " ".join(dict.fromkeys(forms.values()))
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in others if path in forms]
         raise TreeError(error_text(what, offenders=names, fix=fix))
-    hidden = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
-    if hidden:
+    hosts = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
+    if hosts:
         fix = "Put shards, tensors and local objects in dicts, lists and tuples; those are entered."
-        fix += f" {_REGISTER}" * any(_has_fields(leaf) for _, leaf in hidden)
-        names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hidden]
+        fix += f" {_REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
+        names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))
 
 
@@ -124,10 +124,10 @@ def _other_form(leaf: Any) -> str:
 
 def _hides_any(leaf: Any) -> bool:
     """Return whether parts lie anywhere in a leaf, or tensors where it would be stored without its class."""
-    if any(map(_is_part, _reached(_inside(leaf)))):
+    if any(map(_is_part, _reachable(_inside(leaf)))):
         return True
     # Together, so that what many of them share is searched once.
-    return holds_tensors([value for value in _reached([leaf], into=_BY_VALUE) if _has_fields(value)])
+    return holds_tensors([value for value in _reachable([leaf], into=_BY_VALUE) if _has_fields(value)])
 
 
 # Recognised by names and attributes: importing the classes would load torch.distributed, or need Megatron-Core. A
@@ -177,7 +177,7 @@ def holds_tensors(value: Any) -> bool:
     """
     # Most leaves of a tree's plain values are numbers and texts: a search of each would cost as much as the rest.
     return type(value) not in _SCALARS and any(
-        isinstance(each, (torch.Tensor, LazyTensor)) for each in _reached([value])
+        isinstance(each, (torch.Tensor, LazyTensor)) for each in _reachable([value])
     )
 
 
@@ -200,15 +200,15 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
     Examples:
         >>> refuse_without_elements("save", [(("step",), torch.tensor(3))])
     """
-    found = []
+    offenders = []
     for path, leaf in leaves:
         if type(leaf) in _SCALARS:
             continue
-        held = leaf.data if isinstance(leaf, ShardedObject) else leaf
-        found += [f"{render_path(path)}: {kind}" for value in _reached([held]) if (kind := _lacking(value))]
-    if found:
+        content = leaf.data if isinstance(leaf, ShardedObject) else leaf
+        offenders += [f"{render_path(path)}: {kind}" for value in _reachable([content]) if (kind := _lacking(value))]
+    if offenders:
         fix = "Save while their memory is there; run a module with lazy parameters once before."
-        raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=found, fix=fix))
+        raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=offenders, fix=fix))
 
 
 def _lacking(value: Any) -> str:
@@ -237,12 +237,12 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _slot_names(kind: type) -> Iterable[str]:
-    names = vars(kind).get("__slots__", ())
-    found = (names,) if isinstance(names, str) else tuple(names)
-    return (name for name in found if isinstance(vars(kind).get(name), MemberDescriptorType))
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return (name for name in names if isinstance(vars(kind).get(name), MemberDescriptorType))
 
 
-def _reached(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
+def _reachable(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
     """Yield values and what lies in those of some types, each value once, which ends cycles."""
     seen: set[int] = set()
     left = [(value, 0) for value in values]

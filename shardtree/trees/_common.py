@@ -30,15 +30,15 @@ def common_with_holes(tree: Tree) -> Tree:
     """
     children = entries(tree)
     if children is None:
-        return _stored(tree)
-    return stored_like(tree, {entry: _stored(child) for entry, child in children.items()})
+        return _with_holes(tree)
+    return stored_like(tree, {entry: _with_holes(child) for entry, child in children.items()})
 
 
-def _stored(tree: Tree) -> Tree:
+def _with_holes(tree: Tree) -> Tree:
     children = entries(tree)
     if children is None:
         return HOLE if isinstance(tree, (ShardedBase, LocalNonpersistentObject)) else tree
-    new = {entry: _stored(child) for entry, child in children.items()}
+    new = {entry: _with_holes(child) for entry, child in children.items()}
     # Large subtrees of shards, as a model, then cost the common state nothing.
     return HOLE if new and all(child is HOLE for child in new.values()) else stored_like(tree, new)
 
@@ -128,17 +128,17 @@ def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
 
 def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> Tree:
     dicts = {rank: tree for rank, tree in trees.items() if _is_mapping(tree)}
-    held = {rank: tree for rank, tree in trees.items() if not is_hollow(tree)}
-    if dicts and held.keys() <= dicts.keys():
+    owners = {rank: tree for rank, tree in trees.items() if not is_hollow(tree)}
+    if dicts and owners.keys() <= dicts.keys():
         keys = dict.fromkeys(key for tree in dicts.values() for key in tree)
         parts = {key: {rank: tree[key] for rank, tree in dicts.items() if key in tree} for key in keys}
         return like(
             next(iter(dicts.values())), {key: _unite(of_key, (*path, key), conflicts) for key, of_key in parts.items()}
         )
-    values = {rank: comparable(tree) for rank, tree in held.items()}
+    values = {rank: comparable(tree) for rank, tree in owners.items()}
     if any(diff(next(iter(values.values())), value) for value in values.values()):
         conflicts[path] = values
-    return next(iter(held.values()), next((tree for tree in trees.values() if tree is not HOLE), HOLE))
+    return next(iter(owners.values()), next((tree for tree in trees.values() if tree is not HOLE), HOLE))
 
 
 def united(trees: Sequence[Tree]) -> United:
@@ -148,16 +148,16 @@ def united(trees: Sequence[Tree]) -> United:
         >>> united([{"lr": {"embed": 0.1, "max": 1}, "step": 3}, {"lr": {"head": 0.2, "max": 1}, "step": 3}])
         {('lr',): frozenset({'max'})}
     """
-    return dict(_united(trees, ()))
+    return dict(_shared_keys(trees, ()))
 
 
-def _united(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePath, frozenset[Any]]]:
+def _shared_keys(trees: Sequence[Tree], path: TreePath) -> Iterator[tuple[TreePath, frozenset[Any]]]:
     dicts = [tree for tree in trees if _is_mapping(tree)]
-    held = [frozenset(key for key, child in tree.items() if not is_hollow(child)) for tree in dicts]
-    if len(set(held)) > 1:
-        yield path, frozenset.intersection(*held)
+    key_sets = [frozenset(key for key, child in tree.items() if not is_hollow(child)) for tree in dicts]
+    if len(set(key_sets)) > 1:
+        yield path, frozenset.intersection(*key_sets)
     for key in dict.fromkeys(key for tree in dicts for key in tree):
-        yield from _united([tree[key] for tree in dicts if key in tree], (*path, key))
+        yield from _shared_keys([tree[key] for tree in dicts if key in tree], (*path, key))
 
 
 @refusing_depth
@@ -188,13 +188,13 @@ def _restrict(tree: Tree, names: Tree, at: United | None, path: TreePath) -> Tre
         return tree
     shared = frozenset() if at is None else at.get(path, tree.keys())
     own = {key for key, child in tree.items() if key not in shared and not is_hollow(child)}
-    dropped = own - names.keys() if own & names.keys() else set()
-    kept = {
+    excess = own - names.keys() if own & names.keys() else set()
+    rest = {
         key: _restrict(child, names[key], at, (*path, key)) if key in names else child
         for key, child in tree.items()
-        if key not in dropped
+        if key not in excess
     }
-    return like(tree, kept)
+    return like(tree, rest)
 
 
 def _is_mapping(tree: Tree) -> bool:

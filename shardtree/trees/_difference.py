@@ -178,8 +178,8 @@ def value_at(tree: Any, path: TreePath) -> str:
     value, depth = deepest(tree, path)
     if depth < len(path):
         return "nothing"
-    shown = _value_text(value)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    text = _value_text(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def _value_text(value: Any) -> str:
@@ -187,7 +187,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        described = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        text = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
-        return f"{described} {value.tolist()}" if plain and prod(value.shape) <= _FEW else described
+        return f"{text} {value.tolist()}" if plain and prod(value.shape) <= _FEW else text
     return type(value).__name__

@@ -55,19 +55,19 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
     if not fill or not prod(shape):
         return as_integers(empty_data(shape, dtype, device)).zero_().view(dtype)
     try:
-        filled = torch.full(tuple(shape), fill, dtype=dtype, device=device)
+        tensor = torch.full(tuple(shape), fill, dtype=dtype, device=device)
     except (RuntimeError, TypeError) as error:
         _refuse_fill(fill, dtype, error)
     # For integers torch drops fractions without an error, so what was written is compared.
     is_real = dtype.is_floating_point or dtype.is_complex
-    if not is_real and filled.device.type != "meta" and filled.reshape(-1)[0].item() != fill:
-        _refuse_fill(fill, dtype, filled.reshape(-1)[0].item())
-    return filled
+    if not is_real and tensor.device.type != "meta" and tensor.reshape(-1)[0].item() != fill:
+        _refuse_fill(fill, dtype, tensor.reshape(-1)[0].item())
+    return tensor
 
 
-def _refuse_fill(fill: float, dtype: torch.dtype, found: object) -> NoReturn:
+def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
     what = f"a padding of {fill} in a tensor of {dtype}"
-    raise ShapeError(error_text(what, found=found, expected="a number that torch can put there"))
+    raise ShapeError(error_text(what, found=actual, expected="a number that torch can put there"))
 
 
 def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
@@ -212,9 +212,9 @@ def cast(tree: SameTree, dtype: torch.dtype, keys: Sequence[str] | None = None) 
         return map_sharing(lambda leaf: _cast(leaf, dtype), tree)
     patterns = checked_keys("cast", keys)
     shards = (leaf for leaf in flatten(tree)[0] if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)))
-    chosen = match_keys("cast", patterns, dict.fromkeys(shard.key for shard in shards))
+    matches = match_keys("cast", patterns, dict.fromkeys(shard.key for shard in shards))
     return map_sharing(
-        lambda leaf: _cast(leaf, dtype) if isinstance(leaf, ShardedBase) and leaf.key in chosen else leaf, tree
+        lambda leaf: _cast(leaf, dtype) if isinstance(leaf, ShardedBase) and leaf.key in matches else leaf, tree
     )
 
 

@@ -47,9 +47,9 @@ def apply_factories(sharded_state_dict: Tree) -> Tree:
     return build_factories(sharded_state_dict)[0]
 
 
-def merge_anew(factory: ShardedTensorFactory, loaded: Tree) -> Any:
+def merge_anew(factory: ShardedTensorFactory, parts: Tree) -> Any:
     """Return what a factory merges."""
-    return factory.merge_fn(loaded)
+    return factory.merge_fn(parts)
 
 
 def build_factories(tree: Tree, merge_one: MergeOne = merge_anew) -> tuple[Tree, Callable[[Tree], Tree]]:
@@ -62,13 +62,13 @@ def build_factories(tree: Tree, merge_one: MergeOne = merge_anew) -> tuple[Tree,
         tree: with factories.
         merge_one: merges what was loaded for one factory.
     """
-    built: dict[int, Tree] = {}
-    expanded = _build(tree, built, 0)
-    return expanded, lambda loaded: _merge_from_root(loaded, tree, (), lambda factory: built[id(factory)], merge_one)
+    trees: dict[int, Tree] = {}
+    expanded = _build(tree, trees, 0)
+    return expanded, lambda data: _merge_from_root(data, tree, (), lambda factory: trees[id(factory)], merge_one)
 
 
-def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
-    """Return the tree with its factories applied, adding what each built to `built`, by the factory's id."""
+def _build(tree: Tree, trees: dict[int, Tree], depth: int) -> Tree:
+    """Return the tree with its factories applied, adding what each built to `trees`, by the factory's id."""
 
     def on_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensorFactory):
@@ -81,8 +81,8 @@ def _build(tree: Tree, built: dict[int, Tree], depth: int) -> Tree:
                 )
             )
         # By id, since equal factories may stand in several places. The tree keeps them alive, so ids stay unique.
-        built[id(leaf)] = leaf.build()
-        return _build(built[id(leaf)], built, depth + 1)
+        trees[id(leaf)] = leaf.build()
+        return _build(trees[id(leaf)], trees, depth + 1)
 
     return map_sharing(on_leaf, tree)
 
@@ -137,29 +137,29 @@ def merge_into_held(doing: str, tree: Tree) -> MergeOne:
     """
     leaves = [leaf for _, leaf in leaves_with_paths(tree)]
     factories = [leaf for leaf in leaves if isinstance(leaf, ShardedTensorFactory)]
-    held = [
+    targets = [
         (ShardedTensor.from_rank_offsets(leaf.key, leaf.data), leaf.data)
         for leaf in factories
         if isinstance(leaf.data, torch.Tensor) and has_elements(leaf.data)
     ]
-    for shard, data in held:
+    for shard, data in targets:
         check_writable(doing, shard, data)
     others = [(leaf, given_tensor(leaf)) for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    strided = [(leaf, data) for leaf, data in others if data is not None and data.layout is torch.strided]
-    check_no_aliases(doing, held, strided)
-    times = Counter(data.data_ptr() for _, data in held)
-    may_write = {id(data): times[data.data_ptr()] == 1 for _, data in held}
+    tensors = [(leaf, data) for leaf, data in others if data is not None and data.layout is torch.strided]
+    check_no_aliases(doing, targets, tensors)
+    times = Counter(data.data_ptr() for _, data in targets)
+    may_write = {id(data): times[data.data_ptr()] == 1 for _, data in targets}
 
-    def merge(factory: ShardedTensorFactory, loaded: Tree) -> Any:
+    def merge(factory: ShardedTensorFactory, data: Tree) -> Any:
         own = factory.data
-        parts = [leaf for _, leaf in leaves_with_paths(loaded) if isinstance(leaf, torch.Tensor)]
+        parts = [leaf for _, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
         if id(own) in may_write and is_all_of(parts, own):
             return own
-        merged = factory.merge_fn(loaded)
-        fits = isinstance(merged, torch.Tensor) and (merged.shape, merged.dtype) == (own.shape, own.dtype)
+        result = factory.merge_fn(data)
+        fits = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (own.shape, own.dtype)
         if not may_write.get(id(own)) or not fits:
-            return merged
-        overwrite(own, merged)
+            return result
+        overwrite(own, result)
         return own
 
     return merge
@@ -170,20 +170,20 @@ def _build_again(factory: ShardedTensorFactory) -> Tree:
 
 
 @refusing_depth
-def _merge_from_root(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
-    return _merge(loaded, tree, path, inner, merge_one)
+def _merge_from_root(data: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
+    return _merge(data, tree, path, inner, merge_one)
 
 
-def _merge(loaded: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
+def _merge(data: Tree, tree: Tree, path: TreePath, inner: _Inner, merge_one: MergeOne) -> Tree:
     if isinstance(tree, ShardedTensorFactory):
-        parts = _merge(loaded, call_at(path, inner, tree), path, inner, merge_one)
+        parts = _merge(data, call_at(path, inner, tree), path, inner, merge_one)
         return call_at(path, partial(merge_one, tree), parts)
-    wanted = {entry: child for entry, child in (entries(tree) or {}).items() if _holds_factory(child)}
-    if not wanted:
-        return loaded
-    places = _checked_entries(loaded, tree, wanted, path)
-    merged = {entry: _merge(places[entry], child, (*path, entry), inner, merge_one) for entry, child in wanted.items()}
-    return like(loaded, {**places, **merged})
+    children = {entry: child for entry, child in (entries(tree) or {}).items() if _holds_factory(child)}
+    if not children:
+        return data
+    places = _checked_entries(data, tree, children, path)
+    new = {entry: _merge(places[entry], child, (*path, entry), inner, merge_one) for entry, child in children.items()}
+    return like(data, {**places, **new})
 
 
 def _holds_factory(tree: Tree) -> bool:
@@ -193,25 +193,25 @@ def _holds_factory(tree: Tree) -> bool:
     return children is not None and any(map(_holds_factory, children.values()))
 
 
-def _checked_entries(loaded: Tree, tree: Tree, wanted: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
+def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
     """Return the entries of what was loaded, after checking that it has each wanted one."""
-    places = entries(loaded)
-    if places is None or not _fits(loaded, tree):
-        raise _misfit("has another structure", path, describe(loaded), describe(tree))
-    if is_sequence(loaded) and is_sequence(tree) and len(loaded) != len(tree):
-        raise _misfit("has another length", path, describe(loaded), describe(tree))
-    missing = [entry for entry in wanted if entry not in places]
+    places = entries(data)
+    if places is None or not _fits(data, tree):
+        raise _misfit("has another structure", path, describe(data), describe(tree))
+    if is_sequence(data) and is_sequence(tree) and len(data) != len(tree):
+        raise _misfit("has another length", path, describe(data), describe(tree))
+    missing = [entry for entry in children if entry not in places]
     if missing:
         names = [f"missing {render_path((*path, entry))}" for entry in missing]
-        raise _misfit("lacks what factories merge", path, describe(loaded), None, names)
+        raise _misfit("lacks what factories merge", path, describe(data), None, names)
     return places
 
 
-def _fits(loaded: Tree, tree: Tree) -> bool:
-    """Return whether entries of `tree` can name entries of `loaded`: keys in a dict, positions in a sequence."""
-    if is_dict(loaded):
+def _fits(data: Tree, tree: Tree) -> bool:
+    """Return whether entries of `tree` can name entries of `data`: keys in a dict, positions in a sequence."""
+    if is_dict(data):
         return is_dict(tree)
-    return is_sequence(tree) or is_dict(tree) or type(loaded) is type(tree)
+    return is_sequence(tree) or is_dict(tree) or type(data) is type(tree)
 
 
 def _misfit(
@@ -241,19 +241,19 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
         >>> metadata["layers.0.w"].global_shape, metadata["layers.0.w"].data
         ((4,), None)
     """
-    found: dict[str, ShardedTensor | ShardedObject] = {}
+    metadata: dict[str, ShardedTensor | ShardedObject] = {}
     conflicts: list[str] = []
     for path, leaf in leaves_with_paths(apply_factories(tree)):
         if not isinstance(leaf, (ShardedTensor, ShardedObject)):
             continue
         key = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
-        first = found.setdefault(key, leaf)
+        first = metadata.setdefault(key, leaf)
         if _global_kind(first) != _global_kind(leaf):
             conflicts.append(f"{key!r} at {render_path(path)}: found {_kind_text(leaf)}, before {_kind_text(first)}")
     if conflicts:
         fix = "Give each global tensor a key of its own."
         raise IntegrityError(error_text("shards of one key describe different tensors", offenders=conflicts, fix=fix))
-    return dict(without_data(found))
+    return dict(without_data(metadata))
 
 
 def _global_kind(leaf: ShardedTensor | ShardedObject) -> tuple[Any, ...]:

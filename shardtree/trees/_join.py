@@ -134,40 +134,40 @@ def join(common: Tree, target: Tree) -> Tree:
         >>> join({"model": HOLE, "ema": [HOLE, 0.9]}, {"model": {"layers": []}})
         {'model': {'layers': []}}
     """
-    joined = _join(common, target, ())
-    if joined is HOLE:
+    tree = _join(common, target, ())
+    if tree is HOLE:
         what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
         raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
-    return joined
+    return tree
 
 
-def left_out(common: Tree, joined: Tree) -> tuple[TreePath, ...]:
+def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
     """Return the paths of the stored plain values that a join left out, in the stored order.
 
     Args:
         common: the stored common tree.
-        joined: what `join` made of it and a target.
+        tree: what `join` made of it and a target.
 
     Examples:
         >>> common = {"ema": [HOLE, 0.9], "step": 3}
         >>> left_out(common, join(common, {}))
         (('ema', 1),)
     """
-    return tuple(_missing_paths(common, joined, ()))
+    return tuple(_missing_paths(common, tree, ()))
 
 
-def unfilled(joined: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
+def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
     """Return the paths of a target's plain tensors for which a joined tree has nothing, or a container for a tensor.
 
     Args:
-        joined: what `join` made of a stored tree and the target.
+        tree: what `join` made of a stored tree and the target.
         plain: path and leaf of each.
 
     Examples:
         >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])
         [('state',)]
     """
-    found = ((path, leaf, *deepest(joined, path)) for path, leaf in plain)
+    found = ((path, leaf, *deepest(tree, path)) for path, leaf in plain)
     return [
         path
         for path, leaf, node, depth in found
@@ -189,10 +189,10 @@ def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
     return tuple(_misfits(common, target, ()))
 
 
-def _misfits(stored: Tree, target: Tree, path: TreePath) -> Iterator[TreePath]:
-    if is_hollow(stored) or not _holds_any(target):
+def _misfits(common: Tree, target: Tree, path: TreePath) -> Iterator[TreePath]:
+    if is_hollow(common) or not _holds_any(target):
         return
-    pair = _aligned(stored, target)
+    pair = _entries_by_target(common, target)
     if pair is None:
         yield path
         return
@@ -200,41 +200,41 @@ def _misfits(stored: Tree, target: Tree, path: TreePath) -> Iterator[TreePath]:
         yield from _misfits(pair[0].get(entry, HOLE), child, (*path, entry))
 
 
-def _missing_paths(stored: Tree, joined: Tree, path: TreePath) -> Iterator[TreePath]:
-    if joined is stored or stored is HOLE:
+def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePath]:
+    if tree is common or common is HOLE:
         return
-    mine = stored_entries(stored)
+    mine = stored_entries(common)
     if mine is None:
         # A stored leaf is in the result unless it was left out, or a container of the target replaced it.
-        if joined is HOLE or stored_entries(joined) is not None:
+        if tree is HOLE or stored_entries(tree) is not None:
             yield path
         return
-    pair = None if joined is HOLE else _aligned(stored, joined)
+    pair = None if tree is HOLE else _entries_by_target(common, tree)
     for (entry, child), key in zip(mine.items(), (mine if pair is None else pair[0]), strict=True):
         yield from _missing_paths(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
 
 
-def _join(stored: Tree, target: Tree, path: TreePath) -> Tree:
+def _join(common: Tree, target: Tree, path: TreePath) -> Tree:
     """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed."""
-    if stored is HOLE:
+    if common is HOLE:
         # Most places of a target are leaves, and optree's own lookup of types takes longer.
         return target if is_known_leaf(target) else _finish_target(target, path)
     # The target's own Counter was read as a dict.
-    if target is HOLE or (is_subclass(stored) and not _holds_any(target)):
-        return _keep_whole(stored)
-    if (pair := _aligned(stored, target)) is not None:
+    if target is HOLE or (is_subclass(common) and not _holds_any(target)):
+        return _keep_whole(common)
+    if (pair := _entries_by_target(common, target)) is not None:
         mine, theirs = pair
         order = dict.fromkeys([*mine, *theirs]) if is_dict(target) else theirs
         new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry)) for entry in order}
         return _rebuild(target, new, path, named=_holds_any(target))
     # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
-    if is_hollow(stored):
+    if is_hollow(common):
         return _finish_target(target, path)
     if _holds_any(target):
-        raise _conflict(stored, target, path)
+        raise _conflict(common, target, path)
     # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
-    kept = _keep_whole(stored)
-    return _finish_target(target, path) if kept is HOLE else kept
+    whole = _keep_whole(common)
+    return _finish_target(target, path) if whole is HOLE else whole
 
 
 def _finish_target(target: Tree, path: TreePath) -> Tree:
@@ -248,15 +248,15 @@ def _finish_target(target: Tree, path: TreePath) -> Tree:
     return _rebuild(target, new, path, named=_holds_any(target))
 
 
-def _keep_whole(stored: Tree) -> Tree:
+def _keep_whole(common: Tree) -> Tree:
     """Return what is complete of a stored tree in which the target has nothing to load."""
-    children = stored_entries(stored)
+    children = stored_entries(common)
     if children is None:
-        return stored
+        return common
     new = {entry: _keep_whole(child) for entry, child in children.items()}
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
-        return stored
-    return _rebuild(stored, new, (), named=False)
+        return common
+    return _rebuild(common, new, (), named=False)
 
 
 def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool) -> Tree:
@@ -284,20 +284,20 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool
     raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
 
 
-def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
+def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
     """Return the entries of two containers by the target's entries, None where they can't be joined entry by entry."""
-    mine, theirs = stored_entries(stored), stored_entries(target)
+    mine, theirs = stored_entries(common), stored_entries(target)
     if mine is None or theirs is None:
         return None
     if is_dict(target):
-        return (mine, theirs) if isinstance(stored, dict) else None
-    if is_sequence(target) and is_sequence(stored):
+        return (mine, theirs) if isinstance(common, dict) else None
+    if is_sequence(target) and is_sequence(common):
         return (mine, theirs) if len(mine) == len(theirs) else None
     # Registered nodes, and namedtuples whose class wasn't known to the save, are stored by field names.
-    if type(stored) is not type(target) and not isinstance(stored, (Record, dict)):
+    if type(common) is not type(target) and not isinstance(common, (Record, dict)):
         return None
     names = dict(zip(target._fields if optree.is_namedtuple(target) else theirs, theirs, strict=True))
-    if isinstance(stored, dict) and not is_sequence(target):
+    if isinstance(common, dict) and not is_sequence(target):
         # Formats may leave holes out of a dict, or have one for each tensor.
         fits = all(name in names or child is HOLE for name, child in mine.items())
     else:
@@ -305,15 +305,15 @@ def _aligned(stored: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[An
     return ({names.get(name, name): child for name, child in mine.items()}, theirs) if fits else None
 
 
-def is_hollow(stored: Tree) -> bool:
+def is_hollow(tree: Tree) -> bool:
     """Return whether a stored tree holds nothing but holes and empty containers: another rank may hold shards there.
 
     Examples:
         >>> is_hollow([HOLE, {"w": []}]), is_hollow([HOLE, 1])
         (True, False)
     """
-    children = stored_entries(stored)
-    return stored is HOLE if children is None else all(map(is_hollow, children.values()))
+    children = stored_entries(tree)
+    return tree is HOLE if children is None else all(map(is_hollow, children.values()))
 
 
 def _holds_any(target: Tree) -> bool:
@@ -321,11 +321,11 @@ def _holds_any(target: Tree) -> bool:
     return any(leaf is not HOLE for leaf in flatten(target)[0])
 
 
-def _conflict(stored: Tree, target: Tree, path: TreePath) -> TreeError:
+def _conflict(common: Tree, target: Tree, path: TreePath) -> TreeError:
     what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
     fix = "Give the target the structure that was saved, or take this entry out of it."
-    return TreeError(error_text(what, found=describe(target), expected=_description(stored), fix=fix))
+    return TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
 
 
-def _description(stored: Tree) -> str:
-    return f"a record of {stored.type_name[:200]}" if isinstance(stored, Record) else describe(stored)
+def _description(common: Tree) -> str:
+    return f"a record of {common.type_name[:200]}" if isinstance(common, Record) else describe(common)

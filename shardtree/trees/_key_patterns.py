@@ -67,8 +67,8 @@ def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
         >>> match_key("**.weight", "layers.11.weight"), match_key("**.weight", "weight")
         (('layers.11',), ('',))
     """
-    found = re.fullmatch(key_expression(pattern), key)
-    return None if found is None else tuple(part.strip(".") for part in found.groups())
+    match = re.fullmatch(key_expression(pattern), key)
+    return None if match is None else tuple(part.strip(".") for part in match.groups())
 
 
 def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
@@ -83,8 +83,8 @@ def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
     """
     # One expression for all patterns: there may be millions of keys.
     expressions = [f"(?:{key_expression(pattern)})" for pattern in patterns]
-    found = re.compile("|".join(expressions) or r"(?!)")
-    return lambda key: found.fullmatch(key) is not None
+    expression = re.compile("|".join(expressions) or r"(?!)")
+    return lambda key: expression.fullmatch(key) is not None
 
 
 def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
@@ -161,23 +161,23 @@ def match_keys(doing: str, patterns: Iterable[str], keys: Iterable[str]) -> dict
         {'layers.3.bias': ('layers.*.bias', ('3',)), 'layers.3.weight': ('layers.*.*', ('3', 'weight'))}
     """
     # An unused pattern is most likely a typing error, and what it was meant for would silently go without.
-    known = list(patterns)
-    chosen = {key: found for key in keys if (found := _first_match(known, key)) is not None}
-    used = {pattern for pattern, _ in chosen.values()}
-    unused = [pattern for pattern in known if pattern not in used]
+    patterns = list(patterns)
+    matches = {key: match for key in keys if (match := _first_match(patterns, key)) is not None}
+    used = {pattern for pattern, _ in matches.values()}
+    unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
         fitting = {
-            pattern: next((key for key in chosen if match_key(pattern, key) is not None), None) for pattern in unused
+            pattern: next((key for key in matches if match_key(pattern, key) is not None), None) for pattern in unused
         }
         lines = [
             f"{pattern!r} fits no key"
             if key is None
-            else f"{pattern!r} fits {key!r}, but {chosen[key][0]!r} comes first"
+            else f"{pattern!r} fits {key!r}, but {matches[key][0]!r} comes first"
             for pattern, key in fitting.items()
         ]
         fix = "Correct or leave out what fits no key; put a narrow pattern before a wide one."
         raise TreeError(error_text(f"{doing}: patterns that name nothing", offenders=lines, fix=fix))
-    return chosen
+    return matches
 
 
 def _first_match(patterns: Sequence[str], key: str) -> tuple[str, tuple[str, ...]] | None:
@@ -199,11 +199,11 @@ def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
         ['h.*.q', 'h.*.k']
     """
     many = not isinstance(keys, str | Mapping) and hasattr(keys, "__iter__")
-    listed = list(keys) if many else []
-    if not listed or not all(isinstance(key, str) for key in listed) or len(set(listed)) < len(listed):
+    texts = list(keys) if many else []
+    if not texts or not all(isinstance(key, str) for key in texts) or len(set(texts)) < len(texts):
         found = repr(keys)[:200]
         raise TreeError(error_text(f"{doing}: keys of tensors", found=found, expected="a list of different keys"))
-    return listed
+    return texts
 
 
 # Suggestions for a mistyped name.
@@ -234,10 +234,10 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
     few = [key for key in islice(keys, _KEYS) if len(key) <= _LONGEST]
     if not few:
         return {}
-    known = sorted(name for name in names if len(name) <= _LONGEST)
+    candidates = sorted(name for name in names if len(name) <= _LONGEST)
     # Sorted by their ends as well: a typing error near the beginning would hide the name from a search by prefix alone.
-    backwards = sorted(name[::-1] for name in known) if len(known) > _COMPARED_ALL else []
-    near = {key: get_close_matches(key, _to_compare(key, known, backwards), n=_CLOSE) for key in few}
+    backwards = sorted(name[::-1] for name in candidates) if len(candidates) > _COMPARED_ALL else []
+    near = {key: get_close_matches(key, _to_compare(key, candidates, backwards), n=_CLOSE) for key in few}
     # The closest name with the key's own numbers, so that no layer is taken for another; else the closest.
     return {
         key: next((name for name in close if _numbers(name) == _numbers(key)), close[0])
@@ -262,30 +262,30 @@ def near_patterns(patterns: Iterable[str], keys: Collection[str], *, widen: bool
         'h.bais' (did you mean 'h.bias'?)
         'x'
     """
-    listed = list(patterns)
-    near = near_names(listed, keys)
-    parts = {part for key in keys if "*" in "".join(listed) for part in key.split(".")}
-    meant = {one: _nearly(one, keys, parts, widen) or near.get(one) for one in listed[:_KEYS]}
-    return with_guesses(listed, meant)
+    patterns = list(patterns)
+    near = near_names(patterns, keys)
+    parts = {part for key in keys if "*" in "".join(patterns) for part in key.split(".")}
+    guesses = {one: _nearly(one, keys, parts, widen) or near.get(one) for one in patterns[:_KEYS]}
+    return with_guesses(patterns, guesses)
 
 
-def with_guesses(keys: Iterable[str], meant: Mapping[str, str | None]) -> list[str]:
+def with_guesses(keys: Iterable[str], guesses: Mapping[str, str | None]) -> list[str]:
     """Return keys, quoted, each with what may be meant by it.
 
     Examples:
         >>> with_guesses(["wieght", "x"], {"wieght": "weight"})
         ["'wieght' (did you mean 'weight'?)", "'x'"]
     """
-    return [repr(key) + (f" (did you mean {meant[key]!r}?)" if meant.get(key) else "") for key in keys]
+    return [repr(key) + (f" (did you mean {guesses[key]!r}?)" if guesses.get(key) else "") for key in keys]
 
 
 def _nearly(pattern: str, keys: Collection[str], parts: Collection[str], widen: bool) -> str | None:
     """Return a pattern that fits keys: each part as one that there is, or with stars across dots too."""
     own = [part for part in pattern.split(".") if "*" not in part and part not in parts]
     near = near_names(own, parts) if "*" in pattern else {}
-    spelled = ".".join(near.get(part, part) for part in pattern.split("."))
-    wider = [spelled.replace("**", "*").replace("*", "**")] if widen else []
-    return next((each for each in [spelled, *wider] if "*" in each and any(map(key_matcher([each]), keys))), None)
+    guess = ".".join(near.get(part, part) for part in pattern.split("."))
+    wider = [guess.replace("**", "*").replace("*", "**")] if widen else []
+    return next((each for each in [guess, *wider] if "*" in each and any(map(key_matcher([each]), keys))), None)
 
 
 def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, str] | None:
@@ -306,17 +306,17 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
     """
     if len(keys) < 2 or not names:
         return None
-    known = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
+    names = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
     longest = max(keys, key=len)  # the fewest names end in it
     # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
     # key with each name would take minutes.
-    too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in known)
-    found = next((text for text in too_much if all(_without(key, text) in known for key in keys)), None)
-    if found is not None:
-        return found, ""
-    lacking = sorted(name.removesuffix(longest) for name in known if name.endswith(longest))
-    found = next((text for text in lacking if all(text + key in known for key in keys)), None)
-    return None if found is None else ("", found)
+    too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in names)
+    prefix = next((text for text in too_much if all(_without(key, text) in names for key in keys)), None)
+    if prefix is not None:
+        return prefix, ""
+    lacking = sorted(name.removesuffix(longest) for name in names if name.endswith(longest))
+    prefix = next((text for text in lacking if all(text + key in names for key in keys)), None)
+    return None if prefix is None else ("", prefix)
 
 
 def _without(key: str, prefix: str) -> str | None:
@@ -327,12 +327,12 @@ def _numbers(name: str) -> list[str]:
     return [number.lstrip("0") for number in re.findall("[0-9]+", name)]
 
 
-def _to_compare(key: str, known: Sequence[str], backwards: Sequence[str]) -> Sequence[str]:
-    if len(known) <= _COMPARED_ALL:
-        return known
-    return [*_neighbours(key, known), *(name[::-1] for name in _neighbours(key[::-1], backwards))]
+def _to_compare(key: str, candidates: Sequence[str], backwards: Sequence[str]) -> Sequence[str]:
+    if len(candidates) <= _COMPARED_ALL:
+        return candidates
+    return [*_neighbours(key, candidates), *(name[::-1] for name in _neighbours(key[::-1], backwards))]
 
 
-def _neighbours(key: str, ordered: Sequence[str]) -> Sequence[str]:
-    at = bisect_left(ordered, key)
-    return ordered[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
+def _neighbours(key: str, names: Sequence[str]) -> Sequence[str]:
+    at = bisect_left(names, key)
+    return names[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]

@@ -137,11 +137,11 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """
     check_function("map_shards", "f", f)
     leaves, spec = flatten(tree)
-    columns = [leaves, *(_aligned("map_shards", spec, other, number) for number, other in enumerate(rest, 2))]
+    columns = [leaves, *(_column("map_shards", spec, other, number) for number, other in enumerate(rest, 2))]
     return spec.unflatten(call_on_leaves(f, spec, *columns))
 
 
-def _aligned(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
+def _column(doing: str, spec: optree.PyTreeSpec, other: Tree, number: int) -> list[Any]:
     """Return what another tree has at each leaf of a structure."""
     leaves, other_spec = flatten(other)
     if other_spec == spec:
@@ -192,9 +192,8 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
         data = f(leaf.data, *(other.data if isinstance(other, _KINDS) else other for other in others))
         return leaf if data is leaf.data else with_data(leaf, data)
 
-    columns = (_aligned("map_data", spec, other, number) for number, other in enumerate(rest, 2))
-    mapped: Any = spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns))
-    return cast("SameTree", mapped)
+    columns = (_column("map_data", spec, other, number) for number, other in enumerate(rest, 2))
+    return cast("SameTree", spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns)))
 
 
 @refusing_depth
@@ -206,8 +205,8 @@ def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
         >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
         True
     """
-    mapped: SameTree = _map_sharing(f, tree, ())
-    return mapped
+    new: SameTree = _map_sharing(f, tree, ())
+    return new
 
 
 def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:

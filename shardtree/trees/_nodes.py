@@ -36,9 +36,9 @@ class Field(int):
     name: str
 
     def __new__(cls, position: int, name: str) -> Field:
-        made = super().__new__(cls, position)
-        made.name = name
-        return made
+        field = super().__new__(cls, position)
+        field.name = name
+        return field
 
     def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]  # paths go between ranks in pickles
         return int(self), self.name
@@ -58,8 +58,8 @@ def fields_of(kind: type) -> tuple[Field, ...]:
     if not optree.is_namedtuple_class(kind):
         return ()
     find: Any = optree.register_pytree_node
-    registered = find.get(kind, namespace=NAMESPACE).type is kind
-    return () if registered else tuple(Field(*pair) for pair in enumerate(kind._fields))  # type: ignore[attr-defined]
+    is_registered = find.get(kind, namespace=NAMESPACE).type is kind
+    return () if is_registered else tuple(Field(*pair) for pair in enumerate(kind._fields))  # type: ignore[attr-defined]
 
 
 # The hole takes the place of a leaf that was removed. None won't do: it is a value.
@@ -356,8 +356,8 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
     note = kinds.add  # returns None: not a leaf
     leaves, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or note(kind))
     # optree makes all paths at once, with positions for fields: a tree without named tuples costs no more than that.
-    named = {kind for kind in kinds if issubclass(kind, tuple) and fields_of(kind)}
-    paths = _with_fields(tree, named) if named else spec.paths()
+    classes = {kind for kind in kinds if issubclass(kind, tuple) and fields_of(kind)}
+    paths = _with_fields(tree, classes) if classes else spec.paths()
 
     def rebuild(new: Sequence[Any]) -> Tree:
         if len(new) != spec.num_leaves:
@@ -367,12 +367,12 @@ def flatten_with_paths(tree: Tree) -> tuple[list[tuple[TreePath, Any]], Callable
     return list(zip(paths, leaves, strict=True)), rebuild
 
 
-def _with_fields(tree: Tree, named: Set[type]) -> Iterator[TreePath]:
+def _with_fields(tree: Tree, classes: Set[type]) -> Iterator[TreePath]:
     """Yield the paths of a tree's leaves, in which fields stand for the positions of these classes' instances."""
-    parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in named)
+    parts, spec = flatten(tree, lambda node: (kind := type(node)) in LEAVES or kind in classes)
     for path, part in zip(spec.paths(), parts, strict=True):
-        if type(part) not in named:
+        if type(part) not in classes:
             yield path
             continue
         for entry, child in (entries(part) or {}).items():
-            yield from ((*path, entry, *rest) for rest in _with_fields(child, named))
+            yield from ((*path, entry, *rest) for rest in _with_fields(child, classes))

@@ -48,9 +48,9 @@ def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tre
         {'a': 1, 'b': [2, 3]}
     """
     leaves, spec = flatten(tree)
-    chosen = call_on_leaves(lambda leaf: leaf is HOLE or bool(predicate(leaf)), spec, leaves)
-    matching = [leaf if yes else HOLE for leaf, yes in zip(leaves, chosen, strict=True)]
-    rest = [HOLE if yes else leaf for leaf, yes in zip(leaves, chosen, strict=True)]
+    flags = call_on_leaves(lambda leaf: leaf is HOLE or bool(predicate(leaf)), spec, leaves)
+    matching = [leaf if yes else HOLE for leaf, yes in zip(leaves, flags, strict=True)]
+    rest = [HOLE if yes else leaf for leaf, yes in zip(leaves, flags, strict=True)]
     return spec.unflatten(matching), spec.unflatten(rest)
 
 
@@ -170,9 +170,9 @@ def prune(tree: Tree) -> Tree:
         >>> prune({"a": HOLE, "b": {"c": HOLE}, "d": [{"e": HOLE}, 1], "f": {}})
         {'d': [HOLE, 1], 'f': {}}
     """
-    pruned, children = _prune(tree), entries(tree)
-    if pruned is not HOLE or children is None:
-        return pruned
+    rest, children = _prune(tree), entries(tree)
+    if rest is not HOLE or children is None:
+        return rest
     return like(tree, {} if is_dict(tree) else dict.fromkeys(children, HOLE))
 
 
@@ -215,8 +215,8 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         >>> select(tree, lambda path, leaf: path[-1] == "lr")
         {'groups': [{'lr': 3}, HOLE]}
     """
-    chosen = _select(tree, (), _chooser(wanted, tree))
-    return like(tree, {}) if chosen is HOLE and (is_dict(tree) or isinstance(tree, list)) else chosen
+    part = _select(tree, (), _chooser(wanted, tree))
+    return like(tree, {}) if part is HOLE and (is_dict(tree) or isinstance(tree, list)) else part
 
 
 def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object]) -> Tree:
@@ -235,14 +235,14 @@ def _chooser(wanted: Wanted, tree: Tree) -> Callable[[TreePath, Any], object]:
     if not isinstance(wanted, (str, re.Pattern)):
         check_function("select", "wanted", wanted, "a text, a pattern or a function")
         return wanted
-    found: Callable[[str], object] = key_matcher([wanted]) if isinstance(wanted, str) else wanted.search
+    matches: Callable[[str], object] = key_matcher([wanted]) if isinstance(wanted, str) else wanted.search
     if isinstance(wanted, str):
         names = {name for path, leaf in leaves_with_paths(tree) for name in _names(path, leaf)}
         differences = shell_differences([wanted], names)
         if differences:
             fix = "* is one part between dots, ** any number; a regular expression or a function says anything else."
             raise TreeError(error_text("select: a pattern with two readings", offenders=differences, fix=fix))
-    return lambda path, leaf: any(map(found, _names(path, leaf)))
+    return lambda path, leaf: any(map(matches, _names(path, leaf)))
 
 
 def _names(path: TreePath, leaf: Any) -> list[str]:

@@ -75,32 +75,33 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     """
     places: list[str] = []
     shapes: list[str] = []
-    boxed = _rebox(tree, data, (), places, shapes)
+    new = _rebox(tree, data, (), places, shapes)
     if places or shapes:
         what, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
         kind = TreeError if places else ShapeError
         raise kind(error_text(what, offenders=[*places, *shapes], fix=fix))
-    return boxed
+    return new
 
 
 def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: list[str]) -> Tree:
     """Return the data at one path, boxed; adds what doesn't fit to the two lists, so that one error names all."""
     if isinstance(tree, _BOXES):
         return _rebox_leaf(tree, data, path, places, shapes)
-    wanted, held = entries(tree), entries(data)
-    if wanted is None:
+    children, values = entries(tree), entries(data)
+    if children is None:
         return data
-    if held is None or not _fits(tree, data):
+    if values is None or not _fits(tree, data):
         boxes = [(*path, *rest) for rest, leaf in leaves_with_paths(tree) if isinstance(leaf, _BOXES)]
-        found = "missing" if data is HOLE else f"found {describe(data)} at {render_path(path)}"
-        places += [f"{render_path(box)}: {found}, expected a place in a {describe(tree)}" for box in boxes]
+        text = "missing" if data is HOLE else f"found {describe(data)} at {render_path(path)}"
+        places += [f"{render_path(box)}: {text}, expected a place in a {describe(tree)}" for box in boxes]
         return data
     new = {
-        entry: _rebox(child, held.get(entry, HOLE), (*path, entry), places, shapes) for entry, child in wanted.items()
+        entry: _rebox(child, values.get(entry, HOLE), (*path, entry), places, shapes)
+        for entry, child in children.items()
     }
     # Only what changed makes a new container; everything else is shared.
-    changed = {entry: child for entry, child in new.items() if entry in held and child is not held[entry]}
-    return like(data, {**held, **changed}) if changed else data
+    updates = {entry: child for entry, child in new.items() if entry in values and child is not values[entry]}
+    return like(data, {**values, **updates}) if updates else data
 
 
 def _fits(tree: Tree, data: Tree) -> bool:
@@ -162,10 +163,10 @@ def flat(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
     if wrong:
         fix = "Use dicts with texts as keys, {str(n): layer for n, layer in enumerate(layers)}; states go by names."
         raise TreeError(error_text("flat: what `nested` couldn't undo", offenders=wrong, fix=fix))
-    found: dict[str, list[TreePath]] = {}
+    places: dict[str, list[TreePath]] = {}
     for path, _ in pairs:
-        found.setdefault(separator.join(path), []).append(path)
-    twice = [f"{name!r}: {', '.join(map(render_path, paths))}" for name, paths in found.items() if len(paths) > 1]
+        places.setdefault(separator.join(path), []).append(path)
+    twice = [f"{name!r}: {', '.join(map(render_path, paths))}" for name, paths in places.items() if len(paths) > 1]
     if twice:
         raise TreeError(error_text("flat: two values would have one name", offenders=twice, fix="Rename one of them."))
     return {separator.join(path): leaf for path, leaf in pairs}

@@ -63,9 +63,9 @@ def test_whatever_was_saved_is_the_same_when_it_is_read_back(save: Save) -> None
 
 
 def test_the_law_catches_a_moment_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = deepspeed._streamed
+    kept = deepspeed._stream
     swapped = lambda checkpoint, key, *dtype: kept(checkpoint, key.replace("exp_avg_sq", "exp_avg"), *dtype)  # noqa: E731
-    monkeypatch.setattr(deepspeed, "_streamed", swapped)
+    monkeypatch.setattr(deepspeed, "_stream", swapped)
     source = folder_of(SAVE)
     assert wrong_tensors(source, written(source)) != []
 

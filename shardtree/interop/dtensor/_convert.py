@@ -61,24 +61,24 @@ def from_dtensors(
     reading = ReadOptions(key, within, strided, replicated)
     shards = {each.path: _shard(each, parts) for each in placed_tensors(tree, reading, parts)}
     pairs, rebuild = flatten_with_paths(tree)
-    built = rebuild([shards.get(path, leaf) for path, leaf in pairs])
-    return without_holes(built) if any(shard is HOLE for shard in shards.values()) else built
+    new = rebuild([shards.get(path, leaf) for path, leaf in pairs])
+    return without_holes(new) if any(shard is HOLE for shard in shards.values()) else new
 
 
-def _shard(placed: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorFactory | Hole:
-    place = placed.device_mesh.get_coordinate()
+def _shard(source: PlacedTensor, parts: Parts) -> ShardedTensor | ShardedTensorFactory | Hole:
+    place = source.device_mesh.get_coordinate()
     if place is None:
         return HOLE
-    rank, whole = int(placed.device_mesh.mesh[tuple(place)]), tuple(placed.tensor.shape)
-    part = next(part for part in parts(whole, placed.mesh, placed.spec) if part.rank == rank)
-    local = local_tensor(placed.tensor)
+    rank, whole = int(source.device_mesh.mesh[tuple(place)]), tuple(source.tensor.shape)
+    part = next(part for part in parts(whole, source.mesh, source.spec) if part.rank == rank)
+    local = local_tensor(source.tensor)
     if tuple(local.shape) != part.shape:
-        what = f"from_dtensors: {placed.key!r} at {render_path(placed.path)}: it doesn't match its placements"
+        what = f"from_dtensors: {source.key!r} at {render_path(source.path)}: it doesn't match its placements"
         found, expected = f"a local tensor of shape {tuple(local.shape)}", f"{part.shape} of {whole}"
         # from_local assumes that all ranks' local tensors have the same shape, and guesses the global one from it.
         fix = "Pass the global shape= and stride= to DTensor.from_local if ranks hold shards of different sizes."
         raise ShapeError(error_text(what, found=found, expected=expected, fix=fix))
-    return rank_leaf(placed.key, local, local.dtype, part)
+    return rank_leaf(source.key, local, local.dtype, part)
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
@@ -112,18 +112,19 @@ def to_dtensors(tree: Any, like: Any) -> Any:
         >>> to_dtensors({"step": 3}, like={"step": 0})
         {'step': 3}
     """
-    wanted = {path: leaf for path, leaf in leaves_with_paths(like) if is_dtensor(leaf)}
+    dtensors = {path: leaf for path, leaf in leaves_with_paths(like) if is_dtensor(leaf)}
     pairs, rebuild = flatten_with_paths(tree)
     # A DTensor on a mesh without this rank has no elements here: there is nothing to load, so it is taken from `like`.
-    absent = {path for path, leaf in wanted.items() if leaf.device_mesh.get_coordinate() is None}
-    lacking = wanted.keys() - {path for path, _ in pairs}
+    absent = {path for path, leaf in dtensors.items() if leaf.device_mesh.get_coordinate() is None}
+    lacking = dtensors.keys() - {path for path, _ in pairs}
     if lacking - absent:
         offenders = sorted(render_path(path) for path in lacking - absent)
         fix = "Pass what load returned for from_dtensors(like)."
         raise TreeError(error_text("to_dtensors: nothing where a DTensor should be", offenders=offenders, fix=fix))
-    made = (wanted[path] if path in absent else _dtensor(path, leaf, wanted.get(path)) for path, leaf in pairs)
-    built = rebuild(list(made))
-    return join(built, select(like, lambda path, _: path in lacking)) if lacking else built
+    new = rebuild(
+        [dtensors[path] if path in absent else _dtensor(path, leaf, dtensors.get(path)) for path, leaf in pairs]
+    )
+    return join(new, select(like, lambda path, _: path in lacking)) if lacking else new
 
 
 def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
@@ -135,25 +136,25 @@ def _dtensor(path: TreePath, leaf: Any, like: Any) -> Any:
     if not isinstance(local, torch.Tensor) or is_dtensor(local):
         fix = "Load it first: pass what load returned."
         raise UnsupportedValue(error_text(what, found=type(local).__name__, expected="this rank's own tensor", fix=fix))
-    held = local_tensor(like)
-    if local.shape != held.shape:
+    own = local_tensor(like)
+    if local.shape != own.shape:
         fix = "Load into from_dtensors(like), whose shards are this rank's local parts."
-        raise ShapeError(error_text(what, found=tuple(local.shape), expected=tuple(held.shape), fix=fix))
+        raise ShapeError(error_text(what, found=tuple(local.shape), expected=tuple(own.shape), fix=fix))
     with torch.no_grad():
-        return _make_dtensor(local.detach(), held, like).requires_grad_(
+        return _make_dtensor(local.detach(), own, like).requires_grad_(
             like.requires_grad and (local.is_floating_point() or local.is_complex())
         )
 
 
-def _make_dtensor(local: torch.Tensor, held: torch.Tensor, like: Any) -> Any:
+def _make_dtensor(local: torch.Tensor, own: torch.Tensor, like: Any) -> Any:
     """Return the DTensor, on the mesh's kind of device, or on that of `like` if it differs, as with CPU offload."""
     from torch.distributed.tensor import DTensor
 
     mesh = like.device_mesh
-    if held.is_meta or held.device.type == mesh.device_type:
+    if own.is_meta or own.device.type == mesh.device_type:
         return DTensor.from_local(local, mesh, like.placements, shape=like.shape, stride=like.stride())
     make: Any = DTensor  # not from_local, which would move it to the mesh's kind of device
-    return make(local.to(held.device), like._spec, requires_grad=False)
+    return make(local.to(own.device), like._spec, requires_grad=False)
 
 
 # All ranks' shards, computed from one rank's DTensors.

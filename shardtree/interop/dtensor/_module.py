@@ -106,45 +106,45 @@ def load_module(
         tensor([[1., 1.]])
     """
     ranks = current_world(world)
-    listed = partial(_listed, checkpoint_dir, strategies, options)
+    list_shards = partial(_stored_shards, checkpoint_dir, strategies, options)
     what = "load_module: list what is stored"
-    is_tensor = on_rank_zero(ranks, what, lambda: {k: isinstance(v, ShardedTensor) for k, v in listed().items()})
-    stored = sorted(name for name in is_tensor if is_tensor[name])
+    is_tensor = on_rank_zero(ranks, what, lambda: {k: isinstance(v, ShardedTensor) for k, v in list_shards().items()})
+    stored_keys = sorted(name for name in is_tensor if is_tensor[name])
 
     def find_names() -> tuple[Named, dict[str, Any], dict[str, Any]]:
         state = module.state_dict(keep_vars=True)
-        plain = _plain_values(checkpoint_dir, {*map(key, state)} - {*is_tensor}, stored, strategies, options)
-        named = by_stored_key(module, state, key, is_tensor, plain)
+        plain = _plain_values(checkpoint_dir, {*map(key, state)} - {*is_tensor}, stored_keys, strategies, options)
+        names = by_stored_key(module, state, key, is_tensor, plain)
         if strict:
-            _refuse_missing(named.missing, stored, named.hidden.values())
-        own = {name: tensor for name, tensor in (named.filled | named.aliases).items() if name not in plain}
+            _refuse_missing(names.missing, stored_keys, names.absent.values())
+        own = {name: tensor for name, tensor in (names.targets | names.aliases).items() if name not in plain}
         replicated = None if within is None else lambda *_: True
         shards = from_dtensors(own, within=within, strided=strided, replicated=replicated)
         _refuse_outside([name for name, each in own.items() if name not in shards and not is_dtensor(each)], within)
-        through_hooks = {name for name in named.others.values() if name not in plain}
-        whole = {name: shard for name, shard in listed().items() if name in through_hooks} if through_hooks else {}
-        return named, plain, _target(named, shards, whole, ranks)
+        through_hooks = {name for name in names.others.values() if name not in plain}
+        whole = {name: shard for name, shard in list_shards().items() if name in through_hooks} if through_hooks else {}
+        return names, plain, _target(names, shards, whole, ranks)
 
-    named, plain, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
-    loaded = load(target, checkpoint_dir, world=ranks, donate=True, cast=cast, strategies=strategies, options=options)
-    agree(ranks, "load_module: compare tied tensors", partial(_fill, named, plain | loaded, cast=cast))
-    give = partial(_load_others, module, named, plain | loaded, stored, strict=strict, cast=cast)
-    unfilled, refused = agree(ranks, "load_module: load the rest", give)
-    unused = {*stored} - named.filled.keys() - named.aliases.keys() - {*named.others.values()} | refused
-    return ModuleKeys(tuple(sorted({*named.missing, *unfilled})), tuple(sorted(unused)), named.kept)
+    names, plain, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
+    values = load(target, checkpoint_dir, world=ranks, donate=True, cast=cast, strategies=strategies, options=options)
+    agree(ranks, "load_module: compare tied tensors", partial(_fill, names, plain | values, cast=cast))
+    give = partial(_load_others, module, names, plain | values, stored_keys, strict=strict, cast=cast)
+    missing, extra = agree(ranks, "load_module: load the rest", give)
+    rest = {*stored_keys} - names.targets.keys() - names.aliases.keys() - {*names.others.values()} | extra
+    return ModuleKeys(tuple(sorted({*names.missing, *missing})), tuple(sorted(rest)), names.kept)
 
 
-def _listed(where: Directory, strategies: Strategies | None, options: LoadOptions | None) -> dict[str, Any]:
+def _stored_shards(where: Directory, strategies: Strategies | None, options: LoadOptions | None) -> dict[str, Any]:
     """Return what is stored, by key: tensors, and objects that are the only one of their key."""
     shards = load_sharded_metadata(where, strategies=strategies, options=options).values()
     return {each.key: each for each in shards if isinstance(each, ShardedTensor) or prod(each.global_shape) == 1}
 
 
-def _refuse_missing(missing: Sequence[str], stored: Sequence[str], hidden: Collection[str]) -> None:
+def _refuse_missing(missing: Sequence[str], stored_keys: Sequence[str], absent: Collection[str]) -> None:
     if missing:
-        found = f"{len(stored)} keys, such as {', '.join(stored[:3])}"
+        found = f"{len(stored_keys)} keys, such as {', '.join(stored_keys[:3])}"
         fix = "Tie weights that to_empty() took apart, map names to stored keys by key=, or pass strict=False."
-        offenders = [f"{name} (which a hook leaves out of state_dict)" if name in hidden else name for name in missing]
+        offenders = [f"{name} (which a hook leaves out of state_dict)" if name in absent else name for name in missing]
         error = KeyMismatch(
             error_text("load_module: not stored, or not in state_dict", offenders=offenders, found=found, fix=fix)
         )
@@ -152,12 +152,12 @@ def _refuse_missing(missing: Sequence[str], stored: Sequence[str], hidden: Colle
         raise error
 
 
-def _refuse_unloaded(refused: Sequence[str]) -> None:
-    if refused:
+def _refuse_extra(extra: Sequence[str]) -> None:
+    if extra:
         what = "load_module: the module's own load_state_dict doesn't know what is stored: nothing of it was loaded"
         expected = "a load hook that undoes what the state_dict hook does"
         fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
-        raise KeyMismatch(error_text(what, offenders=refused, expected=expected, fix=fix))
+        raise KeyMismatch(error_text(what, offenders=extra, expected=expected, fix=fix))
 
 
 def _refuse_outside(names: Sequence[str], within: Any) -> None:
@@ -168,7 +168,7 @@ def _refuse_outside(names: Sequence[str], within: Any) -> None:
         raise MetadataError(error_text(what, offenders=names, found=found, expected=expected, fix=fix))
 
 
-def _target(named: Named, shards: Mapping[str, Any], whole: Mapping[str, Any], world: World) -> dict[str, Any]:
+def _target(names: Named, shards: Mapping[str, Any], whole: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Return what is loaded, by stored key: each rank's parts, and whole what goes through the module's hooks."""
     target = {
         # Each rank holds a plain tensor whole.
@@ -178,31 +178,31 @@ def _target(named: Named, shards: Mapping[str, Any], whole: Mapping[str, Any], w
         for name, leaf in shards.items()
     }
     # Only to be compared: the first name fills the memory. Views of one memory are filled one after the other.
-    apart = {*named.aliases, *overlapping(named.filled)}
+    apart = {*names.aliases, *overlapping(names.targets)}
     target |= {name: map_data(torch.empty_like, target[name]) for name in apart if name in target}
     for name, shard in whole.items():
         # In the size that is stored, but in the module's dtype, which `load` compares.
-        dtype = {"dtype": named.dtypes[name]} if isinstance(shard, ShardedTensor) and name in named.dtypes else {}
+        dtype = {"dtype": names.dtypes[name]} if isinstance(shard, ShardedTensor) and name in names.dtypes else {}
         target[name] = replace(shard, replica_id=world.rank, **dtype)
     return target
 
 
 def _plain_values(
     where: Directory,
-    wanted: Collection[str],
-    stored: Sequence[str],
+    keys: Collection[str],
+    stored_keys: Sequence[str],
     strategies: Strategies | None,
     options: LoadOptions | None,
 ) -> dict[str, Any]:
     """Return the values of the common state that have these keys; none where reading it takes pickled code."""
-    if not wanted:
+    if not keys:
         return {}
     with suppress(UnsafeFile, UnsupportedValue):
         tree = load_common_state_dict(where, strategies=strategies, options=options)
-        values = {name: value for name, value in _by_key(tree) if name in wanted}
+        values = {name: value for name, value in _by_key(tree) if name in keys}
         # Of a container whose tensors are stored by themselves only the rest is here.
-        parted = {name for name in values if any(each.startswith(f"{name}.") for each in stored)}
-        return {n: each for n, each in values.items() if n not in parted or isinstance(each, torch.Tensor)}
+        containers = {name for name in values if any(each.startswith(f"{name}.") for each in stored_keys)}
+        return {n: each for n, each in values.items() if n not in containers or isinstance(each, torch.Tensor)}
     return {}
 
 
@@ -215,20 +215,20 @@ def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _by_key(child, f"{prefix}{entry}.")
 
 
-def _fill(named: Named, loaded: Mapping[str, Any], *, cast: bool) -> None:
+def _fill(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
     """Put what isn't in a tensor's memory yet there, and raise where its other stored keys have other values."""
-    for name, tensor in named.filled.items():
+    for name, tensor in names.targets.items():
         local = local_tensor(tensor)
         # Several boxes were put together, elsewhere. A rank that a tensor's mesh doesn't have holds nothing of it.
-        if name not in loaded or loaded[name].data_ptr() == local.data_ptr():
+        if name not in values or values[name].data_ptr() == local.data_ptr():
             continue
-        _check_fits(name, loaded[name], local.shape, local.dtype, cast=cast)
-        local.copy_(loaded[name])
-    for source, tensor in named.copies:
+        _check_fits(name, values[name], local.shape, local.dtype, cast=cast)
+        local.copy_(values[name])
+    for source, tensor in names.copies:
         local_tensor(tensor).copy_(local_tensor(source))
-    apart = named.aliases | {name: named.filled[name] for name in overlapping(named.filled)}
-    held = {name: local_tensor(tensor) for name, tensor in apart.items() if name in loaded}
-    differing = [name for name, local in held.items() if not torch.equal(loaded[name], local)]
+    apart = names.aliases | {name: names.targets[name] for name in overlapping(names.targets)}
+    tensors = {name: local_tensor(tensor) for name, tensor in apart.items() if name in values}
+    differing = [name for name, local in tensors.items() if not torch.equal(values[name], local)]
     if differing:
         what, fix = "load_module: names of one tensor are stored with different values", "Untie them in the module."
         raise IntegrityError(error_text(what, offenders=differing, fix=fix))
@@ -243,9 +243,9 @@ def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.
 
 def _load_others(
     module: torch.nn.Module,
-    named: Named,
-    loaded: Mapping[str, Any],
-    stored: Sequence[str],
+    names: Named,
+    tensors: Mapping[str, Any],
+    stored_keys: Sequence[str],
     *,
     strict: bool,
     cast: bool,
@@ -255,23 +255,23 @@ def _load_others(
     Returns:
         The keys of hidden parameters that this doesn't fill, and of what the module doesn't take.
     """
-    values = {name: loaded[key] for name, key in named.others.items()}
+    values = {name: tensors[key] for name, key in names.others.items()}
     if not values:
         return set(), set()
-    for name, key in named.others.items():
+    for name, key in names.others.items():
         value = values[name]
-        if isinstance(value, torch.Tensor) and key in named.dtypes:
-            _check_fits(key, value, value.shape, named.dtypes[key], cast=cast)
-            values[name] = value.to(named.dtypes[key])
+        if isinstance(value, torch.Tensor) and key in names.dtypes:
+            _check_fits(key, value, value.shape, names.dtypes[key], cast=cast)
+            values[name] = value.to(names.dtypes[key])
     try:
         result = module.load_state_dict(values, strict=False)
     except RuntimeError as error:
         what = "load_module: the module's own load_state_dict refuses what is stored"
         fix = "Load into a module of the same sizes, with the same hooks."
         raise ShapeError(error_text(what, offenders=sorted(values), found=str(error), fix=fix)) from error
-    unfilled = {key for name, key in named.hidden.items() if name in result.missing_keys}
-    refused = {named.others[name] for name in result.unexpected_keys if name in values}
+    missing = {key for name, key in names.absent.items() if name in result.missing_keys}
+    extra = {names.others[name] for name in result.unexpected_keys if name in values}
     if strict:
-        _refuse_unloaded(sorted(refused))
-        _refuse_missing(sorted(unfilled), stored, unfilled)
-    return unfilled, refused
+        _refuse_extra(sorted(extra))
+        _refuse_missing(sorted(missing), stored_keys, missing)
+    return missing, extra

@@ -20,23 +20,23 @@ class Named:
     """A module's tensors by stored key.
 
     Attributes:
-        filled: each once, by the first of its keys that is stored.
+        targets: each once, by the first of its keys that is stored.
         aliases: those with more stored keys, by the others.
         copies: tensors of other memory that have a key of these too, each after the one it is copied from.
         others: of entries that are neither parameters nor buffers and are stored, the key by name in `state_dict`.
         dtypes: those of entries that are neither parameters nor buffers, but tensors, by key.
-        hidden: of parameters that `state_dict` leaves out, the key by name.
-        missing: the keys of what holds tensors, without any that is stored; and of what is hidden, if there are no
+        absent: of parameters that `state_dict` leaves out, the key by name.
+        missing: the keys of what holds tensors, without any that is stored; and of what is absent, if there are no
             others, through which hooks may fill it.
         kept: those of other entries that aren't stored.
     """
 
-    filled: Tensors
+    targets: Tensors
     aliases: Tensors
     copies: list[tuple[torch.Tensor, torch.Tensor]]
     others: dict[str, str]
     dtypes: dict[str, torch.dtype]
-    hidden: dict[str, str]
+    absent: dict[str, str]
     missing: tuple[str, ...]
     kept: tuple[str, ...]
 
@@ -68,48 +68,48 @@ def by_stored_key(
             names.setdefault(_memory_of(value), []).append(name)
     rest = {name: value for name, value in state.items() if id(value) not in own}
     tensors = {number: state[each[0]].detach() for number, each in names.items()}
-    made = [names[number][0] for number, tensor in tensors.items() if tensor.is_meta]
-    if made:
+    meta = [names[number][0] for number, tensor in tensors.items() if tensor.is_meta]
+    if meta:
         fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
-        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=made, fix=fix))
+        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=meta, fix=fix))
 
     def has(tensor: torch.Tensor, name: str) -> bool:
         in_common = isinstance(plain.get(name), torch.Tensor) and not hasattr(tensor, "placements")
         return is_tensor.get(name, False) or in_common
 
     keys = {number: [*dict.fromkeys(map(key, each))] for number, each in names.items()}
-    found = {number: [name for name in each if has(tensors[number], name)] for number, each in keys.items()}
-    missing = {" = ".join(keys[number]) for number, known in found.items() if not known}
-    filled, aliases, copies = _filled({number: known for number, known in found.items() if known}, tensors, names)
+    stored_keys = {number: [name for name in each if has(tensors[number], name)] for number, each in keys.items()}
+    missing = {" = ".join(keys[number]) for number, each in stored_keys.items() if not each}
+    targets, aliases, copies = _sort_out({number: each for number, each in stored_keys.items() if each}, tensors, names)
     others = {name: key(name) for name in rest if key(name) in is_tensor or key(name) in plain}
     missing |= {key(name) for name, value in rest.items() if name not in others and _has_elements(value)}
     kept = {key(name) for name in rest if name not in others} - missing
-    listed = {*map(id, state.values())}
+    ids = {*map(id, state.values())}
     parameters = module.named_parameters(remove_duplicate=False)
-    hidden = {name: key(name) for name, each in parameters if id(each) not in listed and name not in state}
-    missing |= set() if others else {*hidden.values()}
+    absent = {name: key(name) for name, each in parameters if id(each) not in ids and name not in state}
+    missing |= set() if others else {*absent.values()}
     dtypes = {key(name): value.dtype for name, value in rest.items() if isinstance(value, torch.Tensor)}
-    return Named(filled, aliases, copies, others, dtypes, hidden, tuple(sorted(missing)), tuple(sorted(kept)))
+    return Named(targets, aliases, copies, others, dtypes, absent, tuple(sorted(missing)), tuple(sorted(kept)))
 
 
-def _filled(
-    found: Mapping[Any, list[str]], tensors: Mapping[Any, torch.Tensor], names: Mapping[Any, list[str]]
+def _sort_out(
+    stored_keys: Mapping[Any, list[str]], tensors: Mapping[Any, torch.Tensor], names: Mapping[Any, list[str]]
 ) -> tuple[Tensors, Tensors, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Return what is filled, what is compared with it, and what is copied, of memories by their stored keys."""
-    filled, aliases, copies = Tensors(), Tensors(), list[tuple[torch.Tensor, torch.Tensor]]()
+    targets, aliases, copies = Tensors(), Tensors(), list[tuple[torch.Tensor, torch.Tensor]]()
     holder: dict[str, Any] = {}
-    for number, known in found.items():
-        taken = [name for name in known if name in holder]
-        free = [name for name in known if name not in holder]
-        if taken:
-            source = holder[taken[0]]
-            _refuse_unlike(taken[0], {names[source][0]: tensors[source], names[number][0]: tensors[number]})
+    for number, keys in stored_keys.items():
+        before = [name for name in keys if name in holder]
+        free = [name for name in keys if name not in holder]
+        if before:
+            source = holder[before[0]]
+            _refuse_unlike(before[0], {names[source][0]: tensors[source], names[number][0]: tensors[number]})
             copies.append((tensors[source], tensors[number]))
         else:
-            filled[free.pop(0)] = tensors[number]
+            targets[free.pop(0)] = tensors[number]
         aliases |= dict.fromkeys(free, tensors[number])
-        holder |= dict.fromkeys([name for name in known if name not in holder], number)
-    return filled, aliases, copies
+        holder |= dict.fromkeys([name for name in keys if name not in holder], number)
+    return targets, aliases, copies
 
 
 def _refuse_unlike(key: str, tensors: Tensors) -> None:

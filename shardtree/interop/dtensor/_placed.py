@@ -241,10 +241,10 @@ class ReadOptions:
         if self.strided not in (None, "dtensor", "fsdp2"):
             what, expected = "from_dtensors: unknown value of strided", "'dtensor', 'fsdp2' or None"
             raise MetadataError(error_text(what, found=repr(self.strided), expected=expected))
-        for name, given in (("key", self.key), ("replicated", self.replicated)):
-            if given is not None and not callable(given):
+        for name, value in (("key", self.key), ("replicated", self.replicated)):
+            if value is not None and not callable(value):
                 what = f"from_dtensors: {name} isn't a function"
-                raise MetadataError(error_text(what, found=type(given).__name__, expected="a function"))
+                raise MetadataError(error_text(what, found=type(value).__name__, expected="a function"))
         if self.replicated is not None and self.within is None:
             what, fix = "from_dtensors: replicated= without within=", "Pass the DeviceMesh that they are replicated on."
             raise MetadataError(error_text(what, fix=fix))

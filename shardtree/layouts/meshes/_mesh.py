@@ -87,12 +87,12 @@ class Mesh:
             fix = "Name the rank of each place: range(4, 8), say."
             refuse(repr(self), "ranks", type(ranks).__name__, f"{self.size} ranks", fix, error=MetadataError)
         # Converted, since ranks often come from NumPy, whose integers print and pickle differently.
-        chosen = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
-        if len(chosen) != self.size or len(set(chosen)) != self.size or min(chosen) < 0:
+        ranks = tuple(integer("Mesh", f"ranks[{place}]", rank) for place, rank in enumerate(ranks))
+        if len(ranks) != self.size or len(set(ranks)) != self.size or min(ranks) < 0:
             expected, fix = f"{self.size} different ranks, from 0", "Name the rank of each place, in row-major order."
-            raise MetadataError(error_text(f"{self!r}: ranks don't fit", found=chosen, expected=expected, fix=fix))
+            raise MetadataError(error_text(f"{self!r}: ranks don't fit", found=ranks, expected=expected, fix=fix))
         mesh = Mesh(**self.shape)
-        object.__setattr__(mesh, "ranks", chosen)
+        object.__setattr__(mesh, "ranks", ranks)
         return mesh
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -57,13 +57,13 @@ def keyed_tensors(
     if key is not None and not callable(key):
         fix = "Pass a function from a leaf's path, a tuple, to its key."
         raise MetadataError(error_text(f"{doing}: key isn't a function", found=type(key).__name__, fix=fix))
-    problems = [f"{render_path(path)}: {found}" for path, leaf in pairs if (found := _why_not_dense(leaf))]
+    problems = [f"{render_path(path)}: {reason}" for path, leaf in pairs if (reason := _why_not_dense(leaf))]
     if problems:
         dense = "Shard dense tensors, as .to_dense() and .dequantize() give them."
         fix = SHAPE_FIX if any(without_shape(leaf) for _, leaf in pairs) else dense
         raise TreeError(error_text(f"{doing}: not dense", offenders=problems, fix=fix))
     tensors = [(path, leaf) for path, leaf in pairs if isinstance(leaf, (torch.Tensor, LazyTensor))]
-    return {path: _keyed(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
+    return {path: _whole_shard(call_at(path, key or path_key, path), leaf) for path, leaf in tensors}
 
 
 def _why_not_dense(leaf: Any) -> str:
@@ -74,21 +74,24 @@ def _why_not_dense(leaf: Any) -> str:
     return str(leaf.layout) if leaf.layout != torch.strided or leaf.is_quantized else ""
 
 
-def _keyed(key: str, leaf: Any) -> ShardedTensor:
+def _whole_shard(key: str, leaf: Any) -> ShardedTensor:
     # Detached, since views of a parameter would require gradients.
     data, shape = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tuple(leaf.shape)
     return ShardedTensor(key, data, leaf.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))
 
 
 def copies_by_path(
-    doing: str, keyed: Iterable[tuple[TreePath, ShardedTensor]], given: Mapping[TreePath, Any], key: KeyFunction | None
+    doing: str,
+    tensors: Iterable[tuple[TreePath, ShardedTensor]],
+    leaves: Mapping[TreePath, Any],
+    key: KeyFunction | None,
 ) -> dict[TreePath, int]:
     """Return how many tensors with its key come before each; only keys that the caller chose may be shared.
 
     Args:
         doing: named in the error.
-        keyed: the tensors with their keys, in the tree's order.
-        given: the tree's leaves: shards bring their own keys.
+        tensors: the tensors with their keys, in the tree's order.
+        leaves: the tree's leaves: shards bring their own keys.
         key: the user's function, if there is one.
 
     Raises:
@@ -104,13 +107,13 @@ def copies_by_path(
     first: dict[str, tuple[TreePath, ShardedTensor]] = {}
     count: dict[str, int] = {}
     copies = {}
-    for path, shard in keyed:
+    for path, shard in tensors:
         other_path, other = first.setdefault(shard.key, (path, shard))
         copies[path] = count[shard.key] = count.get(shard.key, -1) + 1
         if not copies[path]:
             continue
         offenders = [render_path(other_path), render_path(path)]
-        if key is None and not all(isinstance(given[each], ShardedTensor) for each in (other_path, path)):
+        if key is None and not all(isinstance(leaves[each], ShardedTensor) for each in (other_path, path)):
             fix = "Pass key=, or rename one of them."
             raise TreeError(error_text(f"{doing}: two paths have the key {shard.key!r}", offenders=offenders, fix=fix))
         if not _same_tensor(other, shard):
@@ -167,21 +170,21 @@ def placed_leaves(
     pairs, rebuild = flatten_with_paths(tree)
     _check_leaves(pairs)
     tensors = keyed_tensors("shard", pairs, key)
-    named = [(path, tensors.get(path, leaf)) for path, leaf in pairs]
-    shards = [(path, leaf) for path, leaf in named if isinstance(leaf, ShardedTensor)]
+    whole = [(path, tensors.get(path, leaf)) for path, leaf in pairs]
+    shards = [(path, leaf) for path, leaf in whole if isinstance(leaf, ShardedTensor)]
     copies = copies_by_path("shard", shards, dict(pairs), key)
     spec_of = spec_finder(specs, tree)
-    placed = []
-    for (path, leaf), (_, given) in zip(named, pairs, strict=True):
+    leaves = []
+    for (path, leaf), (_, original) in zip(whole, pairs, strict=True):
         if not isinstance(leaf, ShardedTensor):
-            placed.append(Placed(leaf, None))
+            leaves.append(Placed(leaf, None))
             continue
         kind = TensorKind(leaf.dtype, leaf.global_shape, 0)
-        placement = Placement(leaf.key, kind, spec_of(path, leaf.key, given), copies[path])
+        placement = Placement(leaf.key, kind, spec_of(path, leaf.key, original), copies[path])
         check_spec(leaf.key, kind, mesh, placement.spec)
-        placed.append(Placed(leaf, placement))
+        leaves.append(Placed(leaf, placement))
     check_patterns("shard", specs, [shard.key for _, shard in shards], whole=True)
-    return placed, rebuild
+    return leaves, rebuild
 
 
 def _check_leaves(pairs: Sequence[tuple[TreePath, Any]]) -> None:
@@ -236,10 +239,10 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
         >>> columns.rank.tolist(), columns.offset.tolist(), columns.main.tolist()
         ([0, 1, 2, 3], [[0, 0], [2, 0], [0, 0], [2, 0]], [True, True, False, False])
     """
-    for name, given in (("kinds", kinds), ("specs", specs)):
-        if not isinstance(given, Mapping):
+    for name, value in (("kinds", kinds), ("specs", specs)):
+        if not isinstance(value, Mapping):
             fix = "Pass a dict; `layout_of` takes a tree, and one spec for all."
-            refuse("mesh_columns", name, type(given).__name__, "a dict by the tensors' keys", fix, error=MetadataError)
+            refuse("mesh_columns", name, type(value).__name__, "a dict by the tensors' keys", fix, error=MetadataError)
     missing = [repr(key) for key in kinds if key not in specs]
     if missing:
         fix = "Give a PartitionSpec for each tensor."
@@ -249,26 +252,26 @@ def mesh_columns(kinds: Mapping[str, TensorKind], mesh: Mesh, specs: Mapping[str
 
 def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     """As `mesh_columns`, for placements, of which several may have one key."""
-    placed = sorted(placements, key=lambda each: (each.key, each.copy))
-    _check_kinds(placed)
-    for each in placed:
+    placements = sorted(placements, key=lambda each: (each.key, each.copy))
+    _check_kinds(placements)
+    for each in placements:
         check_spec(each.key, each.kind, mesh, each.spec)
     # One width for all tensors, so that their rows can be concatenated without padding each again.
-    width = max((len(each.kind.global_shape) for each in placed), default=1)
-    names = [(each.kind.global_shape, each.spec) for each in placed]
+    width = max((len(each.kind.global_shape) for each in placements), default=1)
+    names = [(each.kind.global_shape, each.spec) for each in placements]
     # A model has few shapes and specs, repeated in its layers, and a mesh may have thousands of ranks.
     of_each = {name: _tensor_rows(*name, mesh, width) for name in dict.fromkeys(names)}
     rows = [of_each[name] for name in names]
-    kinds = {each.key: each.kind for each in placed}
+    kinds = {each.key: each.kind for each in placements}
     number = {key: position for position, key in enumerate(kinds)}
     counts = np.array([len(each.rank) for each in rows], dtype=np.int64)
     # Of tied tensors only the first has main replicas.
-    is_first = np.array([each.copy == 0 for each in placed], dtype=np.bool_)
+    is_first = np.array([each.copy == 0 for each in placements], dtype=np.bool_)
     no_range = np.full(counts.sum(), -1, dtype=np.int64)
     return ShardColumns(
         keys=tuple(kinds),
         kinds=tuple(kinds.values()),
-        key=np.repeat(np.array([number[each.key] for each in placed], dtype=np.int64), counts),
+        key=np.repeat(np.array([number[each.key] for each in placements], dtype=np.int64), counts),
         offset=np.concatenate([each.offset for each in rows] or [np.zeros((0, max(width, 1)), dtype=np.int64)]),
         shape=np.concatenate([each.shape for each in rows] or [np.zeros((0, max(width, 1)), dtype=np.int64)]),
         start=no_range,
@@ -278,23 +281,23 @@ def placed_columns(placements: Iterable[Placement], mesh: Mesh) -> ShardColumns:
     )
 
 
-def _check_kinds(placed: Iterable[Placement]) -> None:
+def _check_kinds(placements: Iterable[Placement]) -> None:
     """Raise IntegrityError where tensors of one key are of different kinds."""
     kinds: dict[str, dict[TensorKind, None]] = defaultdict(dict)
-    for each in placed:
+    for each in placements:
         kinds[each.key][each.kind] = None
-    wrong = [f"{key!r}: {', '.join(map(str, found))}" for key, found in kinds.items() if len(found) > 1]
+    wrong = [f"{key!r}: {', '.join(map(str, several))}" for key, several in kinds.items() if len(several) > 1]
     if wrong:
         fix = "Give each tensor a key of its own."
         raise IntegrityError(error_text("different tensors have one key", offenders=wrong, fix=fix))
 
 
 def _tensor_rows(global_shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh, axes: int) -> _Rows:
-    held = [(part, part.boxes) for part in mesh_shards(global_shape, mesh, spec)]
-    counts = [len(boxes) for _, boxes in held]
+    pairs = [(part, part.boxes) for part in mesh_shards(global_shape, mesh, spec)]
+    counts = [len(boxes) for _, boxes in pairs]
     return _Rows(
-        offset=widen(box_column([box.offset for _, boxes in held for box in boxes], fill=0), axes, 0),
-        shape=widen(box_column([box.shape for _, boxes in held for box in boxes], fill=1), axes, 1),
-        rank=np.repeat(np.array([part.rank for part, _ in held], dtype=np.int64), counts),
-        main=np.repeat(np.array([part.replica_id == 0 for part, _ in held], dtype=np.bool_), counts),
+        offset=widen(box_column([box.offset for _, boxes in pairs for box in boxes], fill=0), axes, 0),
+        shape=widen(box_column([box.shape for _, boxes in pairs for box in boxes], fill=1), axes, 1),
+        rank=np.repeat(np.array([part.rank for part, _ in pairs], dtype=np.int64), counts),
+        main=np.repeat(np.array([part.replica_id == 0 for part, _ in pairs], dtype=np.bool_), counts),
     )

@@ -132,9 +132,9 @@ def _trees(
     return [prune(rebuild([_leaf(leaf, mesh, rank, parts, fill) for leaf in leaves])) for rank in ranks or mesh.ranks]
 
 
-def _leaf(placed: Placed, mesh: Mesh, rank: int, parts: dict[Any, RankShard | None], fill: _Fill) -> Any:
+def _leaf(source: Placed, mesh: Mesh, rank: int, parts: dict[Any, RankShard | None], fill: _Fill) -> Any:
     """Return a rank's leaf for a leaf of the whole tree."""
-    leaf, placement = placed.leaf, placed.placement
+    leaf, placement = source.leaf, source.placement
     if placement is None:
         return replace(leaf, replica_id=mesh.ranks.index(rank)) if isinstance(leaf, ShardedObject) else leaf
     name = (leaf.global_shape, placement.spec, rank)
@@ -242,14 +242,16 @@ def _part(
     mesh: Mesh,
     spec: PartitionSpec,
     rank: int,
-    given: tuple[int, ...] | None,
+    global_shape: tuple[int, ...] | None,
 ) -> RankShard:
     """Return the rank's part of the global tensor, after checking that the local tensor has its shape."""
     entries = (*spec.entries, *(None,) * (len(local) - len(spec.entries)))
     counts = (prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
     # Ranks can't tell from their own part whether it is a last, shorter one: where parts differ in size, ranks compute
     # different global shapes, which saves and loads compare.
-    whole = tuple(size * count for size, count in zip(local, counts, strict=True)) if given is None else given
+    whole = (
+        tuple(size * count for size, count in zip(local, counts, strict=True)) if global_shape is None else global_shape
+    )
     part = mesh_shard(whole, mesh, spec, rank)
     if part is None or part.shape != local:
         expected = "nothing" if part is None else part.shape

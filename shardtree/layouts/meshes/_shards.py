@@ -68,9 +68,9 @@ class RankShard:
             # disjoint.
             offset = tuple(spans[0][0] if spans else size for spans, size in starts)
             return (RankBox(offset, self.shape, (0,) * len(offset)),)
-        placed = [list(_local_spans(spans)) for spans in self.spans]
+        per_axis = [list(_local_spans(spans)) for spans in self.spans]
         return tuple(
-            RankBox(*map(tuple, zip(*box, strict=True))) if box else RankBox((), (), ()) for box in product(*placed)
+            RankBox(*map(tuple, zip(*box, strict=True))) if box else RankBox((), (), ()) for box in product(*per_axis)
         )
 
 
@@ -97,7 +97,7 @@ def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) 
         >>> [(part.spans, part.replica_id) for part in mesh_shards((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"))]
         [((((0, 3),),), 0), ((((3, 5),),), 0), ((((0, 3),),), 1), ((((3, 5),),), 1)]
     """
-    shape = _checked(global_shape, mesh, spec)
+    shape = _checked_shape(global_shape, mesh, spec)
     return tuple(_parts(shape, mesh, spec, zip(mesh.ranks, _places(mesh), strict=True)))
 
 
@@ -117,11 +117,11 @@ def mesh_shard(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, r
         >>> mesh_shard((5,), Mesh(dp=2, tp=2), PartitionSpec("tp"), 3).shape
         (2,)
     """
-    shape = _checked(global_shape, mesh, spec)
+    shape = _checked_shape(global_shape, mesh, spec)
     return next(_parts(shape, mesh, spec, [(rank, mesh.coordinates(rank))]), None)
 
 
-def _checked(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
+def _checked_shape(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
     """Return a shape as ints, after checking that the spec fits it and the mesh."""
     shape = integers("mesh_shards", "global_shape", global_shape)
     check_fits("a tensor", shape, mesh, spec)

@@ -83,15 +83,15 @@ class PartitionSpec:
     def __init__(self, *entries: SpecEntry | AxisSplit, at: Mapping[str, int] | None = None) -> None:
         object.__setattr__(self, "entries", tuple(map(_entry, entries)))
         object.__setattr__(self, "at", _at({} if at is None else at))
-        named = Counter([*(split.axis for entry in self.entries for split in splits(entry)), *dict(self.at)])
-        twice = [repr(axis) for axis, count in named.items() if count > 1]
+        counts = Counter([*(split.axis for entry in self.entries for split in splits(entry)), *dict(self.at)])
+        twice = [repr(axis) for axis, count in counts.items() if count > 1]
         if twice:
             what, fix = f"{self!r}: a mesh axis occurs twice", "Cut along each axis of the mesh once."
             raise MetadataError(error_text(what, offenders=twice, fix=fix))
 
     def __repr__(self) -> str:
-        shown = [*map(repr, self.entries), *([f"at={dict(self.at)}"] if self.at else [])]
-        return f"PartitionSpec({', '.join(shown)})"
+        parts = [*map(repr, self.entries), *([f"at={dict(self.at)}"] if self.at else [])]
+        return f"PartitionSpec({', '.join(parts)})"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -222,13 +222,13 @@ class PatternSpecs:
     def __call__(self, key: str, leaf: Any) -> PartitionSpec:
         """Return a tensor's spec; KeyMismatch where no pattern fits its key, and there is no default."""
         row = self.first(key)
-        found = self.default if row is None else row[2]
-        if found is None:
+        spec = self.default if row is None else row[2]
+        if spec is None:
             fix = "Add a pattern for it, or pass default=PartitionSpec() for tensors that aren't cut."
-            listed = ", ".join(repr(pattern) for pattern, _, _ in self.rows)
+            patterns = ", ".join(repr(pattern) for pattern, _, _ in self.rows)
             what = f"specs_by_pattern: no pattern matches {key!r}"
-            raise KeyMismatch(error_text(what, found=listed[:1000] or "no patterns", fix=fix))
-        return found
+            raise KeyMismatch(error_text(what, found=patterns[:1000] or "no patterns", fix=fix))
+        return spec
 
     def first(self, key: str) -> tuple[str, re.Pattern[str], PartitionSpec] | None:
         """Return the row of the first pattern that fits a key, None if none does."""
@@ -315,10 +315,10 @@ def _nearly_fits(pattern: str, key: str) -> bool:
     """Return whether a key would fit a pattern if one part of the pattern were spelled a little differently."""
     parts = pattern.split(".")
     for at, part in enumerate(parts):
-        found = None if "*" in part else match_key(".".join([*parts[:at], "*", *parts[at + 1 :]]), key)
-        if found is None:
+        match = None if "*" in part else match_key(".".join([*parts[:at], "*", *parts[at + 1 :]]), key)
+        if match is None:
             continue
-        own = found[stars(".".join(parts[:at]))]
+        own = match[stars(".".join(parts[:at]))]
         # Numbers are told apart on purpose: `layers.0` isn't meant for `layers.1`.
         if _letters(own) != _letters(part) and get_close_matches(part, [own], cutoff=_NEAR):
             return True
@@ -360,8 +360,8 @@ def _reaches(tree: Any, path: TreePath) -> bool:
 
 def _spec_at(places: Mapping[TreePath, PartitionSpec], path: TreePath, key: str) -> PartitionSpec:
     # Specs don't nest, since a spec is a leaf: at most one of these places has one.
-    found = next((places[path[:depth]] for depth in range(len(path) + 1) if path[:depth] in places), None)
-    if found is None:
+    spec = next((places[path[:depth]] for depth in range(len(path) + 1) if path[:depth] in places), None)
+    if spec is None:
         fix = "Give a PartitionSpec at its place, or at one above it; PartitionSpec() where it isn't cut."
         raise MetadataError(error_text(f"{key!r}: no spec at {render_path(path, 'specs')}", fix=fix))
-    return found
+    return spec
