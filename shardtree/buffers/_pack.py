@@ -64,15 +64,15 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     """Return a value's shape, None for one without."""
     if isinstance(value, ShardedTensor):
         return value.local_shape
-    held = value.data if isinstance(value, ShardedTensorFactory) else value
-    check_has_shape("a parameter", held)
-    shape = held if isinstance(held, (tuple, list)) else getattr(held, "shape", None)
+    source = value.data if isinstance(value, ShardedTensorFactory) else value
+    check_has_shape("a parameter", source)
+    shape = source if isinstance(source, (tuple, list)) else getattr(source, "shape", None)
     return None if shape is None else integers("shape", "size", shape)
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    held = value.data if isinstance(value, ShardedTensorFactory) else value
-    return getattr(held, "dtype", None)
+    source = value.data if isinstance(value, ShardedTensorFactory) else value
+    return getattr(source, "dtype", None)
 
 
 def _check_dtypes(parameters: Mapping[str, Any]) -> None:
@@ -125,10 +125,10 @@ def _misfit(value: Any, shape: tuple[int, ...]) -> str | None:
         return f"{type(value).__name__}, not a ShardedTensor or ShardedTensorFactory"
     if value.flattened_range is not None:
         return f"a flat range already, {value.flattened_range}"
-    found = None if isinstance(value, ShardedTensorFactory) and value.data is None else _shape(value)
-    if found is None or found == shape:
+    actual = None if isinstance(value, ShardedTensorFactory) and value.data is None else _shape(value)
+    if actual is None or actual == shape:
         return None
-    return f"shape {found}, {prod(found)} elements; the plan has {shape}, {prod(shape)} elements"
+    return f"shape {actual}, {prod(actual)} elements; the plan has {shape}, {prod(shape)} elements"
 
 
 def plan_buffers(
@@ -185,7 +185,7 @@ def plan_buffers(
     # The least common multiple: the end of a bucket must suit the collective's alignment and divide into equal ranges.
     start_at, end_at = _count("align", align, fix), lcm(ranks, _count("bucket_align", bucket_align, fix))
     limit = None if bucket_size is None else _count("bucket_size", bucket_size, "Pass None for one bucket.")
-    names = _ordered(shapes, order)
+    names = _names_in_order(shapes, order)
     groups = set(_checked_names("alone", alone, shapes))
     places: list[BufferPlace] = []
     buckets: list[tuple[int, int]] = []
@@ -215,7 +215,7 @@ def _count(field: str, value: Any, fix: str) -> int:
     return number
 
 
-def _ordered(shapes: Mapping[str, Any], order: Iterable[str] | None) -> list[str]:
+def _names_in_order(shapes: Mapping[str, Any], order: Iterable[str] | None) -> list[str]:
     if order is None:
         return list(shapes)
     names = _checked_names("order", order, shapes)
@@ -231,9 +231,9 @@ def _ordered(shapes: Mapping[str, Any], order: Iterable[str] | None) -> list[str
 def _checked_names(field: str, names: Iterable[str], shapes: Mapping[str, Any]) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         refuse("plan_buffers", field, repr(names)[:100], "names", "Pass a list of names.", error=MetadataError)
-    listed = list(names)
-    unknown = [repr(name)[:200] for name in listed if not isinstance(name, str) or name not in shapes]
+    texts = list(names)
+    unknown = [repr(name)[:200] for name in texts if not isinstance(name, str) or name not in shapes]
     if unknown:
         what = f"plan_buffers: {field} has names of no parameter"
         raise KeyMismatch(error_text(what, offenders=unknown, fix="Pass names of `parameters`."))
-    return listed
+    return texts

@@ -18,7 +18,7 @@ _SHOWN = 32
 
 
 def plan_lines(
-    parameters: int, padding: int, buckets: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
+    parameters: int, padding: int, buckets: Sequence[Sequence[int]], shares: Sequence[Sequence[int]]
 ) -> list[str]:
     """Return a plan as two tables, of buckets and of ranks, up to 32 lines each.
 
@@ -26,7 +26,7 @@ def plan_lines(
         parameters: how many there are.
         padding: elements that belong to no parameter.
         buckets: start, stop, parameters, elements of them, and elements of one rank's slice.
-        held: for each rank, how many parameters it has something of, and how many elements of them.
+        shares: for each rank, how many parameters it has something of, and how many elements of them.
 
     Examples:
         >>> for line in plan_lines(2, 1, [(0, 10, 2, 9, 5)], [(1, 5), (2, 4)]):
@@ -41,10 +41,10 @@ def plan_lines(
     size = buckets[-1][1] if buckets else 0
     share = f"{100 * padding / max(size, 1):.1f} %"
     counts = f"{plural(parameters, 'parameter')} of {size - padding:,} elements, {padding:,} of padding ({share})"
-    head = f"{counts}: {plural(len(buckets), 'bucket')}, cut for {plural(len(held), 'rank')}"
+    head = f"{counts}: {plural(len(buckets), 'bucket')}, cut for {plural(len(shares), 'rank')}"
     own = sum(bucket[4] for bucket in buckets)
     spans = [(n, at, to, count, full, to - at - full, part) for n, (at, to, count, full, part) in enumerate(buckets)]
-    ranks = [(rank, count, elements, own - elements) for rank, (count, elements) in enumerate(held)]
+    ranks = [(rank, count, elements, own - elements) for rank, (count, elements) in enumerate(shares)]
     lines = _lines(("bucket", "from", "to", "parameters", "elements", "padding", "a rank's slice"), spans)
     return [head, *(lines if buckets else []), *_lines(("rank", "parameters", "elements", "padding"), ranks)]
 
@@ -59,7 +59,7 @@ def place_lines(rows: Sequence[tuple[int, slice, slice]]) -> list[str]:
         >>> place_lines([(1, slice(0, 3), slice(1, 4))])
         ['rank  of the parameter  of its slice', '   1             [0:3]         [1:4]']
     """
-    texts = [(rank, _text(flat), _text(taken)) for rank, flat, taken in rows]
+    texts = [(rank, _text(flat), _text(own)) for rank, flat, own in rows]
     return _lines(("rank", "of the parameter", "of its slice"), texts)
 
 
@@ -206,18 +206,18 @@ class BufferPlan:
             rows[place.bucket][0] += 1
             rows[place.bucket][1] += prod(place.shape)
         buckets = [(*span, *row) for span, row in zip(self.buckets, rows, strict=True)]
-        return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._held().tolist()))
+        return "\n".join(plan_lines(len(self.places), self.padding, buckets, self._rank_counts().tolist()))
 
-    def _held(self) -> Column:
+    def _rank_counts(self) -> Column:
         """Return of how many parameters each rank has elements, and how many elements, int64 (ranks, 2)."""
         # Computed from each parameter's first and last rank, without listing the ranges of all ranks in between.
-        held = np.zeros((self.data_parallel, 2), dtype=np.int64)
+        counts = np.zeros((self.data_parallel, 2), dtype=np.int64)
         for place in self.places:
             ranks, (first, length) = self._ranks(place), self._share(place)
-            held[ranks.start : ranks.stop] += (1, length)
-            held[ranks.start, 1] -= place.start - (first + ranks.start * length)
-            held[ranks.stop - 1, 1] -= first + ranks.stop * length - place.stop
-        return held
+            counts[ranks.start : ranks.stop] += (1, length)
+            counts[ranks.start, 1] -= place.start - (first + ranks.start * length)
+            counts[ranks.stop - 1, 1] -= first + ranks.stop * length - place.stop
+        return counts
 
     def _place(self, name: str) -> BufferPlace:
         for place in self.places:
@@ -245,8 +245,8 @@ class BufferPlan:
         first, length = self._share(place)
         begin = first + rank * length
         low, high = max(place.start, begin), min(place.stop, begin + length)
-        taken, flat = slice(low - begin, high - begin), slice(low - place.start, high - place.start)
-        return BufferRange(place.name, rank, place.bucket, taken, flat)
+        own, flat = slice(low - begin, high - begin), slice(low - place.start, high - place.start)
+        return BufferRange(place.name, rank, place.bucket, own, flat)
 
 
 def checked_rank(plan: BufferPlan, rank: int) -> int:

@@ -75,11 +75,11 @@ def buffer_slices(
     check_plan(plan, "buffer_slices")
     check_dtype(dtype, "buffer_slices")
     ranges = plan.ranges(rank)
-    held = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
+    tensors = _checked_tree(rank, tree, {part.name: part.taken.stop - part.taken.start for part in ranges}, dtype)
     # As integers, since torch has no fill for some dtypes; zero bits are zeros of every dtype.
     slices = [as_integers(empty_data((length,), dtype, device)).zero_() for length in plan.slice_lengths]
     for part in ranges:
-        slices[part.bucket][part.taken].copy_(as_integers(held[part.name]))
+        slices[part.bucket][part.taken].copy_(as_integers(tensors[part.name]))
     return [each.view(dtype) for each in slices]
 
 
@@ -117,21 +117,21 @@ def _checked_tree(rank: int, tree: Any, lengths: Mapping[str, int], dtype: torch
     if wrong:
         fix = "Pass what `plan.ranges(rank)` names, of one kind of state."
         raise KeyMismatch(error_text(f"{subject}: other names than its ranges", offenders=wrong, fix=fix))
-    held = {name: _tensor(tree[name]) for name in lengths}
+    tensors = {name: _tensor(tree[name]) for name in lengths}
     wrong = [
         f"{name!r}: {_kind(tensor)}, not ({length},) {dtype}"
         for name, length in lengths.items()
-        if not isinstance(tensor := held[name], torch.Tensor)
+        if not isinstance(tensor := tensors[name], torch.Tensor)
         or (tensor.dtype, tuple(tensor.shape)) != (dtype, (length,))
     ]
     if wrong:
         fix = "Pass each range as a 1-D tensor, and dtype= where it isn't torch.float32."
         raise ShapeError(error_text(f"{subject}: tensors that don't fit", offenders=wrong, fix=fix))
-    empty = [repr(name) for name, tensor in held.items() if tensor.is_meta]
+    empty = [repr(name) for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         fix = "Pass what `load` returns for the targets."
         raise ShapeError(error_text(f"{subject}: tensors without memory", offenders=empty, fix=fix))
-    return held
+    return tensors
 
 
 def _tensor(value: Any) -> Any:

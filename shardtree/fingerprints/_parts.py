@@ -66,10 +66,10 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
     # Data may have been resized or replaced in place since the shard was built.
     shard.validate_metadata_integrity()
     _check_dense(shard.key, shard.data)
-    prepended, flat = shard.prepend_axis_num, shard.flattened_range
+    front, flat = shard.prepend_axis_num, shard.flattened_range
     elements = most if shard.data.device.type == "cpu" else _ON_DEVICE * most
     if flat is not None:
-        box = (1,) * prepended + shard.local_shape
+        box = (1,) * front + shard.local_shape
         yield from run_pieces(shard.data, shard.global_offset, box, flat.start, elements)
         return
     yield from box_pieces(shard.data, shard.global_offset, elements)

@@ -46,13 +46,13 @@ def scramble(numbers: NDArray[Any]) -> Words:
         >>> [hex(number) for number in scramble(np.array([1, 2], dtype=np.uint64)).tolist()]
         ['0x5692161d100b05e5', '0xdbd238973a2b148a']
     """
-    mixed = numbers.astype(np.uint64)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    image = numbers.astype(np.uint64)
+    image ^= image >> np.uint64(30)
+    image *= np.uint64(0xBF58476D1CE4E5B9)
+    image ^= image >> np.uint64(27)
+    image *= np.uint64(0x94D049BB133111EB)
+    image ^= image >> np.uint64(31)
+    return image
 
 
 def axis_weights(axis: int, start: int, stop: int) -> Words:
@@ -163,8 +163,8 @@ def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
     total, scratch = 0, np.empty((2, min(words.size, _MIXED)), dtype=np.uint64)
     for start, shape in slabs(words.shape, _MIXED):
         place = slices(start, shape)
-        mixed = _mix(words[place], *scratch[:, : int(np.prod(shape))])
-        total += _contract(mixed, [each[part] for each, part in zip(weights, place, strict=True)])
+        image = _mix(words[place], *scratch[:, : int(np.prod(shape))])
+        total += _contract(image, [each[part] for each, part in zip(weights, place, strict=True)])
     of_constant = CONSTANT
     for each in weights:
         of_constant *= int(each.sum())
@@ -173,23 +173,23 @@ def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
 
 def _mix(words: NDArray[Any], room: Words, other: Words) -> Words:
     """Return each word's image under a bijection of 64 bits, in the given buffers."""
-    mixed, shifted = room.reshape(words.shape), other.reshape(words.shape)
+    image, halves = room.reshape(words.shape), other.reshape(words.shape)
     if words.itemsize == 8:
-        np.right_shift(words, _HALF, out=shifted)
-        np.bitwise_xor(words, shifted, out=mixed)
-        words = mixed
-    np.multiply(words, _FACTOR, out=mixed, dtype=np.uint64)
-    np.right_shift(mixed, _HALF, out=shifted)
-    return np.bitwise_xor(mixed, shifted, out=mixed)
+        np.right_shift(words, _HALF, out=halves)
+        np.bitwise_xor(words, halves, out=image)
+        words = image
+    np.multiply(words, _FACTOR, out=image, dtype=np.uint64)
+    np.right_shift(image, _HALF, out=halves)
+    return np.bitwise_xor(image, halves, out=image)
 
 
-def _contract(mixed: Words, weights: Sequence[Words]) -> int:
+def _contract(image: Words, weights: Sequence[Words]) -> int:
     *above, last = weights
     if above and last.size < _SHORT:
         # Sums of many short rows cost more than their elements, so columns are summed first, which are long.
         columns = reduce(np.multiply.outer, above).reshape(-1)
-        return int((columns @ mixed.reshape(-1, last.size) * last).sum())
-    sums = np.einsum("ij,j->i", mixed.reshape(-1, last.size), last)
+        return int((columns @ image.reshape(-1, last.size) * last).sum())
+    sums = np.einsum("ij,j->i", image.reshape(-1, last.size), last)
     return _contract(sums, above) if above else int(sums[0])
 
 
@@ -214,7 +214,7 @@ def device_total(words: torch.Tensor, axes: Sequence[int], offset: Sequence[int]
     """
     totals = []
     for start, shape in slabs(tuple(words.shape), _MOST):
-        total = _mix_on_device(words[slices(start, shape)]) + _signed(CONSTANT)
+        total = _mix_on_device(words[slices(start, shape)]) + _with_sign(CONSTANT)
         for axis in reversed(range(words.ndim)):
             first = offset[axis] + start[axis]
             total = (total * _weights(axes[axis], first, first + shape[axis], words.device)).sum(-1)
@@ -229,7 +229,7 @@ def _mix_on_device(words: torch.Tensor) -> torch.Tensor:
         wide = wide ^ (wide >> 32 & _LOW_HALF)
     else:
         wide = wide & ((1 << 8 * words.itemsize) - 1)
-    wide = wide * _signed(FACTOR)
+    wide = wide * _with_sign(FACTOR)
     return wide ^ (wide >> 32 & _LOW_HALF)
 
 
@@ -245,7 +245,7 @@ def _to_device(weights: Words, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(weights.view(np.int64).copy()).to(device)
 
 
-def _signed(number: int) -> int:
+def _with_sign(number: int) -> int:
     return number - MODULUS if number >= MODULUS // 2 else number
 
 
@@ -297,9 +297,9 @@ def _loop(itemsize: int) -> Callable[[NDArray[Any], Words, Words], int]:
     word, column = getattr(numba, f"uint{8 * itemsize}"), numba.types.Array(numba.uint64, 1, "C", readonly=True)
     matrix = numba.types.Array(word, 2, "C", readonly=True)
     # Without the interpreter's lock, so that threads share the pieces of a tensor.
-    found: Callable[[NDArray[Any], Words, Words], int]
-    found = numba.njit(numba.uint64(matrix, column, column), nogil=True)(_sum_of_rows)
-    return found
+    loop: Callable[[NDArray[Any], Words, Words], int]
+    loop = numba.njit(numba.uint64(matrix, column, column), nogil=True)(_sum_of_rows)
+    return loop
 
 
 _FACTOR, _CONSTANT = np.uint64(FACTOR), np.uint64(CONSTANT)
@@ -312,7 +312,7 @@ def _sum_of_rows(words, rows, columns):  # compiled: no checker of types may wra
         of_row = np.uint64(0)
         for column in range(words.shape[1]):
             word = np.uint64(words[row, column])
-            mixed = (word ^ (word >> _HALF)) * _FACTOR
-            of_row += ((mixed ^ (mixed >> _HALF)) + _CONSTANT) * columns[column]
+            image = (word ^ (word >> _HALF)) * _FACTOR
+            of_row += ((image ^ (image >> _HALF)) + _CONSTANT) * columns[column]
         total += of_row * rows[row]
     return total

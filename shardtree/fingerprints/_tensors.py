@@ -94,9 +94,9 @@ def shard_totals(shards: Sequence[ShardedTensor], totals: Totals = _one_by_one) 
         1
     """
     # All pieces of all shards in one list, so that threads share one large shard as well as many small ones.
-    numbered = [(number, piece) for number, shard in enumerate(shards) for piece in shard_pieces(shard)]
+    pieces = [(number, piece) for number, shard in enumerate(shards) for piece in shard_pieces(shard)]
     sums = [0] * len(shards)
-    for (number, _), total in zip(numbered, totals([piece for _, piece in numbered]), strict=True):
+    for (number, _), total in zip(pieces, totals([piece for _, piece in pieces]), strict=True):
         sums[number] = (sums[number] + total) % MODULUS
     return np.array(sums, dtype=np.uint64)
 
@@ -183,11 +183,11 @@ def unlike_replicas(columns: ShardColumns, totals: Words) -> list[list[list[int]
     new = np.any([column[order][1:] != column[order][:-1] for column in places], axis=0)
     first = np.maximum.accumulate(np.where(np.append(True, new), np.arange(len(order)), 0)) if len(order) else order
     unlike = totals[order] != totals[order[first]]
-    found: dict[int, dict[int, list[int]]] = {place: {} for place in np.unique(first[unlike]).tolist()}
+    by_place: dict[int, dict[int, list[int]]] = {place: {} for place in np.unique(first[unlike]).tolist()}
     for place, row in zip(first.tolist(), order.tolist(), strict=True):
-        if place in found:
-            found[place].setdefault(int(totals[row]), []).append(row)
-    return [list(groups.values()) for groups in found.values()]
+        if place in by_place:
+            by_place[place].setdefault(int(totals[row]), []).append(row)
+    return [list(groups.values()) for groups in by_place.values()]
 
 
 def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
@@ -220,9 +220,9 @@ def add_fingerprints(parts: Iterable[Mapping[str, PartialFingerprint]]) -> dict[
         whole[key] = replace(before, elements=before.elements + part.elements, total=total)
     for key, part in whole.items():
         # Counted, since a sum that lacks a part is a number like any other.
-        needed = prod(part.kind.global_shape)
-        if part.elements != needed:
-            problems.setdefault(key, f"{part.elements} of {needed} elements")
+        count = prod(part.kind.global_shape)
+        if part.elements != count:
+            problems.setdefault(key, f"{part.elements} of {count} elements")
     if problems:
         raise IntegrityError(
             error_text(
@@ -243,6 +243,6 @@ def tensor_fingerprint(key: str, kind: TensorKind, total: int) -> int:
         >>> hex(tensor_fingerprint("w", kind, 0)), tensor_fingerprint("w", kind, 5) - tensor_fingerprint("w", kind, 0)
         ('0x8f21eb4f8711ed2c', 5)
     """
-    described = json.dumps([key, str(kind.dtype).removeprefix("torch."), kind.global_shape], separators=(",", ":"))
-    name = int.from_bytes(blake2b(described.encode("ascii"), digest_size=8).digest(), "little")
+    text = json.dumps([key, str(kind.dtype).removeprefix("torch."), kind.global_shape], separators=(",", ":"))
+    name = int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "little")
     return (name + total) % MODULUS

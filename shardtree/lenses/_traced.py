@@ -153,7 +153,7 @@ def _plan(
 def _box_data(data: Any, box: Box, view: View | None, copy: Local) -> Any:
     """Return the elements of a box that is stored: a view of what is held where it is one."""
     alias = _alias(data, box.shape, view)
-    return copy.made([data[slices(*own)] for _, own in copy.boxes]) if alias is None else alias
+    return copy.output([data[slices(*own)] for _, own in copy.boxes]) if alias is None else alias
 
 
 def _alias(tensor: Any, shape: Shape, view: View | None) -> torch.Tensor | None:
@@ -181,7 +181,7 @@ def _along_axes(flat: int, shape: Shape) -> list[int]:
 
 
 def _merge(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float | None = None) -> Any:
-    tensor = local.made(parts, fill)
+    tensor = local.output(parts, fill)
     if isinstance(tensor, LazyTensor):
         return tensor.reshape(shard.local_shape)
     place = next((part.device for part in parts if isinstance(part, torch.Tensor)), device_of(shard.data))

@@ -104,26 +104,26 @@ def abstract_optim_state_from_metadata(
     if missing not in ("refuse", "leave_out"):
         raise TreeError(error_text(f"{doing}: missing", found=repr(missing), expected="'refuse' or 'leave_out'"))
     check_dict(doing, "metadata", metadata, "what `load_sharded_metadata` gives", (ShardedTensor, ShardedObject))
-    stored = _by_param(metadata, excluded(doing, exclude_keys))
+    by_param = _by_param(metadata, excluded(doing, exclude_keys))
     check_known(doing, members(groups), id_to_sharded_param_map)
     params = {name: id_to_sharded_param_map[name] for name in members(groups)}
-    found = {name: kinds for name, param in params.items() if (kinds := _stored_kinds(param, stored))}
-    lost = [repr(name) for name in dict.fromkeys(members(groups)) if name not in found]
-    if lost and missing != "leave_out":
+    kinds_of = {name: kinds for name, param in params.items() if (kinds := _stored_kinds(param, by_param))}
+    absent = [repr(name) for name in dict.fromkeys(members(groups)) if name not in kinds_of]
+    if absent and missing != "leave_out":
         fix = "Rename what is stored or the parameters; or pass missing='leave_out', and they start without states."
-        raise TreeError(error_text(f"{doing}: parameters of which no state is stored", offenders=lost, fix=fix))
+        raise TreeError(error_text(f"{doing}: parameters of which no state is stored", offenders=absent, fix=fix))
     # All offenders before the first leaf is made, so that one error names them.
-    _check_kinds(doing, params, found, rules)
+    _check_kinds(doing, params, kinds_of, rules)
     state = {
         name: _with_lists(
             doing, name, {key: _target_leaf(params[name], key, kinds, rules) for key, kinds in own.items()}
         )
-        for name, own in found.items()
+        for name, own in kinds_of.items()
     }
-    named = are_names(doing, groups, {})
-    grouped = _with_stored_group(doing, params, found, metadata) if named else params
+    by_name = are_names(doing, groups, {})
+    group_params = _with_stored_group(doing, params, kinds_of, metadata) if by_name else params
     tree = {**optim_state_dict, "state": map_shards(_without_data, state)}
-    return {**tree, **stored_groups(groups, grouped, named=named)}
+    return {**tree, **stored_groups(groups, group_params, named=by_name)}
 
 
 def _template_state(param: ShardedParam, value: Any) -> Any:
@@ -135,58 +135,58 @@ def _template_state(param: ShardedParam, value: Any) -> Any:
 
 def _by_param(metadata: Metadata, left_out: set[str]) -> _Stored:
     """Return the stored states by parameter key. A state's own key has no dots, so the first dot ends it."""
-    found: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
+    by_param: dict[str, dict[str, ShardedTensor | ShardedObject]] = {}
     for leaf in metadata.values():
         state_key, _, key = leaf.key.removeprefix(f"{PREFIX}.").partition(".")
         if leaf.key.startswith(f"{PREFIX}.") and list_item(state_key)[0] not in left_out:
-            found.setdefault(key, {})[state_key] = leaf
-    return found
+            by_param.setdefault(key, {})[state_key] = leaf
+    return by_param
 
 
 def _with_lists(doing: str, name: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's states with items of a list in one, in order."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for key, leaf in sorted(leaves.items(), key=lambda pair: list_item(pair[0])[1] or 0):
         state_key, number = list_item(key)
-        items = [] if number is None else found.setdefault(state_key, [])
+        items = [] if number is None else states.setdefault(state_key, [])
         if number is None:
-            found[key] = leaf
+            states[key] = leaf
         elif len(items) < number:
-            lost = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, but not {len(items)}"]
+            wrong = [f"{state_key!r} of {render_path((name,), 'state')}: item {number}, but not {len(items)}"]
             fix = "Pass what `load_sharded_metadata` gives: items that aren't tensors are stored as objects."
-            raise TreeError(error_text(f"{doing}: lists of which items aren't stored", offenders=lost, fix=fix))
+            raise TreeError(error_text(f"{doing}: lists of which items aren't stored", offenders=wrong, fix=fix))
         else:
             items.append(leaf)
-    return found
+    return states
 
 
 _Kinds = list[tuple[ShardedTensor, ShardedTensor | ShardedObject]]  # a parameter's stored shard, and its state
 
 
-def _stored_kinds(param: ShardedParam, stored: _Stored) -> dict[str, _Kinds]:
+def _stored_kinds(param: ShardedParam, by_param: _Stored) -> dict[str, _Kinds]:
     """Return the stored states of a parameter, each with the shard that the parameter itself is stored as."""
-    found: dict[str, _Kinds] = {}
+    kinds: dict[str, _Kinds] = {}
     shards = built_shards(param)
     for shard in shards:
-        for state_key, leaf in stored.get(shard.key, {}).items():
-            found.setdefault(state_key, []).append((shard, leaf))
+        for state_key, leaf in by_param.get(shard.key, {}).items():
+            kinds.setdefault(state_key, []).append((shard, leaf))
     if not shards:  # this rank stores nothing of the parameter, as with only the padding of a vocabulary
-        found = {state_key: [(_shard_for(leaf), leaf)] for state_key, leaf in stored.get(param.key, {}).items()}
-    return found
+        kinds = {state_key: [(_shard_for(leaf), leaf)] for state_key, leaf in by_param.get(param.key, {}).items()}
+    return kinds
 
 
 def _with_stored_group(
-    doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Any], metadata: Metadata
+    doing: str, params: Mapping[Any, ShardedParam], kinds_of: Mapping[Any, Any], metadata: Metadata
 ) -> dict[Any, ShardedParam]:
     """Return the named parameters whose group is stored: all but new ones."""
-    stored = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
+    stored_keys = {leaf.key for leaf in metadata.values() if leaf.key.startswith(f"{GROUP_PREFIX}.")}
     keys = {name: {f"{GROUP_PREFIX}.{shard.key}" for shard in built_shards(one)} for name, one in params.items()}
-    grouped = {name: param for name, param in params.items() if keys[name] <= stored}
-    lost = [repr(name) for name in found if name not in grouped]
-    if lost:
+    group_params = {name: param for name, param in params.items() if keys[name] <= stored_keys}
+    wrong = [repr(name) for name in kinds_of if name not in group_params]
+    if wrong:
         fix = "Was it saved by ids? Load it by ids then. If not, pass what `load_sharded_metadata` gives: objects too."
-        raise TreeError(error_text(f"{doing}: parameters of no stored group", offenders=lost, fix=fix))
-    return grouped
+        raise TreeError(error_text(f"{doing}: parameters of no stored group", offenders=wrong, fix=fix))
+    return group_params
 
 
 def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
@@ -197,11 +197,11 @@ def _shard_for(leaf: ShardedTensor | ShardedObject) -> ShardedTensor:
 
 
 def _check_kinds(
-    doing: str, params: Mapping[Any, ShardedParam], found: Mapping[Any, Mapping[str, _Kinds]], rules: Any
+    doing: str, params: Mapping[Any, ShardedParam], kinds_of: Mapping[Any, Mapping[str, _Kinds]], rules: Any
 ) -> None:
     problems = [
         f"{key!r} of {render_path((name,), 'state')}: {problem}"
-        for name, own in found.items()
+        for name, own in kinds_of.items()
         for key, kinds in own.items()
         if rule_of(rules, params[name], key) is None
         for shard, leaf in kinds

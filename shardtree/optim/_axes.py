@@ -43,16 +43,16 @@ def placed(
     Raises:
         ShapeError: the state, where there is one, has another shape than follows from the parameter's.
     """
-    front, known = shard.prepend_axis_num, state.own_sizes(shard.prepend_axis_num)
+    front, sizes = shard.prepend_axis_num, state.own_sizes(shard.prepend_axis_num)
     expected = tuple(
-        cut.size if cut is not None else known[axis] if axis < len(known) else 0 for axis, cut in enumerate(axes)
+        cut.size if cut is not None else sizes[axis] if axis < len(sizes) else 0 for axis, cut in enumerate(axes)
     )
-    if state.dtype is None or len(known) != len(axes) or not (state.is_stored or known == expected):
-        found = type(state.data).__name__ if state.dtype is None else known
+    if state.dtype is None or len(sizes) != len(axes) or not (state.is_stored or sizes == expected):
+        found = type(state.data).__name__ if state.dtype is None else sizes
         axis_texts = ["any" if cut is None else str(cut.size) for cut in axes]
-        wanted = f"({', '.join(axis_texts)}{',' * (len(axes) == 1)}) for {shard.data_shape}"
-        raise ShapeError(error_text(f"{rule}: {state_key!r} of {shard.key!r}", found=found, expected=wanted))
-    cuts = [cut or Cut(size, 0, size) for cut, size in zip(axes, known, strict=True)]
+        text = f"({', '.join(axis_texts)}{',' * (len(axes) == 1)}) for {shard.data_shape}"
+        raise ShapeError(error_text(f"{rule}: {state_key!r} of {shard.key!r}", found=found, expected=text))
+    cuts = [cut or Cut(size, 0, size) for cut, size in zip(axes, sizes, strict=True)]
     return ShardedTensor(
         f"{PREFIX}.{state_key}.{shard.key}",
         state.data,
@@ -85,9 +85,9 @@ def cuts_of(shard: ShardedTensor) -> list[Cut]:
     return list(map(Cut, shard.local_shape, shard.global_offset[front:], shard.global_shape[front:]))
 
 
-def check_where_cut(rule: str, where_cut: object, known: Sequence[str] = ("refuse", "equal", "own")) -> None:
-    if where_cut not in known:
-        expected = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+def check_where_cut(rule: str, where_cut: object, choices: Sequence[str] = ("refuse", "equal", "own")) -> None:
+    if where_cut not in choices:
+        expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise TreeError(error_text(f"{rule}: where_cut", found=repr(where_cut), expected=expected))
 
 
@@ -110,18 +110,18 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
         >>> pairs.global_shape, pairs.global_offset
         ((8, 5), (2, 0))
     """
-    followed = [axis for axis in axes if axis is not None]
-    if not all(type(axis) is int for axis in followed) or len(set(followed)) < len(followed):
+    numbers = [axis for axis in axes if axis is not None]
+    if not all(type(axis) is int for axis in numbers) or len(set(numbers)) < len(numbers):
         expected = "different axes of the parameter, or None, for each axis of the state"
         raise TreeError(error_text("along: axes", found=repr(axes)[:200], expected=expected))
     check_where_cut("along", where_cut, ("refuse", "equal"))
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
         shard, cuts = one_box("along", param, state_key), cuts_of(one_box("along", param, state_key))
-        if not all(-len(cuts) <= axis < len(cuts) for axis in followed):
-            raise unfit("along", shard, state_key, f"{len(cuts)} axes", f"axes {followed}")
+        if not all(-len(cuts) <= axis < len(cuts) for axis in numbers):
+            raise unfit("along", shard, state_key, f"{len(cuts)} axes", f"axes {numbers}")
         own = [None if axis is None else cuts[axis] for axis in axes]
-        others = [cut for axis, cut in enumerate(cuts) if not {axis, axis - len(cuts)} & {*followed}]
+        others = [cut for axis, cut in enumerate(cuts) if not {axis, axis - len(cuts)} & {*numbers}]
         apart = [cut for cut in others if cut.size != cut.whole]
         if apart and where_cut == "refuse":
             found = f"{shard.local_shape} at {shard.global_offset} of {shard.global_shape}"
@@ -170,19 +170,19 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     check_where_cut("reduced_axis", where_cut)
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
-        shard, known = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
+        shard, own = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
         axes = len(shard.local_shape)
         if not -axes <= axis < axes:
             raise unfit("reduced_axis", shard, state_key, f"{axes} axes", f"an axis {axis}")
         local = axis % axes
         place = _place(shard, local, state_key, where_cut)
-        kept = known.axes(shard.prepend_axis_num) == axes
-        if place.pieces > 1 and not kept:
+        keeps_axis = own.axes(shard.prepend_axis_num) == axes
+        if place.pieces > 1 and not keeps_axis:
             expected = "a state that keeps the reduced axis, with size 1"
             raise unfit("reduced_axis", shard, state_key, f"{place.pieces} pieces", expected)
         cuts = cuts_of(shard)
-        cuts[local : local + 1] = [Cut(1, place.index, place.pieces)] if kept else []
-        return placed("reduced_axis", shard, state_key, known, cuts, place.replica_id)
+        cuts[local : local + 1] = [Cut(1, place.index, place.pieces)] if keeps_axis else []
+        return placed("reduced_axis", shard, state_key, own, cuts, place.replica_id)
 
     return rule
 

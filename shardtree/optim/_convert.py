@@ -94,15 +94,15 @@ def optim_state_to_sharding_state(
     states = {name: {key: value for key, value in own.items() if key not in left_out} for name, own in every.items()}
     groups = groups_of(doing, optim_state_dict["param_groups"])
     check_rules(doing, rules)
-    named = are_names(doing, groups, states)
-    check_known(doing, [*states, *(members(groups) if named else ())], id_to_sharded_param_map)
+    by_name = are_names(doing, groups, states)
+    check_known(doing, [*states, *(members(groups) if by_name else ())], id_to_sharded_param_map)
     _check_keys(doing, states, id_to_sharded_param_map)
     _check_shapes(doing, states, id_to_sharded_param_map, rules)
     state = {
         name: {key: _state_leaves(id_to_sharded_param_map[name], key, value, rules) for key, value in own.items()}
         for name, own in states.items()
     }
-    return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=named)}
+    return {**optim_state_dict, "state": state, **stored_groups(groups, id_to_sharded_param_map, named=by_name)}
 
 
 def _state_leaves(param: ShardedParam, state_key: str, value: Any, rules: OptimizerRules | None) -> Any:
@@ -121,8 +121,8 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
         >>> check_known("save", [], {})
     """
     check_params(doing, params)
-    lost = [repr(name) for name in dict.fromkeys(names) if name not in params]
-    if lost:
+    wrong = [repr(name) for name in dict.fromkeys(names) if name not in params]
+    if wrong:
         more = ", ..." if len(params) > 4 else ""
         expected = f"one of {len(params)} sharded parameters: {', '.join(map(repr, list(params)[:4]))}{more}"
         fix = (
@@ -130,7 +130,7 @@ def check_known(doing: str, names: Sequence[ParamId], params: Mapping[Any, Shard
             "the optimizer itself, so that ids are in its order."
         )
         what = f"{doing}: the optimizer has parameters that the sharded tree lacks"
-        raise TreeError(error_text(what, offenders=lost, expected=expected, fix=fix))
+        raise TreeError(error_text(what, offenders=wrong, expected=expected, fix=fix))
 
 
 def _check_keys(doing: str, states: States, params: Mapping[Any, ShardedParam]) -> None:
@@ -234,10 +234,10 @@ def regroup_optim_state(
         [{'lr': 2, 'params': ['b']}, {'lr': 1, 'params': ['w']}]
     """
     doing = "regroup_optim_state"
-    states, stored = states_of(doing, optim_state_dict), groups_of(doing, optim_state_dict["param_groups"])
+    states, old = states_of(doing, optim_state_dict), groups_of(doing, optim_state_dict["param_groups"])
     own = groups_of(doing, param_groups)
-    group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
-    groups = arranged_groups(doing, stored, group_of, own, hyperparameters)
+    group_of = {name: number for number, group in enumerate(old) for name in group["params"]}
+    groups = arranged_groups(doing, old, group_of, own, hyperparameters)
     _check_members(doing, states, groups)
     return {**optim_state_dict, "param_groups": groups}
 
@@ -271,7 +271,7 @@ def optim_state_by_name(optim_state_dict: StateDict, id_to_name: Mapping[int, st
     """
     doing = "optim_state_by_name"
     check_dict(doing, "id_to_name", id_to_name, _MAP, str)
-    return _relabelled(doing, optim_state_dict, id_to_name, named=False)
+    return _relabel(doing, optim_state_dict, id_to_name, by_name=False)
 
 
 def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]) -> StateDict:
@@ -298,29 +298,29 @@ def optim_state_by_id(optim_state_dict: StateDict, id_to_name: Mapping[int, str]
     ids = {name: number for number, name in id_to_name.items()}
     # torch's `load_state_dict` ignores the ids and goes by order, so an order that differs would mix up states
     # silently.
-    numbered = _relabelled(doing, optim_state_dict, ids, named=True)
-    found: list[Any] = members(numbered["param_groups"])
-    if found != sorted(id_to_name):
+    new = _relabel(doing, optim_state_dict, ids, by_name=True)
+    order: list[Any] = members(new["param_groups"])
+    if order != sorted(id_to_name):
         wrong = [
             f"place {place}: {_name_text(id_to_name, here)}, expected {_name_text(id_to_name, should)}"
-            for place, (here, should) in enumerate(zip_longest(found, sorted(id_to_name)))
+            for place, (here, should) in enumerate(zip_longest(order, sorted(id_to_name)))
             if here != should
         ]
         what = f"{doing}: the optimizer has its parameters in another order, and torch goes by order"
         raise TreeError(error_text(what, offenders=wrong, fix="Arrange them with `regroup_optim_state` first."))
-    return numbered
+    return new
 
 
 def _name_text(id_to_name: Mapping[int, str], number: int | None) -> str:
     return "nothing" if number is None else repr(id_to_name[number])
 
 
-def _relabelled(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any], *, named: bool) -> StateDict:
+def _relabel(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, Any], *, by_name: bool) -> StateDict:
     """Return a state dict with other labels for its parameters."""
     states = states_of(doing, optim_state_dict)
     groups = groups_of(doing, optim_state_dict["param_groups"])
-    if members(groups) and are_names(doing, groups, states) is not named:
-        found, expected = ("ids", "names") if named else ("names", "ids")
+    if members(groups) and are_names(doing, groups, states) is not by_name:
+        found, expected = ("ids", "names") if by_name else ("names", "ids")
         raise TreeError(error_text(f"{doing}: parameters", found=found, expected=expected))
     used = dict.fromkeys([*members(groups), *states])
     wrong = [f"{label!r} isn't known" for label in used if label not in labels]
@@ -329,6 +329,6 @@ def _relabelled(doing: str, optim_state_dict: StateDict, labels: Mapping[Any, An
     if wrong:
         fix = "Make the map with `get_param_id_to_name_map` from this optimizer and its model."
         raise TreeError(error_text(f"{doing}: parameters that can't be distinguished", offenders=wrong, fix=fix))
-    relabelled = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
+    new_groups = [{**group, "params": [labels[label] for label in group["params"]]} for group in groups]
     state = {labels[label]: own for label, own in states.items()}
-    return {**optim_state_dict, "state": state, "param_groups": relabelled}
+    return {**optim_state_dict, "state": state, "param_groups": new_groups}

@@ -117,13 +117,13 @@ class OptimizerState:
         is_tensor = isinstance(value, torch.Tensor)
         return OptimizerState(value, value.dtype, tuple(value.shape)) if is_tensor else OptimizerState(value)
 
-    def axes(self, prepended: int) -> int:
+    def axes(self, front: int) -> int:
         """Return how many axes it has without those that are prepended in the whole."""
-        return len(self.own_sizes(prepended))
+        return len(self.own_sizes(front))
 
-    def own_sizes(self, prepended: int) -> tuple[int, ...]:
+    def own_sizes(self, front: int) -> tuple[int, ...]:
         """Return the known sizes of its own axes."""
-        return self.sizes[prepended:] if self.is_stored else self.sizes
+        return self.sizes[front:] if self.is_stored else self.sizes
 
 
 OptimizerRule: TypeAlias = Callable[[ShardedParam, str, OptimizerState], Any]
@@ -190,8 +190,8 @@ def list_item(state_key: str) -> tuple[str, int | None]:
         >>> list_item("Q[1]"), list_item("step")
         (('Q', 1), ('step', None))
     """
-    found = _ITEM.fullmatch(state_key)
-    return (state_key, None) if found is None else (found[1], int(found[2]))
+    match = _ITEM.fullmatch(state_key)
+    return (state_key, None) if match is None else (match[1], int(match[2]))
 
 
 def items_of(state_key: str, value: Any) -> dict[str, Any]:

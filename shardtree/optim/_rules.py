@@ -71,12 +71,12 @@ def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTen
         raise unfit("one_per_shard", shard, state_key, "an irregular grid", "a regular grid")
     count, place = shard.axis_fragmentations, shard.local_chunk_offset_in_global()
     key = f"{PREFIX}.{state_key}.{shard.key}"
-    known = OptimizerState.of(state)
-    if known.dtype is None:
-        return ShardedObject(key, known.data, count or (1,), place or (0,), shard.replica_id)
-    shape = known.own_sizes(len(count))
+    own = OptimizerState.of(state)
+    if own.dtype is None:
+        return ShardedObject(key, own.data, count or (1,), place or (0,), shard.replica_id)
+    shape = own.own_sizes(len(count))
     offset, whole = (*place, *(0,) * len(shape)), (*count, *shape)
-    return ShardedTensor(key, known.data, known.dtype, shape, whole, offset, None, shard.replica_id, len(count))
+    return ShardedTensor(key, own.data, own.dtype, shape, whole, offset, None, shard.replica_id, len(count))
 
 
 def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
@@ -104,19 +104,19 @@ def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, Optim
     check_where_cut("square_preconditioners", where_cut)
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> Any:
-        known = OptimizerState.of(state)
+        own = OptimizerState.of(state)
         shards = built_shards(param)
-        sizes = known.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
-        if known.dtype is not None and not known.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
+        sizes = own.own_sizes(next((shard.prepend_axis_num for shard in shards), 0))
+        if own.dtype is not None and not own.is_stored and (len(sizes) != 2 or sizes[0] != sizes[1]):
             what = f"square_preconditioners: {state_key!r} of {param.key!r}"
             raise ShapeError(error_text(what, found=sizes, expected="a square matrix"))
         if where_cut == "own":
-            return one_per_shard(param, state_key, known)
-        if known.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
+            return one_per_shard(param, state_key, own)
+        if own.dtype is not None and where_cut == "refuse" and any(_is_cut(shard) for shard in shards):
             raise unfit(
                 "square_preconditioners", param, state_key, "a piece of it", "all; or where_cut='equal' or 'own'"
             )
-        return one_per_parameter(param, state_key, known)
+        return one_per_parameter(param, state_key, own)
 
     return dict.fromkeys(("precond_*", "inv_precond_*", "pre_cond_*", "inv_pre_cond_*", "GG", "Q"), rule)
 
@@ -151,15 +151,15 @@ def on_mesh(
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> Any:
         check_param("on_mesh", param)
-        known, key = OptimizerState.of(state), f"{PREFIX}.{state_key}.{param.key}"
-        if known.dtype is None or any(shard.prepend_axis_num for shard in built_shards(param)):
-            found = "prepended axes" if known.dtype is not None else type(known.data).__name__
+        own, key = OptimizerState.of(state), f"{PREFIX}.{state_key}.{param.key}"
+        if own.dtype is None or any(shard.prepend_axis_num for shard in built_shards(param)):
+            found = "prepended axes" if own.dtype is not None else type(own.data).__name__
             raise unfit("on_mesh", param, state_key, found, "a tensor, of a parameter without prepended axes")
-        if known.is_stored:
-            whole = torch.empty(known.sizes, dtype=known.dtype, device="meta")
+        if own.is_stored:
+            whole = torch.empty(own.sizes, dtype=own.dtype, device="meta")
             return abstract_at([whole], mesh, spec, rank, key=lambda _: key)[0]
         shapes = None if shape is None else {key: shape(param)}
-        return from_local([known.data], mesh, spec, rank, key=lambda _: key, global_shapes=shapes)[0]
+        return from_local([own.data], mesh, spec, rank, key=lambda _: key, global_shapes=shapes)[0]
 
     return rule
 
@@ -201,8 +201,8 @@ def block_scales(block_size: int) -> OptimizerRule:
         whole, begin, count = prod(param.global_shape[front:]), first_element(param), prod(param.data_shape)
         # A shard without elements goes to the end, where it overlaps nothing.
         begin = begin if count else whole
-        aligned = begin % block_size == 0 and (count % block_size == 0 or begin + count == whole)
-        if count and not (_are_consecutive(param, begin, count) and aligned):
+        is_aligned = begin % block_size == 0 and (count % block_size == 0 or begin + count == whole)
+        if count and not (_are_consecutive(param, begin, count) and is_aligned):
             found = f"{param.local_shape} at {param.global_offset} of {param.global_shape}, blocks of {block_size}"
             raise unfit("block_scales", param, state_key, found, "whole blocks of the whole parameter")
         blocks = Cut(*(-(-elements // block_size) for elements in (count, begin, whole)))

@@ -89,16 +89,16 @@ def are_names(doing: str, groups: Sequence[Group], states: States) -> bool:
         >>> are_names("save", [{"params": ["w"]}], {"w": {}}), are_names("save", [{"params": [0]}], {})
         (True, False)
     """
-    found = dict.fromkeys([*members(groups), *states])
-    named = [name for name in found if isinstance(name, str)]
-    if named and len(named) < len(found):
+    names = dict.fromkeys([*members(groups), *states])
+    texts = [name for name in names if isinstance(name, str)]
+    if texts and len(texts) < len(names):
         fix = (
             "Turn all of it into names with `optim_state_by_name`, or into ids with `optim_state_by_id`; and take what "
             "isn't a parameter's out of 'state'."
         )
         what = f"{doing}: some parameters are named, others numbered"
-        raise TreeError(error_text(what, offenders=map(repr, found), fix=fix))
-    return bool(named)
+        raise TreeError(error_text(what, offenders=map(repr, names), fix=fix))
+    return bool(texts)
 
 
 def _not_a(part: str, doing: str, found: str | None, expected: str, wrong: Sequence[str] = ()) -> TreeError:
@@ -206,20 +206,20 @@ def get_param_id_to_sharded_param_map(
         megatron.core.dist_checkpointing.optimizer, megatron-core 0.16.1.
     """
     doing = "get_param_id_to_sharded_param_map"
-    params = _listed(doing, optim_params_iter)
+    params = _params_in_order(doing, optim_params_iter)
     numbers = _numbers(params)
     leaves = [leaf for _, leaf in leaves_with_paths(model_sharded_state_dict) if _is_param(leaf)]
-    found: dict[int, ShardedParam] = {}
+    by_id: dict[int, ShardedParam] = {}
     # By key and not by position: ranks' dicts may have other orders, and all must choose the same of tied parameters.
     for leaf in sorted(leaves, key=lambda leaf: leaf.key):
         if id(leaf.data) in numbers:
-            found.setdefault(numbers[id(leaf.data)], leaf)
+            by_id.setdefault(numbers[id(leaf.data)], leaf)
     # Megatron-Core only warns here, and then fails on the first state, far from the cause: detached data.
-    if params and not found:
+    if params and not by_id:
         what = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
         raise TreeError(error_text(what, found=counts[0], expected=counts[1], fix=_KEEP_VARS))
-    return dict(sorted(found.items()))
+    return dict(sorted(by_id.items()))
 
 
 def get_param_id_to_name_map(
@@ -242,15 +242,15 @@ def get_param_id_to_name_map(
         {0: 'bias', 1: 'weight'}
     """
     doing = "get_param_id_to_name_map"
-    params = _listed(doing, optim_params_iter)
+    params = _params_in_order(doing, optim_params_iter)
     names: dict[int, str] = {}
     for name, param in _pairs(doing, named_parameters):
         names.setdefault(id(param), name)
     numbers = {number: params[number] for number in _numbers(params).values()}
-    lost = [f"id {number}: {tuple(param.shape)}" for number, param in numbers.items() if id(param) not in names]
-    if lost:
+    wrong = [f"id {number}: {tuple(param.shape)}" for number, param in numbers.items() if id(param) not in names]
+    if wrong:
         fix = "Give the names of all modules whose parameters the optimizer has."
-        raise TreeError(error_text(f"{doing}: parameters without a name", offenders=lost, fix=fix))
+        raise TreeError(error_text(f"{doing}: parameters without a name", offenders=wrong, fix=fix))
     return {number: names[id(param)] for number, param in numbers.items()}
 
 
@@ -269,18 +269,18 @@ def sharded_params_by_name(model_sharded_state_dict: ShardedStateDict) -> dict[s
         ['decoder.weight']
     """
     pairs = [(path_key(path), leaf) for path, leaf in leaves_with_paths(model_sharded_state_dict) if _is_param(leaf)]
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_name = dict(pairs)
+    if len(by_name) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = [repr(name) for name in found if names.count(name) > 1]
+        twice = [repr(name) for name in by_name if names.count(name) > 1]
         raise TreeError(error_text("sharded_params_by_name: two paths make one name", offenders=twice))
-    return found
+    return by_name
 
 
 def _pairs(doing: str, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
     """Return names with their parameters."""
-    given = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
-    pairs = list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+    items = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+    pairs = list(items) if isinstance(items, Iterable) and not isinstance(items, torch.Tensor) else [items]
     wrong = [f"item {place}: {type(pair).__name__}" for place, pair in enumerate(pairs) if not _is_pair(pair)]
     if wrong:
         fix = "Pass `model.named_parameters()`."
@@ -304,15 +304,15 @@ def _numbers(params: Iterable[torch.Tensor]) -> dict[int, int]:
     return numbers
 
 
-def _listed(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
+def _params_in_order(doing: str, optim_params_iter: Any) -> list[torch.Tensor]:
     """Return an optimizer's parameters in its order."""
     groups = getattr(optim_params_iter, "param_groups", None)
     # Ids are positions in the optimizer's groups. `model.parameters()` has that order only with a single group.
-    given = optim_params_iter if groups is None else [param for group in groups for param in group["params"]]
-    many = isinstance(given, Iterable) and not isinstance(given, (torch.Tensor, str))
-    params = list(given) if many else []
+    items = optim_params_iter if groups is None else [param for group in groups for param in group["params"]]
+    many = isinstance(items, Iterable) and not isinstance(items, (torch.Tensor, str))
+    params = list(items) if many else []
     wrong = [f"item {place}: {type(param).__name__}" for place, param in enumerate(params) if not _is_tensor(param)]
-    wrong += [] if many else [f"a single {type(given).__name__}"]
+    wrong += [] if many else [f"a single {type(items).__name__}"]
     if wrong:
         fix = "Pass the optimizer, or the parameters in its order."
         raise TreeError(error_text(f"{doing}: not an optimizer's parameters", offenders=wrong, fix=fix))

@@ -22,12 +22,12 @@ def floats(tensor: torch.Tensor) -> torch.Tensor:
     # FP8 one by one, ten times slower.
     codes = tensor.view(torch.int8)
     halves = codes.to(torch.int16).mul_(1 << 7).bitwise_and_(~(1 << 14))  # a product takes half a shift's time
-    found = halves.view(torch.float16).to(torch.float32).mul_(256.0)
+    values = halves.view(torch.float16).to(torch.float32).mul_(256.0)
     # NaN, of which float16 makes a number, is 127 or, as a byte, 255: two maxima, and no tensor of sizes.
     if codes.numel() and 127 in (int(codes.max()), int(tensor.view(torch.uint8).max()) - 128):
         nan = codes & 127 == 127
-        found[nan] = tensor[nan].to(torch.float32)
-    return found
+        values[nan] = tensor[nan].to(torch.float32)
+    return values
 
 
 def fours(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def blocks_of(part: Part, block: tuple[int, int], whole: Shape, box: Box) -> Box
 
 
 def encoded(
-    key: str, part: Part, number: int, block: tuple[int, int], encode: Encode, held: torch.Tensor, at: Box, box: Box
+    key: str, part: Part, number: int, block: tuple[int, int], encode: Encode, data: torch.Tensor, at: Box, box: Box
 ) -> torch.Tensor:
     """Return a box of a part.
 
@@ -45,7 +45,7 @@ def encoded(
         number: of the part.
         block: of the form.
         encode: of the form.
-        held: the weight's elements.
+        data: the weight's elements.
         at: which box of the weight's matrices these are, of whole blocks.
         box: of the part.
 
@@ -53,20 +53,20 @@ def encoded(
         UnsupportedValue: an element isn't finite: all others of its block would be lost with it.
     """
     outer = part.box(*at)
-    made = torch.empty(outer.shape, dtype=part.dtypes[0], device=held.device)
+    new = torch.empty(outer.shape, dtype=part.dtypes[0], device=data.device)
     # Whole blocks, and as many as a window has room for: along a row, then rows of them.
     high, wide = (each or max(1, size) for each, size in zip(block, at.shape[-2:], strict=True))
     wide *= max(1, min(WINDOW // (high * wide), -(-at.shape[-1] // wide)))
     high *= max(1, WINDOW // (high * wide))
     for start, shape in windows(Box((0,) * len(at.shape), at.shape), high, wide):
-        piece = held[slices(start, shape)].to(torch.float32)
+        piece = data[slices(start, shape)].to(torch.float32)
         if not bool(torch.isfinite(piece).all()):
             what = f"quantised: elements of {key!r} that aren't finite have no scale"
             raise UnsupportedValue(error_text(what, fix="Leave this tensor as it is, or look for what made them."))
         rows, columns = (-size % (each or size) for size, each in zip(shape[-2:], block, strict=True))
         parts = encode(torch.nn.functional.pad(piece, (0, columns, 0, rows)), block)
         place = part.box([low + more for low, more in zip(at.offset, start, strict=True)], shape)
-        made[slices(*inside(place, outer.offset))] = parts[number][slices((0,) * len(place.shape), place.shape)].to(
-            made.dtype
+        new[slices(*inside(place, outer.offset))] = parts[number][slices((0,) * len(place.shape), place.shape)].to(
+            new.dtype
         )
-    return made[slices(*inside(box, outer.offset))]
+    return new[slices(*inside(box, outer.offset))]

@@ -75,8 +75,8 @@ class Form:
             ShapeError: a dtype isn't one of the form's, or a shape doesn't fit that of the values; names each.
         """
         names = self.keys(key)
-        given = [tensors[name] for name in names]
-        shapes = [tuple(each.global_shape if hasattr(each, "global_shape") else each.shape) for each in given]
+        values = [tensors[name] for name in names]
+        shapes = [tuple(each.global_shape if hasattr(each, "global_shape") else each.shape) for each in values]
         front = len(shapes[0]) - len(self.parts[0].tail) - 2
         if front < 0:
             found = f"{names[0]!r}: {shapes[0]}"
@@ -115,13 +115,15 @@ class Form:
             >>> found["w"][[0, 255], 0].tolist()
             [3.0, 1.5]
         """
-        made = {}
+        weights = {}
         for key, names in self.found(tensors).items():
             shape = self._turn(self.shape_of(key, tensors))
             box = Box((0,) * len(shape), shape)
             parts = self._parts(shape)
-            made[key] = self._turned(decoded(key, parts, self.join, [tensors[name] for name in names], box, dtype))
-        return made
+            weights[key] = self._turn_tensor(
+                decoded(key, parts, self.join, [tensors[name] for name in names], box, dtype)
+            )
+        return weights
 
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors in which weights are stored, by key: each number is rounded to the nearest, ties to even.
@@ -172,7 +174,7 @@ class Form:
         """
         box, whole = self._box_of(shard)
         parts = self._parts(whole)
-        data, pieces = self._quantised(shard, box, whole), [part.pieces(*box) for part in parts]
+        data, pieces = self._quantise(shard, box, whole), [part.pieces(*box) for part in parts]
         rows = zip(self.keys(shard.key), parts, pieces, data, strict=True)
         shards = [
             owned(shard_of(shard, key, part, inner, whole, each), is_own)
@@ -180,13 +182,13 @@ class Form:
             for inner, is_own in some
         ]
 
-        def merge(loaded: Sequence[Any]) -> Any:
-            left = iter(loaded)
+        def merge(values: Sequence[Any]) -> Any:
+            left = iter(values)
             tensors = [
                 joined(some, list(islice(left, len(some)))).reshape(part.box(*box).shape)
                 for part, some in zip(parts, pieces, strict=True)
             ]
-            return self._turned(self._decoded(shard, parts, tensors, box)).reshape(shard.local_shape)
+            return self._turn_tensor(self._decode(shard, parts, tensors, box)).reshape(shard.local_shape)
 
         return StoredForm(tuple(shards), merge)
 
@@ -216,7 +218,7 @@ class Form:
             what = f"quantised: {shard.key!r} is cut through values that are packed in one"
             expected, fix = f"multiples of {self.parts[0].steps} along the last axes", "Cut between these."
             raise ShapeError(error_text(what, found=f"{box.shape} at {box.offset}", expected=expected, fix=fix))
-        made, wrong = dict[str, Any](), []
+        leaves, wrong = dict[str, Any](), []
         for key, part in zip(self.keys(shard.key), self._parts(whole), strict=True):
             pieces, data = part.pieces(*box), None if tensors is None else tensors[key]
             outer = shard_of(shard, key, part, part.box(*box), whole, None)
@@ -226,13 +228,13 @@ class Form:
                     continue
                 outer = replace(outer, data=data, dtype=data.dtype)
             is_alone = len(pieces) == 1 and pieces[0][1]
-            made[key] = outer if is_alone else as_factory(outer, partial(in_pieces, pieces=pieces))
+            leaves[key] = outer if is_alone else as_factory(outer, partial(in_pieces, pieces=pieces))
         if wrong:
             fix = "Cut all tensors of a weight along the same elements of it."
             raise ShapeError(
                 error_text("quantised: tensors that aren't cut as the weight is", offenders=wrong, fix=fix)
             )
-        return made
+        return leaves
 
     def _box_of(self, shard: ShardedTensor) -> tuple[Box, tuple[int, ...]]:
         """Return a shard as a box of what is stored as matrices, and the shape of these."""
@@ -251,36 +253,36 @@ class Form:
     def _parts(self, whole: Sequence[int]) -> list[Part]:
         return [part.of(whole) for part in self.parts]
 
-    def _decoded(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
+    def _decode(self, shard: ShardedTensor, parts: Sequence[Part], tensors: Sequence[Any], box: Box) -> Any:
         """Return a box of matrices, of what it needs of the parts: lazy if these are."""
         key, dtype = shard.key, shard.dtype
         if not any(isinstance(each, LazyTensor) for each in tensors):
             return decoded(key, parts, self.join, tensors, box, dtype)
         bases = [part.box(*box).offset for part in parts]
 
-        def placed(inner: Box) -> Box:
+        def in_whole(inner: Box) -> Box:
             return Box(tuple(map(sum, zip(box.offset, inner.offset, strict=True))), inner.shape)
 
         def needs(inner: Box) -> list[Box]:
-            return [inside(part.box(*placed(inner)), base) for part, base in zip(parts, bases, strict=True)]
+            return [inside(part.box(*in_whole(inner)), base) for part, base in zip(parts, bases, strict=True)]
 
         def make(read: Sequence[torch.Tensor], inner: Box) -> torch.Tensor:
-            return decoded(key, parts, self.join, read, placed(inner), dtype)
+            return decoded(key, parts, self.join, read, in_whole(inner), dtype)
 
         name, identity = f"{self.name} of {tensors[0].name}", self._identity(f"dequantise {box}")
         return of_source(Boxwise(name, box.shape, dtype, tuple(tensors), needs, make, identity))
 
-    def _quantised(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
+    def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
         """Return the parts of a box's data, lazy if these are; None for each where a block isn't there whole."""
         if shard.data is None or self.encode is None or not is_of_blocks(box, whole, self.block):
             return [None] * len(self.parts)
-        held = self._turned(shard.data.reshape(self._turn(box.shape)))
-        return [self._quantised_part(shard.key, number, held) for number in range(len(self.parts))]
+        matrix = self._turn_tensor(shard.data.reshape(self._turn(box.shape)))
+        return [self._quantise_part(shard.key, number, matrix) for number in range(len(self.parts))]
 
-    def _quantised_part(self, key: str, number: int, held: Any) -> Any:
-        part, shape = self.parts[number], tuple(held.shape)
+    def _quantise_part(self, key: str, number: int, matrix: Any) -> Any:
+        part, shape = self.parts[number], tuple(matrix.shape)
         zeros = (0,) * len(shape)
-        stored = part.box(zeros, shape)  # counted from where the box begins, as a block does
+        outer = part.box(zeros, shape)  # counted from where the box begins, as a block does
 
         def needs(inner: Box) -> list[Box]:
             return [blocks_of(part, self.block, shape, inner)]
@@ -289,16 +291,16 @@ class Form:
             assert self.encode is not None
             return encoded(key, part, number, self.block, self.encode, read[0], needs(inner)[0], inner)
 
-        if isinstance(held, torch.Tensor):
-            return make([held], stored)
-        name, identity = f"{held.name} as {self.name}", self._identity(f"quantise {number}")
-        return of_source(Boxwise(name, stored.shape, part.dtypes[0], (held,), needs, make, identity))
+        if isinstance(matrix, torch.Tensor):
+            return make([matrix], outer)
+        name, identity = f"{matrix.name} as {self.name}", self._identity(f"quantise {number}")
+        return of_source(Boxwise(name, outer.shape, part.dtypes[0], (matrix,), needs, make, identity))
 
     def _turn(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape or an offset of the weight as that of what is stored as matrices; or the other way round."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else tuple(shape)
 
-    def _turned(self, tensor: Any) -> Any:
+    def _turn_tensor(self, tensor: Any) -> Any:
         return tensor.transpose(-1, -2) if self.is_turned else tensor
 
     def _identity(self, doing: str) -> str | None:

@@ -45,9 +45,9 @@ class Boxwise:
         """Return a box's elements in a new tensor that the caller owns."""
         box = Box(offset, shape)
         pairs = zip(self.lazies, self.needs(box), strict=True)
-        return self.make([lazy.read_box(*needed) for lazy, needed in pairs], box)
+        return self.make([lazy.read_box(*own) for lazy, own in pairs], box)
 
     def box_fetches(self, offset: Shape, shape: Shape) -> Iterator[Fetch]:
         """Yield what reading the box would fetch from storage, in that order."""
         pairs = zip(self.lazies, self.needs(Box(offset, shape)), strict=True)
-        return chain.from_iterable(lazy.box_fetches(*needed) for lazy, needed in pairs)
+        return chain.from_iterable(lazy.box_fetches(*own) for lazy, own in pairs)

@@ -91,23 +91,23 @@ class Part:
             for each in product(*axes)
         ]
 
-    def spread(self, stored: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def spread(self, elements: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """Return elements for a box of the weight, from `box` of what is stored; those that all share have one."""
-        found = self.read(stored)
+        values = self.read(elements)
         if self.group > 0:
-            places = torch.arange(offset[-2], offset[-2] + shape[-2], device=found.device)
-            found = found - places // self.group
+            places = torch.arange(offset[-2], offset[-2] + shape[-2], device=values.device)
+            values = values - places // self.group
         if len(self.per or ()) == 1:
-            found = found.unsqueeze(-1)
+            values = values.unsqueeze(-1)
         for axis, per, step in zip((-2, -1), self.per or (), self.steps, strict=False):
-            if step and found.shape[axis] > 1:
+            if step and values.shape[axis] > 1:
                 if per > 1:
-                    wide = found.unsqueeze(axis)
+                    wide = values.unsqueeze(axis)
                     sizes = [*wide.shape]
                     sizes[axis] = per
-                    found = wide.expand(sizes).flatten(axis - 1, axis)
-                found = found.narrow(axis, offset[axis] % step, shape[axis])
-        return found
+                    values = wide.expand(sizes).flatten(axis - 1, axis)
+                values = values.narrow(axis, offset[axis] % step, shape[axis])
+        return values
 
 
 def inside(box: Box, base: Sequence[int]) -> Box:
@@ -142,7 +142,7 @@ def decoded(
     """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
         return join(*(part.spread(each, *box) for part, each in zip(parts, tensors, strict=True))).to(dtype)
-    made = torch.empty(box.shape, dtype=dtype, device=tensors[0].device)
+    new = torch.empty(box.shape, dtype=dtype, device=tensors[0].device)
     outer = [part.box(*box).offset for part in parts]
     shared = max(part.per[0] for part in parts if part.per)  # rows of one scale are computed together
     high = shared if shared > 1 else max(1, WINDOW // max(1, box.shape[-1]))
@@ -155,8 +155,8 @@ def decoded(
                 what = f"quantised: rows of {key!r} belong to other groups than the form says"
                 fix = "Take the form for rows in any order, or `per` and `group` of another size, as config.json says."
                 raise UnsupportedValue(error_text(what, found=f"{part.name} of rows from {place[-2]}", fix=fix))
-        made[slices(start, size)] = join(*spread)
-    return made
+        new[slices(start, size)] = join(*spread)
+    return new
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -195,11 +195,11 @@ def is_of_blocks(box: Box, whole: Sequence[int], block: Sequence[int]) -> bool:
     return all(low % each == 0 and (high == length or high % each == 0) for low, high, length, each in edges)
 
 
-def shard_of(held: ShardedTensor, key: str, part: Part, box: Box, whole: Sequence[int], data: Any) -> ShardedTensor:
+def shard_of(weight: ShardedTensor, key: str, part: Part, box: Box, whole: Sequence[int], data: Any) -> ShardedTensor:
     """Return the shard of a box of a part, given that of the weight."""
-    front = 0 if part.per is None else held.prepend_axis_num
+    front = 0 if part.per is None else weight.prepend_axis_num
     return replace(
-        held,
+        weight,
         key=key,
         data=data,
         dtype=part.dtypes[0] if data is None else data.dtype,
@@ -222,13 +222,13 @@ def owned(shard: ShardedTensor, is_own: bool) -> ShardedTensor:
 
 def in_pieces(shard: ShardedTensor, pieces: Pieces) -> StoredForm:
     """Return what is stored of a part that a rank holds as one box, of which other ranks have some too."""
-    front, made = shard.prepend_axis_num, []
+    front, shards = shard.prepend_axis_num, []
     for box, is_own in pieces:
         inside = [low - base for low, base in zip(box.offset, shard.global_offset, strict=True)][front:]
         data = None if shard.data is None else shard.data[slices(tuple(inside), box.shape[front:])]
         piece = replace(shard, data=data, local_shape=box.shape[front:], global_offset=box.offset)
-        made.append(owned(piece, is_own))
-    return StoredForm(tuple(made), lambda parts: joined(pieces, parts))
+        shards.append(owned(piece, is_own))
+    return StoredForm(tuple(shards), lambda parts: joined(pieces, parts))
 
 
 def joined(pieces: Pieces, tensors: Sequence[Any]) -> Any:

@@ -57,45 +57,43 @@ def recode(
         >>> st.load_plain_tensors("again")["up.weight"][0]
         tensor([1., 1., 1., 1.], dtype=torch.bfloat16)
     """
-    known, fits = tuple(FORMS.values() if forms is None else forms), key_matcher(list(also))
+    choices, fits = tuple(FORMS.values() if forms is None else forms), key_matcher(list(also))
     if isinstance(to, Form):
         to.check_made("recode")
 
-    def recoded(tree: Mapping[str, Any]) -> dict[str, Any]:
+    def transform(tree: Mapping[str, Any]) -> dict[str, Any]:
         tensors = {key: leaf for key, leaf in tree.items() if isinstance(leaf, ShardedTensor)}
-        found = _found(tensors, known)
-        used = {name for key, form in found.items() for name in form.keys(key)}
-        made = {key: leaf for key, leaf in tree.items() if key not in used}
-        plain = [key for key, leaf in tensors.items() if key in made and leaf.dtype.is_floating_point and fits(key)]
+        form_of = _forms_of(tensors, choices)
+        used = {name for key, form in form_of.items() for name in form.keys(key)}
+        rest = {key: leaf for key, leaf in tree.items() if key not in used}
+        plain = [key for key, leaf in tensors.items() if key in rest and leaf.dtype.is_floating_point and fits(key)]
         wide = [key for key in plain if lossless and isinstance(to, Form) and tensors[key].dtype == torch.float64]
         if wide:
             fix = "Forms are computed in float32: cast these first, or recode with lossless=False."
             raise UnsupportedValue(error_text("recode: float64 would be rounded", offenders=map(repr, wide), fix=fix))
-        weights = [made.pop(key) for key in plain] if isinstance(to, Form) else []
-        for key, form in found.items():
+        weights = [rest.pop(key) for key in plain] if isinstance(to, Form) else []
+        for key, form in form_of.items():
             exact = torch.float32 if lossless or isinstance(to, Form) else to
-            held = ShardedTensor.from_rank_offsets(
-                key, torch.empty(form.shape_of(key, tensors), dtype=exact, device="meta")
-            )
-            held = held.without_data()
-            data = form.lens(held).merge([tensors[name].data for name in form.keys(key)])
-            weights.append(replace(held, data=data))
-        parts = [part for weight in weights for part in _recoded(weight, to, lossless)]
-        return _united(made, parts)
+            empty = torch.empty(form.shape_of(key, tensors), dtype=exact, device="meta")
+            weight = ShardedTensor.from_rank_offsets(key, empty).without_data()
+            data = form.lens(weight).merge([tensors[name].data for name in form.keys(key)])
+            weights.append(replace(weight, data=data))
+        parts = [part for weight in weights for part in _in_form(weight, to, lossless)]
+        return _unite(rest, parts)
 
-    return recoded
+    return transform
 
 
-def _united(made: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str, Any]:
-    counts = Counter([*made, *(part.key for part in parts)])
-    taken = [repr(key) for key, count in counts.items() if count > 1]
-    if taken:
+def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str, Any]:
+    counts = Counter([*rest, *(part.key for part in parts)])
+    twice = [repr(key) for key, count in counts.items() if count > 1]
+    if twice:
         fix = "Rename what has these keys, or leave those weights as they are: none of both may be lost."
-        raise KeyMismatch(error_text("recode: keys that other tensors have", offenders=taken, fix=fix))
-    return {**made, **{part.key: part for part in parts}}
+        raise KeyMismatch(error_text("recode: keys that other tensors have", offenders=twice, fix=fix))
+    return {**rest, **{part.key: part for part in parts}}
 
 
-def _found(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:
+def _forms_of(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:
     """Return the form of each quantised weight.
 
     Raises:
@@ -116,17 +114,17 @@ def _found(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:
     if several:
         fix = "Pass forms=[FORMS[...]] with the one that config.json names: names, dtypes and shapes don't tell."
         raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
-    found = {key: form for key, [form] in fitting.items()}
-    used = {name for key, form in found.items() for name in form.keys(key)}
+    form_of = {key: form for key, [form] in fitting.items()}
+    used = {name for key, form in form_of.items() for name in form.keys(key)}
     bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
-    offenders = [f"{key!r}: {why}" for key, why in (bare | misfits).items() if key not in found]
+    offenders = [f"{key!r}: {why}" for key, why in (bare | misfits).items() if key not in form_of]
     if offenders:
         fix = "Pass forms=[...] with blocks of the size that config.json names, or leave these tensors out."
         raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
-    return found
+    return form_of
 
 
-def _recoded(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:
+def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:
     """Return the shards of a whole weight in another form."""
     if isinstance(to, Form):
         form = replace(to, encode=_without_loss(weight.key, to)) if lossless else to
@@ -135,9 +133,9 @@ def _recoded(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
         return [weight]
 
     def make(read: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
-        made = read[0].to(to)
-        _check_same(weight.key, made.to(read[0].dtype), read[0])
-        return made
+        new = read[0].to(to)
+        _check_same(weight.key, new.to(read[0].dtype), read[0])
+        return new
 
     name, shape = f"{weight.data.name} to {to}", weight.global_shape
     lazy = of_source(Boxwise(name, shape, to, (weight.data,), lambda box: [box], make, f"without loss to {to}"))
@@ -147,17 +145,17 @@ def _recoded(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> S
 def _without_loss(key: str, form: Form) -> Encode:
     def encode(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, ...]:
         assert form.encode is not None
-        made, zeros = form.encode(matrix, block), (0,) * matrix.ndim
-        spread = (part.spread(each, zeros, matrix.shape) for part, each in zip(form.parts, made, strict=True))
+        parts, zeros = form.encode(matrix, block), (0,) * matrix.ndim
+        spread = (part.spread(each, zeros, matrix.shape) for part, each in zip(form.parts, parts, strict=True))
         _check_same(key, form.join(*spread), matrix)
-        return made
+        return parts
 
     return encode
 
 
-def _check_same(key: str, made: torch.Tensor, given: torch.Tensor) -> None:
-    rounded = int(((made != given) & ~given.isnan()).sum())
-    if rounded:
+def _check_same(key: str, new: torch.Tensor, old: torch.Tensor) -> None:
+    count = int(((new != old) & ~old.isnan()).sum())
+    if count:
         fix = "Choose a form or a dtype that has them, or recode with lossless=False."
         what = f"recode: {key!r} would be rounded"
-        raise UnsupportedValue(error_text(what, found=f"{rounded} elements of {given.numel()} in a box of it", fix=fix))
+        raise UnsupportedValue(error_text(what, found=f"{count} elements of {old.numel()} in a box of it", fix=fix))

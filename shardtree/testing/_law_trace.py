@@ -58,7 +58,7 @@ def check_trace(
             local = localized(result, name, offset, shape)
             parts = [sources[root][slices(*box)] for root, box in local.boxes]
             what = f"a part isn't a cut of the whole: {shape} at {offset}"
-            check_same(what, {name: local.made(parts)}, {name: tensor[slices(offset, shape)]})
+            check_same(what, {name: local.output(parts)}, {name: tensor[slices(offset, shape)]})
     try:
         back = result.inverse()
     except TraceError:

@@ -34,7 +34,7 @@ class Local:
     trace: Trace
     views: tuple[View | None, ...]
 
-    def made(self, parts: Sequence[Any], fill: float | None = None) -> Any:
+    def output(self, parts: Sequence[Any], fill: float | None = None) -> Any:
         """Return the output, given the boxes' elements: lazy if they are.
 
         Args:
@@ -42,10 +42,10 @@ class Local:
             fill: what elements get that are never written.
         """
         [(name, kind)] = self.trace.outputs.items()
-        named = {str(number): part for number, part in enumerate(parts)}
+        tensors = {str(number): part for number, part in enumerate(parts)}
         if any(isinstance(part, LazyTensor) for part in parts):
-            return of_source(Traced(name, self.trace, named, kind.shape, kind.dtype, fill))
-        return evaluated(self.trace, named, fill)[name]
+            return of_source(Traced(name, self.trace, tensors, kind.shape, kind.dtype, fill))
+        return evaluated(self.trace, tensors, fill)[name]
 
 
 def localized(
@@ -72,12 +72,12 @@ def localized(
     boxes = tuple((root, box) for root, some in reads.boxes.items() for box in some)
     numbers = {place: number for number, place in enumerate(boxes)}
     sources = {str(number): Kind(box.shape, trace.sources[root].dtype) for number, (root, box) in enumerate(boxes)}
-    moves = Moves(_moved(part.moves[name], part, reads, numbers, most))
+    moves = Moves(_from_boxes(part.moves[name], part, reads, numbers, most))
     views = tuple(view for some in reads.views.values() for view in some)
     return Local(boxes, Trace(sources, part.outputs, {name: moves}), views)
 
 
-def _moved(
+def _from_boxes(
     moves: Sequence[Move], part: Trace, reads: Reads, numbers: Mapping[tuple[str, Box], int], most: int
 ) -> Iterator[Move]:
     """Yield moves from sources as moves from the boxes that are read."""
@@ -88,7 +88,7 @@ def _moved(
                 yield into_box(piece, part.sources[move.root].shape, outer, str(numbers[move.root, outer]))
         elif isinstance(move.root, Computed):
             operands = tuple(
-                replace(each, moves=Moves(_moved(operand_moves(each, move), part, reads, numbers, most)))
+                replace(each, moves=Moves(_from_boxes(operand_moves(each, move), part, reads, numbers, most)))
                 if isinstance(each, Operand)
                 else each
                 for each in move.root.operands
@@ -126,7 +126,7 @@ class Traced:
         names = sorted(self.lazies)
         return (
             "trace",
-            _described(self.trace.moves[self.name]),
+            _description(self.trace.moves[self.name]),
             self.fill,
             names,
             *(self.lazies[name] for name in names),
@@ -135,7 +135,9 @@ class Traced:
     def read_box(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements in a new tensor that the caller owns."""
         local = localized(self.trace, self.name, offset, shape)
-        elements: torch.Tensor = local.made([self.lazies[root].read_box(*box) for root, box in local.boxes], self.fill)
+        elements: torch.Tensor = local.output(
+            [self.lazies[root].read_box(*box) for root, box in local.boxes], self.fill
+        )
         return elements
 
     def box_fetches(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Fetch]:
@@ -144,14 +146,14 @@ class Traced:
         return chain.from_iterable(self.lazies[root].box_fetches(*box) for root, box in boxes)
 
 
-def _described(value: Any) -> Any:
+def _description(value: Any) -> Any:
     """Return moves, and what they go through, as lists of numbers and text that no other moves have."""
     if isinstance(value, Moves | tuple | list):
-        return [_described(each) for each in value]
+        return [_description(each) for each in value]
     if isinstance(value, Constant):
         return [short(value.value.dtype), [*value.value.shape], sha256(bits(value.value).numpy()).hexdigest()]
     if isinstance(value, Function | Computed | Operand):
-        return [_described(getattr(value, name)) for name in value.__slots__]
+        return [_description(getattr(value, name)) for name in value.__slots__]
     return value if isinstance(value, str | int) else str(value.name()) if hasattr(value, "name") else repr(value)
 
 
@@ -168,12 +170,12 @@ def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, 
         ShapeError: it has another shape or dtype than was traced.
         TraceError: elements of an output are never written.
     """
-    needed = {name: check_written(trace, name, doing) for name in trace.outputs}
-    sources = dict.fromkeys(name for some in needed.values() for name in some)
+    sources_of = {name: check_written(trace, name, doing) for name in trace.outputs}
+    sources = dict.fromkeys(name for some in sources_of.values() for name in some)
     check_kinds(doing, {name: trace.sources[name] for name in sources}, tree)
     outputs = {
         name: replace(
-            whole_shard(name, kind), data=_lazy(trace, name, {each: tree[each].data for each in needed[name]})
+            whole_shard(name, kind), data=_lazy(trace, name, {each: tree[each].data for each in sources_of[name]})
         )
         for name, kind in trace.outputs.items()
     }

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from math import gcd, prod
 from operator import attrgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ._steps import joined
 
@@ -75,12 +75,12 @@ def normal(move: Move) -> Move:
     loops = move.loops
     if len(loops) == 1 and loops[0][0] != 1:
         return move
-    merged: list[Loop] = []
+    new: list[Loop] = []
     for count, to, at in sorted([loop for loop in loops if loop[0] != 1], key=lambda loop: -loop[1]):
-        if merged and merged[-1][1] == to * count and merged[-1][2] == at * count:
-            count *= merged.pop()[0]
-        merged.append((count, to, at))
-    return Move(move.root, move.to, move.at, tuple(merged), move.via)
+        if new and new[-1][1] == to * count and new[-1][2] == at * count:
+            count *= new.pop()[0]
+        new.append((count, to, at))
+    return Move(move.root, move.to, move.at, tuple(new), move.via)
 
 
 def turned(move: Move, root: Any = None, via: tuple[Any, ...] = ()) -> Move:
@@ -167,7 +167,7 @@ class Moves(Sequence[Move]):
             >>> rows.find([Move(None, 0, 2, ((4, 1, 1),))])[0]
             [Move(root='a', to=0, at=2, loops=((2, 1, 1),), ...), Move(root='b', to=2, at=0, loops=((2, 1, 1),), ...)]
         """
-        found: list[Move] = []
+        hits: list[Move] = []
         missing: list[Move] = []
         for read in reads:
             if not read.numel:
@@ -181,15 +181,15 @@ class Moves(Sequence[Move]):
                     if part.at > high or part.last < low:
                         left.append(part)
                     else:
-                        todo += _meet(part, write, found, left)
+                        todo += _meet(part, write, hits, left)
                 if not left:
                     break
             missing += left
-        return found, missing
+        return hits, missing
 
 
-def _meet(read: Move, write: Move, found: list[Move], left: list[Move]) -> tuple[Move, ...]:
-    """Put a read that lies in a write into `found`, one that misses it into `left`, or return it cut in two."""
+def _meet(read: Move, write: Move, hits: list[Move], left: list[Move]) -> tuple[Move, ...]:
+    """Put a read that lies in a write into `hits`, one that misses it into `left`, or return it cut in two."""
     loops = read.loops
     at, steps = read.at - write.to, [loop[2] for loop in loops]
     total, froms = write.at, [0] * len(loops)
@@ -201,7 +201,7 @@ def _meet(read: Move, write: Move, found: list[Move], left: list[Move]) -> tuple
         digits = [step // weight for step in steps]
         steps = [step % weight for step in steps]
         if at + _span(loops, steps) >= weight:
-            return _uncarried(read, steps, weight, at)
+            return _cut_at_carry(read, steps, weight, at)
         last = digit + _span(loops, digits)
         if digit >= count or last < 0:
             left.append(read)
@@ -217,7 +217,7 @@ def _meet(read: Move, write: Move, found: list[Move], left: list[Move]) -> tuple
         edge = edge or (steps, 1)
     if edge is None:
         new = tuple([(count, to, step) for (count, to, _), step in zip(loops, froms, strict=True)])
-        found.append(normal(Move(write.root, read.to, total, new, joined(write.via, read.via))))
+        hits.append(normal(Move(write.root, read.to, total, new, joined(write.via, read.via))))
         return ()
     digits, room = edge
     which = next(number for number, each in enumerate(digits) if each and loops[number][0] > 1)
@@ -228,7 +228,7 @@ def _span(loops: Sequence[Loop], steps: Sequence[int]) -> int:
     return sum([(loop[0] - 1) * step for loop, step in zip(loops, steps, strict=True)])
 
 
-def _uncarried(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
+def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[Move, ...]:
     """Return a read cut so that its steps carry less often into the next digit."""
     loops = read.loops
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
@@ -270,8 +270,8 @@ class Written(Moves):
 
     def take(self, out: Move) -> list[Move]:
         """Remove what is at the places of a nested move, and return it."""
-        gone: list[Move] = []
-        hole, changed = Moves([out]), list[tuple[int, list[Move]]]()
+        moves: list[Move] = []
+        hole, changes = Moves([out]), list[tuple[int, list[Move]]]()
         which = self.near(out.to, out.end)
         for number in range(which.start, which.stop):
             old = self._moves[number]
@@ -281,24 +281,20 @@ class Written(Moves):
             if hit:
                 # What is hit and what isn't are read from the old move alone, so that both keep where they are from.
                 alone = Moves([old])
-                gone += alone.find(map(in_place, hit))[0]
-                changed.append((number, alone.find(rest)[0]))
-        for number, _ in reversed(changed):  # from the back: numbers before stay right
+                moves += alone.find(map(in_place, hit))[0]
+                changes.append((number, alone.find(rest)[0]))
+        for number, _ in reversed(changes):  # from the back: numbers before stay right
             del self._moves[number], self._lows[number]
-        for _, rest_of in changed:
+        for _, rest_of in changes:
             for move in rest_of:
                 self.add(move)
-        return gone
+        return moves
 
     def clear(self) -> list[Move]:
         """Remove all, and return it."""
-        gone, empty = self._moves, type(self)()
+        moves, empty = self._moves, type(self)()
         self._moves, self._lows, self._reach = empty._moves, empty._lows, empty._reach
-        return gone
-
-    def copied(self) -> Self:
-        """Return the same moves, to be written on."""
-        return type(self)(self._moves)
+        return moves
 
 
 def rolled(moves: Iterable[Move]) -> list[Move]:
@@ -311,14 +307,14 @@ def rolled(moves: Iterable[Move]) -> list[Move]:
         >>> rolled([Move("w", 4 * row, 8 * row, ((4, 1, 1),)) for row in range(3)])
         [Move(root='w', to=0, at=0, loops=((3, 4, 8), (4, 1, 1)), via=())]
     """
-    runs = _continued(sorted(moves, key=attrgetter("to")))
+    runs = _join_runs(sorted(moves, key=attrgetter("to")))
     last, new = runs, _rolled_once(runs)
     while len(new) < len(last):
         last, new = new, _rolled_once(new)
     return new if 2 * len(new) <= len(runs) else runs
 
 
-def _continued(moves: list[Move]) -> list[Move]:
+def _join_runs(moves: list[Move]) -> list[Move]:
     """Return moves with those that go on where the one before ends, by the same steps, as one."""
     new: list[Move] = []
     for move in moves:

@@ -33,13 +33,13 @@ def _made_like(record: Record, func: Any, args: Sequence[Any], kwargs: dict[str,
     return record.fresh(func(*meta_of(args), **options))
 
 
-def _copied(record: Record, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Tracer:
+def _record_copy(record: Record, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Tracer:
     new = _made_like(record, func, [tensor], kwargs)
     record.write(new, tensor)
     return new
 
 
-def _filled(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
+def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
     """Return the rule of an operation that fills a new tensor with a number, or with the argument at a place."""
 
     def rule(record: Record, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -122,10 +122,10 @@ def _index_along(record: Record, index: torch.Tensor, length: int) -> np.ndarray
 
 def _index_select(record: Record, func: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     dim %= max(1, tensor.ndim)
-    return _gathered(record, tensor, dim, _index_along(record, index, tensor.shape[dim]))
+    return _gather(record, tensor, dim, _index_along(record, index, tensor.shape[dim]))
 
 
-def _gathered(record: Record, tensor: torch.Tensor, dim: int, index: np.ndarray[Any, Any]) -> Tracer:
+def _gather(record: Record, tensor: torch.Tensor, dim: int, index: np.ndarray[Any, Any]) -> Tracer:
     view: torch.Tensor = meta_of(tensor)
     shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
     new = record.fresh(torch.empty(shape, dtype=view.dtype, device="meta"))
@@ -164,11 +164,11 @@ def _one_index(
 
 
 def _index(record: Record, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    indexed = [index for index in indices if index is not None]
-    if len(indexed) > 1 or (indexed[0].dtype is torch.bool and indexed[0].ndim > 1):
+    tensors = [index for index in indices if index is not None]
+    if len(tensors) > 1 or (tensors[0].dtype is torch.bool and tensors[0].ndim > 1):
         return by_number(record, func, tensor, indices)
-    dim, found, inner = _one_index(record, tensor, indices)
-    return _gathered(record, tensor, dim, found).reshape((*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]))
+    dim, numbers, inner = _one_index(record, tensor, indices)
+    return _gather(record, tensor, dim, numbers).reshape((*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]))
 
 
 def _index_put(
@@ -181,10 +181,10 @@ def _index_put(
 ) -> torch.Tensor:
     if accumulate or sum(index is not None for index in indices) > 1:
         record.refuse("index_put_ by several tensors, or one that adds,", [into, value])
-    dim, found, inner = _one_index(record, into, indices)
+    dim, numbers, inner = _one_index(record, into, indices)
     value = value.expand((*into.shape[:dim], *inner, *into.shape[dim + 1 :]))
-    value = value.reshape((*into.shape[:dim], len(found), *into.shape[dim + 1 :]))
-    for place, first, count in _runs(found):
+    value = value.reshape((*into.shape[:dim], len(numbers), *into.shape[dim + 1 :]))
+    for place, first, count in _runs(numbers):
         record.write(into.narrow(dim, first, count), value.narrow(dim, place, count))
     return into
 
@@ -198,7 +198,7 @@ def _index_copy(
 def _flip(record: Record, func: Any, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     for dim in dims:
         index = np.arange(tensor.shape[dim] - 1, -1, -1, dtype=np.int64)
-        tensor = _gathered(record, tensor, dim % tensor.ndim, index)
+        tensor = _gather(record, tensor, dim % tensor.ndim, index)
     return tensor
 
 
@@ -239,20 +239,20 @@ def _pad(record: Record, func: Any, tensor: torch.Tensor, pad: Sequence[int], va
 
 def _repeat(record: Record, func: Any, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     sizes = (*(1,) * (len(counts) - tensor.ndim), *tensor.shape)
-    paired = [each for pair in zip(counts, sizes, strict=True) for each in pair]
+    wide = [each for pair in zip(counts, sizes, strict=True) for each in pair]
     ones = [each for size in sizes for each in (1, size)]
     whole_shape = [count * size for count, size in zip(counts, sizes, strict=True)]
-    return tensor.reshape(ones).expand(paired).reshape(whole_shape).clone()
+    return tensor.reshape(ones).expand(wide).reshape(whole_shape).clone()
 
 
 def _roll(
     record: Record, func: Any, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
 ) -> torch.Tensor:
-    turned = tensor if dims else tensor.reshape(-1)
+    new = tensor if dims else tensor.reshape(-1)
     for shift, dim in zip(shifts, dims or [0], strict=True):
-        length = turned.shape[dim]
-        turned = _gathered(record, turned, dim % turned.ndim, (np.arange(length) - shift) % max(1, length))
-    return turned.reshape(tensor.shape)
+        length = new.shape[dim]
+        new = _gather(record, new, dim % new.ndim, (np.arange(length) - shift) % max(1, length))
+    return new.reshape(tensor.shape)
 
 
 # Functions of each element.
@@ -288,8 +288,8 @@ def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 RULES: dict[str, Callable[..., torch.Tensor]] = {
-    "clone": _copied,
-    "_to_copy": _copied,
+    "clone": _record_copy,
+    "_to_copy": _record_copy,
     "cat": _cat,
     "stack": _stack,
     "copy_": _copy,
@@ -303,12 +303,12 @@ RULES: dict[str, Callable[..., torch.Tensor]] = {
     "roll": _roll,
     "repeat": _repeat,
     "constant_pad_nd": _pad,
-    "zeros_like": _filled(0),
-    "ones_like": _filled(1),
-    "new_zeros": _filled(0),
-    "new_ones": _filled(1),
-    "full_like": _filled(None, 1),
-    "new_full": _filled(None, 2),
+    "zeros_like": _fill_rule(0),
+    "ones_like": _fill_rule(1),
+    "new_zeros": _fill_rule(0),
+    "new_ones": _fill_rule(1),
+    "full_like": _fill_rule(None, 1),
+    "new_full": _fill_rule(None, 2),
     **dict.fromkeys(("gather", "take", "rot90", "repeat_interleave", "tril", "triu", "take_along_dim"), by_number),
     **dict.fromkeys(("masked_select", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "im2col"), by_number),
     **dict.fromkeys(EMPTY | RANDOM, lambda record, func, *args, **kwargs: _made_like(record, func, args, kwargs)),

@@ -34,7 +34,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.cells: dict[int, Cell] = {}
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
-        self.made: dict[int, StorageWeakRef] = {}
+        self.own_storages: dict[int, StorageWeakRef] = {}
         self.lock = threading.RLock()  # loaders use threads, in which the mode isn't on but tracers work
 
     @classmethod
@@ -56,7 +56,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a new tensor like a meta one, of which nothing is written."""
         return Tracer(self, Cell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
 
-    def known(self, tensor: torch.Tensor) -> Cell | None:
+    def find_cell(self, tensor: torch.Tensor) -> Cell | None:
         """Return a tensor's cell, None for an ordinary one that nothing is recorded of."""
         if isinstance(tensor, Tracer):
             return tensor.cell
@@ -72,7 +72,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def cell(self, tensor: torch.Tensor) -> Cell:
         """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
-        cell = self.known(tensor)
+        cell = self.find_cell(tensor)
         if cell is None:
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
@@ -87,9 +87,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 cell.writes.add(Move(cell.before, 0, 0, loops))
         return cell
 
-    def traced(self, value: Any) -> Any:
+    def as_tracer(self, value: Any) -> Any:
         """Return an ordinary tensor that was written to as a tracer of the same cell."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.known(value)) is None:
+        if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
             return value
         meta = torch.empty(cell.numel, dtype=value.dtype, device="meta")
         return Tracer(self, cell, meta.as_strided(value.shape, value.stride(), value.storage_offset()))
@@ -125,11 +125,11 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_nested(hole):
             self.refuse("writing to a view that has elements more than once, which", [into])
         if view.numel() == cell.numel:
-            gone = cell.writes.clear()
+            old = cell.writes.clear()
         else:
-            gone = cell.writes.take(hole) if view.numel() and len(cell.writes) else []
+            old = cell.writes.take(hole) if view.numel() and len(cell.writes) else []
         if not keeps:
-            cell.overwritten += [move for move in gone if not isinstance(move.root, Constant)]
+            cell.overwritten += [move for move in old if not isinstance(move.root, Constant)]
         for move in through(moves, reread(view.dtype, cell.dtype)):
             cell.writes.add(move)
         cell.is_ahead = True
@@ -143,20 +143,20 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.lock:
             tensors = tensors_in(args, kwargs)
             if not any(isinstance(each, Tracer) for each in tensors):
-                cells = [cell for each in tensors if (cell := self.known(each)) is not None]
+                cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
                 if not any(cell.is_ahead for cell in cells):
                     return self._run_really(func, args, kwargs)
             # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
             if func.is_view and not _is_composite(func) and not isinstance(tensors[0], Tracer):
                 return func(*args, **kwargs)
-            return self._recorded(func, args, kwargs, tensors)
+            return self._record(func, args, kwargs, tensors)
 
-    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        first, name, given = tensors[0], operator_name(func), (args, kwargs, tensors)
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        first, name, original = tensors[0], operator_name(func), (args, kwargs, tensors)
         # In here the mode is off: what an ordinary tensor held would be taken for what it holds now.
         if not all(isinstance(each, Tracer) for each in tensors):
-            args = tuple([mapped(self.traced, each) for each in args])
-            kwargs = {word: mapped(self.traced, each) for word, each in kwargs.items()}
+            args = tuple([mapped(self.as_tracer, each) for each in args])
+            kwargs = {word: mapped(self.as_tracer, each) for word, each in kwargs.items()}
             tensors = tensors_in(args, kwargs)
         if isinstance(out := kwargs.get("out"), torch.Tensor):
             rest = {word: value for word, value in kwargs.items() if word != "out"}
@@ -169,25 +169,25 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # in here, and under inference_mode, these come whole
                 return func.decompose(*args, **kwargs)
         if func.is_view or name in operations.VIEWS:
-            return self._viewed(func, args, kwargs, tensors[0])
+            return self._record_view(func, args, kwargs, tensors[0])
         if name in operations.ELEMENTWISE:
             return operations.elementwise(self, func, args, kwargs)
         if name.endswith("_") and name[:-1] in operations.ELEMENTWISE:
             packet = getattr(torch.ops.aten, name[:-1])
             self.write(tensors[0], self.run(getattr(packet, func._overloadname), args, kwargs), keeps=True)
             return first
-        if not func._schema.is_mutable and self._are_blank(given[2]):
-            return func(*given[0], **given[1])
+        if not func._schema.is_mutable and self._are_blank(original[2]):
+            return func(*original[0], **original[1])
         return self.refuse(_NAMES.get(name, name), tensors)
 
     def _are_blank(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether tensors are on meta and no source is in them: what is made of them counts as never written."""
         if any(isinstance(each, Tracer) or each.device.type != "meta" for each in tensors):
             return False
-        cells = [cell for each in tensors if (cell := self.known(each)) is not None]
+        cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
         return all(isinstance(move.root, Constant) for cell in cells for move in cell.writes)
 
-    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: torch.Tensor) -> Any:
+    def _record_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: torch.Tensor) -> Any:
         name = operator_name(func)
 
         def tracer(meta: torch.Tensor) -> Tracer:
@@ -206,15 +206,15 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changes = func._schema.is_mutable and bool(args) and isinstance(args[0], torch.Tensor)
         if changes and is_ordinary(args[0]):
             storage = args[0].untyped_storage()._cdata
-            is_fill, is_met = name in ("copy_", "fill_", "zero_"), self.known(args[0]) is not None
-            if is_fill and (storage not in self.made or args[0].device.type == "meta"):
+            is_fill, is_met = name in ("copy_", "fill_", "zero_"), self.find_cell(args[0]) is not None
+            if is_fill and (storage not in self.own_storages or args[0].device.type == "meta"):
                 return operations.RULES[name](self, func, *args, **kwargs)  # a model isn't changed by being traced
             result = func(*args, **kwargs)
             if is_fill and is_met:
                 operations.RULES[name](self, func, *args, **kwargs)
                 self.cells[storage].is_ahead = False
             elif is_met:  # filled by something else: what it holds now counts
-                self.made[storage] = _kept(self.cells.pop(storage).keep)
+                self.own_storages[storage] = _weak_reference(self.cells.pop(storage).keep)
             return result
         result = func(*args, **kwargs)
         if not func._schema.is_mutable and not func.is_view:
@@ -224,13 +224,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, result: Any, *, is_empty: bool) -> None:
         if isinstance(result, torch.Tensor) and is_ordinary(result):
             storage = result.untyped_storage()
-            self.made.setdefault(storage._cdata, _kept(storage))
+            self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
             if is_empty and result.numel():
                 self.cells[storage._cdata] = Cell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return which sources are in tensors, for a message."""
-        cells = [cell for each in tensors if (cell := self.known(each)) is not None]
+        cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
         roots = dict.fromkeys(repr(str(move.root)) for cell in cells for move in cell.writes)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
 
@@ -252,7 +252,7 @@ def _is_composite(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
-def _kept(storage: Any) -> StorageWeakRef:
+def _weak_reference(storage: Any) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
@@ -307,28 +307,28 @@ def trace(
     """
     record = Record()
     # An open checkpoint's metadata: its values would be made, and its objects read.
-    listed = getattr(sources, "metadata", sources)
-    kinds = {name: kind_of(each) for name, each in listed.items() if hasattr(each, "dtype")}
+    entries = getattr(sources, "metadata", sources)
+    kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
     with Setter(), record:
         result = function(dict(tracers))
-        return _collected(record, kinds, _checked_outputs(result if into is None else into()), fills=into is not None)
+        return _collect(record, kinds, _checked_outputs(result if into is None else into()), fills=into is not None)
 
 
-def _collected(record: Record, kinds: Mapping[str, Kind], found: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
+def _collect(record: Record, kinds: Mapping[str, Kind], tensors: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
     """Return the trace of a run.
 
     Args:
         record: of the run.
         kinds: of the sources.
-        found: the outputs.
+        tensors: the outputs.
         fills: whether they are destinations, of which only what was written counts.
     """
-    outputs, moves, tied, lost = {}, {}, {}, {}
+    outputs, moves, tied, losses = {}, {}, {}, {}
     first: dict[Any, str] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         outputs[name] = Kind(tuple(tensor.shape), tensor.dtype)
-        cell = record.known(tensor) if fills else record.cell(tensor)
+        cell = record.find_cell(tensor) if fills else record.cell(tensor)
         if cell is None:
             moves[name] = Moves()
             continue
@@ -341,20 +341,20 @@ def _collected(record: Record, kinds: Mapping[str, Kind], found: Mapping[str, to
         if cell.overwritten:
             # Places that were overwritten several times are there several times: each is found where it meets first.
             there = read_of(int(view.storage_offset()), view.shape, steps, view.stride())
-            lost[name] = Moves(map(in_place, Moves(cell.overwritten).find([there])[0]))
-    return Trace(kinds, outputs, moves, tied, {name: each for name, each in lost.items() if len(each)})
+            losses[name] = Moves(map(in_place, Moves(cell.overwritten).find([there])[0]))
+    return Trace(kinds, outputs, moves, tied, {name: each for name, each in losses.items() if len(each)})
 
 
-def _checked_outputs(found: Any) -> dict[str, torch.Tensor]:
+def _checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
     """Return what code made, after checking that these are tensors by name."""
-    if not isinstance(found, Mapping):
-        wrong: list[str] = [type(found).__name__]
+    if not isinstance(outputs, Mapping):
+        wrong: list[str] = [type(outputs).__name__]
     else:
-        wrong = [f"{name!r}: {type(each).__name__}" for name, each in found.items() if not _is_tensor(each)]
+        wrong = [f"{name!r}: {type(each).__name__}" for name, each in outputs.items() if not _is_tensor(each)]
     if wrong:
         fix = "Return them, or pass into=model.state_dict for a loader that fills a model."
         raise TraceError(error_text("trace: the code gave no tensors by name", offenders=wrong, fix=fix))
-    return dict(found)
+    return dict(outputs)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -219,14 +219,14 @@ def steady(func: Callable[..., torch.Tensor], values: list[Any], options: dict[s
     for start in range(0, count, _CHUNK):
         length = min(_CHUNK, count - start)
         pieces = [
-            _padded(each[start : start + length]) if isinstance(each, torch.Tensor) and each.ndim else each
+            _pad(each[start : start + length]) if isinstance(each, torch.Tensor) and each.ndim else each
             for each in flat
         ]
         parts.append(func(*pieces, **options)[:length])
     return torch.cat(parts).reshape(shape)
 
 
-def _padded(chunk: torch.Tensor) -> torch.Tensor:
+def _pad(chunk: torch.Tensor) -> torch.Tensor:
     """Return a chunk padded to whole vectors with its last element."""
     return torch.cat([chunk, chunk[-1:].expand(-len(chunk) % _VECTOR)])
 

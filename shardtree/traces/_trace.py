@@ -64,9 +64,9 @@ class Trace:
             tensor([[2.],
                     [3.]])
         """
-        needed = dict.fromkeys(move.root for moves in self.moves.values() for move in leaves(moves))
-        check_kinds("trace", {name: self.sources[name] for name in needed}, tensors)
-        return evaluated(self, {name: tensors[name] for name in needed}, fill)
+        roots = dict.fromkeys(move.root for moves in self.moves.values() for move in leaves(moves))
+        check_kinds("trace", {name: self.sources[name] for name in roots}, tensors)
+        return evaluated(self, {name: tensors[name] for name in roots}, fill)
 
     def narrow(self, boxes: Mapping[str, Place]) -> Trace:
         """Return the trace of one rank's part: what makes boxes of outputs, and nothing of the rest.
@@ -101,12 +101,12 @@ class Trace:
         kinds = {name: replace(self.outputs[name], shape=box.shape) for name, box in places.items()}
         moves = {name: Moves(self._at(self.moves[name], name, box)) for name, box in places.items()}
         tied = {name: one for name, one in self.tied.items() if one in places and places.get(name) == places[one]}
-        lost = {
+        losses = {
             name: Moves(self._at(self.overwritten[name], name, places[name]))
             for name in places
             if name in self.overwritten
         }
-        return Trace(self.sources, kinds, moves, tied, {name: each for name, each in lost.items() if len(each)})
+        return Trace(self.sources, kinds, moves, tied, {name: each for name, each in losses.items() if len(each)})
 
     def _at(self, moves: Moves, name: str, box: Box) -> list[Move]:
         steps = dense(self.outputs[name].shape).stride
@@ -262,6 +262,6 @@ def check_kinds(doing: str, expected: Mapping[str, Kind], tensors: Mapping[str, 
         fix = "Pass every source that was traced, by its name then."
         raise KeyMismatch(error_text(f"{doing}: sources that aren't there", offenders=absent, fix=fix))
     pairs = [(name, kind, kind_of(tensors[name])) for name, kind in expected.items()]
-    if wrong := [f"{name!r}: found {found}, traced as {kind}" for name, kind, found in pairs if found != kind]:
+    if wrong := [f"{name!r}: found {actual}, traced as {kind}" for name, kind, actual in pairs if actual != kind]:
         fix = "Trace the code with tensors of these shapes and dtypes."
         raise ShapeError(error_text(f"{doing}: sources of another kind", offenders=wrong, fix=fix))

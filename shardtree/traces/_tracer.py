@@ -124,9 +124,9 @@ def become(tensor: torch.Tensor, tracer: Tracer) -> None:
     torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
 
 
-def _refuses(word: str, named: str) -> None:
+def _refuses(word: str, what: str) -> None:
     def refuse(self: Tracer, *args: Any, **kwargs: Any) -> NoReturn:
-        self.record.refuse(named, [self])
+        self.record.refuse(what, [self])
 
     setattr(Tracer, word, refuse)
 

@@ -111,7 +111,7 @@ def test_what_is_read_in_boxes_is_what_is_needed(seed: int) -> None:
     part = found.narrow({name: box_of(random, kind.shape) for name, kind in found.outputs.items()})
     for name, kind in part.outputs.items():
         local = localized(part, name, (0,) * len(kind.shape), kind.shape)
-        made = local.made([cut(tensors[root], box) for root, box in local.boxes])
+        made = local.output([cut(tensors[root], box) for root, box in local.boxes])
         assert torch.equal(made, part(tensors)[name])
     # Exactly the elements that are needed: all others may be anything, and these may not.
     poisoned = {name: torch.full_like(each, -7) for name, each in tensors.items()}
