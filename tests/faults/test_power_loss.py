@@ -160,7 +160,7 @@ def check_power_law(steps: list[Step], before: float | None, draw: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "before"), [("native", None), ("native", "native"), ("torch_dist", None)])
+@pytest.mark.parametrize(("form", "before"), [("native", "native"), *((form, None) for form in FORMATS)])
 def test_a_power_failure_leaves_the_old_checkpoint_or_the_new(form: str, before: str | None) -> None:
     steps = steps_of(form, before)
 

@@ -43,9 +43,6 @@ def data_files(folder: Any) -> list[str]:
     ]
 
 
-# How entries are shared out.
-
-
 # Trees.
 
 RECIPES = some.lists(some.tuples(some.integers(0, 40), some.sampled_from(STORABLE_DTYPES)), max_size=10)

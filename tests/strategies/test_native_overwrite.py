@@ -133,13 +133,6 @@ def test_a_file_that_rank_zero_does_not_see_is_noticed():
     assert not st.is_checkpoint(shared)
 
 
-def test_a_file_is_in_the_way_of_the_folder(tmp_path):
-    (tmp_path / "ckpt").write_text("a file")
-    with pytest.raises(StorageError, match="ckpt"):
-        st.save(tree(1), tmp_path / "ckpt")
-    assert (tmp_path / "ckpt").read_text() == "a file"
-
-
 def test_a_note_of_its_owner_that_a_crash_left_means_nothing(tmp_path):
     st.save(tree(1), tmp_path)
     (kept,) = save_folders(tmp_path)

@@ -80,31 +80,20 @@ def test_the_check_of_rows_sees_a_wrong_signature():
         check_rows(default_strategies, "safetensors", 99)
 
 
-def test_a_row_is_registered_by_call_and_by_decorator(free_row):
-    def one(checkpoint):
-        return {}
-
-    register_default_strategy(*free_row, one)
-    assert get_default_strategy(*free_row) is one
-    base._rows.pop(free_row)
-    assert register_default_strategy(*free_row)(one) is one
-    assert default_strategies[free_row] is one
-
-
-def test_a_taken_row_raises_unless_overridden(free_row):
+def test_a_row_is_registered_once_unless_overridden(free_row):
     def one(checkpoint):
         return {}
 
     def other(checkpoint):
         return {}
 
-    register_default_strategy(*free_row, one)
+    assert register_default_strategy(*free_row)(one) is one
     register_default_strategy(*free_row, one)
     with pytest.raises(StrategyError, match=r"is taken[\s\S]*one[\s\S]*override=True"):
         register_default_strategy(*free_row, other)
     assert get_default_strategy(*free_row) is one
     register_default_strategy(*free_row, other, override=True)
-    assert get_default_strategy(*free_row) is other
+    assert get_default_strategy(*free_row) is default_strategies[free_row] is other
 
 
 def test_the_default_table_is_read_only():

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import shardtree as st
 from shardtree.codec.pickles import Global, New, Reduced, write_pickle
-from shardtree.errors import CorruptCheckpoint, IntegrityError, UnsupportedValue
+from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
 from tests.options import load_keywords
@@ -223,14 +223,6 @@ def test_chunks_without_elements_do_no_harm():
     chunks = writer.metadata.state_dict_metadata["w"].chunks
     chunks += [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((0, 2))), chunks[0]]
     assert st.load_plain_tensors(writer.folder())["w"].tolist() == [[0, 0], [0, 0], [2, 2]]
-
-
-def test_overlapping_chunks_are_refused():
-    writer = Writer()
-    for offset in (0, 1):
-        writer.add("w", (3,), (offset,), torch.zeros(2))
-    with pytest.raises(IntegrityError, match="'w'"):
-        st.load_plain_tensors(writer.folder())
 
 
 def test_an_archive_with_another_tensor_is_refused():

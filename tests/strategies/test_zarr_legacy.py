@@ -23,6 +23,7 @@ from shardtree.codec.archives import encode_archive
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, ShapeError, StrategyError, UnsafeFile, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, Layout, assemble, even_layout, layouts, random_bits, refilled, target_tree
+from tests.strategies import folders
 from tests.strategies.test_torch_dist_fixtures import FLAT_TENSORS, value
 from tests.strategies.zarr_nodes import encoded, v2_node
 
@@ -114,11 +115,8 @@ def test_objects_with_the_names_of_old_releases(tmp_path: Path) -> None:
 # Arrays that the tests write themselves.
 
 
-def folder_of(files: Mapping[str, bytes], fields: Mapping[str, Any] = LEGACY) -> MemoryStorage:
-    storage = MemoryStorage()
-    for name, data in ({"metadata.json": json.dumps(fields).encode()} | dict(files)).items():
-        storage.write(name, [memoryview(data)], durable=False)
-    return storage
+def folder_of(files: Mapping[str, bytes]) -> MemoryStorage:
+    return folders.folder_of({"metadata.json": json.dumps(LEGACY).encode(), **files})
 
 
 def v2_files(key: str, whole: torch.Tensor, chunk: tuple[int, ...], **changes: Any) -> dict[str, bytes]:

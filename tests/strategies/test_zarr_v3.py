@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from shardtree.errors import (
     StorageError,
     StrategyError,
 )
-from shardtree.storage import MemoryStorage
+from shardtree.storage import MemoryStorage, files_in
 from shardtree.strategies.zarr._cells import crc32c
 from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
@@ -37,7 +36,6 @@ from shardtree.testing import (
     random_bits,
     state_layouts,
 )
-from tests.options import load_keywords
 from tests.strategies.zarr_nodes import LITTLE, regular
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
@@ -47,15 +45,6 @@ ZARR = ("zarr", 3)
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
 EXAMPLES = settings.default.max_examples if settings.default else 100
 save = partial(st.save, sharded_strategy=ZARR, options=st.SaveOptions(durable=False))
-
-
-def all_names(storage: Any, folder: str = "") -> Iterator[str]:
-    for name in storage.names(folder):
-        inner = f"{folder}/{name}" if folder else name
-        if storage.is_folder(inner):
-            yield from all_names(storage, inner)
-        else:
-            yield inner
 
 
 def saved(state: GlobalState, layout: dict[str, Layout], **options: Any) -> MemoryStorage:
@@ -69,32 +58,6 @@ def saved(state: GlobalState, layout: dict[str, Layout], **options: Any) -> Memo
 
 def chunks(storage: Any, key: str) -> list[str]:
     return [name for name in storage.names(array_name(key)) if name != "zarr.json"]
-
-
-@pytest.mark.slow
-@settings(max_examples=EXAMPLES)
-@given(data=some.data())
-def test_what_is_loaded_in_another_layout_is_what_was_saved(data: some.DataObject) -> None:
-    state = data.draw(global_states(), label="state")
-    ranks, others = (data.draw(some.integers(1, 6), label=label) for label in ("save on", "load on"))
-    one, other = (data.draw(state_layouts(state, count)) for count in (ranks, others))
-    check_roundtrip(state, one, other, save=save)
-
-
-def flipped(tree: Any, directory: Any, **options: Any) -> Any:
-    """Load with one bit of a chunk file changed, and nothing checked."""
-    name = next(name for name in sorted(all_names(directory)) if name.startswith("w/c."))
-    data = bytearray(directory.read(name))
-    data[0] ^= 1
-    directory.write(name, [memoryview(data)], durable=False)
-    return st.load(tree, directory, **load_keywords(verify=None, **options))
-
-
-def test_the_law_catches_a_flipped_bit() -> None:
-    state = GlobalState({"w": random_bits((4, 6), torch.int16, 1)}, {}, {})
-    layout = {"w": even_layout((4, 6), 1, 0)}
-    with pytest.raises(AssertionError, match=r"'w': 1 of 24 elements differ"):
-        check_roundtrip(state, layout, layout, save=save, load=flipped)
 
 
 def flat(layout: Layout, cut: int) -> Layout:
@@ -183,7 +146,7 @@ def read_all(storage: Any) -> Any:
 
 def copied(storage: Any, **changes: bytes | None) -> MemoryStorage:
     copy = MemoryStorage()
-    for name in all_names(storage):
+    for name in files_in(storage):
         data = changes.get(name, storage.read(name))
         if data is not None:
             copy.write(name, [memoryview(data)], durable=False)
@@ -196,31 +159,6 @@ def save_on_two(storage: Any) -> None:
 
 class Killed(Exception):
     """What a storage raises from some call on."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("for_good", [False, True])
-def test_a_save_that_dies_leaves_nothing_or_all(for_good: bool) -> None:
-    calls: list[Any] = []
-    save_on_two(st.testing.watched(MemoryStorage(), before=calls.append))
-    expected = read_all(saved(STATE, LAYOUT))
-    for number in range(0, len(calls), 3):
-        storage, seen = MemoryStorage(), 0
-
-        def fail(call: Any, number: int = number) -> None:
-            if call.number == number or (for_good and call.number > number):
-                raise Killed(call)
-
-        try:
-            save_on_two(st.testing.watched(storage, before=fail))
-        except (Killed, CheckpointingException):
-            seen += 1
-        if not st.is_checkpoint(storage):
-            assert seen
-            if not for_good:
-                assert all("zarr.json" not in name and "c." not in name for name in all_names(storage)), number
-            save_on_two(storage)
-        assert read_all(storage) == expected
 
 
 def test_ranks_that_told_each_other_nothing_cannot_choose_chunks() -> None:
