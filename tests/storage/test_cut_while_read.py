@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, StorageError
+from shardtree.errors import StorageError
 from shardtree.storage._local_files import LocalReader
 from tests.options import load_keywords
 from tests.quick_python.command import quick_python
@@ -55,51 +55,7 @@ def test_nothing_is_mapped(backend: Any, verify: Any, tmp_path: Path, monkeypatc
     assert torch.equal(loaded["table"], torch.arange(300_000))
     assert torch.equal(st.open_checkpoint(folder)["w"].data[:, 3].read(), ROWS[:, 3])
     assert not st.verify(folder)
-
-
-CUT = """
-import os, sys, pathlib, torch, shardtree as st
-folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-opened = st.open_checkpoint(folder)
-list(opened)
-files = [(path, path.stat().st_size) for path in folder.rglob(name) if path.is_file()]
-column = st.ShardedTensor.from_rank_offsets("w", torch.zeros(4096, 16), (1, 1, 4))
-
-def load(**options):
-    how = st.LoadOptions(**options)
-    return st.load({"w": column}, folder, validate_access_integrity=False, options=how)
-
-calls = [lambda: opened["w"].data[:, 1].read(), lambda: opened["w"].data[7].read(), load, lambda: load(verify=None)]
-for keep in (0.5, 0):
-    for path, size in files:
-        os.truncate(path, int(size * keep))
-    for call in [*calls, lambda: st.load_common_state_dict(folder), lambda: st.verify(folder)]:
-        try:
-            call()
-        except st.errors.CheckpointingException as error:
-            print(type(error).__name__)
-print("alive")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        (("safetensors", 1), "*.safetensors"),
-        (("torch_dist", 1), "*.distcp"),
-        (("torch_dist", 1), "common.pt"),
-        (("dcp", 1), "*.distcp"),
-        (("zarr", 3), "c*"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_a_file_that_is_cut_while_it_is_open_ends_no_process(
-    backend: tuple[str, int], name: str, tmp_path: Path
-) -> None:
-    folder = saved(tmp_path / "a", backend)
-    done = subprocess.run([*quick_python(), "-c", CUT, str(folder), name], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.endswith("alive\n"), done.stderr
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 MANY = """
@@ -114,15 +70,3 @@ def test_open_checkpoints_hold_no_descriptors(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a")
     done = subprocess.run([*quick_python(), "-c", MANY, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_file_that_is_cut_after_a_load_is_an_error_of_the_next(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "a")
-
-    def cut_short(_: int) -> None:
-        for path in folder.rglob("*-of-*.safetensors"):
-            os.truncate(path, 4096)
-
-    st.load(columns(), folder, **load_keywords(progress=cut_short, validate_access_integrity=False))
-    with pytest.raises(CheckpointingException):
-        st.load(columns(), folder, validate_access_integrity=False)

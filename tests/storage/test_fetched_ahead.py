@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,19 +11,13 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.storage import Capabilities, fetch_ahead, opened
-from tests.s3.environment import ROOT, s3
+from tests.s3.environment import ROOT
 from tests.s3.server import Request, Server
 
 pytest.importorskip("obstore")
 
 TENSORS, AT_ONCE = 40, 8
 FORMATS = [("torch_dist", 1), ("dcp", 1)]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with s3(monkeypatch) as running:
-        yield running
 
 
 class Counting:

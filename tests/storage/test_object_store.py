@@ -40,13 +40,6 @@ from tests.s3.server import Request, Server
 pytest.importorskip("obstore")
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(_object_store, "_FIRST_PAUSE", 0.001)
-    with s3(monkeypatch) as running:
-        yield running
-
-
 def tree(value: float = 1.0, *, rows: int = 64, step: int = 7) -> dict[str, Any]:
     whole = torch.arange(rows * 32, dtype=torch.float32).reshape(rows, 32) * value
     return {"w": st.ShardedTensor.from_rank_offsets("w", whole), "step": step}
@@ -136,8 +129,11 @@ def test_what_is_known_to_be_long_goes_in_parts_and_what_is_short_in_one(
     assert server.actions() == ["PutObject"] and server.store.objects["runs/small"].data == data[:900]
 
 
+@pytest.mark.parametrize("stay", [False, True])
 @pytest.mark.parametrize("when", ["the producer", "a part", "the end"])
-def test_an_upload_that_fails_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_an_upload_that_fails_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch, when: str, stay: bool
+) -> None:
     monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
 
     def buffers() -> Iterator[memoryview]:
@@ -148,7 +144,7 @@ def test_an_upload_that_fails_is_given_up(server: Server, monkeypatch: pytest.Mo
     actions = {"a part": "UploadPart", "the end": "CompleteMultipartUpload"}
     server.fault = lambda request: "refuse" if request.action == actions.get(when) else None
     with pytest.raises(KeyError if when == "the producer" else StorageError):
-        at().write("large", SizedBuffers(5000, buffers()), durable=True)
+        at().write("large", SizedBuffers(5000, buffers(), stay=stay), durable=True)
     assert server.store.objects == {} and server.store.uploads == {}
 
 
@@ -342,19 +338,6 @@ def test_a_commit_that_took_effect_is_a_success_whatever_was_answered(server: Se
         st.save(tree(float(number + 1)), at(), overwrite=number > 0)
         server.reset()
         assert loaded(at()) == (number + 1.0, 7)
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_late_commit_finds_its_files(server: Server, there: bool) -> None:
-    if there:
-        st.save(tree(1.0), at())
-    server.fault = at_the_commit("late")
-    with pytest.raises(st.errors.OutcomeUnknown, match="may arrive yet"):
-        st.save(tree(2.0), at(), overwrite=True)
-    server.reset()
-    assert not there or loaded(at()) == (1.0, 7)
-    server.apply_late()
-    assert loaded(at()) == (2.0, 7)
 
 
 def test_a_later_save_turns_a_late_commit_away(server: Server) -> None:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Iterator
 
 import fsspec
 import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import FsspecStorage, _object_errors, _object_store, object_storage, storage_at
-from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at, s3
+from shardtree.storage import FsspecStorage, _object_errors, object_storage, storage_at
+from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at
 from tests.s3.server import Server
 
 pytest.importorskip("obstore")
 
 SIGNED = f"https://me:{SECRET.replace('/', '-')}@host/run?X-Amz-Credential={KEY}&X-Amz-Signature={TOKEN}"
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(_object_store, "_FIRST_PAUSE", 0.001)
-    with s3(monkeypatch) as running:
-        yield running
 
 
 def tree(value: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.storage import Buffer, LocalStorage, MemoryStorage, Storage, make_folder, move, write_parts
+from shardtree.storage import MemoryStorage, Storage, make_folder, move, write_parts
 from shardtree.testing import watched
 from tests.storage.storages import STORAGES
 from tests.trees.samples import assert_caught
@@ -156,8 +156,3 @@ def test_a_watched_write_that_breaks_off_leaves_half() -> None:
     assert inner.read("f") == b"ab\0\0"
     with pytest.raises(KeyError, match="move"):
         move(watched(inner, before=refuse), "f", "g")
-
-
-def test_a_full_disk_is_a_storage_error() -> None:
-    with pytest.raises(StorageError, match="cannot write"):
-        LocalStorage("/dev").write_parts("full", 5, [(0, Buffer(b"x" * 5))], durable=False)

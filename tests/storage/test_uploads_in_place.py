@@ -11,7 +11,7 @@ import torch
 import shardtree as st
 from shardtree.storage import SizedBuffers, _object_store
 from shardtree.storage._object_streams import parts_of
-from tests.s3.environment import ROOT, at, s3
+from tests.s3.environment import ROOT, at
 from tests.s3.server import Server
 
 pytest.importorskip("obstore")
@@ -19,11 +19,9 @@ pytest.importorskip("obstore")
 PART = 4096
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_object_store, "_PART_BYTES", PART)
-    with s3(monkeypatch) as running:
-        yield running
 
 
 @pytest.fixture
@@ -81,14 +79,3 @@ def test_the_length_that_is_announced_is_a_hint(server: Server, nbytes: int, ann
     buffers = [memoryview(data[begin : begin + 700]) for begin in range(0, nbytes, 700)]
     assert at().write("f", SizedBuffers(announced, iter(buffers), stay=True), durable=False) == nbytes
     assert at().read("f") == data.tobytes()
-
-
-def test_a_source_that_fails_raises_its_own_error_and_leaves_no_upload(server: Server) -> None:
-    def broken() -> Iterator[memoryview]:
-        for _ in range(3):
-            yield memoryview(bytes(PART))
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        at().write("f", SizedBuffers(5 * PART, broken(), stay=True), durable=False)
-    assert not server.store.uploads and at().length("f") is None
