@@ -10,14 +10,7 @@ import torch
 import shardtree as st
 from shardtree import SaveOptions
 from shardtree.checkpoint import convert
-from tests.cli.checkpoints import document, run, save_training_state
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("convert") / "step-100"
-    save_training_state(folder)
-    return folder
+from tests.cli.checkpoints import document, run
 
 
 @pytest.mark.parametrize("backend", ["safetensors", "safetensors:1", "zarr:3"])
@@ -130,11 +123,6 @@ def test_the_same_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: P
     assert run("diff", folder, tmp_path / "b").exit_code == 0
 
 
-def test_urls(folder: Path) -> None:
-    assert run("convert", f"file://{folder}", "memory://convert/b", "--to", "safetensors").exit_code == 0
-    assert run("diff", folder, "memory://convert/b").exit_code == 0
-
-
 def test_a_destination_that_is_a_checkpoint_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
     st.save({"step": 7}, tmp_path)
     done = run("convert", folder, tmp_path, "--to", "safetensors")
@@ -147,17 +135,12 @@ def test_a_destination_that_is_a_checkpoint_stays_as_it_is(folder: Path, tmp_pat
     ("words", "complaint"),
     [
         (["--to", "punch-cards"], "no format 'punch-cards'"),
-        (["--to", "safetensors:9"], "safetensors:1 can"),
-        (["--to", "safetensors:x"], "BACKEND:VERSION"),
-        (["--to", ":1"], "BACKEND:VERSION"),
         (["--to", "safetensors", "--rename", "model.weight"], "OLD=NEW"),
         (["--to", "safetensors", "--rename", "step=a", "--rename", "step=b"], "OLD=NEW"),
         (["--to", "safetensors", "--rename", "nothing=x"], "'nothing'"),
         (["--to", "safetensors", "--rename", "model.bias=step"], "would become one"),
         (["--to", "safetensors", "--leave-out", "nothing"], "'nothing'"),
         (["--to", "safetensors", "--cast", "int8"], "floating-point"),
-        (["--to", "safetensors", "--cast", "float7"], "float7"),
-        (["--to", "safetensors", "--max-bytes-in-flight", "0"], "number of bytes"),
         (["--to", "safetensors", "--max-bytes-in-flight", "many"], "number of bytes"),
         (["--to", "safetensors", "--max-file-size", "2GB"], "--to huggingface"),
         ([], "--to"),

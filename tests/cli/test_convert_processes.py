@@ -12,20 +12,13 @@ from typing import Any
 import pytest
 
 import shardtree as st
-from tests.cli.checkpoints import run, save_training_state
+from tests.cli.checkpoints import run
 from tests.quick_python.command import quick_python, torchrun
 
 DYING = Path(__file__).parent / "scripts" / "dying_convert.py"
 SIGKILL = 9
 
 pytestmark = [pytest.mark.torchrun, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("convert") / "step-100"
-    save_training_state(folder)
-    return folder
 
 
 def words(folder: Path, there: Path) -> list[str]:

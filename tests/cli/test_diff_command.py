@@ -12,6 +12,7 @@ import torch
 import shardtree as st
 from shardtree.checkpoint import compare
 from tests.cli.checkpoints import document, run, save_training_state, training_state
+from tests.cli.test_verify_command import data_file, flip
 
 Change = Callable[[dict[str, Any], int], None]
 
@@ -55,13 +56,6 @@ CHANGES: dict[Change, tuple[str, bool]] = {
     another_object: ("rng/shard_1.1_2.2['seed'] 3 13", False),
     another_common_state: ("common['args']['lr'] 0.001 0.5", False),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("diff") / "step-100"
-    save_training_state(folder)
-    return folder
 
 
 def save_changed(folder: Path, change: Change) -> Path:
@@ -154,20 +148,10 @@ def test_a_tensor_and_an_object_of_one_name_differ(tmp_path: Path) -> None:
         assert (found["only_left"], found["only_right"]) == ([name], [name])
 
 
-def test_trouble_has_status_2(folder: Path, tmp_path: Path) -> None:
-    done = run("diff", folder, tmp_path)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "is not a checkpoint" in done.stderr
-    assert run("diff", folder).exit_code == 2
-    assert run("diff", folder, folder, "--bogus").exit_code == 2
-
-
 def test_damage_is_trouble_not_a_difference(folder: Path, tmp_path: Path) -> None:
     save_training_state(tmp_path)
-    path = next(path for path in sorted(tmp_path.rglob("*.safetensors")) if "-of-" in path.name)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    path = data_file(tmp_path)
+    flip(path, -1)
     done = run("diff", folder, tmp_path)
     assert (done.exit_code, done.stdout) == (2, "")
     assert path.name in done.stderr

@@ -24,13 +24,6 @@ from tests.s3.environment import ROOT, s3
 HOSTILE = "a\x1b[2J\u202e[red]\n.w"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("more") / "step-100"
-    save_training_state(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "words",
     [

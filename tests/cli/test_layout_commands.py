@@ -15,16 +15,9 @@ import shardtree as st
 from shardtree.cli._contents import matcher
 from shardtree.cli._layouts import mesh_layout, stored_trees
 from shardtree.layouts import tree_columns
-from tests.cli.checkpoints import document, run, save_training_state
+from tests.cli.checkpoints import document, run
 
 TYPED = ("--mesh", "tp=2,dp=2", "--spec", "**.weight=tp,-")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts") / "step-100"
-    save_training_state(folder)
-    return folder
 
 
 @given(draw.dictionaries(draw.sampled_from("abcd"), draw.integers(1, 4), min_size=1))
@@ -128,9 +121,3 @@ def test_a_spec_that_cuts_nothing_is_an_error(folder: Path) -> None:
     assert "'modle.weight' (did you mean 'model.weight'?)" in done.stderr
     assert "'model.bias': a spec of 2 axes, and 'model.bias' has 1" in done.stderr
     assert "'model.bias'" in done.stderr
-
-
-def test_urls(folder: Path) -> None:
-    assert run("convert", folder, "memory://layout-commands/a", "--to", "safetensors").exit_code == 0
-    assert document("explain", "memory://layout-commands/a", "--ranks", "2")["ok"] is True
-    assert document("plan", "memory://layout-commands/a", folder)["lower_bound"] >= 0

@@ -83,10 +83,3 @@ def test_damage_in_what_another_program_wrote(tmp_path: Path) -> None:
     done = run("verify", copy)
     assert done.exit_code == 1
     assert "__0_0.distcp" in done.stdout
-
-
-def test_no_checkpoint_has_status_2(tmp_path: Path) -> None:
-    done = run("verify", tmp_path)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "is not a checkpoint" in done.stderr
-    assert run("verify").exit_code == 2
