@@ -40,15 +40,15 @@ _REMOTE_GROUP_BYTES = 32 * _GROUP_BYTES
 
 def _is_remote(reader: BoxReader) -> bool:
     """Return whether each read is a request."""
-    return can(reader.opened.checkpoint.storage).read_range is not None
+    return can(reader.tree.checkpoint.storage).read_range is not None
 
 
 def group_bytes(reader: BoxReader) -> int:
     """Return how many bytes are read together: more where each read is a request, or decodes whole chunks."""
     if _is_remote(reader):
         return _REMOTE_GROUP_BYTES
-    opened = reader.opened
-    traits = traits_of(*sharded_backend(opened.checkpoint.fields), opened.strategies)
+    tree = reader.tree
+    traits = traits_of(*sharded_backend(tree.checkpoint.fields), tree.strategies)
     return _DECODED_GROUP_BYTES if traits.cuts_chunks == "never" else _GROUP_BYTES
 
 
@@ -62,13 +62,13 @@ class BoxReader:
     Who uses what was read calls `check` first: looking at each file of a large model takes longer than a read, too.
 
     Attributes:
-        opened: the checkpoint.
-        named: the class of its keys where lazy tensors of other checkpoints may come along.
+        tree: the checkpoint.
+        key_class: the class of its keys where lazy tensors of other checkpoints may come along.
         memory: for large boxes: new memory for each would cost about as much as reading it.
     """
 
-    opened: OpenCheckpoint
-    named: type[str] = str
+    tree: OpenCheckpoint
+    key_class: type[str] = str
     memory: HostMemory = field(default_factory=HostMemory)
     _lock: Lock = field(default_factory=Lock)
     _group_of: dict[TensorBox, tuple[TensorBox, ...]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class BoxReader:
                 self._group_of.update(dict.fromkeys(boxes, boxes))
 
     def _has(self, name: str) -> bool:
-        return isinstance(name, self.named) and name in self.opened.metadata
+        return isinstance(name, self.key_class) and name in self.tree.metadata
 
     def read(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return a box's elements, in memory that is the caller's."""
@@ -100,38 +100,38 @@ class BoxReader:
                 for each, data in zip(group, self._read(group), strict=True):
                     self._read_ahead[each] = data
                     del self._group_of[each]
-            found = self._read_ahead.pop(box, None)
-        return self._read([box])[0] if found is None else found
+            tensor = self._read_ahead.pop(box, None)
+        return self._read([box])[0] if tensor is None else tensor
 
     def _read(self, boxes: Sequence[TensorBox]) -> list[torch.Tensor]:
         """Return the elements of boxes, with one plan for all; each has elements and lies inside its tensor."""
         shards = [self._target(*box) for box in boxes]
-        checkpoint = self.opened.checkpoint
+        checkpoint = self.tree.checkpoint
         backend = sharded_backend(checkpoint.fields)
-        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.opened.strategies)
+        load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, None, backend, self.tree.strategies)
         with unless_replaced(checkpoint):
             load_sharded(checkpoint, shards)
         return [shard.data for shard in shards]
 
     def check(self) -> None:
         """Raise CheckpointReplaced if another save took the checkpoint's place before all of this was read."""
-        check_unreplaced(self.opened.checkpoint)
+        check_unreplaced(self.tree.checkpoint)
 
     def _target(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardedTensor:
         if self._newest is None or self._newest.key != key:
-            self._newest = self.opened.metadata[key]  # what is read next is mostly of the same tensor
-        known = self._newest
-        nbytes = prod(shape) * known.dtype.itemsize
+            self._newest = self.tree.metadata[key]  # what is read next is mostly of the same tensor
+        shard = self._newest
+        nbytes = prod(shape) * shard.dtype.itemsize
         if _LEAST_LENT <= nbytes <= _MOST_LENT:
-            data = self.memory.lend(nbytes).view(known.dtype).view(shape)
+            data = self.memory.lend(nbytes).view(shard.dtype).view(shape)
         else:
-            data = new_memory(key, shape, known.dtype)
-        return box_of(key, data, known.dtype, known.global_shape, offset, shape)
+            data = new_memory(key, shape, shard.dtype)
+        return box_of(key, data, shard.dtype, shard.global_shape, offset, shape)
 
     def whole(self, key: str) -> LazyTensor:
         """Return a tensor whose elements are read through this."""
-        known: Any = self.opened.metadata[key]
-        return stored(partial(self.read, key), known.global_shape, known.dtype, name=key)
+        shard: Any = self.tree.metadata[key]
+        return stored(partial(self.read, key), shard.global_shape, shard.dtype, name=key)
 
 
 Pair = tuple[str, Any, Any]
@@ -254,8 +254,8 @@ def compare(
         ...     folder = tempfile.mkdtemp()
         ...     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.tensor(values)), "step": 7}, folder)
         ...     return folder
-        >>> found = compare(saved([1.0, 2.0]), saved([1.0, 2.5]))
-        >>> [str(each) for each in found.values], bool(found.common)
+        >>> difference = compare(saved([1.0, 2.0]), saved([1.0, 2.5]))
+        >>> [str(each) for each in difference.values], bool(difference.common)
         (["'w': 1 of 2 elements differ, by at most 0.5; the first at (1,): 2.0 and 2.5"], False)
     """
     options = given_options("compare", options, LoadOptions)
@@ -263,9 +263,9 @@ def compare(
     quiet = replace(options, progress=LoadOptions().progress)
     mine, theirs = (open_checkpoint(each, strategies=strategies, options=quiet) for each in (left, right))
     both = [key for key in mine if key in theirs and type(mine.metadata[key]) is type(theirs.metadata[key])]
-    known = set(both)
-    found = ((key, mine.metadata[key], theirs.metadata[key]) for key in both)
-    kinds = [unlike for key, *pair in found if (unlike := _kind_difference(key, *pair))]
+    keys_of_both = set(both)
+    pairs_of_both = ((key, mine.metadata[key], theirs.metadata[key]) for key in both)
+    kinds = [unlike for key, *pair in pairs_of_both if (unlike := _kind_difference(key, *pair))]
     # Elements of another dtype or shape aren't compared: the kinds already say that the tensors differ.
     unlike_keys = {each.key for each in kinds}
     alike = [shard for key in both if key not in unlike_keys and isinstance(shard := mine.metadata[key], ShardedTensor)]
@@ -276,11 +276,11 @@ def compare(
     items = [key for key in both if isinstance(mine.metadata[key], ShardedObject)]
     objects = {key: plain_difference(mine[key].data, theirs[key].data) for key in items}
     return CheckpointDifference(
-        tuple(key for key in mine if key not in known),
-        tuple(key for key in theirs if key not in known),
+        tuple(key for key in mine if key not in keys_of_both),
+        tuple(key for key in theirs if key not in keys_of_both),
         tuple(kinds),
         differences,
-        {key: found for key, found in objects.items() if found},
+        {key: difference for key, difference in objects.items() if difference},
         plain_difference(mine.common(), theirs.common()),
         sum(prod(shard.global_shape) * shard.dtype.itemsize for shard in alike),
     )

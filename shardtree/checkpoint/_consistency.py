@@ -68,23 +68,23 @@ def known_layout(doing: str, layout: object, shards: Sequence[ShardedTensor], ra
     columns = layouts.select_rows(columns, _place_order(columns))
     own = layouts.shard_columns(shards, rank)
     order = _place_order(own)
-    given = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
-    held = _rows(layouts.select_rows(own, order))
-    if given != held:
+    layout_rows = _rows(layouts.select_rows(columns, np.flatnonzero(columns.rank == rank)))
+    tree_rows = _rows(layouts.select_rows(own, order))
+    if layout_rows != tree_rows:
         fix = "Compute the layout for this tree, on this number of ranks, and number the ranks as the world does."
         what = f"{doing}: the layout isn't that of the tree on rank {rank}"
-        raise IntegrityError(error_text(what, offenders=_differences(given, held), fix=fix))
+        raise IntegrityError(error_text(what, offenders=_differences(layout_rows, tree_rows), fix=fix))
     return KnownLayout(columns, order, _digest(columns))
 
 
 def _with_used_keys(columns: ShardColumns) -> ShardColumns:
     """Return columns without the keys that no row is of, as `select_rows` leaves them."""
-    held = np.bincount(columns.key, minlength=len(columns.keys)) > 0
+    is_used = np.bincount(columns.key, minlength=len(columns.keys)) > 0
     return replace(
         columns,
-        keys=tuple(compress(columns.keys, held)),
-        kinds=tuple(compress(columns.kinds, held)),
-        key=(np.cumsum(held) - 1)[columns.key],
+        keys=tuple(compress(columns.keys, is_used)),
+        kinds=tuple(compress(columns.kinds, is_used)),
+        key=(np.cumsum(is_used) - 1)[columns.key],
     )
 
 
@@ -109,8 +109,8 @@ def _row(
     return columns.keys[number], kind, tuple(offset[first:]), tuple(shape[first:]), start, stop, main
 
 
-def _differences(given: list[_Row], held: list[_Row]) -> Iterator[str]:
-    for where, left, right in (("tree", held, given), ("layout", given, held)):
+def _differences(layout_rows: list[_Row], tree_rows: list[_Row]) -> Iterator[str]:
+    for where, left, right in (("tree", tree_rows, layout_rows), ("layout", layout_rows, tree_rows)):
         for key, kind, offset, shape, start, stop, main in (Counter(left) - Counter(right)).elements():
             place = layouts.place_text(slices(offset, shape), None if start < 0 else slice(start, stop))
             replica = "main replica" if main else "replica"
@@ -149,15 +149,16 @@ def describe(
     objects: Sequence[ShardedObject],
     rank: int,
     common: str | None = None,
-    known: KnownLayout | None = None,
+    layout: KnownLayout | None = None,
     *,
     ranks: int,
 ) -> Description:
     """Return what a rank, of that many, sends the others about its shards, without what they know."""
     # All ranks have a known layout already: only its hash travels.
-    columns = layouts.shard_columns(tensors if known is None else (), rank)
-    packed = pack_columns(columns, rank) if ranks > 1 else columns
-    return Description(packed, layouts.object_columns(objects, rank), common, None if known is None else known.digest)
+    own = layouts.shard_columns(tensors if layout is None else (), rank)
+    columns = pack_columns(own, rank) if ranks > 1 else own
+    digest_of_all = None if layout is None else layout.digest
+    return Description(columns, layouts.object_columns(objects, rank), common, digest_of_all)
 
 
 def brief(description: Description | None, ranks: int) -> Description | None:
@@ -177,23 +178,23 @@ def complete(
         own: this rank's, with all.
         descriptions: by rank, as they were sent; None from a rank that sent none.
     """
-    sent = [each for each in descriptions if each is not None]
-    packed = [each.columns for each in sent if not isinstance(each.columns, ShardColumns)]
-    if own is None or isinstance(own.columns, ShardColumns) or len(packed) < len(descriptions):
+    parts = [each for each in descriptions if each is not None]
+    messages = [each.columns for each in parts if not isinstance(each.columns, ShardColumns)]
+    if own is None or isinstance(own.columns, ShardColumns) or len(messages) < len(descriptions):
         return list(descriptions)
-    columns = send_tables(world, own.columns, packed)
-    return [replace(each, columns=found) for each, found in zip(sent, columns, strict=True)]
+    messages = send_tables(world, own.columns, messages)
+    return [replace(each, columns=message) for each, message in zip(parts, messages, strict=True)]
 
 
 def check_together(
-    doing: str, descriptions: Sequence[Description], known: KnownLayout | None = None, *, tiling: bool = True
+    doing: str, descriptions: Sequence[Description], layout: KnownLayout | None = None, *, tiling: bool = True
 ) -> ShardColumns:
     """Return all ranks' shards, after checking that they fit together.
 
     Args:
         doing: "save" or "load".
         descriptions: by rank.
-        known: the layout that this rank was given.
+        layout: the one of all ranks that this rank was given.
         tiling: whether each element and object must have one main replica; else only given layouts are compared.
 
     Raises:
@@ -205,10 +206,10 @@ def check_together(
     if len({part.layout for part in descriptions}) > 1:
         raise _different_layouts(doing, [part.layout for part in descriptions])
     columns = [part.columns for part in descriptions]
-    if known is not None:
-        parts = [known.columns]
-    elif packed := [each for each in columns if not isinstance(each, ShardColumns)]:
-        parts = unpack_columns(packed)
+    if layout is not None:
+        parts = [layout.columns]
+    elif messages := [each for each in columns if not isinstance(each, ShardColumns)]:
+        parts = unpack_columns(messages)
     else:
         parts = [each for each in columns if isinstance(each, ShardColumns)]
     if tiling:
@@ -225,11 +226,11 @@ def _different_layouts(doing: str, digests: Sequence[str | None]) -> IntegrityEr
     return IntegrityError(error_text(f"{doing}: the ranks were given different layouts", offenders=lines, fix=fix))
 
 
-def check_held(
+def check_columns(
     doing: str,
-    held: AlikeColumns,
+    alike: AlikeColumns,
     descriptions: Sequence[Description],
-    known: KnownLayout | None = None,
+    layout: KnownLayout | None = None,
     *,
     tiling: bool = True,
 ) -> None:
@@ -237,25 +238,25 @@ def check_held(
 
     Args:
         doing: "save" or "load".
-        held: all ranks' tensor shards.
+        alike: all ranks' tensor shards.
         descriptions: by rank, without tensor shards.
-        known: the layout that they were given.
+        layout: the one of all ranks that they were given.
         tiling: as for `check_together`.
     """
-    if known is not None or not tiling:
-        check_together(doing, descriptions, known, tiling=tiling)
+    if layout is not None or not tiling:
+        check_together(doing, descriptions, layout, tiling=tiling)
         return
     objects = [part.objects for part in descriptions]
     # Main replicas alone decide whether all is well. What is wrong is said with the other replicas of its tensors.
-    problems = layouts.sharding_problems(held.select(lambda columns: np.flatnonzero(columns.main)), objects)
+    problems = layouts.sharding_problems(alike.select(lambda columns: np.flatnonzero(columns.main)), objects)
     if problems:
         wrong = {problem.key for problem in problems}
 
-        def concerned(columns: ShardColumns) -> Column:
+        def main_or_wrong(columns: ShardColumns) -> Column:
             of_wrong = np.array([key in wrong for key in columns.keys], dtype=np.bool_)
             return np.flatnonzero(columns.main | of_wrong[columns.key])
 
-        layouts.join_checked(held.select(concerned), objects)
+        layouts.join_checked(alike.select(main_or_wrong), objects)
 
 
 def check_common(commons: Sequence[Any]) -> None:
@@ -282,41 +283,39 @@ def check_common(commons: Sequence[Any]) -> None:
 
 # Where a common state is the union of ranks' dicts, as metadata.json says it in the formats of our own
 
-_UNITED = "united"
-_MOST_UNITED = 10_000  # entries, so that metadata.json stays small; beyond, a load returns the whole union
+_UNIONS = "united"
+_MOST_ENTRIES = 10_000  # entries, so that metadata.json stays small; beyond, a load returns the whole union
 
 
-def united_field(united: United) -> dict[str, Any]:
+def unions_field(unions: United) -> dict[str, Any]:
     """Return the field of metadata.json; nothing where no dict was united, or entries can't be said in JSON.
 
     Examples:
-        >>> united_field({("optim", "lr"): {"type"}}), united_field({("optim",): {(1, 2)}}), united_field({})
+        >>> unions_field({("optim", "lr"): {"type"}}), unions_field({("optim",): {(1, 2)}}), unions_field({})
         ({'united': [[['optim', 'lr'], ['type']]]}, {}, {})
     """
-    listed = [[list(path), sorted(shared, key=str)] for path, shared in united.items()]
-    is_sound = all(_are_entries(entries) for pair in listed for entries in pair)
-    few = sum(len(path) + len(shared) for path, shared in listed) <= _MOST_UNITED
-    return {_UNITED: listed} if listed and is_sound and few else {}
+    pairs = [[list(path), sorted(keys, key=str)] for path, keys in unions.items()]
+    is_sound = all(_are_entries(entries) for pair in pairs for entries in pair)
+    few = sum(len(path) + len(keys) for path, keys in pairs) <= _MOST_ENTRIES
+    return {_UNIONS: pairs} if pairs and is_sound and few else {}
 
 
-def united_of(fields: Mapping[str, Any]) -> United:
+def unions_of(fields: Mapping[str, Any]) -> United:
     """Return of which dicts of a checkpoint's common state ranks had keys of their own, as far as it says so.
 
     Raises:
         CorruptCheckpoint: the field isn't one that a save writes.
 
     Examples:
-        >>> united_of({"united": [[["optim", "lr"], ["type"]]]})
+        >>> unions_of({"united": [[["optim", "lr"], ["type"]]]})
         {('optim', 'lr'): frozenset({'type'})}
     """
-    listed = fields.get(_UNITED, [])
-    if not isinstance(listed, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_are_entries, pair)) for pair in listed
+    pairs = fields.get(_UNIONS, [])
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_are_entries, pair)) for pair in pairs
     ):
-        raise CorruptCheckpoint(
-            error_text(f"open: {_UNITED!r} in metadata.json is not sound", found=repr(listed)[:200])
-        )
-    return {tuple(path): frozenset(shared) for path, shared in listed}
+        raise CorruptCheckpoint(error_text(f"open: {_UNIONS!r} in metadata.json is not sound", found=repr(pairs)[:200]))
+    return {tuple(path): frozenset(keys) for path, keys in pairs}
 
 
 def _are_entries(entries: Any) -> bool:

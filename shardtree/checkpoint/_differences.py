@@ -113,12 +113,12 @@ def value_difference(
         >>> print(value_difference("w", left, right, 2**20, lambda nbytes: None))
         'w': 1 of 2 elements differ, by at most 0.5; the first at (0,): 1.0 and 1.5
     """
-    shape, found = tuple(left.shape), None
+    shape, difference = tuple(left.shape), None
     for offset, size in boxes_within(shape, max(1, most_bytes // _BYTES_PER_ELEMENT), f"compare: {key!r}"):
         part = _part_difference(key, shape, offset, _box(left, offset, size), _box(right, offset, size))
-        found = part if found is None else combined(found, part)
+        difference = part if difference is None else joint_difference(difference, part)
         progress(int(np.prod(size, dtype=np.int64)) * left.dtype.itemsize)
-    return found
+    return difference
 
 
 def _box(tensor: torch.Tensor | LazyTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -154,14 +154,13 @@ def _ulps(left: Any, right: Any, nan: Any) -> int | None:
     return int(apart.max()) if apart.size else None
 
 
-def combined(found: ValueDifference, later: ValueDifference | None) -> ValueDifference:
+def joint_difference(first: ValueDifference, later: ValueDifference | None) -> ValueDifference:
     """Return a difference with that of later elements added."""
     if later is None:
-        return found
-    known = [each.largest for each in (found, later) if each.largest is not None]
-    ulps = max((each.ulps for each in (found, later) if each.ulps is not None), default=None)
-    largest = max(known, default=None)
-    return replace(found, count=found.count + later.count, largest=largest, ulps=ulps)
+        return first
+    largest = max((each.largest for each in (first, later) if each.largest is not None), default=None)
+    ulps = max((each.ulps for each in (first, later) if each.ulps is not None), default=None)
+    return replace(first, count=first.count + later.count, largest=largest, ulps=ulps)
 
 
 def _words(tensor: torch.Tensor) -> Any:

@@ -75,8 +75,8 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     if isinstance(tree, (str, PathLike, Storage)):
         return _of_checkpoint(tree, ranks, strategies)
     shards = agree(ranks, "fingerprint: find the shards", partial(tree_shards, "fingerprint", tree))
-    described = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
-    columns = agree(ranks, "fingerprint: check integrity", partial(_joined, described, tree))
+    parts = gather(ranks, "fingerprint: describe shards", partial(shard_columns, shards, ranks.rank))
+    columns = agree(ranks, "fingerprint: check integrity", partial(_checked_columns, parts, tree))
     # A number for each shard travels, never elements: totals of disjoint shards add up to the tensor's fingerprint.
     totals = gather(ranks, "fingerprint: add up", partial(shard_totals, shards, in_usual_threads))
     return agree(ranks, "fingerprint: join", partial(_of_columns, columns, np.concatenate(totals)))
@@ -111,8 +111,8 @@ def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:
     return in_threads(piece_total, pieces)
 
 
-def _joined(described: Sequence[ShardColumns], tree: Any) -> ShardColumns:
-    columns = join_columns(described)
+def _checked_columns(parts: Sequence[ShardColumns], tree: Any) -> ShardColumns:
+    columns = join_columns(parts)
     if not len(columns):
         # All trees without a shard would have the same fingerprints, none.
         plain = [render_path(path) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]

@@ -88,10 +88,10 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
     elif storage.length("") is not None:
         state, names = "a file in no format that is recognised", (storage.where().rpartition("/")[2],)
     else:
-        near = _mistyped(storage)
+        near = _similar_path(storage)
         return NotACheckpoint(error_text(what, found="no such folder", fix=f"Did you mean {near!r}?" if near else fix))
-    if (known := clue(names)) is not None:
-        state, fix = f"{state.partition(',')[0]}: {known[0]}", known[1]
+    if (hint := clue(names)) is not None:
+        state, fix = f"{state.partition(',')[0]}: {hint[0]}", hint[1]
     elif steps := [name for name in names if step_prefix(name) is not None and is_folder(storage, name)]:
         state, fix = "a run without a finished step", f"Open {steps[-1]!r} in it: the error says what it lacks."
     return NotACheckpoint(error_text(what, found=state, fix=fix))
@@ -109,14 +109,14 @@ def clue(names: Iterable[str]) -> tuple[str, str] | None:
         >>> clue(["notes.txt"]) is None
         True
     """
-    known = list(names)
-    if any(map(_CONVERSION.fullmatch, known)):
+    names = list(names)
+    if any(map(_CONVERSION.fullmatch, names)):
         return _UNFINISHED
-    if any(map(is_save_folder, known)):
+    if any(map(is_save_folder, names)):
         return _SAVE
-    for pattern, found, fix in _CLUES:
-        if any(re.fullmatch(pattern, name, re.DOTALL) for name in known):
-            return found, fix
+    for pattern, state, fix in _CLUES:
+        if any(re.fullmatch(pattern, name, re.DOTALL) for name in names):
+            return state, fix
     return None
 
 
@@ -136,8 +136,8 @@ def step_prefix(folder: str) -> str | None:
         >>> step_prefix("iter_0000100"), step_prefix("100"), step_prefix("optimizer_0"), step_prefix("weights")
         ('iter_', '', None, None)
     """
-    found = _STEP.fullmatch(folder)
-    return None if found is None or _PART.fullmatch(folder) else found[1]
+    match = _STEP.fullmatch(folder)
+    return None if match is None or _PART.fullmatch(folder) else match[1]
 
 
 def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Iterator[tuple[str, Fields]]:
@@ -148,12 +148,12 @@ def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Ite
         fields_at: finds a checkpoint.
         depth: how many folders deep they may lie: a step of verl's has one for each model.
     """
-    done: set[str] = set()
+    prefixes: set[str] = set()
     names = [name for name in storage.names() if not name.startswith(".") and not is_save_folder(name)]
     # Before it is asked what is a folder: a dataset may lie there, of very many files.
     for name in islice((name for name in sorted(names, key=_newest_first) if is_folder(storage, name)), _MOST_FOLDERS):
         prefix = step_prefix(name)
-        if prefix is not None and prefix in done:
+        if prefix is not None and prefix in prefixes:
             continue
         inside = list[tuple[str, Fields]]()
         with suppress(CheckpointingException):  # a folder that can't be read, or a damaged checkpoint: not this error's
@@ -164,13 +164,13 @@ def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Ite
             elif depth > 1:
                 inside = list(checkpoints_in(folder, fields_at, depth - 1))
         if inside and prefix is not None:
-            done.add(prefix)
+            prefixes.add(prefix)
         yield from ((f"{name}/{inner}".rstrip("/"), fields) for inner, fields in inside)
 
 
 def _newest_first(folder: str) -> tuple[str, int, str]:
-    found = _STEP.fullmatch(folder)
-    return (folder, 0, folder) if found is None else (found[1], -int(found[2]), folder)
+    match = _STEP.fullmatch(folder)
+    return (folder, 0, folder) if match is None else (match[1], -int(match[2]), folder)
 
 
 def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -> NotACheckpoint:
@@ -184,7 +184,7 @@ def _of_several(storage: Storage, what: str, inside: list[tuple[str, Fields]]) -
     return NotACheckpoint(error_text(f"{what}, but holds", offenders=lines, fix="Name what you mean of these."))
 
 
-def _mistyped(storage: Storage) -> str | None:
+def _similar_path(storage: Storage) -> str | None:
     """Return the local path that a missing one was most likely meant as, None if nothing there has a similar name."""
     if not isinstance(storage, LocalStorage):
         return None
@@ -194,7 +194,7 @@ def _mistyped(storage: Storage) -> str | None:
             above, _, name = above.rpartition("/")
             missing.insert(0, name)
         near = near_names(missing[:1], LocalStorage(above or "/").names())
-        found = [f"{above}/{one}" for one in near.values()]
-        whole = ["/".join((one, *missing[1:])) for one in found]
-        return next((one for one in (*whole, *found) if one in found or LocalStorage(one).is_folder()), None)
+        candidates = [f"{above}/{one}" for one in near.values()]
+        whole = ["/".join((one, *missing[1:])) for one in candidates]
+        return next((one for one in (*whole, *candidates) if one in candidates or LocalStorage(one).is_folder()), None)
     return None

@@ -38,7 +38,7 @@ from ._no_checkpoint import not_a_checkpoint
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
-Opened = tuple[Fields, Stamp]
+Opening = tuple[Fields, Stamp]
 """What rank 0 tells the others of a checkpoint that it has opened."""
 
 CONTENT_METADATA = "content_metadata"
@@ -55,19 +55,19 @@ def open_at(directory: Directory, world: World, options: LoadOptions, strategies
     storage = find(directory, options)
     # The stamp comes before the fields: a checkpoint that replaces this one in between is then noticed on a read.
     decided_by = deciding_files(strategies)
-    found = stamp(storage, decided_by)
+    own_stamp = stamp(storage, decided_by)
     fields = read_fields(storage, strategies)
     traits = traits_together(fields, decided_by, strategies)
-    return Checkpoint(storage, fields, world, options, stamp=found, traits=traits)
+    return Checkpoint(storage, fields, world, options, stamp=own_stamp, traits=traits)
 
 
-def with_opened(checkpoint: Checkpoint, opened: Opened, strategies: Strategies | None) -> Checkpoint:
+def with_opening(checkpoint: Checkpoint, opening: Opening, strategies: Strategies | None) -> Checkpoint:
     """Return a checkpoint as rank 0 has opened it."""
     if checkpoint.world.rank == 0:
         return checkpoint
-    fields, found = opened
+    fields, shared_stamp = opening
     traits = traits_together(fields, deciding_files(strategies), strategies)
-    return replace(checkpoint, fields=fields, stamp=found, traits=traits)
+    return replace(checkpoint, fields=fields, stamp=shared_stamp, traits=traits)
 
 
 def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Strategies | None) -> FormatTraits:
@@ -117,21 +117,21 @@ def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None
     except CorruptCheckpoint:
         if _own_metadata(storage) is not None:
             raise
-    return recognized(storage, strategies)
+    return recognize(storage, strategies)
 
 
-def recognized(storage: Storage, strategies: Strategies | None) -> Fields | None:
+def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
     """Return the fields from the first format that recognises a place without metadata.json, None if none does.
 
     Formats with an index of their own come first: a single safetensors file beside one is an export, say.
     """
     # A plain DCP folder or a Hugging Face model has no metadata.json and may not get one: formats recognise their own.
     table = table_of(strategies)
-    named = (row for row in table if row[0] is StrategyAction.RECOGNIZE)
-    rows = [(traits_of(*row[1:], strategies).is_guess, table[row]) for row in named]
-    with listed(storage, deep=False) as seen:
-        found = (recognize(seen) for _, recognize in sorted(rows, key=itemgetter(0)))
-        return next((fields for fields in found if fields is not None), None)
+    keys = (row for row in table if row[0] is StrategyAction.RECOGNIZE)
+    rows = [(traits_of(*row[1:], strategies).is_guess, table[row]) for row in keys]
+    with listed(storage, deep=False) as listing:
+        answers = (row(listing) for _, row in sorted(rows, key=itemgetter(0)))
+        return next((fields for fields in answers if fields is not None), None)
 
 
 def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies | None = None) -> bool:
@@ -143,7 +143,7 @@ def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies | None = 
         False
     """
     storage = storage_at(checkpoint_dir)
-    return _own_metadata(storage) is not None or recognized(storage, strategies) is not None
+    return _own_metadata(storage) is not None or recognize(storage, strategies) is not None
 
 
 def _own_metadata(storage: Storage) -> bytes | None:
@@ -318,8 +318,8 @@ def remove_sharded_tensors(
 
 def _remove(directory: Directory, key_prefix: str, world: World, strategies: Strategies | None) -> None:
     if not isinstance(key_prefix, str):
-        found = type(key_prefix).__name__
-        raise KeyMismatch(error_text("remove: not the beginning of a key", found=found, expected="a string"))
+        what = "remove: not the beginning of a key"
+        raise KeyMismatch(error_text(what, found=type(key_prefix).__name__, expected="a string"))
     checkpoint = open_at(directory, world, LoadOptions(), strategies)
     strategy_of(StrategyAction.REMOVE_SHARDED, None, sharded_backend(checkpoint.fields), strategies)(
         checkpoint, key_prefix
@@ -343,10 +343,10 @@ def open_together(
         CorruptCheckpoint: metadata.json isn't what was written.
     """
     alone = partial(open_alone, directory, world, options, strategies)
-    own, opened = share(
+    own, openings = share(
         world, "load: open", alone, lambda own: (own.fields, own.stamp), steps=OPEN_STEPS, given=alike(options)
     )
-    return parse_together(with_opened(own, opened[0], strategies), None, strategies)
+    return parse_together(with_opening(own, openings[0], strategies), None, strategies)
 
 
 def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Checkpoint:
@@ -363,14 +363,14 @@ def parse_together(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
     if parse is None or checkpoint.world.size == 1:
         return checkpoint
 
-    def parsed() -> Any:
+    def parse_once() -> Any:
         if callable(choice):
             return None
         with unless_replaced(checkpoint):
             return checkpoint.once(parse)
 
-    found = on_rank_zero(checkpoint.world, "load: parse the metadata", parsed)
-    return checkpoint if found is None else replace(checkpoint, cache=checkpoint.cache.adding(parse, found))
+    metadata = on_rank_zero(checkpoint.world, "load: parse the metadata", parse_once)
+    return checkpoint if metadata is None else replace(checkpoint, cache=checkpoint.cache.adding(parse, metadata))
 
 
 def open_alone(directory: Directory, world: World, options: LoadOptions, strategies: Strategies | None) -> Checkpoint:

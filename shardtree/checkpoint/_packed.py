@@ -58,16 +58,16 @@ def pack_columns(columns: ShardColumns, rank: int) -> PackedColumns:
 
     Examples:
         >>> import torch, shardtree as st
-        >>> def packed(rank):
+        >>> def pack(rank):
         ...     shards = [st.ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, rank, 4)) for key in "abc"]
         ...     return pack_columns(st.layouts.shard_columns(shards, rank), rank)
-        >>> packed(0).digest == packed(3).digest, packed(0).places == packed(3).places
+        >>> pack(0).digest == pack(3).digest, pack(0).places == pack(3).places
         (True, False)
     """
     number, first = _places(columns)
     places = (columns.offset, columns.shape, columns.start, columns.stop, columns.main)
-    kind, dtypes, axes, prepended, boxes = packed_kinds(columns.kinds)
-    table = _to_bytes((columns.keys, dtypes), (kind, axes, prepended, boxes, columns.key, number))
+    kind, dtypes, axes, prepend_axes, boxes = packed_kinds(columns.kinds)
+    table = _to_bytes((columns.keys, dtypes), (kind, axes, prepend_axes, boxes, columns.key, number))
     return PackedColumns(rank, digest(table), table, _to_bytes((), [each[first] for each in places]))
 
 
@@ -78,9 +78,9 @@ def _places(columns: ShardColumns) -> tuple[Column, Column]:
     order = np.argsort(number, kind="stable")
     first = order[begins(number[order])]
     # In the order of their first shards, not by value: that would number the places of each rank in another way.
-    renumbered = np.empty_like(first)
-    renumbered[np.argsort(first)] = np.arange(first.size)
-    return renumbered[number], np.sort(first)
+    place_of = np.empty_like(first)
+    place_of[np.argsort(first)] = np.arange(first.size)
+    return place_of[number], np.sort(first)
 
 
 def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
@@ -93,13 +93,13 @@ def unpack_columns(parts: Sequence[PackedColumns]) -> list[ShardColumns]:
         >>> again.keys, again.offset.tolist(), again.rank.tolist()
         (('w',), [[2]], [7])
     """
-    return list(_each_unpacked(parts))
+    return list(_unpack_each(parts))
 
 
-def _each_unpacked(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
+def _unpack_each(parts: Sequence[PackedColumns]) -> Iterator[ShardColumns]:
     tables = {part.digest: part.table for part in parts}
-    read = {name: _table(table) for name, table in tables.items() if table is not None}
-    return (_columns(read[part.digest], part) for part in parts)
+    contents = {name: _table(table) for name, table in tables.items() if table is not None}
+    return (_columns(contents[part.digest], part) for part in parts)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,28 +119,28 @@ class AlikeColumns:
 
         Examples:
             >>> import torch, shardtree as st
-            >>> said = AlikeColumns()
+            >>> parts = AlikeColumns()
             >>> for rank in range(4):
             ...     shard = st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank % 2, 2))
-            ...     said.add(st.layouts.shard_columns([shard], rank), rank)
-            >>> [(alike, columns.offset.tolist()) for columns, alike in said]
+            ...     parts.add(st.layouts.shard_columns([shard], rank), rank)
+            >>> [(ranks, columns.offset.tolist()) for columns, ranks in parts]
             [([0, 2], [[0]]), ([1, 3], [[2]])]
         """
-        packed = pack_columns(columns, 0)
-        packed = replace(packed, table=self.tables.setdefault(packed.digest, packed.table))
-        self.ranks.setdefault(packed, []).append(rank)
+        part = pack_columns(columns, 0)
+        part = replace(part, table=self.tables.setdefault(part.digest, part.table))
+        self.ranks.setdefault(part, []).append(rank)
 
     def __iter__(self) -> Iterator[tuple[ShardColumns, list[int]]]:
         """Yield columns, unpacked one at a time, and the ranks that have them; they are numbered instead of by rank."""
-        numbered = [replace(packed, rank=number) for number, packed in enumerate(self.ranks)]
-        return zip(_each_unpacked(numbered), self.ranks.values(), strict=True)
+        parts = [replace(part, rank=number) for number, part in enumerate(self.ranks)]
+        return zip(_unpack_each(parts), self.ranks.values(), strict=True)
 
     @property
     def alike(self) -> list[Column]:
         """The ranks of each, as plans take them."""
         return [np.array(ranks, dtype=np.int64) for ranks in self.ranks.values()]
 
-    def joined(self) -> ShardColumns:
+    def join(self) -> ShardColumns:
         """Return all columns that differ as one; their rank is a number, as when they are iterated over.
 
         Raises:
@@ -153,19 +153,19 @@ class AlikeColumns:
 
     def select(self, rows: Callable[[ShardColumns], Column]) -> list[ShardColumns]:
         """Return the chosen rows of every rank's columns, by rank."""
-        found: dict[int, ShardColumns] = {}
+        by_rank: dict[int, ShardColumns] = {}
         for columns, ranks in self:
-            kept = select_rows(columns, rows(columns))
-            found |= {rank: replace(kept, rank=np.full_like(kept.rank, rank)) for rank in ranks}
-        return [found[rank] for rank in sorted(found)]
+            part = select_rows(columns, rows(columns))
+            by_rank |= {rank: replace(part, rank=np.full_like(part.rank, rank)) for rank in ranks}
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 _Table: TypeAlias = tuple[tuple[str, ...], tuple[TensorKind, ...], Column, Column]
 
 
-def _table(packed: bytes) -> _Table:
-    (keys, dtypes), (kind, axes, prepended, boxes, key, number) = _from_bytes(packed)
-    return keys, unpacked_kinds((kind, dtypes, axes, prepended, boxes)), key, number
+def _table(content: bytes) -> _Table:
+    (keys, dtypes), (kind, axes, prepend_axes, boxes, key, number) = _from_bytes(content)
+    return keys, unpacked_kinds((kind, dtypes, axes, prepend_axes, boxes)), key, number
 
 
 def _columns(table: _Table, part: PackedColumns) -> ShardColumns:
@@ -182,10 +182,10 @@ def _to_bytes(names: Any, arrays: Sequence[Any]) -> bytes:
     return zlib.compress(pickle.dumps((names, plain), protocol=pickle.HIGHEST_PROTOCOL), _LEVEL)
 
 
-def _from_bytes(packed: bytes) -> tuple[Any, list[Any]]:
-    names, arrays = pickle.loads(zlib.decompress(packed))
-    read = [np.frombuffer(data, dtype=char).reshape(shape) for char, shape, data in arrays]
-    return names, [*map(as_int64, read)]
+def _from_bytes(content: bytes) -> tuple[Any, list[Any]]:
+    names, arrays = pickle.loads(zlib.decompress(content))
+    columns = [np.frombuffer(data, dtype=char).reshape(shape) for char, shape, data in arrays]
+    return names, [*map(as_int64, columns)]
 
 
 # Tables that are long are sent by one of the ranks that have them
@@ -196,8 +196,8 @@ def without_long_table(part: PackedColumns, ranks: int) -> PackedColumns:
 
     Examples:
         >>> import torch, shardtree as st
-        >>> packed = pack_columns(st.layouts.shard_columns([]), 0)
-        >>> [without_long_table(packed, ranks).table is None for ranks in (2, 100_000)]
+        >>> part = pack_columns(st.layouts.shard_columns([]), 0)
+        >>> [without_long_table(part, ranks).table is None for ranks in (2, 100_000)]
         [False, True]
     """
     return part if part.table is None or len(part.table) * ranks <= _TOGETHER else replace(part, table=None)
@@ -216,6 +216,6 @@ def send_tables(world: World, own: PackedColumns, parts: Sequence[PackedColumns]
     speaker = {part.digest: part.rank for part in reversed(parts) if part.digest not in there}
     if not speaker:
         return list(parts)
-    sent = gather(world, "send tables", lambda: own.table if speaker.get(own.digest) == own.rank else None)
-    tables = there | {name: sent[rank] for name, rank in speaker.items()}
+    by_rank = gather(world, "send tables", lambda: own.table if speaker.get(own.digest) == own.rank else None)
+    tables = there | {name: by_rank[rank] for name, rank in speaker.items()}
     return [replace(part, table=tables[part.digest]) for part in parts]

@@ -23,7 +23,7 @@ from ..plans import held_places
 from ..storage import Directory, Storage, in_threads
 from ..strategies import Copies, LoadOptions, Resolution, Strategies, StrategyAction, find_strategy
 from ..world import World, agree, current_world, gather, on_rank_zero, one_process, share
-from ._differences import ValueDifference, combined, value_difference
+from ._differences import ValueDifference, joint_difference, value_difference
 from ._dispatch import given_options, sharded_backend
 from ._open import open_at, sharded_metadata
 
@@ -52,13 +52,13 @@ class ReplicaDifference:
     values: ValueDifference | None
 
     def __str__(self) -> str:
-        what, found = _unlike(self.key, self.holders, self.than), self.values
-        if found is None:
+        what, values = _unlike(self.key, self.holders, self.than), self.values
+        if values is None:
             return f"{what}: none, or of another dtype or shape"
-        ulps = "" if found.ulps is None else f" ({found.ulps} ulp)"
-        largest = "" if found.largest is None else f", by at most {found.largest}{ulps}"
-        amount = f"{found.count} of {found.elements} in {self.box}{largest}"
-        return f"{what}: {amount}; the first at {found.first}: {found.right} and {found.left}"
+        ulps = "" if values.ulps is None else f" ({values.ulps} ulp)"
+        largest = "" if values.largest is None else f", by at most {values.largest}{ulps}"
+        amount = f"{values.count} of {values.elements} in {self.box}{largest}"
+        return f"{what}: {amount}; the first at {values.first}: {values.right} and {values.left}"
 
 
 def unlike_text(columns: ShardColumns, rows: Sequence[int], main: Sequence[int]) -> str:
@@ -132,22 +132,22 @@ def check_replicas(
         ...     norm[2] += 2**-23 * (world.rank == 1)
         ...     shard = st.ShardedTensor.from_rank_offsets("norm", norm, replica_id=world.rank)
         ...     return check_replicas([shard], world=world)
-        >>> (found,) = st.simulate(3, drifted)[0]
-        >>> found.key, found.holders, found.than, found.values.count, found.values.first, found.values.ulps
+        >>> (one,) = st.simulate(3, drifted)[0]
+        >>> one.key, one.holders, one.than, one.values.count, one.values.first, one.values.ulps
         ('norm', (1,), (0, 2), 1, (2,), 1)
     """
     ranks = current_world(world)
     if isinstance(tree, (str, PathLike, Storage)):
-        return on_rank_zero(ranks, "check_replicas: read", partial(_stored, tree, strategies, options))
+        return on_rank_zero(ranks, "check_replicas: read", partial(_differing_copies, tree, strategies, options))
     shards = agree(ranks, "check_replicas: find the shards", partial(tree_shards, "check_replicas", tree))
-    described = gather(ranks, "check_replicas: describe shards", partial(shard_columns, shards, ranks.rank))
-    return differing_replicas(ranks, lambda: (join_columns(described), shards))
+    parts = gather(ranks, "check_replicas: describe shards", partial(shard_columns, shards, ranks.rank))
+    return differing_replicas(ranks, lambda: (join_columns(parts), shards))
 
 
-Joined = Callable[[], tuple[ShardColumns, Sequence[ShardedTensor]]]
+Join = Callable[[], tuple[ShardColumns, Sequence[ShardedTensor]]]
 
 
-def differing_replicas(world: World, join: Joined) -> tuple[ReplicaDifference, ...]:
+def differing_replicas(world: World, join: Join) -> tuple[ReplicaDifference, ...]:
     """Return which replicas differ; one all-gather where none do.
 
     Args:
@@ -155,7 +155,7 @@ def differing_replicas(world: World, join: Joined) -> tuple[ReplicaDifference, .
         join: returns all ranks' shards by rank, and this rank's own in that order.
     """
 
-    def summed() -> tuple[ShardColumns, Sequence[ShardedTensor], Any]:
+    def sum_shards() -> tuple[ShardColumns, Sequence[ShardedTensor], Any]:
         columns, shards = join()
         own = np.flatnonzero(columns.rank == world.rank)
         place, places = held_places(columns)
@@ -165,16 +165,16 @@ def differing_replicas(world: World, join: Joined) -> tuple[ReplicaDifference, .
         sums[shared] = shard_totals([shards[number] for number in shared.tolist()], partial(in_threads, piece_total))
         return columns, shards, sums
 
-    (columns, shards, _), sums = share(world, "check_replicas: sum", summed, itemgetter(2))
+    (columns, shards, _), sums = share(world, "check_replicas: sum", sum_shards, itemgetter(2))
     unlike = unlike_replicas(columns, np.concatenate(sums))
     pairs = [(groups[0], group) for groups in unlike for group in groups[1:]]
     if not pairs:
         return ()
     own = dict(zip(np.flatnonzero(columns.rank == world.rank).tolist(), shards, strict=True))
-    values, failures = _compared(world, columns, own, pairs)
-    told = gather(world, "check_replicas: compare", partial(_unless, failures, values))
-    known = {number: value for each in told for number, value in each.items()}
-    return tuple(_described(columns, pair, known[number]) for number, pair in enumerate(pairs))
+    values, failures = _pair_differences(world, columns, own, pairs)
+    by_rank = gather(world, "check_replicas: compare", partial(_unless, failures, values))
+    differences = {number: value for each in by_rank for number, value in each.items()}
+    return tuple(_replica_difference(columns, pair, differences[number]) for number, pair in enumerate(pairs))
 
 
 Pair = tuple[list[int], list[int]]
@@ -186,11 +186,11 @@ def _unless(failures: Sequence[Exception], values: T) -> T:
     return values
 
 
-def _compared(
+def _pair_differences(
     world: World, columns: ShardColumns, own: Mapping[int, ShardedTensor], pairs: Sequence[Pair]
 ) -> tuple[dict[int, ValueDifference], list[Exception]]:
     """Return how those pairs differ of which this rank holds the second, and what failed here; collective."""
-    found: dict[int, ValueDifference] = {}
+    differences: dict[int, ValueDifference] = {}
     failures: list[Exception] = []
     for number, (main, others) in enumerate(pairs):
         giver, taker = main[0], others[0]
@@ -200,10 +200,10 @@ def _compared(
                 row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
             }
             # A rank that failed sends something all the same: the other one waits for it.
-            sent = {receiver: bits.get(giver)} if giver in own and sender != receiver else {}
+            bits_by_receiver = {receiver: bits.get(giver)} if giver in own and sender != receiver else {}
             outgoing = {
                 to: torch.zeros(size, dtype=torch.uint8, device="cpu") if one is None else one
-                for to, one in sent.items()
+                for to, one in bits_by_receiver.items()
             }
             is_told = taker in own and sender != receiver
             incoming = {sender: torch.empty(size, dtype=torch.uint8, device="cpu")} if is_told else {}
@@ -211,9 +211,10 @@ def _compared(
             if taker in own and not failures:
                 ends = incoming.get(sender, bits.get(giver)), bits[taker]
                 part = _attempt(failures, partial(_difference, own[taker], *ends, begin // own[taker].dtype.itemsize))
-                known = found.get(number)
-                found |= {number: part if known is None else combined(known, part)} if part is not None else {}
-    return found, failures
+                if part is not None:
+                    before = differences.get(number)
+                    differences[number] = part if before is None else joint_difference(before, part)
+    return differences, failures
 
 
 def _pieces(columns: ShardColumns, row: int) -> Iterator[tuple[int, int]]:
@@ -235,15 +236,15 @@ def _bits(shard: ShardedTensor, begin: int, size: int) -> torch.Tensor:
 
 
 def _difference(shard: ShardedTensor, main: Any, other: Any, begin: int) -> ValueDifference | None:
-    found = value_difference(shard.key, main.view(shard.dtype), other.view(shard.dtype), _PIECE, _ignore)
-    return None if found is None else replace(found, first=(begin + found.first[0],))
+    difference = value_difference(shard.key, main.view(shard.dtype), other.view(shard.dtype), _PIECE, _ignore)
+    return None if difference is None else replace(difference, first=(begin + difference.first[0],))
 
 
 def _ignore(nbytes: int) -> None:
     pass
 
 
-def _described(columns: ShardColumns, pair: Pair, values: ValueDifference) -> ReplicaDifference:
+def _replica_difference(columns: ShardColumns, pair: Pair, values: ValueDifference) -> ReplicaDifference:
     row = pair[0][0]
     key, start, stop = (int(column[row]) for column in (columns.key, columns.start, columns.stop))
     axes = len(columns.kinds[key].global_shape)
@@ -258,7 +259,7 @@ def _described(columns: ShardColumns, pair: Pair, values: ValueDifference) -> Re
     return ReplicaDifference(columns.keys[key], holders, than, place, values)
 
 
-def _stored(
+def _differing_copies(
     directory: Directory, strategies: Strategies | None, options: LoadOptions | None
 ) -> tuple[ReplicaDifference, ...]:
     """Return which copies differ that a checkpoint's files have of one part, a part at a time."""
@@ -266,10 +267,10 @@ def _stored(
     row = find_strategy(StrategyAction.RESOLVE, *sharded_backend(checkpoint.fields), strategies=strategies)
     # The metadata isn't listed: of states in buckets that would raise where copies differ.
     keys = sharded_metadata(checkpoint, None, None, strategies).keys() if row is not None else ()
-    found: Resolution | None = None if row is None else row(checkpoint, keys, True)
-    if found is None or found.copies is None:
+    resolution: Resolution | None = None if row is None else row(checkpoint, keys, True)
+    if resolution is None or resolution.copies is None:
         return ()
-    return tuple(difference for copies in found.copies() for difference in _unlike_copies(copies))
+    return tuple(difference for copies in resolution.copies() for difference in _unlike_copies(copies))
 
 
 def _unlike_copies(copies: Copies) -> Iterator[ReplicaDifference]:

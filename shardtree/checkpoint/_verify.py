@@ -69,23 +69,23 @@ def verify(
     if options.threads is not None and (type(options.threads) is not int or options.threads < 1):
         what, expected = "verify: not a number of threads", "an int, 1 at least"
         raise StorageError(error_text(what, found=repr(options.threads)[:200], expected=expected))
-    read = [0]
+    nbytes = [0]
 
     def count(size: int) -> None:
-        read[0] += size
+        nbytes[0] += size
         options.progress(size)
 
     # No check in the reads themselves: a strategy returns all findings, where a load's check raises at the first one.
-    counted = replace(options, verify=None, progress=in_turn(count))
-    found = _findings(checkpoint_dir, counted, strategies)
-    unchecked = tuple(one for one in found if isinstance(one, Unchecked))
+    counting = replace(options, verify=None, progress=in_turn(count))
+    findings = _findings(checkpoint_dir, counting, strategies)
+    unchecked = tuple(one for one in findings if isinstance(one, Unchecked))
     if report is not None:
-        report(VerifyReport(read[0], unchecked))
+        report(VerifyReport(nbytes[0], unchecked))
     elif unchecked:
         for why, ones in by_reason(unchecked).items():
             amount = f"{sum(one.nbytes for one in ones)} bytes in {plural(len(ones), 'file')}"
             logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, ones[0].file, why)
-    return tuple(one for one in found if isinstance(one, Damage))
+    return tuple(one for one in findings if isinstance(one, Damage))
 
 
 def _findings(directory: Directory, options: LoadOptions, strategies: Strategies | None) -> tuple[Finding, ...]:
@@ -102,10 +102,10 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     # A file whose hash is in the manifest was checked whole, whatever its own format can't check of it.
     with unless_replaced(checkpoint):
         by_manifest, whole = manifest_findings(checkpoint)
-        found = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
-    if any(isinstance(one, Damage) for one in found):
+        findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
+    if any(isinstance(one, Damage) for one in findings):
         refuse_replaced(checkpoint)
-    return tuple(one for one in found if not (isinstance(one, Unchecked) and one.file in whole))
+    return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[Unchecked, ...]:

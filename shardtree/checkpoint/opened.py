@@ -79,9 +79,9 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         """
         shard = self.metadata.get(key)
         if shard is None:
-            found = reasoned(untaken_of(self.metadata), key)
+            reason = reasoned(untaken_of(self.metadata), key)
             raise KeyMismatch(
-                error_text("open: no such key in the checkpoint", found=found, fix="list(tree) has all keys.")
+                error_text("open: no such key in the checkpoint", found=reason, fix="list(tree) has all keys.")
             )
         if isinstance(shard, ShardedObject):
             return self._read(shard)
@@ -206,13 +206,13 @@ def open_checkpoint(
     how = given_options("open", options, LoadOptions)
     if parameter_names is not None:
         how = replace(how, parameter_names=parameter_names)
-    opened = tree_of(open_at(checkpoint_dir, one_process(), how, strategies), strategies)
+    tree = tree_of(open_at(checkpoint_dir, one_process(), how, strategies), strategies)
     if transform is None:
-        return opened
-    tensors = [shard for shard in opened.metadata.values() if isinstance(shard, ShardedTensor)]
-    stored = {shard.key: shard for shard in opened._lazy(opened._load_sharded(), tensors)}
-    made = transformed(transform, dict(opened.metadata.items()) | stored, "open")
-    return TransformedCheckpoint(opened.checkpoint, made, strategies)
+        return tree
+    tensors = [shard for shard in tree.metadata.values() if isinstance(shard, ShardedTensor)]
+    shards = {shard.key: shard for shard in tree._lazy(tree._load_sharded(), tensors)}
+    outputs = transformed(transform, dict(tree.metadata.items()) | shards, "open")
+    return TransformedCheckpoint(tree.checkpoint, outputs, strategies)
 
 
 def tree_of(checkpoint: Checkpoint, strategies: Strategies | None) -> OpenCheckpoint:
@@ -246,28 +246,28 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     """
     metadata = index_of(checkpoint, strategies, keys)
     if metadata is None:
-        found = ":".join(map(str, sharded_backend(checkpoint.fields)))
-        raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=found))
-    index, ordered = metadata.shown, sorted(keys)
-    numbers = find_texts(index.key_text, index.key_start, ordered)
-    absent = [key for key, number in zip(ordered, numbers, strict=True) if number < 0]
+        backend = ":".join(map(str, sharded_backend(checkpoint.fields)))
+        raise StrategyError(error_text("stored layout: the format doesn't say which file holds what", found=backend))
+    index, sorted_keys = metadata.shown, sorted(keys)
+    numbers = find_texts(index.key_text, index.key_start, sorted_keys)
+    absent = [key for key, number in zip(sorted_keys, numbers, strict=True) if number < 0]
     if absent:
         near = near_names(absent, texts(index.key_text, index.key_start))
         fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
         lines = [reasoned(untaken_of(metadata), key) for key in absent]
         raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
     chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
-    kinds = {key: kind_at(index, number) for key, number in zip(ordered, numbers, strict=True)}
+    kinds = {key: kind_at(index, number) for key, number in zip(sorted_keys, numbers, strict=True)}
     columns = stored_columns(kinds, chunks.key, chunks.offset, chunks.shape, chunks.start, chunks.stop)
     return StoredLayout(replace(columns, rank=chunks.file), tuple(texts(index.file_text, index.file_start)))
 
 
 def largest_tensors(index: Index, count: int) -> tuple[str, ...]:
     """Return the keys of the largest tensors, by their stored bytes."""
-    held = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size)
-    chosen = np.argsort(-held, kind="stable")[:count].tolist()
+    nbytes = np.bincount(index.chunk_key, weights=index.chunk_length, minlength=index.key_axes.size)
+    numbers = np.argsort(-nbytes, kind="stable")[:count].tolist()
     keys = texts(index.key_text, index.key_start)
-    return tuple(keys[number] for number in chosen)
+    return tuple(keys[number] for number in numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -133,7 +133,7 @@ def test_what_no_rank_names_of_a_union_is_listed(keys: Any) -> None:
 
 
 def test_the_law_of_unions_catches_ranks_that_list_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_strict.Omissions, "unasked_by_all", lambda self, unasked: ())
+    monkeypatch.setattr(_strict.Omissions, "unasked_paths", lambda self, bits: ())
     assert_caught(nothing_united_vanishes, st.load, TWO_LOADS)
 
 
@@ -368,5 +368,5 @@ def test_what_a_save_of_a_union_stores_every_rank_can_load(shapes: Sequence[Any]
 
 
 def test_the_law_of_loads_catches_a_union_in_which_shards_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtree.checkpoint.saving._parts.misfits", lambda union, held: ())
+    monkeypatch.setattr("shardtree.checkpoint.saving._parts.misfits", lambda union, shards: ())
     assert_caught(loads_where_it_saves, save_two, TWO_SHAPES)

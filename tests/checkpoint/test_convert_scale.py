@@ -59,12 +59,12 @@ def test_the_files_of_a_model_are_laid_out_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_count_catches_batches_that_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = _write.Batches.prepared
+    prepare = _write.Batches.prepare
 
     def anew(batches: _write.Batches, number: int) -> Any:
         batches.state = {}
-        return prepared(batches, number)
+        return prepare(batches, number)
 
-    monkeypatch.setattr(_write.Batches, "prepared", anew)
+    monkeypatch.setattr(_write.Batches, "prepare", anew)
     with pytest.raises(AssertionError, match="each batch lays out the whole model"):
         test_the_files_of_a_model_are_laid_out_once(monkeypatch)

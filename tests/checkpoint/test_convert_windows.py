@@ -44,9 +44,9 @@ def test_a_window_is_dropped_with_the_last_part_of_its_tensor() -> None:
 
     shard = st.ShardedTensor.from_rank_offsets("w", whole)
     lazy = st.ShardedTensor.from_rank_offsets("w", stored(read, (10, 4), torch.float32, name="w"))
-    watched = Passage(64, has_sums=False).watched(lazy)
-    source = watched.data.source
-    parts = [watched.data[row : row + 2].read() for row in range(0, 10, 2)]
+    lazy = Passage(64, has_sums=False).watch(lazy)
+    source = lazy.data.source
+    parts = [lazy.data[row : row + 2].read() for row in range(0, 10, 2)]
     assert torch.equal(torch.cat(parts), shard.data)
     assert reads == [(0, 0, 4, 4), (4, 0, 4, 4), (8, 0, 2, 4)]  # four rows at a time
-    assert source.held is None
+    assert source.window is None

@@ -298,8 +298,8 @@ FAULTS: dict[str, Explain] = {
     "strict modes are skipped": lambda *args, **options: st.explain_ranks(
         *args, **load_keywords(**{**options, "strict": "ignore_all"})
     ),
-    "donated tensors aren't looked at": without("check_given", lambda *_, **__: None),
-    "replicas aren't counted": without("check_held", lambda *_, **__: None),
+    "donated tensors aren't looked at": without("check_tensors", lambda *_, **__: None),
+    "replicas aren't counted": without("check_columns", lambda *_, **__: None),
     "rules that name nothing pass": without("fit_objects", lambda *args: fit_objects(*args[:2], None)),
     "conversions are taken for exact": without("may_overflow", lambda *_: False, _undecided),
     "targets are looked at one by one": lambda trees, *args, **options: st.explain(

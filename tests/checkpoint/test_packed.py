@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.checkpoint import _packed
-from shardtree.checkpoint._consistency import check_held, describe
+from shardtree.checkpoint._consistency import check_columns, describe
 from shardtree.checkpoint._packed import (
     AlikeColumns,
     PackedColumns,
@@ -110,7 +110,7 @@ MASKS = some.lists(some.booleans(), min_size=1, max_size=5)
 def test_what_is_wrong_is_said_alike_of_columns_that_are_kept_once(
     case: tuple[GlobalState, Layouts, int], mask: Sequence[bool]
 ) -> None:
-    check_said_alike(check_held, case, mask)
+    check_said_alike(check_columns, case, mask)
 
 
 def test_the_law_catches_replicas_that_are_forgotten() -> None:

@@ -98,7 +98,7 @@ def test_the_law_catches_tensors_that_go_in_silence(monkeypatch: pytest.MonkeyPa
     def ignoring(targets: list[Any], folder: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_checks, "asking_whole", lambda target, kinds: target)
-            patch.setattr(_checks, "unfilled", lambda target, joined: [])
+            patch.setattr(_checks, "unfilled_paths", lambda target, tree: [])
             return load_all(targets, folder)
 
     assert_caught(filled_or_named, ignoring, MANY, ASKED, hy.just(FORMATS[0]))

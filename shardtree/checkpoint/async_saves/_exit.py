@@ -32,12 +32,12 @@ class Call:
     Attributes:
         index: which one of its queue's, from 0.
         request: what is saved.
-        written: what this rank has written, once it has.
+        writing: its result is what this rank has written.
     """
 
     index: int
     request: AsyncRequest[Any]
-    written: Future[Any]
+    writing: Future[Any]
 
     def __str__(self) -> str:
         folder = self.request.folder
@@ -73,27 +73,27 @@ def finalize(calls: Calls, *, blocking: bool, no_dist: bool = False) -> list[int
         CheckpointingException: the first call that failed, on every rank; as `AsyncRequest.execute_sync`.
     """
     check_idle(calls)
-    done: list[int] = []
+    indices: list[int] = []
     while calls:
         together = _leading(calls)
         ready = _written_count(together, blocking=blocking, no_dist=no_dist)
         for _ in range(ready):
-            done.append(_finalize_first(calls, done))
+            indices.append(_finalize_first(calls, indices))
         if ready < len(together) and not blocking:
             break
-    return done
+    return indices
 
 
 def finalize_all(calls: Calls) -> list[BaseException]:
     """Commit all that can be, and return why others couldn't, in order; what ranks couldn't agree on stays."""
     failures: list[BaseException] = []
     while calls:
-        left = len(calls)
+        before = len(calls)
         try:
             finalize(calls, blocking=True)
         except BaseException as error:
             failures.append(error)
-            if len(calls) == left or not isinstance(error, Exception):
+            if len(calls) == before or not isinstance(error, Exception):
                 break
     return failures
 
@@ -113,16 +113,16 @@ def _written_count(calls: Sequence[Call], *, blocking: bool, no_dist: bool) -> i
     """Return how many of the calls, from the first on, are written on every rank."""
     world = calls[0].request.world
 
-    def written() -> tuple[int, int]:
+    def count_own() -> tuple[int, int]:
         if blocking:
-            wait([call.written for call in calls], timeout=min(_LONGEST_WAIT, world.timeout / 4))
-        return calls[0].index, sum(1 for _ in takewhile(lambda call: call.written.done(), calls))
+            wait([call.writing for call in calls], timeout=min(_LONGEST_WAIT, world.timeout / 4))
+        return calls[0].index, sum(1 for _ in takewhile(lambda call: call.writing.done(), calls))
 
     if no_dist:
-        return written()[1]
+        return count_own()[1]
     # One collective for ranks that wait and ranks that don't: a rank at the end of its process can so commit together
     # with ranks that still train and only poll.
-    progress = gather(world, "async save: look how far ranks are", written)
+    progress = gather(world, "async save: look how far ranks are", count_own)
     indices = [index for index, _ in progress]
     if len(set(indices)) > 1:
         offenders = [f"rank {rank}: async save {index}" for rank, index in enumerate(indices)]
@@ -136,7 +136,7 @@ def _finalize_first(calls: Calls, before: Sequence[int]) -> int:
     call = calls[0]
     calls.is_committing = True
     try:
-        call.request.finish(call.written.result)
+        call.request.finish(call.writing.result)
     except BaseException as error:
         error.add_note(str(call))
         if before:
@@ -182,7 +182,7 @@ def watch(calls: Calls, timeout: float) -> None:
     """
     with _changing:
         own = _own() or _begin()
-        others = [(kept, limit) for kept, limit in own.queues if kept and kept is not calls]
+        others = [(other, limit) for other, limit in own.queues if other and other is not calls]
         own.queues = [*others, (calls, timeout)]
         # Functions registered last run first: so this one runs before those that destroy process groups.
         atexit.unregister(_at_exit)
@@ -242,7 +242,7 @@ def _wait_for_writing(own: _Process) -> None:
     """Wait for this process's own writing; after an exception, set a short limit, as other ranks may not come."""
     for calls, _ in own.queues:
         for call in tuple(calls):
-            call.written.exception()
+            call.writing.exception()
     # Set by the interpreter for an exception that nothing caught; SystemExit doesn't set it.
     if getattr(sys, "last_value", None) is not None:
         own.limits.put(_AFTER_A_FAILURE)
@@ -260,8 +260,8 @@ def _text(error: BaseException) -> str:
 
 def _fail(own: _Process, reasons: list[str]) -> None:
     """End the process here with an error status: an exception raised at exit doesn't change the status."""
-    lost = [str(call) for calls, _ in own.queues for call in calls]
-    lines = ["shardtree: the process ends with saves that were not committed", *reasons, *lost]
+    names = [str(call) for calls, _ in own.queues for call in calls]
+    lines = ["shardtree: the process ends with saves that were not committed", *reasons, *names]
     sys.stderr.write("\n  ".join("\n".join(lines).split("\n")) + "\n")
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -210,14 +210,14 @@ class AsyncCallsQueue:
             host_memory.release()
 
     def _give_up(self) -> None:
-        given_up = list(self._calls)
+        calls = list(self._calls)
         self._calls.clear()
-        for call in given_up:
-            call.written.cancel()
-        for call in given_up:
-            if not call.written.cancelled():
+        for call in calls:
+            call.writing.cancel()
+        for call in calls:
+            if not call.writing.cancelled():
                 # A write can't be stopped: without this wait it would go on after its files were removed.
-                call.written.exception()
+                call.writing.exception()
             call.request.abandon()
             call.request.outcome.error = CheckpointingException(f"{call} was given up before it was committed")
             logger.warning("%s was given up before it was committed", call)
@@ -228,9 +228,9 @@ class AsyncCallsQueue:
         if self._pid != os.getpid():
             self._begin()
         if self._calls and self._user is not current_thread() and self._user is not None and self._user.is_alive():
-            found = f"{plural(len(self._calls), 'save')} in progress of thread {self._user.name!r}"
+            state = f"{plural(len(self._calls), 'save')} in progress of thread {self._user.name!r}"
             fix = "Make an AsyncCallsQueue for each thread, and each simulated rank."
-            raise WorldError(error_text("async save: two threads use one queue", found=found, fix=fix))
+            raise WorldError(error_text("async save: two threads use one queue", found=state, fix=fix))
         self._user = current_thread()
 
     def __enter__(self) -> AsyncCallsQueue:
@@ -268,9 +268,8 @@ def _commit(queue_of: weakref.ref[AsyncCallsQueue]) -> None:
 
 def _check_request(request: object) -> None:
     if not isinstance(request, AsyncRequest):
-        fix = "Pass what `save(..., async_sharded_save=True)` returns."
-        found = type(request).__name__
-        raise CheckpointingException(error_text("async save: nothing to schedule", found=found, fix=fix))
+        what, fix = "async save: nothing to schedule", "Pass what `save(..., async_sharded_save=True)` returns."
+        raise CheckpointingException(error_text(what, found=type(request).__name__, fix=fix))
     for call in calls_in_progress():
         if call.request.async_fn is request.async_fn:
             fix = "Schedule a request once; add finalizers before."

@@ -60,24 +60,24 @@ def snapshot_shards(shards: Sequence[ShardedTensor], memory: HostMemory = host_m
 
     Examples:
         >>> weight = torch.arange(4)
-        >>> kept, = snapshot_shards([ShardedTensor.from_rank_offsets("w", weight)])
+        >>> snapshot, = snapshot_shards([ShardedTensor.from_rank_offsets("w", weight)])
         >>> weight += 1
-        >>> kept.data
+        >>> snapshot.data
         tensor([0, 1, 2, 3])
     """
     tensors = [shard.data.detach() for shard in shards if _is_copied(shard.data)]
     sources = [_source(tensor) for tensor in tensors]
     copies = _copy_all({source.identity: source for source in sources}, memory)
-    made = iter(
+    snapshots = iter(
         [_as_tensor(copies[source.identity], tensor, source) for tensor, source in zip(tensors, sources, strict=True)]
     )
-    return tuple(with_data(shard, next(made)) if _is_copied(shard.data) else _clone(shard) for shard in shards)
+    return tuple(with_data(shard, next(snapshots)) if _is_copied(shard.data) else _clone(shard) for shard in shards)
 
 
 def _as_tensor(copy: torch.Tensor, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
     """Return copied bytes as the tensor that they were copied from."""
-    typed = copy.view(tensor.dtype)
-    return typed.as_strided(tensor.shape, tensor.stride()) if source.is_range else typed.view(tensor.shape)
+    elements = copy.view(tensor.dtype)
+    return elements.as_strided(tensor.shape, tensor.stride()) if source.is_range else elements.view(tensor.shape)
 
 
 def _clone(shard: ShardedTensor) -> ShardedTensor:
@@ -107,20 +107,20 @@ def _copy_all(sources: dict[_Identity, _Source], memory: HostMemory) -> dict[_Id
     in_progress: list[tuple[DeviceCopies, Any]] = []
     try:
         for device, part in by_device.items():
-            staged = copies_of(device)
-            if staged is None:
+            copier = copies_of(device)
+            if copier is None:
                 copies |= _copy_here(part, memory)
                 continue
-            made = _room(part, staged.host_memory(_aligned_bytes(part)))
+            room = _room(part, copier.host_memory(_aligned_bytes(part)))
             in_progress.append(
-                (staged, staged.start([(_like(made[name], own), own.elements) for name, own in part.items()]))
+                (copier, copier.start([(_like(room[name], own), own.elements) for name, own in part.items()]))
             )
-            copies |= made
+            copies |= room
     finally:
         # For these copies only, not for all that the device does. After an exception too: the block may be lent again
         # at once, and a copy in progress would write into it.
-        for staged, token in in_progress:
-            staged.wait(token)
+        for copier, token in in_progress:
+            copier.wait(token)
     return copies
 
 

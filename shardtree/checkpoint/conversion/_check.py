@@ -18,7 +18,7 @@ from ...strategies import stored_fingerprints
 from ...trees import HOLE, Difference, values_only
 from ...world import World, agree, gather, on_rank_zero
 from .._comparison import BoxReader, group_bytes, plain_difference, value_differences
-from .._differences import ValueDifference, boxes_within, combined
+from .._differences import ValueDifference, boxes_within, joint_difference
 from ..opened import OpenCheckpoint
 from ._passage import Passage, passed_fingerprints
 from ._plan import Plan
@@ -27,7 +27,7 @@ from ._write import deal
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckResult:
     """The results of checking a destination.
 
     Attributes:
@@ -39,14 +39,14 @@ class Checked:
     fingerprints: dict[str, int]
 
 
-def check_written(
-    opened: Callable[[], OpenCheckpoint],
+def check_destination(
+    reopen: Callable[[], OpenCheckpoint],
     plan: Plan,
     passage: Passage,
     most_bytes: int,
     progress: Callable[[int], None],
     world: World,
-) -> Checked:
+) -> CheckResult:
     """Return what was compared with what was to be written, and found equal; every rank calls it.
 
     Of a tensor whose elements were fingerprinted while they were written, only the destination is read. Of others, and
@@ -54,7 +54,7 @@ def check_written(
     returned unchanged must have the fingerprint that the source stores, if it stores any.
 
     Args:
-        opened: returns the destination, opened again.
+        reopen: returns the destination, opened again.
         plan: what should be in it, lazily read once more where that is needed.
         passage: has the fingerprints of what this call has written.
         most_bytes: about how much memory the comparison may take.
@@ -66,35 +66,35 @@ def check_written(
     """
 
     def begin() -> BoxReader:
-        written = opened()
-        _refuse(_key_problems(written, plan.tensors, plan.objects))
-        return BoxReader(written)
+        destination = reopen()
+        _refuse(_key_problems(destination, plan.tensors, plan.objects))
+        return BoxReader(destination)
 
     # Kinds first, values next: elements of another dtype or shape couldn't be compared.
     reader = agree(world, "convert: look at what was written", begin)
-    passed = passed_fingerprints(gather(world, "convert: add up fingerprints", passage.sums))
+    fingerprints = passed_fingerprints(gather(world, "convert: add up fingerprints", passage.sums))
 
-    def read(tensors: Sequence[ShardedTensor], seen: Passage) -> list[ValueDifference]:
-        _read_all(reader, [shard for shard in tensors if shard.key in passed], seen, progress)
-        others = [shard for shard in tensors if shard.key not in passed]
-        return _value_differences(plan.reader, reader, others, seen, most_bytes, progress)
+    def read(tensors: Sequence[ShardedTensor], readback: Passage) -> list[ValueDifference]:
+        _read_all(reader, [shard for shard in tensors if shard.key in fingerprints], readback, progress)
+        others = [shard for shard in tensors if shard.key not in fingerprints]
+        return _value_differences(plan.reader, reader, others, readback, most_bytes, progress)
 
-    found = _compared(plan, world, read)
-    wrong = {key for key, number in found.items() if number != passed.get(key, number)}
+    numbers = _read_shares(plan, world, read)
+    wrong = {key for key, number in numbers.items() if number != fingerprints.get(key, number)}
     if wrong:
 
-        def read_again(tensors: Sequence[ShardedTensor], seen: Passage) -> list[ValueDifference]:
-            chosen = [shard for shard in tensors if shard.key in wrong]
-            return _value_differences(plan.reader, reader, chosen, seen, most_bytes, lambda _: None)
+        def read_again(tensors: Sequence[ShardedTensor], readback: Passage) -> list[ValueDifference]:
+            shards = [shard for shard in tensors if shard.key in wrong]
+            return _value_differences(plan.reader, reader, shards, readback, most_bytes, lambda _: None)
 
         # The source decides: it says which elements differ, and by how much.
-        found |= _compared(plan, world, read_again, wrong)
-    _refuse(_fingerprint_problems(plan, found))
-    _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.opened, plan)))
-    return Checked(sum(shard.data.nbytes for shard in plan.tensors), found)
+        numbers |= _read_shares(plan, world, read_again, wrong)
+    _refuse(_fingerprint_problems(plan, numbers))
+    _refuse(on_rank_zero(world, "convert: compare the rest", partial(_other_problems, reader.tree, plan)))
+    return CheckResult(sum(shard.data.nbytes for shard in plan.tensors), numbers)
 
 
-def _compared(
+def _read_shares(
     plan: Plan,
     world: World,
     read: Callable[[Sequence[ShardedTensor], Passage], list[ValueDifference]],
@@ -108,14 +108,14 @@ def _compared(
         read: reads tensors, through what adds up their fingerprints, and returns where they differ.
         only: the keys that it reads; None for all.
     """
-    differences, seen = list[ValueDifference](), Passage(0, has_sums=True)
+    differences, readback = list[ValueDifference](), Passage(0, has_sums=True)
     for tensors in _shares(plan, world):
-        for found in gather(world, "convert: compare", partial(read, tensors, seen)):
-            differences += found
+        for part in gather(world, "convert: compare", partial(read, tensors, readback)):
+            differences += part
     _refuse(map(str, _by_key(differences)))
-    parts = gather(world, "convert: add up what was read", seen.sums)
-    chosen = [shard for shard in plan.tensors if only is None or shard.key in only]
-    kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in chosen}
+    parts = gather(world, "convert: add up what was read", readback.sums)
+    shards = [shard for shard in plan.tensors if only is None or shard.key in only]
+    kinds = {shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in shards}
     none = {key: PartialFingerprint(kind, 0, 0) for key, kind in kinds.items()}  # for those without elements
     return add_fingerprints([none, *parts])
 
@@ -125,35 +125,35 @@ def _shares(plan: Plan, world: World) -> Iterator[Sequence[ShardedTensor]]:
     if world.size == 1:
         yield plan.tensors
         return
-    for dealt in deal([(number, batch.nbytes) for number, batch in enumerate(plan.batches)], world.size):
-        yield [shard for number in dealt[world.rank] for shard in plan.batches[number].tensors]
+    for hands in deal([(number, batch.nbytes) for number, batch in enumerate(plan.batches)], world.size):
+        yield [shard for number in hands[world.rank] for shard in plan.batches[number].tensors]
 
 
-def _by_key(found: Sequence[ValueDifference]) -> list[ValueDifference]:
+def _by_key(differences: Sequence[ValueDifference]) -> list[ValueDifference]:
     """Return one difference for each tensor, of which pieces were compared."""
-    merged: dict[str, ValueDifference] = {}
-    for each in sorted(found, key=lambda each: each.first):
-        merged[each.key] = combined(merged[each.key], each) if each.key in merged else each
-    return [merged[key] for key in dict.fromkeys(each.key for each in found)]
+    by_key: dict[str, ValueDifference] = {}
+    for each in sorted(differences, key=lambda each: each.first):
+        by_key[each.key] = joint_difference(by_key[each.key], each) if each.key in by_key else each
+    return [by_key[key] for key in dict.fromkeys(each.key for each in differences)]
 
 
-def _other_problems(written: OpenCheckpoint, plan: Plan) -> list[str]:
+def _other_problems(destination: OpenCheckpoint, plan: Plan) -> list[str]:
     """Return how objects and the common state differ."""
-    pairs = [(item.unique_key, _differs(item, written)) for item in plan.objects]
+    pairs = [(item.unique_key, _differs(item, destination)) for item in plan.objects]
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
         # Formats keep values: what shards leave of containers may be there in another form, or not at all.
-        differs = plain_difference(values_only(plan.common), values_only(written.common()))
+        differs = plain_difference(values_only(plan.common), values_only(destination.common()))
         problems += [f"the common state differs{_where(differs)}"] if differs else []
     return problems
 
 
 def _read_all(
-    reader: BoxReader, tensors: Sequence[ShardedTensor], seen: Passage, progress: Callable[[int], None]
+    reader: BoxReader, tensors: Sequence[ShardedTensor], readback: Passage, progress: Callable[[int], None]
 ) -> None:
     most = group_bytes(reader)
     for group in grouped(tensors, lambda shard: shard.data.nbytes, most):
-        boxes = [_stored(reader, shard, seen) for shard in group]
+        boxes = [_box(reader, shard, readback) for shard in group]
         reader.expect(boxes)
         for box in boxes:
             for offset, shape in boxes_within(tuple(box.shape), max(1, most // box.itemsize), f"convert: {box.name!r}"):
@@ -165,72 +165,72 @@ def _value_differences(
     source: BoxReader,
     reader: BoxReader,
     tensors: Sequence[ShardedTensor],
-    seen: Passage,
+    readback: Passage,
     most_bytes: int,
     progress: Callable[[int], None],
 ) -> list[ValueDifference]:
-    pairs = ((shard.key, shard.data, _stored(reader, shard, seen)) for shard in tensors)
-    found = value_differences(pairs, source, reader, most_bytes, progress)
-    return [_in_whole(one, shard) for one, shard in zip(found, tensors, strict=True) if one is not None]
+    pairs = ((shard.key, shard.data, _box(reader, shard, readback)) for shard in tensors)
+    differences = value_differences(pairs, source, reader, most_bytes, progress)
+    return [_in_whole(one, shard) for one, shard in zip(differences, tensors, strict=True) if one is not None]
 
 
-def _in_whole(found: ValueDifference, shard: ShardedTensor) -> ValueDifference:
+def _in_whole(difference: ValueDifference, shard: ShardedTensor) -> ValueDifference:
     """Return a piece's difference as one of its tensor."""
     offset = shard.global_offset[shard.prepend_axis_num :]
     before = shard.global_offset[: shard.prepend_axis_num]
-    inside = tuple(start + index for start, index in zip(offset, found.first, strict=True))
-    return replace(found, first=(*before, *inside), elements=prod(shard.global_shape))
+    inside = tuple(start + index for start, index in zip(offset, difference.first, strict=True))
+    return replace(difference, first=(*before, *inside), elements=prod(shard.global_shape))
 
 
-def _fingerprint_problems(plan: Plan, found: Mapping[str, int]) -> list[str]:
+def _fingerprint_problems(plan: Plan, numbers: Mapping[str, int]) -> list[str]:
     """Return the unchanged tensors whose fingerprint isn't the one that the source stores."""
     # An independent check: comparing reads the source twice in the same way, and would repeat a mistake of that.
-    stored = stored_fingerprints(plan.reader.opened.metadata)
+    source_numbers = stored_fingerprints(plan.reader.tree.metadata)
     return [
-        f"{key!r} has the fingerprint {found[key]:016x}, not {stored[key]:016x} as the source says"
-        for key in sorted(plan.unchanged & stored.keys())
-        if found[key] != stored[key]
+        f"{key!r} has the fingerprint {numbers[key]:016x}, not {source_numbers[key]:016x} as the source says"
+        for key in sorted(plan.unchanged_keys & source_numbers.keys())
+        if numbers[key] != source_numbers[key]
     ]
 
 
-def _stored(reader: BoxReader, shard: ShardedTensor, seen: Passage) -> LazyTensor:
+def _box(reader: BoxReader, shard: ShardedTensor, readback: Passage) -> LazyTensor:
     """Return what a shard's box has at the destination, which is fingerprinted as it is read."""
     whole = reader.whole(shard.key)
     box = whole if shard.local_shape == shard.global_shape else whole[shard.global_slice()]
-    data: LazyTensor = seen.watched(replace(shard, data=box)).data
+    data: LazyTensor = readback.watch(replace(shard, data=box)).data
     return data
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    listed = list(problems)
-    if listed:
+    lines = list(problems)
+    if lines:
         fix = (
             "Don't use the destination: remove it. The medium, or the format's strategy, doesn't keep what it is given."
         )
         what = "convert: the destination isn't what was to be written"
-        raise IntegrityError(error_text(what, offenders=listed, fix=fix))
+        raise IntegrityError(error_text(what, offenders=lines, fix=fix))
 
 
 def _key_problems(
-    written: OpenCheckpoint, tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]
+    destination: OpenCheckpoint, tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]
 ) -> list[str]:
     kinds: dict[str, TensorKind | None] = {
         shard.key: TensorKind(shard.dtype, shard.global_shape, 0) for shard in tensors
     }
     kinds |= {item.unique_key: None for item in objects}
-    problems = [f"{key!r} isn't there" for key in kinds if key not in written.metadata]
-    problems += [f"{key!r} is there, and shouldn't be" for key in written if key not in kinds]
-    for key in [key for key in kinds if key in written.metadata]:
-        found = written.metadata[key]
-        kind = TensorKind(found.dtype, found.global_shape, 0) if isinstance(found, ShardedTensor) else None
+    problems = [f"{key!r} isn't there" for key in kinds if key not in destination.metadata]
+    problems += [f"{key!r} is there, and shouldn't be" for key in destination if key not in kinds]
+    for key in [key for key in kinds if key in destination.metadata]:
+        entry = destination.metadata[key]
+        kind = TensorKind(entry.dtype, entry.global_shape, 0) if isinstance(entry, ShardedTensor) else None
         if kind != kinds[key]:
             problems.append(f"{key!r} is {kind or 'an object'}, not {kinds[key] or 'an object'}")
     return problems
 
 
-def _differs(item: ShardedObject, written: OpenCheckpoint) -> Difference:
+def _differs(item: ShardedObject, destination: OpenCheckpoint) -> Difference:
     data = item.data.read() if isinstance(item.data, StoredObject) else item.data
-    return plain_difference(data, written[item.unique_key].data)
+    return plain_difference(data, destination[item.unique_key].data)
 
 
 def _where(difference: Difference) -> str:

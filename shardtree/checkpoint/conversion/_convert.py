@@ -38,11 +38,11 @@ from ...trees import HOLE
 from ...world import World, agree, on_rank_zero, one_process, share
 from .._comparison import MOST_BYTES, group_bytes
 from .._dispatch import alike, backends_of, given_options
-from .._open import read_fields, recognized
+from .._open import read_fields, recognize
 from ..opened import tree_of
 from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
-from ._check import Checked, check_written
-from ._journal import Journal, abort_uploads, announced, begin_journal, begun_save, forget, journal_of, remove_others
+from ._check import CheckResult, check_destination
+from ._journal import Journal, abort_uploads, begin_journal, begun_save, files_of, forget, journal_of, remove_others
 from ._passage import Passage
 from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._single import in_one_file, single_file
@@ -82,15 +82,15 @@ class ConversionReport:
     def __str__(self) -> str:
         objects = f" and {plural(self.objects, 'object')}" if self.objects else ""
         batches = f"{self.batches} batch" if self.batches == 1 else f"{self.batches} batches"
-        resumed = f", {self.resumed} of them by an earlier call" if self.resumed else ""
+        earlier = f", {self.resumed} of them by an earlier call" if self.resumed else ""
         if self.verified_nbytes is None:
-            checked = "not read back"
+            check = "not read back"
         else:
-            checked = f"{size_text(self.verified_nbytes)} read back and compared, by fingerprint"
+            check = f"{size_text(self.verified_nbytes)} read back and compared, by fingerprint"
         lines = [
-            f"{plural(self.tensors, 'tensor')}{objects}, {size_text(self.nbytes)}, in {batches}{resumed}; {checked}",
-            *_listed("left out", self.left_out),
-            *_listed("used in part", (f"{key}: {count:,} elements" for key, count in self.unused)),
+            f"{plural(self.tensors, 'tensor')}{objects}, {size_text(self.nbytes)}, in {batches}{earlier}; {check}",
+            *_line("left out", self.left_out),
+            *_line("used in part", (f"{key}: {count:,} elements" for key, count in self.unused)),
         ]
         return "\n".join(lines)
 
@@ -101,9 +101,9 @@ class ConversionReport:
         return notebook_html(self)
 
 
-def _listed(name: str, each: Iterable[str]) -> list[str]:
-    shown = ", ".join(shorten(each))
-    return [f"{name}: {shown}"] if shown else []
+def _line(name: str, each: Iterable[str]) -> list[str]:
+    text = ", ".join(shorten(each))
+    return [f"{name}: {text}"] if text else []
 
 
 @shielded
@@ -179,9 +179,9 @@ def convert(
         (8, {'w': tensor([0., 1., 2., 3.], dtype=torch.bfloat16)})
     """
     world = one_process() if world is None else world
-    asked: dict[str, Any] = {"backend": backend, "common_backend": common_backend, "leave_out": leave_out}
-    asked |= {"prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
-    asked |= alike(load_options, "load_options.") | alike(save_options, "save_options.")
+    arguments: dict[str, Any] = {"backend": backend, "common_backend": common_backend, "leave_out": leave_out}
+    arguments |= {"prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
+    arguments |= alike(load_options, "load_options.") | alike(save_options, "save_options.")
 
     def look() -> tuple[LoadOptions, Destination]:
         reading = given_options("convert", load_options, LoadOptions)
@@ -189,7 +189,7 @@ def convert(
         writing = replace(writing, progress=in_turn(writing.progress))  # of batches side by side
         return reading, _destination(destination, backend, common_backend, strategies, writing)
 
-    (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=asked)
+    (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=arguments)
     checkpoint = open_alike(source, world, reading, strategies)
 
     def prepare() -> tuple[Plan, Journal]:
@@ -209,17 +209,17 @@ def convert(
         where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
         return plan, journal_of(*where, nonce=nonces[0], allow_pickle=pickles)
 
-    (plan, journal), folders = share(world, "convert: plan", prepare, lambda made: made[1].folder)
+    (plan, journal), folders = share(world, "convert: plan", prepare, lambda pair: pair[1].folder)
     _check_same_plan(folders)
     # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
     passage = Passage(group_bytes(plan.reader), has_sums=verify)
-    resumed, may_be_others = _written(target, journal, plan, passage, world)
-    checked = None
+    earlier, may_be_others = _write(target, journal, plan, passage, world)
+    check = None
     if verify or may_be_others:
         most = min(max(max_bytes_in_flight, _LEAST_BYTES), MOST_BYTES)
-        checked = _checked(target, journal, plan, passage, most, reading, world)
-    on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=resumed == len(plan.batches)))
-    return _report(plan, resumed, checked)
+        check = _check(target, journal, plan, passage, most, reading, world)
+    on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=earlier == len(plan.batches)))
+    return _report(plan, earlier, check)
 
 
 def _destination(
@@ -243,7 +243,7 @@ def _check_same_plan(folders: Sequence[str]) -> None:
         raise WorldError(error_text(f"convert: rank {other} would write other bytes than rank 0", fix=fix))
 
 
-def _checked(
+def _check(
     target: Destination,
     journal: Journal,
     plan: Plan,
@@ -251,17 +251,17 @@ def _checked(
     most_bytes: int,
     options: LoadOptions,
     world: World,
-) -> Checked:
+) -> CheckResult:
     """Read back what was written, and return what was found equal; what isn't is never gone on with."""
     try:
-        where = target.storage if target.single is None else target.single.written()
-        written = open_alike(where, world, options, target.strategies)
-        return check_written(
-            partial(tree_of, written, target.strategies), plan, passage, most_bytes, target.options.progress, world
+        where = target.storage if target.single is None else target.single.place()
+        checkpoint = open_alike(where, world, options, target.strategies)
+        return check_destination(
+            partial(tree_of, checkpoint, target.strategies), plan, passage, most_bytes, target.options.progress, world
         )
     except (IntegrityError, CorruptCheckpoint) as error:
         if target.single is not None and target.single.is_there:
-            raise target.single.refused() from error  # of another program
+            raise target.single.refusal() from error  # of another program
         if world.rank == 0 and isinstance(error, IntegrityError):
             forget(journal)
         raise
@@ -281,7 +281,7 @@ def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
         remove_folder(target.single.above, target.single.folder)
 
 
-def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionReport:
+def _report(plan: Plan, earlier: int, check: CheckResult | None) -> ConversionReport:
     return ConversionReport(
         tensors=len({shard.key for shard in plan.tensors}),
         objects=len(plan.objects),
@@ -289,21 +289,21 @@ def _report(plan: Plan, resumed: int, checked: Checked | None) -> ConversionRepo
         left_out=plan.left_out,
         unused=plan.unused,
         batches=len(plan.batches),
-        resumed=resumed,
-        verified_nbytes=None if checked is None else checked.nbytes,
-        fingerprints={} if checked is None else checked.fingerprints,
+        resumed=earlier,
+        verified_nbytes=None if check is None else check.nbytes,
+        fingerprints={} if check is None else check.fingerprints,
     )
 
 
-def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
+def _write(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:
     """Write what isn't written yet, and return how many batches were, and whether an existing checkpoint isn't ours.
 
     Raises:
         AlreadyACheckpoint: there is one that this conversion hasn't begun.
     """
     common = {} if plan.common is HOLE else plan.common
-    with ExitStack() as held:
-        begin = partial(_begun, target, journal, plan.tensors, common, held)
+    with ExitStack() as claims:
+        begin = partial(_begin_or_resume, target, journal, plan.tensors, common, claims)
         save_id, state = on_rank_zero(world, "convert: begin", begin)
         if state != _UNFINISHED:
             return len(plan.batches), state == _OF_OTHERS
@@ -311,7 +311,7 @@ def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage
         try:
             return write_batches(Batches(target, journal, save_id, plan, common, passage), world), False
         except Exception as error:
-            if announced(journal):
+            if files_of(journal):
                 error.add_note("convert: what was written stays there, and the same call resumes from it")
             elif world.rank == 0:
                 forget(journal)
@@ -322,8 +322,8 @@ def _written(target: Destination, journal: Journal, plan: Plan, passage: Passage
 _UNFINISHED, _OURS, _OF_OTHERS = range(3)  # what is at the destination
 
 
-def _begun(
-    target: Destination, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, held: ExitStack
+def _begin_or_resume(
+    target: Destination, journal: Journal, tensors: Sequence[ShardedTensor], common: Any, claims: ExitStack
 ) -> tuple[str, int]:
     """Return the name of the save, begun now or earlier, and what is at the destination; on rank 0.
 
@@ -332,7 +332,7 @@ def _begun(
         journal: of the conversion.
         tensors: what will be written.
         common: likewise.
-        held: until it is closed, the save is known to be alive.
+        claims: until it is closed, the save is known to be alive.
 
     Raises:
         AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
@@ -355,7 +355,7 @@ def _begun(
         _begin(target, journal, start)
     else:
         abort_uploads(journal)  # of the call that is gone on with
-    held.enter_context(owned(storage, save_id, durable=target.options.durable, has_note=start is not None))
+    claims.enter_context(owned(storage, save_id, durable=target.options.durable, has_note=start is not None))
     return save_id, _UNFINISHED
 
 
@@ -365,17 +365,17 @@ def _look(target: Destination, journal: Journal) -> tuple[str, SaveStart | None,
     Raises:
         AlreadyACheckpoint: there is a checkpoint that this conversion hasn't begun.
     """
-    with listed(target.storage, deep=False) as seen:  # one look for all questions
-        begun = begun_save(journal) if journal.folder in seen.names() else None
-        is_there = seen.length(METADATA_FILE) is not None or recognized(seen, target.strategies) is not None
-        if begun is not None:
-            return begun, None, is_there
+    with listed(target.storage, deep=False) as listing:  # one look for all questions
+        save_id = begun_save(journal) if journal.folder in listing.names() else None
+        is_there = listing.length(METADATA_FILE) is not None or recognize(listing, target.strategies) is not None
+        if save_id is not None:
+            return save_id, None, is_there
         if is_there and target.single is not None:
-            raise target.single.occupied()
+            raise target.single.conflict()
         if is_there:
             what = f"convert: {target.storage.where()!r} already holds a checkpoint"
             raise AlreadyACheckpoint(error_text(what, fix="Convert to another folder."))
-        start = inspect_folder(seen, target.backends, target.strategies, overwrite=False)
+        start = inspect_folder(listing, target.backends, target.strategies, overwrite=False)
         return start.save_id, start, False
 
 

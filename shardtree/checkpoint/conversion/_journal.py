@@ -92,13 +92,13 @@ def journal_of(
         nonce: another one in each call, and the same on all its ranks: the hash of what can't be hashed.
         allow_pickle: whether values are pickled.
     """
-    known: dict[int, str] = {}
-    made = [
-        [_tensor(shard, known, nonce) for shard in batch.tensors]
+    hashes: dict[int, str] = {}
+    contents = [
+        [_tensor(shard, hashes, nonce) for shard in batch.tensors]
         + [_object(item, nonce, allow_pickle) for item in batch.objects]
         for batch in batches
     ]
-    name = digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, made]))
+    name = digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, contents]))
     table = table_of(strategies)
     # Only those rows: looking up another format's would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
@@ -107,36 +107,36 @@ def journal_of(
 
 def _identity(source: Checkpoint) -> Any:
     """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
-    known = source.fields.get("digest")
-    if isinstance(known, str):
-        return known
-    with listed(source.storage) as seen:
-        files = [(name, length, str(seen.changed(name))) for name, length in file_lengths(seen)]
+    own_digest = source.fields.get("digest")
+    if isinstance(own_digest, str):
+        return own_digest
+    with listed(source.storage) as listing:
+        files = [(name, length, str(listing.changed(name))) for name, length in file_lengths(listing)]
     return [source.storage.where(), *files]
 
 
-def _tensor(shard: ShardedTensor, known: dict[int, str], nonce: str) -> Any:
+def _tensor(shard: ShardedTensor, hashes: dict[int, str], nonce: str) -> Any:
     place = (shard.global_shape, shard.global_offset, shard.local_shape, shard.prepend_axis_num)
     fragments = shard.axis_fragmentations
-    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, known, nonce)]
+    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, hashes, nonce)]
 
 
-def _data(data: Any, known: dict[int, str], nonce: str) -> Any:
+def _data(data: Any, hashes: dict[int, str], nonce: str) -> Any:
     if isinstance(data, LazyTensor):
-        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, known, nonce)]
+        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, hashes, nonce)]
     return digest(memoryview(row_major_bits(data).numpy()))
 
 
-def _source(source: Any, known: dict[int, str], nonce: str) -> str:
+def _source(source: Any, hashes: dict[int, str], nonce: str) -> str:
     """Return the hash of what a lazy tensor is a view of, computed once for all views."""
-    if id(source) not in known:
+    if id(source) not in hashes:
         # A caller's function can't be hashed: such a conversion begins anew each time.
         parts = [nonce] if source.made_of is None else source.made_of
-        made = [_data(part, known, nonce) if isinstance(part, LazyTensor) else part for part in parts]
+        inputs = [_data(part, hashes, nonce) if isinstance(part, LazyTensor) else part for part in parts]
         reader = getattr(source, "reader", None)  # of another checkpoint, from which a transform takes this tensor
         origin = [_identity(reader.tree.checkpoint)] if isinstance(reader, StoredBoxes) else []
-        known[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *made, *origin]))
-    return known[id(source)]
+        hashes[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *inputs, *origin]))
+    return hashes[id(source)]
 
 
 def _object(item: ShardedObject, nonce: str, allow_pickle: bool) -> Any:
@@ -198,14 +198,14 @@ def record(journal: Journal, batch: int, result: Any, names: Iterable[str], *, d
         names: of the files that it has written; those that are gone by now were of use to it alone.
         durable: whether the record is on the medium before this returns.
     """
-    found = [*names]
-    seen = in_threads(journal.storage.length, found, threads_of(journal.storage, None) or 1)
-    lengths = {name: length for name, length in zip(found, seen, strict=True) if length is not None}
+    files = [*names]
+    sizes = in_threads(journal.storage.length, files, threads_of(journal.storage, None) or 1)
+    lengths = {name: length for name, length in zip(files, sizes, strict=True) if length is not None}
     try:
         data = encode_tree({"lengths": lengths, "result": result})
     except CheckpointingException:
         return
-    journal.storage.replace(f"{journal.folder}/{_done(batch)}", data, durable=durable)
+    journal.storage.replace(f"{journal.folder}/{_done_file(batch)}", data, durable=durable)
 
 
 def results_of(journal: Journal, batches: int) -> dict[int, Any]:
@@ -224,11 +224,11 @@ def results_of(journal: Journal, batches: int) -> dict[int, Any]:
     """
     # One listing: a new conversion of many batches doesn't look for each of them.
     there = {*journal.storage.names(journal.folder)}
-    found = {number: _result(journal, name) for number in range(batches) if (name := _done(number)) in there}
-    return {number: result for number, result in found.items() if result is not HOLE}
+    results = {number: _result(journal, name) for number in range(batches) if (name := _done_file(number)) in there}
+    return {number: result for number, result in results.items() if result is not HOLE}
 
 
-def _done(batch: int) -> str:
+def _done_file(batch: int) -> str:
     return f"{batch:06d}.done"
 
 
@@ -237,8 +237,8 @@ def _result(journal: Journal, name: str) -> Any:
     data = journal.storage.read(f"{journal.folder}/{name}")
     try:
         # Decoded twice: the first time to find which classes occur, of which only those that are loaded are used.
-        found = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
-        lengths, result = found["lengths"], found["result"]
+        fields = decode_tree(data, types=_classes(decode_tree(data), journal.packages))
+        lengths, result = fields["lengths"], fields["result"]
         # As by a power failure without `durable`.
         is_there = all(journal.storage.length(file) == length for file, length in lengths.items())
     except (CheckpointingException, KeyError, TypeError, AttributeError):
@@ -248,12 +248,12 @@ def _result(journal: Journal, name: str) -> Any:
 
 def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
     """Return the classes of the records in a tree, as far as they are loaded; a file must not make us import any."""
-    found = []
+    classes = []
     for name in set(_type_names(tree)):
         module, _, qualified = name.rpartition(".")
-        known = getattr(sys.modules.get(module), qualified, None) if module.partition(".")[0] in packages else None
-        found += [known] if isinstance(known, type) else []
-    return tuple(found)
+        kind = getattr(sys.modules.get(module), qualified, None) if module.partition(".")[0] in packages else None
+        classes += [kind] if isinstance(kind, type) else []
+    return tuple(classes)
 
 
 def _type_names(value: Any) -> Iterator[str]:
@@ -282,9 +282,9 @@ def remove_others(journal: Journal) -> None:
     storage = journal.storage
     others = [name for name in storage.names() if name.startswith(_PREFIX) and name != journal.folder]
     # They may have names that this conversion writes, and otherwise take up room for good.
-    keep = {*announced(journal)} if others else set()
+    keep = {*files_of(journal)} if others else set()
     for other in (Journal(storage, folder) for folder in others):
-        save_id, names = begun_save(other), [name for name in announced(other) if name not in keep]
+        save_id, names = begun_save(other), [name for name in files_of(other) if name not in keep]
         abort_uploads(other)
         remove_files(storage, names)
         folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}
@@ -295,11 +295,11 @@ def remove_others(journal: Journal) -> None:
 
 def abort_uploads(journal: Journal) -> None:
     """Give up the uploads that a killed call of this conversion has left open."""
-    names, save_id = {*announced(journal)}, begun_save(journal)
+    names, save_id = {*files_of(journal)}, begun_save(journal)
     abort_open_uploads(journal.storage, lambda name, _: name in names or name.partition("/")[0] == save_id)
 
 
-def announced(journal: Journal) -> list[str]:
+def files_of(journal: Journal) -> list[str]:
     """Return the names of the files that were written, or begun."""
     storage = journal.storage
     lists = [_read_json(storage, f"{journal.folder}/{name}") for name in storage.names(journal.folder)]
@@ -327,14 +327,14 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
-        >>> noted, names = recording(MemoryStorage(), print)
-        >>> noted.write("a.bin", [memoryview(b"abc")], durable=True), names
+        >>> storage, names = recording(MemoryStorage(), print)
+        >>> storage.write("a.bin", [memoryview(b"abc")], durable=True), names
         a.bin
         (3, {'a.bin'})
     """
     names: set[str] = set()
 
-    def recorded(kind: str, call: Function) -> Function | None:
+    def wrap(kind: str, call: Function) -> Function | None:
         if kind in ("sibling", "siblings"):
             return None  # a conversion replaces nothing, and what other saves have left beside it isn't its own
         if kind == "write":
@@ -352,8 +352,8 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
             names.add(name)
         return call
 
-    noted: Storage = around(storage, recorded)
-    return noted, names
+    recorder: Storage = around(storage, wrap)
+    return recorder, names
 
 
 _AHEAD_BYTES = 4 * 1024 * 1024
@@ -363,5 +363,5 @@ def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
     """Return buffers that are read from the source while those before are written; what is in memory as it is."""
     if isinstance(buffers, Sequence):
         return buffers
-    made = read_ahead(buffers, _AHEAD_BYTES)
-    return SizedBuffers(buffers.nbytes, made) if isinstance(buffers, SizedBuffers) else made
+    parts = read_ahead(buffers, _AHEAD_BYTES)
+    return SizedBuffers(buffers.nbytes, parts) if isinstance(buffers, SizedBuffers) else parts

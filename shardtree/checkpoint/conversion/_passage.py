@@ -32,11 +32,11 @@ class Passage:
     # By box: what a format reads twice counts once.
     _parts: dict[str, dict[Box, PartialFingerprint]] = field(default_factory=lambda: defaultdict(dict))
 
-    def watched(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
+    def watch(self, shard: ShardedTensor, turn: ReadTurn | None = None) -> ShardedTensor:
         """Return a shard whose lazy data is fingerprinted when it is read, in its turn; other shards unchanged."""
         if not isinstance(shard.data, LazyTensor):
             return shard
-        return replace(shard, data=of_source(_Watched(self, shard, turn)))
+        return replace(shard, data=of_source(_WatchedSource(self, shard, turn)))
 
     def sums(self) -> dict[str, PartialFingerprint]:
         """Return the fingerprints of what has passed here, by key."""
@@ -46,21 +46,21 @@ class Passage:
         """Note the elements of a box of a shard."""
         if not self.has_sums:
             return
-        prepended = shard.prepend_axis_num
-        inside = zip(shard.global_offset[prepended:], offset, strict=True)
-        begin = (*shard.global_offset[:prepended], *(first + start for first, start in inside))
-        box = (1,) * prepended + tuple(data.shape)
+        axes = shard.prepend_axis_num
+        inside = zip(shard.global_offset[axes:], offset, strict=True)
+        begin = (*shard.global_offset[:axes], *(first + start for first, start in inside))
+        box = (1,) * axes + tuple(data.shape)
         kind = TensorKind(data.dtype, shard.global_shape, 0)
         self._parts[shard.key][begin, box] = box_part(kind, data.reshape(box), begin, in_usual_threads)
 
 
-def passed_fingerprints(passed: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
+def passed_fingerprints(sums_by_rank: Sequence[Mapping[str, PartialFingerprint]]) -> dict[str, int]:
     """Return the fingerprints of those tensors all of whose elements have passed, given the sums of all ranks."""
     counts = Counter[str]()
-    for sums in passed:
+    for sums in sums_by_rank:
         counts.update({key: part.elements for key, part in sums.items()})
-    whole = {key for sums in passed for key, part in sums.items() if counts[key] == prod(part.kind.global_shape)}
-    return add_fingerprints([{key: part for key, part in sums.items() if key in whole} for sums in passed])
+    whole = {key for sums in sums_by_rank for key, part in sums.items() if counts[key] == prod(part.kind.global_shape)}
+    return add_fingerprints([{key: part for key, part in sums.items() if key in whole} for sums in sums_by_rank])
 
 
 def _sum(parts: Sequence[PartialFingerprint]) -> PartialFingerprint:
@@ -75,12 +75,12 @@ class ReadTurn:
     Attributes:
         gate: of the conversion; closed while a batch is read.
         begin: called when the turn comes.
-        left: how many elements are still to be read.
+        rest: how many elements are still to be read.
     """
 
     gate: Lock
     begin: Callable[[], None]
-    left: int
+    rest: int
     _lock: Lock = field(default_factory=Lock)
     _has_begun: bool = False
 
@@ -95,24 +95,24 @@ class ReadTurn:
     def count(self, elements: int) -> None:
         """Note a read, of which the last one ends the turn."""
         with self._lock:
-            if self._has_begun and self.left > 0 and self.left <= elements:
+            if self._has_begun and self.rest > 0 and self.rest <= elements:
                 self.gate.release()
-            self.left -= elements
+            self.rest -= elements
 
     def end(self) -> None:
         """End the turn, whatever was read."""
-        self.count(self.left)
+        self.count(self.rest)
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
+class _WatchedSource:
     """The source of a shard's lazy data, of which a part is in memory: what is asked for next mostly lies there."""
 
     passage: Passage
     shard: ShardedTensor
     turn: ReadTurn | None
     low: tuple[int, ...] = ()
-    held: torch.Tensor | None = None
+    window: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -145,16 +145,16 @@ class _Watched:
             return data.read_box(offset, shape)
         steps = zip(box_shape(sizes, most_bytes // data.itemsize), shape, strict=True)
         # A multiple of what is asked for, so that the next box lies in the same window or in the next one.
-        cell = [max(step // asked * asked, asked) for step, asked in steps]
+        cell = [max(step // length * length, length) for step, length in steps]
         low = tuple(start // step * step for start, step in zip(offset, cell, strict=True))
         room = tuple(min(step, size - start) for step, size, start in zip(cell, sizes, low, strict=True))
         within = tuple(start - first for start, first in zip(offset, low, strict=True))
         if any(start + length > size for start, length, size in zip(within, shape, room, strict=True)):
             return data.read_box(offset, shape)
-        held = self.held
-        if held is None or low != self.low or held.shape != room:
-            self.held = None  # before more is read: two windows would take twice the memory
-            self.low, self.held = low, (held := data.read_box(low, room))
+        window = self.window
+        if window is None or low != self.low or window.shape != room:
+            self.window = None  # before more is read: two windows would take twice the memory
+            self.low, self.window = low, (window := data.read_box(low, room))
         if all(start + length == size for start, length, size in zip(offset, shape, sizes, strict=True)):
-            self.held = None  # boxes come in order: nothing else is asked for, and the batch has more tensors
-        return held[slices(within, shape)]
+            self.window = None  # boxes come in order: nothing else is asked for, and the batch has more tensors
+        return window[slices(within, shape)]

@@ -50,11 +50,11 @@ def unused_elements(
     used = {item.data.unique_key for item in objects if isinstance(item.data, StoredObject)} | boxes.keys()
     unused = tuple(key for key, shard in source.items() if key not in used and _has_elements(shard))
     whole = {key: shard for key, shard in source.items() if isinstance(shard, ShardedTensor)}
-    counts = {key: prod(shard.global_shape) - _covered(boxes[key]) for key, shard in whole.items() if key in boxes}
+    counts = {key: prod(shard.global_shape) - _coverage(boxes[key]) for key, shard in whole.items() if key in boxes}
     return unused, {key: count for key, count in counts.items() if count > 0}
 
 
-def _refuse_unused(keys: Sequence[str]) -> None:
+def _refuse_unused_keys(keys: Sequence[str]) -> None:
     if keys:
         what = "convert: the output lacks what the source holds"
         fix = "Let the transform pass them on, name them by patterns with leave_out=[...], or pass prune=True."
@@ -103,11 +103,11 @@ def _add(boxes: _Boxes, fetch: Fetch, count: int) -> None:
         boxes[fetch.name].add((fetch.offset, fetch.shape, count))
 
 
-def _covered(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
+def _coverage(boxes: set[tuple[tuple[int, ...], tuple[int, ...], int]]) -> int:
     """Return how many elements lie in some box, as far as their counts allow."""
     # The smaller of two upper bounds: boxes may overlap, and a view may use fewer elements than its box has.
-    listed = sorted({(offset, shape) for offset, shape, _ in boxes})
-    begin, shape = (np.array(column, dtype=np.int64).reshape(len(listed), -1) for column in zip(*listed, strict=True))
+    places = sorted({(offset, shape) for offset, shape, _ in boxes})
+    begin, shape = (np.array(column, dtype=np.int64).reshape(len(places), -1) for column in zip(*places, strict=True))
     return min(_union(begin, begin + shape), sum(count for *_, count in boxes))
 
 
@@ -222,11 +222,11 @@ def _pieces(shard: ShardedTensor, counts: Counts | None, most_bytes: int) -> Ite
 
 def _cell(shard: ShardedTensor, counts: Any) -> tuple[int, ...]:
     shape = shard.local_shape
-    listed = tuple(counts) if isinstance(counts, (tuple, list)) else ()
-    if len(listed) != len(shape) or not all(type(count) is int and count > 0 for count in listed):
+    pieces = tuple(counts) if isinstance(counts, (tuple, list)) else ()
+    if len(pieces) != len(shape) or not all(type(count) is int and count > 0 for count in pieces):
         expected = f"{len(shape)} counts of pieces, one for each axis of {shape}"
         raise ShapeError(error_text(f"convert: layout of {shard.key!r}", found=repr(counts)[:200], expected=expected))
-    return tuple(max(1, -(-size // count)) for size, count in zip(shape, listed, strict=True))
+    return tuple(max(1, -(-size // count)) for size, count in zip(shape, pieces, strict=True))
 
 
 def _fragments(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -237,13 +237,13 @@ def _fragments(shape: tuple[int, ...], cell: tuple[int, ...]) -> tuple[int, ...]
 def _piece(
     shard: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...], fragments: tuple[int, ...] | None
 ) -> ShardedTensor:
-    prepended = shard.prepend_axis_num
-    moved = zip(shard.global_offset[prepended:], offset, strict=True)
+    axes = shard.prepend_axis_num
+    starts = zip(shard.global_offset[axes:], offset, strict=True)
     return replace(
         shard,
         data=shard.data[slices(offset, shape)],
         local_shape=shape,
-        global_offset=(*shard.global_offset[:prepended], *(first + start for first, start in moved)),
+        global_offset=(*shard.global_offset[:axes], *(first + start for first, start in starts)),
         axis_fragmentations=fragments,
     )
 
@@ -264,7 +264,7 @@ class Plan:
         left_out: keys and unique keys that the transform didn't get, what of the source can't be read, and the paths of
             tensors in a common state that is left out which couldn't be written by the keys of their paths.
         unused: (key, elements) of tensors of which the output has only a part.
-        unchanged: keys of tensors that the transform returned as they were.
+        unchanged_keys: those of tensors that the transform returned as they were.
     """
 
     reader: BoxReader
@@ -274,11 +274,11 @@ class Plan:
     batches: tuple[Batch, ...]
     left_out: tuple[str, ...]
     unused: tuple[tuple[str, int], ...]
-    unchanged: frozenset[str]
+    unchanged_keys: frozenset[str]
 
 
 def plan_conversion(
-    opened: OpenCheckpoint,
+    tree: OpenCheckpoint,
     transform: Transform | None,
     transform_common: Callable[[Any], Any] | None,
     *,
@@ -299,34 +299,35 @@ def plan_conversion(
         what = "convert: max_bytes_in_flight"
         raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
     reads: list[Fetch] = []
-    reader = BoxReader(opened, SourceKey)
+    reader = BoxReader(tree, SourceKey)
     source, left_out, others = source_tree(reader, leave_out, reads.append)
-    output = take_apart(_transformed(dict(source), transform))
+    output = take_apart(_output(dict(source), transform))
     _refuse_plain_values(output.common)
     check_output(output.tensors, output.objects)
-    pruned, unused = unused_elements(source, output.tensors, output.objects, tuple(reads))
+    unused_keys, counts = unused_elements(source, output.tensors, output.objects, tuple(reads))
     if not prune:
-        _refuse_unused(pruned)
+        _refuse_unused_keys(unused_keys)
     common = HOLE
     if COMMON not in leave_out:
-        stored = load_common(opened.checkpoint, None, opened.strategies)
-        common = stored if transform_common is None else transform_common(stored)
+        common = load_common(tree.checkpoint, None, tree.strategies)
+        if transform_common is not None:
+            common = transform_common(common)
     batches = batches_of(output.tensors, output.objects, layout, most_bytes, cuts=cuts)
     without = [COMMON, *others] if COMMON in leave_out else []
-    listed = (*left_out, *pruned, *untaken_of(opened.metadata), *without)
-    listed_unused = tuple(sorted(unused.items()))
-    unchanged = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
-    return Plan(reader, output.tensors, output.objects, common, tuple(batches), listed, listed_unused, unchanged)
+    left_out = (*left_out, *unused_keys, *untaken_of(tree.metadata), *without)
+    unused = tuple(sorted(counts.items()))
+    unchanged_keys = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
+    return Plan(reader, output.tensors, output.objects, common, tuple(batches), left_out, unused, unchanged_keys)
 
 
-def _transformed(source: dict[str, Any], transform: Transform | None) -> Any:
+def _output(source: dict[str, Any], transform: Transform | None) -> Any:
     if transform is None:
         return source
     return transformed(transform, source, "convert") if isinstance(transform, Trace) else transform(source)
 
 
-def _is_unchanged(shard: ShardedTensor, given: Shard | None) -> bool:
-    return given is not None and shard.data is given.data and shard.global_shape == given.global_shape
+def _is_unchanged(shard: ShardedTensor, original: Shard | None) -> bool:
+    return original is not None and shard.data is original.data and shard.global_shape == original.global_shape
 
 
 def _refuse_plain_values(rest: Any) -> None:

@@ -37,21 +37,21 @@ class SingleFile:
         """Return the hidden folder."""
         return folder_in(self.above, self.folder)
 
-    def written(self) -> Storage:
+    def place(self) -> Storage:
         """Return where the model is: the file if it has its name, else the hidden folder."""
         return folder_in(self.above, self.name) if self.is_there else self.draft()
 
-    def refused(self) -> AlreadyACheckpoint:
+    def refusal(self) -> AlreadyACheckpoint:
         """Return the error for a file that is there already."""
         what = f"convert: the file {self.above.where(self.name)!r} is there already"
         return AlreadyACheckpoint(error_text(what, fix="Convert to another one."))
 
-    def occupied(self) -> AlreadyACheckpoint:
+    def conflict(self) -> AlreadyACheckpoint:
         """Return the error for a hidden folder in which another conversion has finished all but the file's name."""
         what = f"convert: another conversion to {self.above.where(self.name)!r} was killed just before its end"
-        found = f"its model in {self.above.where(self.folder)!r}"
+        state = f"its model in {self.above.where(self.folder)!r}"
         fix = "Call that conversion again, which finishes it, or convert to another file."
-        return AlreadyACheckpoint(error_text(what, found=found, fix=fix))
+        return AlreadyACheckpoint(error_text(what, found=state, fix=fix))
 
     def put(self, *, durable: bool) -> None:
         """Give the file its name, once its folder was compared.
@@ -62,7 +62,7 @@ class SingleFile:
         if self.is_there:
             return
         if self.above.length(self.name) is not None:
-            error = self.refused()
+            error = self.refusal()
             where = self.above.where(f"{self.folder}/{_DRAFT}")
             error.add_note(f"convert: {where!r} was written, and the same call moves it once that file is elsewhere")
             raise error
@@ -99,7 +99,7 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
     file = SingleFile(above, name, is_there=above.length(name) is not None)
     # The hidden folder gives its file up last: with one still in it, the other is of another program.
     if file.is_there and (not is_folder(above, file.folder) or file.draft().length(_DRAFT) is not None):
-        raise file.refused()
+        raise file.refusal()
     return file
 
 

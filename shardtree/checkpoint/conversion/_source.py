@@ -63,13 +63,13 @@ def open_alike(where: Directory, world: World, options: LoadOptions, strategies:
         return open_at(in_larger_requests(storage_at(where)), one_process(), options, strategies)
 
     # Each opens it, rather than take rank 0's word: so each notices when another save takes its place.
-    found, fields = share(world, "convert: open", alone, lambda checkpoint: checkpoint.fields)
+    own, fields = share(world, "convert: open", alone, lambda checkpoint: checkpoint.fields)
     other = next((rank for rank, each in enumerate(fields) if each != fields[0]), None)
     if other is not None:
-        what = f"convert: rank {other} sees another checkpoint than rank 0 in {found.storage.where()!r}"
+        what = f"convert: rank {other} sees another checkpoint than rank 0 in {own.storage.where()!r}"
         raise WorldError(error_text(what, fix="Wait until it is saved, on storage that all ranks share."))
-    parsed = parse_together(replace(found, world=world), None, strategies)
-    return replace(parsed, world=found.world)
+    checkpoint = parse_together(replace(own, world=world), None, strategies)
+    return replace(checkpoint, world=own.world)
 
 
 def source_tree(
@@ -90,29 +90,29 @@ def source_tree(
     Raises:
         KeyMismatch: a pattern names nothing.
     """
-    stored = reader.opened.metadata
-    common, others = _tensors_of_common(reader.opened, note) if COMMON in leave_out else ({}, ())
-    left_out = left_out_keys("convert", {**stored, **common} if common else stored, leave_out, untaken_of(stored))
+    metadata = reader.tree.metadata
+    common, others = _tensors_of_common(reader.tree, note) if COMMON in leave_out else ({}, ())
+    left_out = left_out_keys("convert", {**metadata, **common} if common else metadata, leave_out, untaken_of(metadata))
     absent = set(left_out)
-    tree = {key: _shard(reader, key, note) for key in reader.opened if key not in absent}
+    tree = {key: _shard(reader, key, note) for key in reader.tree if key not in absent}
     return tree | {key: shard for key, shard in common.items() if key not in absent}, left_out, others
 
 
-def _tensors_of_common(opened: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
+def _tensors_of_common(tree: OpenCheckpoint, note: Note) -> tuple[dict[str, Shard], tuple[str, ...]]:
     shards, others, common = dict[str, Shard](), [], HOLE
     # What takes pickled code to read stays unread: it may be why it is left out.
     with suppress(UnsafeFile, UnsupportedValue):
-        common = load_common(opened.checkpoint, None, opened.strategies)
+        common = load_common(tree.checkpoint, None, tree.strategies)
     for path, leaf in leaves_with_paths(common):
         key = path_key(path)
-        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and key not in opened.metadata and key not in shards:
-            shards[key] = _held(SourceKey(key), leaf.detach(), note)
+        if isinstance(leaf, torch.Tensor) and is_dense(leaf) and key not in tree.metadata and key not in shards:
+            shards[key] = _common_shard(SourceKey(key), leaf.detach(), note)
         elif holds_tensors(leaf):
             others.append(render_path(path, COMMON))
     return shards, tuple(others)
 
 
-def _held(name: SourceKey, tensor: torch.Tensor, note: Note) -> ShardedTensor:
+def _common_shard(name: SourceKey, tensor: torch.Tensor, note: Note) -> ShardedTensor:
     def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         note(Fetch(name, tensor.dtype, offset, shape))
         return tensor[slices(offset, shape)].clone()
@@ -122,17 +122,17 @@ def _held(name: SourceKey, tensor: torch.Tensor, note: Note) -> ShardedTensor:
 
 
 def _shard(reader: BoxReader, key: str, note: Note) -> Shard:
-    known = reader.opened.metadata[key]
-    if isinstance(known, ShardedObject):
-        return replace(known, data=StoredObject(key, partial(_read_object, reader.opened, key, note)))
+    shard = reader.tree.metadata[key]
+    if isinstance(shard, ShardedObject):
+        return replace(shard, data=StoredObject(key, partial(_read_object, reader.tree, key, note)))
     name = SourceKey(key)
-    read_box = partial(_read_box, reader, name, known.dtype, note)
-    return replace(known, data=stored(read_box, known.global_shape, known.dtype, name=name))
+    read_box = partial(_read_box, reader, name, shard.dtype, note)
+    return replace(shard, data=stored(read_box, shard.global_shape, shard.dtype, name=name))
 
 
-def _read_object(opened: OpenCheckpoint, unique_key: str, note: Note) -> Any:
+def _read_object(tree: OpenCheckpoint, unique_key: str, note: Note) -> Any:
     note(Fetch(SourceKey(unique_key), torch.uint8, (), ()))
-    return opened[unique_key].data
+    return tree[unique_key].data
 
 
 def _read_box(
@@ -164,9 +164,9 @@ def left_out_keys(
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise KeyMismatch(error_text(f"{doing}: leave_out", found=repr(patterns)[:200], expected="a list of patterns"))
-    listed = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
+    key_patterns = [pattern for pattern in dict.fromkeys(patterns) if pattern != COMMON]
     names = {name for key, shard in metadata.items() for name in (key, shard.key)} | {*others}
-    nothing = [pattern for pattern in listed if not any(map(key_matcher([pattern]), names))]
+    nothing = [pattern for pattern in key_patterns if not any(map(key_matcher([pattern]), names))]
     if nothing:
         fix = (
             "Correct the pattern, or take it out if there is nothing to leave out. * is one part between dots, ** any\n"
@@ -174,9 +174,9 @@ def left_out_keys(
         )
         what = f"{doing}: leave_out names what isn't in the source"
         raise KeyMismatch(error_text(what, offenders=near_patterns(nothing, names, widen=False), fix=fix))
-    note_shell_patterns(f"{doing}: leave_out", listed, names)
-    is_named = key_matcher(listed)
-    return tuple(key for key, shard in metadata.items() if is_named(key) or is_named(shard.key))
+    note_shell_patterns(f"{doing}: leave_out", key_patterns, names)
+    fits = key_matcher(key_patterns)
+    return tuple(key for key, shard in metadata.items() if fits(key) or fits(shard.key))
 
 
 def note_shell_patterns(what: str, patterns: Iterable[str], keys: Collection[str]) -> None:

@@ -125,11 +125,11 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
         UnsupportedValue: it lacks a dtype.
     """
     save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
-    writes, chosen = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
-    save_request(save, RunningSave(), writes, {}, *chosen)
+    writes, formats = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
+    save_request(save, RunningSave(), writes, {}, *formats)
 
 
-_Prepared = tuple[AsyncRequest[Any], set[str], ReadTurn]
+_BatchRequest = tuple[AsyncRequest[Any], set[str], ReadTurn]
 
 _AT_ONCE = 4  # batches of a rank, of which one is read, and the others are sent or noted
 
@@ -156,7 +156,7 @@ class Batches:
     common: Any
     passage: Passage
     state: Any = None
-    first: _Prepared | None = None
+    first: _BatchRequest | None = None
     columns: ShardColumns = field(init=False)
     _gate: Lock = field(default_factory=Lock)
     _lock: Lock = field(default_factory=Lock)
@@ -165,33 +165,33 @@ class Batches:
         parts = [shard_columns(batch.tensors, rank) for rank, batch in enumerate(self.plan.batches)]
         self.columns = join_columns(parts)
 
-    def prepared(self, number: int) -> _Prepared:
+    def prepare(self, number: int) -> _BatchRequest:
         """Return the request that writes a batch, the names of the files that it has written, and its turn."""
         batch, target, count = self.plan.batches[number], self.destination, len(self.plan.batches)
         lazy = [shard.data for shard in batch.tensors if isinstance(shard.data, LazyTensor)]
         # Small reads of the batch are planned together, before the request makes them one by one.
         turn = ReadTurn(self._gate, partial(self.plan.reader.expect, lazy), sum(data.numel() for data in lazy))
-        writes = tuple(self.passage.watched(shard, turn) for shard in batch.tensors), tuple(map(_read, batch.objects))
-        noted, names = recording(target.storage, announcer(self.journal, number))
+        writes = tuple(self.passage.watch(shard, turn) for shard in batch.tensors), tuple(map(_read, batch.objects))
+        recorder, names = recording(target.storage, announcer(self.journal, number))
         pending = PendingSave(
-            noted, self.save_id, Turn(number, count), None, target.options, self.columns, state=self.state
+            recorder, self.save_id, Turn(number, count), None, target.options, self.columns, state=self.state
         )
         try:
-            chosen = (target.choices, target.backends, target.strategies)
-            request = save_request(pending, RunningSave(), writes, self.common, *chosen)
+            formats = (target.choices, target.backends, target.strategies)
+            request = save_request(pending, RunningSave(), writes, self.common, *formats)
         except UnsupportedValue as error:
             keys = sorted({item.key for item in batch.objects})
             if keys:
-                named = repr(keys) if len(keys) <= _MOST_NAMED else "[...]"
-                error.add_note(f"convert: leave_out={named} converts without these objects")
+                text = repr(keys) if len(keys) <= _MOST_KEYS else "[...]"
+                error.add_note(f"convert: leave_out={text} converts without these objects")
             raise
         self.state = request.state
         return request, names, turn
 
-    def written(self, number: int) -> Any:
+    def write(self, number: int) -> Any:
         """Return what writing a batch returned, once it is recorded."""
         with self._lock:
-            request, names, turn = self.first if self.first is not None and not number else self.prepared(number)
+            request, names, turn = self.first if self.first is not None and not number else self.prepare(number)
         try:
             with _own_error():
                 result = request.async_fn()
@@ -214,25 +214,25 @@ def write_batches(batches: Batches, world: World) -> int:
 
     def look() -> list[int]:
         # Made first and kept: the commit belongs to the request of batch 0, which is rank 0's for that.
-        batches.first = batches.prepared(0)
+        batches.first = batches.prepare(0)
         results.update(results_of(journal, len(plan.batches)))
         if 0 in results:
             batches.first[-1].end()  # a format may have read something for its request, which isn't run
         return sorted(results)
 
     def write(numbers: Sequence[int]) -> dict[int, Any]:
-        return dict(zip(numbers, in_threads(batches.written, numbers, at_once), strict=True))
+        return dict(zip(numbers, in_threads(batches.write, numbers, at_once), strict=True))
 
     # Where each step of a batch is a request, others go on meanwhile: they wait for nothing but their turn to be read.
-    ends = (batches.destination.storage, plan.reader.opened.checkpoint.storage)
+    ends = (batches.destination.storage, plan.reader.tree.checkpoint.storage)
     at_once = max(threads_of(storage, None, _AT_ONCE) or 1 for storage in ends)
-    done = on_rank_zero(world, "convert: look at the journal", look)
-    todo = sorted({*range(len(plan.batches))} - {*done})
-    for dealt in deal([(number, plan.batches[number].nbytes) for number in todo], world.size):
-        for found in gather(world, "convert: write", partial(write, dealt[world.rank])):
-            results.update(found if world.rank == 0 else {})  # others don't keep what only the commit needs
+    earlier = on_rank_zero(world, "convert: look at the journal", look)
+    todo = sorted({*range(len(plan.batches))} - {*earlier})
+    for hands in deal([(number, plan.batches[number].nbytes) for number in todo], world.size):
+        for part in gather(world, "convert: write", partial(write, hands[world.rank])):
+            results.update(part if world.rank == 0 else {})  # others don't keep what only the commit needs
     on_rank_zero(world, "convert: commit", partial(_commit, batches, results))
-    return len(done)
+    return len(earlier)
 
 
 def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
@@ -252,11 +252,11 @@ def _commit(batches: Batches, results: Mapping[int, Any]) -> None:
 _ROUND = 16  # batches of a rank between two meetings: the others learn of a failure then, and nobody waits for long
 
 
-def deal(sized: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
+def deal(pieces: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
     """Return what each rank does in each round: runs of neighbours, level by bytes. The first is always rank 0's.
 
     Args:
-        sized: (number, bytes) of each piece of work, in order.
+        pieces: (number, bytes) of each piece of work, in order.
         ranks: how many share them out.
 
     Examples:
@@ -266,8 +266,8 @@ def deal(sized: Sequence[tuple[int, int]], ranks: int) -> list[list[list[int]]]:
         True
     """
     rounds = []
-    for start in range(0, len(sized), _ROUND * ranks):
-        part = sized[start : start + _ROUND * ranks]
+    for start in range(0, len(pieces), _ROUND * ranks):
+        part = pieces[start : start + _ROUND * ranks]
         total = sum(nbytes for _, nbytes in part)
         hands: list[list[int]] = [[] for _ in range(ranks)]
         before = 0
@@ -291,7 +291,7 @@ def _own_error() -> Iterator[None]:
         raise error.__cause__ from None
 
 
-_MOST_NAMED = 5  # a model has an object of the same name in each layer: a pattern names them better than a list
+_MOST_KEYS = 5  # a model has an object of the same name in each layer: a pattern names them better than a list
 
 
 def _read(item: ShardedObject) -> ShardedObject:

@@ -24,40 +24,40 @@ from ...strategies import (
 )
 from ...strategies.index import stored_keys, stored_kinds
 from ...world import World, agree, gather, share, step
-from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, united_of
+from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, unions_of
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
 from .._open import (
     OPEN_STEPS,
     Metadata,
-    Opened,
+    Opening,
     load_common,
     parse_together,
     sharded_metadata,
-    with_opened,
+    with_opening,
 )
-from ._checks import Keys, ObjectsFit, check_rank, check_target, named_unexpected
+from ._checks import Keys, ObjectsFit, check_rank, check_target, unexpected_keys
 from ._exchange import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._read import Destination, Reading, destination_of
 from ._strict import (
-    LEFT_OUT,
     LOGGING,
-    UNASKED,
-    UNFILLED,
+    RANK_VALUES,
+    STORED_VALUES,
+    TARGET_TENSORS,
     WITH_MISSING,
     Omissions,
     StrictHandling,
     log_keys,
-    log_omitted,
+    log_omissions,
     mismatched_keys,
     parse_strict,
-    refuse_omitted,
+    refuse_omissions,
 )
 from ._targets import Kinds, Target, take_apart, usable_device
 
 Choices = tuple[Choice, Choice, Strategies | None]
 """What the caller named as strategies for the shards and the common state, and the dispatch table."""
 
-_ASKED_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
+_ASK_STEPS = (*OPEN_STEPS, "load: options", "load: prepare")
 CHECK_STEPS = (
     "load: check integrity",
     "load: strict",
@@ -101,7 +101,7 @@ class LoadRequest:
         return self.validate or self.layout is not None
 
 
-Message = tuple[Opened, Description | None, Place]
+Message = tuple[Opening, Description | None, Place]
 """What a rank sends the others: what it has opened, which counts of rank 0; what it asks for, if ranks compare that;
 and from where it reads."""
 
@@ -115,7 +115,7 @@ class LocalLoad:
         mode: what is done about keys that don't match.
         device: where tensors are put that have no memory in the target.
         target: this rank's, taken apart.
-        known: what all ranks ask for, where the caller gave it.
+        layout: what all ranks ask for, where the caller gave it.
         description: of the target, None where ranks don't compare theirs.
     """
 
@@ -123,7 +123,7 @@ class LocalLoad:
     mode: StrictHandling
     device: torch.device
     target: Target
-    known: KnownLayout | None
+    layout: KnownLayout | None
     description: Description | None
 
 
@@ -136,22 +136,22 @@ class CheckedLoad:
         common: the stored common tree.
         reading: how the target is read.
         destination: the memory for it.
-        omitted: what isn't returned of what is stored, and not filled of the target.
+        omissions: what isn't returned of what is stored, and not filled of the target.
     """
 
     target: Target
     common: Any
     reading: Reading
     destination: Destination
-    omitted: Omissions
+    omissions: Omissions
 
 
-def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
+def ask(world: World, open_here: Callable[[], Checkpoint], request: LoadRequest) -> tuple[LocalLoad, list[Message]]:
     """Return what a rank knows by itself, and each rank's message, by rank; one all-gather, two for many ranks.
 
     Args:
         world: who loads together.
-        opened: returns the checkpoint as this rank has opened it, or raises why it hasn't.
+        open_here: returns the checkpoint as this rank has opened it, or raises why it hasn't.
         request: what this rank asks for.
 
     Raises:
@@ -159,19 +159,19 @@ def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) ->
     """
 
     def alone() -> LocalLoad:
-        checkpoint = opened()
+        checkpoint = open_here()
         with step("load: options"):
             mode, device = parse_strict(request.strict), usable_device(request.device)
         with step("load: prepare"):
-            target, known = matched_target(request, world.rank, world.size)
-        described = None
+            target, layout = matched_target(request, world.rank, world.size)
+        description = None
         if request.describes:
-            described = describe(target.tensors, target.objects, world.rank, known=known, ranks=world.size)
-        return LocalLoad(checkpoint, mode, device, target, known, described)
+            description = describe(target.tensors, target.objects, world.rank, layout=layout, ranks=world.size)
+        return LocalLoad(checkpoint, mode, device, target, layout, description)
 
     def message(local: LocalLoad) -> Message:
-        opened = local.checkpoint.fields, local.checkpoint.stamp
-        return opened, brief(local.description, world.size), place_of(local.checkpoint.storage, world.size)
+        opening = local.checkpoint.fields, local.checkpoint.stamp
+        return opening, brief(local.description, world.size), place_of(local.checkpoint.storage, world.size)
 
     # Two names for the phase, so that a mix of ranks that compare and ranks that don't is an error that says so.
     local, messages = share(
@@ -179,21 +179,21 @@ def ask(world: World, opened: Callable[[], Checkpoint], request: LoadRequest) ->
         "load: describe target" if request.describes else "load: ask",
         alone,
         message,
-        steps=_ASKED_STEPS,
-        given=_given(request) if world.size > 1 else None,
+        steps=_ASK_STEPS,
+        given=_alike_arguments(request) if world.size > 1 else None,
     )
-    described = complete(world, local.description, [description for _, description, _ in messages])
-    messages = [(opened, each, place) for (opened, _, place), each in zip(messages, described, strict=True)]
+    descriptions = complete(world, local.description, [description for _, description, _ in messages])
+    messages = [(opening, each, place) for (opening, _, place), each in zip(messages, descriptions, strict=True)]
     # From rank 0 alone, so that all ranks load the same checkpoint even while a save replaces it.
-    return replace(local, checkpoint=with_opened(local.checkpoint, messages[0][0], request.choices[2])), messages
+    return replace(local, checkpoint=with_opening(local.checkpoint, messages[0][0], request.choices[2])), messages
 
 
-def _given(request: LoadRequest) -> dict[str, object]:
+def _alike_arguments(request: LoadRequest) -> dict[str, object]:
     """Return the arguments that have to be the same on all ranks, where they aren't the usual ones."""
     strict = getattr(request.strict, "value", request.strict)
-    asked = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
-    asked |= {"cast": request.cast} if request.cast else {}
-    return alike(request.options) | asked | alike_choices(*request.choices[:2])
+    arguments = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
+    arguments |= {"cast": request.cast} if request.cast else {}
+    return alike(request.options) | arguments | alike_choices(*request.choices[:2])
 
 
 def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target, KnownLayout | None]:
@@ -203,7 +203,7 @@ def matched_target(request: LoadRequest, rank: int, ranks: int) -> tuple[Target,
 
 
 def resolve(
-    checkpoint: Checkpoint, sharded: Choice, strategies: Strategies | None, wanted: Callable[[], tuple[Set[str], bool]]
+    checkpoint: Checkpoint, sharded: Choice, strategies: Strategies | None, keys: Callable[[], tuple[Set[str], bool]]
 ) -> None:
     """Find out what the format's metadata doesn't say; collective, and only for formats that need it.
 
@@ -211,7 +211,7 @@ def resolve(
         checkpoint: its fields are rank 0's; formats note what was found in what they know of it.
         sharded: the caller's choice for the shards.
         strategies: the dispatch table; None for the process's.
-        wanted: returns the keys of the tensors that this rank reads, and whether all that is stored is listed too.
+        keys: returns the keys of the tensors that this rank reads, and whether all that is stored is listed too.
     """
     world = checkpoint.world
     # By rank 0's fields alone, so that all ranks take the same way here.
@@ -219,23 +219,23 @@ def resolve(
     if row is None:
         return
 
-    def unresolved() -> Resolution | None:
-        found = None if callable(sharded) else row(checkpoint, *wanted())
-        return None if found is not None and found.copies is not None and world.size == 1 else found
+    def find_resolution() -> Resolution | None:
+        resolution = None if callable(sharded) else row(checkpoint, *keys())
+        return None if resolution is not None and resolution.copies is not None and world.size == 1 else resolution
 
-    resolution, needed = share(world, "load: needs resolving", unresolved, lambda found: found is not None)
-    ranks = [rank for rank, needs in enumerate(needed) if needs]
+    resolution, each = share(world, "load: needs resolving", find_resolution, lambda one: one is not None)
+    ranks = [rank for rank, needs in enumerate(each) if needs]
     if not ranks:
         return
 
     def find() -> Any:
         return None if resolution is None else resolution.find(ranks.index(world.rank), len(ranks))
 
-    found = gather(world, "load: resolve", find)
+    results = gather(world, "load: resolve", find)
 
     def keep() -> None:
         if resolution is not None:
-            resolution.keep([found[rank] for rank in ranks])
+            resolution.keep([results[rank] for rank in ranks])
 
     # A phase of its own: what raises here does so before a given tensor is written, on all ranks.
     agree(world, "load: keep what was resolved", keep)
@@ -245,11 +245,11 @@ def with_metadata(request: LoadRequest, local: LocalLoad) -> LocalLoad:
     """Return what a rank knows once all know what takes more than a look at metadata; collective for such formats."""
     sharded, _, strategies = request.choices
     checkpoint = parse_together(local.checkpoint, sharded, strategies)
-    resolve(checkpoint, sharded, strategies, partial(wanted_by, local))
+    resolve(checkpoint, sharded, strategies, partial(keys_to_resolve, local))
     return replace(local, checkpoint=checkpoint)
 
 
-def wanted_by(local: LocalLoad) -> tuple[Set[str], bool]:
+def keys_to_resolve(local: LocalLoad) -> tuple[Set[str], bool]:
     """Return the keys of the tensors that a rank asks for, and whether all that is stored is listed too."""
     # A mode that compares keys lists all that is stored.
     keys = local.target.plain_keys.union(shard.key for shard in local.target.tensors)
@@ -266,17 +266,17 @@ def compare_keys(world: World, request: LoadRequest, local: LocalLoad) -> tuple[
     """
     if local.mode is StrictHandling.ASSUME_OK_UNEXPECTED:
         return set(), set()
-    stored = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
-    own = local.target.asked_of(stored)
-    everywhere = stored
+    checkpoint_keys = agree(world, "load: metadata", lambda: stored_keys(listing(local.checkpoint, request.choices)))
+    own = local.target.keys_among(checkpoint_keys)
+    everywhere = checkpoint_keys
     if local.mode in WITH_MISSING:
         # Only what no known layout covers travels: every rank has the keys of that already.
-        known = set(() if local.known is None else local.known.columns.keys)
-        everywhere = known.union(*gather(world, "load: keys", lambda: own - known))
-    return mismatched_keys(local.mode, own, stored, everywhere)
+        known_keys = set(() if local.layout is None else local.layout.columns.keys)
+        everywhere = known_keys.union(*gather(world, "load: keys", lambda: own - known_keys))
+    return mismatched_keys(local.mode, own, checkpoint_keys, everywhere)
 
 
-_UNFITTED: Final[tuple[Kinds, ObjectsFit]] = ({}, ObjectsFit())
+_NO_FIT: Final[tuple[Kinds, ObjectsFit]] = ({}, ObjectsFit())
 
 
 def check_ranks(
@@ -289,16 +289,16 @@ def check_ranks(
             return check(request, local, messages, missing, unexpected)
 
     world = local.checkpoint.world
-    checked, each = share(
-        world, "load: check", fits, lambda found: (found.omitted.unfilled, found.omitted.unasked), steps=CHECK_STEPS
+    load, each = share(
+        world, "load: check", fits, lambda one: (one.omissions.unfilled, one.omissions.unasked_bits), steps=CHECK_STEPS
     )
-    omitted = checked.omitted
-    unasked = omitted.unasked_by_all([bits for _, of_rank in each for bits in of_rank])
+    omissions = load.omissions
+    unasked_paths = omissions.unasked_paths([bits for _, of_rank in each for bits in of_rank])
     if world.rank == 0:
-        log_omitted(UNFILLED, list(dict.fromkeys(path for lacking, _ in each for path in lacking)))
-        log_omitted(UNASKED, unasked if local.mode in LOGGING else ())
-    refuse_omitted(local.mode, UNASKED, unasked)  # by every rank: all know the same
-    return replace(checked, omitted=replace(omitted, left_out=(*omitted.left_out, *unasked)))
+        log_omissions(TARGET_TENSORS, list(dict.fromkeys(path for lacking, _ in each for path in lacking)))
+        log_omissions(RANK_VALUES, unasked_paths if local.mode in LOGGING else ())
+    refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # by every rank: all know the same
+    return replace(load, omissions=replace(omissions, left_out=(*omissions.left_out, *unasked_paths)))
 
 
 def check(
@@ -322,7 +322,7 @@ def check(
     if descriptions:
         # As for a save: a rank that forgot a tensor or an object should learn of it before it goes on without.
         with step("load: check integrity"):
-            columns = check_together("load", descriptions, local.known, tiling=request.validate)
+            columns = check_together("load", descriptions, local.layout, tiling=request.validate)
     common_of = cache(partial(stored_common, checkpoint, request.choices))
 
     fit = partial(
@@ -335,28 +335,28 @@ def check(
         left_out=unexpected,
         common_of=common_of,
     )
-    listed = partial(listing_if_any, checkpoint, request.choices)
+    metadata = partial(listing_if_any, checkpoint, request.choices)
     keys = Keys(
         local.mode,
         missing,
         unexpected,
-        lambda: stored_keys(listed()),
-        lambda wanted: stored_kinds(listed(), sorted(wanted)),
-        united_of(checkpoint.fields),
+        lambda: stored_keys(metadata()),
+        lambda names: stored_kinds(metadata(), sorted(names)),
+        unions_of(checkpoint.fields),
     )
     if local.mode in LOGGING:
         with step("load: strict"):
-            log_keys(missing, named_unexpected(keys, local.target, common_of))
-    target, fitted, common, omitted = check_rank(step, request.tree, local.target, keys, fit, common_of, _UNFITTED)
+            log_keys(missing, unexpected_keys(keys, local.target, common_of))
+    target, fits, common, omissions = check_rank(step, request.tree, local.target, keys, fit, common_of, _NO_FIT)
     if local.mode in LOGGING:
-        log_omitted(LEFT_OUT, omitted.left_out)
+        log_omissions(STORED_VALUES, omissions.left_out)
     with step("load: choose to exchange"):
-        saved = None if callable(sharded) or columns is None else partial(bytes_wanted_twice, [columns])
-        exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved)
+        saved_bytes = None if callable(sharded) or columns is None else partial(bytes_wanted_twice, [columns])
+        exchange = exchange_choice(request.options.exchange, [place for _, _, place in messages], saved_bytes)
     checkpoint = replace(checkpoint, fetched={})  # which are read by now
-    reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fitted, local.known, local.device)
+    reading = Reading(checkpoint, sharded, strategies, request.donate, exchange, *fits, local.layout, local.device)
     with step("load: make memory"):
-        return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omitted)
+        return CheckedLoad(target, common, reading, destination_of(reading, target.leaves), omissions)
 
 
 def listing(checkpoint: Checkpoint, choices: Choices) -> Metadata:

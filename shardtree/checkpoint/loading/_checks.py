@@ -39,8 +39,8 @@ from ...strategies.index import DeferredMetadata, IndexMetadata, explain_from_in
 from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend
 from .._open import Metadata
-from ._plain import asking_whole, refuse_renamed, unfilled
-from ._strict import LEFT_OUT, RAISING, UNFILLED, Omissions, StrictHandling, refuse_keys, refuse_omitted
+from ._plain import asking_whole, refuse_other_keys, unfilled_paths
+from ._strict import RAISING, STORED_VALUES, TARGET_TENSORS, Omissions, StrictHandling, refuse_keys, refuse_omissions
 from ._targets import Kinds, Target, is_sharded, without_unexpected
 
 # Sharded objects that are asked for in another shape than is stored, and the rules for them
@@ -52,24 +52,24 @@ class ObjectsFit:
 
     Attributes:
         problems: why some can't be loaded.
-        reshaped: the arrays that change their shape, as (key, shape that is asked for).
-        stored: all cells that are stored of such arrays, without data.
+        arrays: those that change their shape, as (key, shape that is asked for).
+        cells: all that are stored of such arrays, without data.
         rules: by key, for them.
     """
 
     problems: tuple[Misfit, ...] = ()
-    reshaped: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
-    stored: tuple[ShardedObject, ...] = ()
+    arrays: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    cells: tuple[ShardedObject, ...] = ()
     rules: Mapping[str, ObjectRule] = field(default_factory=dict)
 
     def changes(self, item: ShardedObject) -> bool:
         """Return whether a target's object is of an array that changes its shape."""
-        return (item.key, item.global_shape) in self.reshaped
+        return (item.key, item.global_shape) in self.arrays
 
     @property
-    def read(self) -> list[ShardedObject]:
+    def cells_to_read(self) -> list[ShardedObject]:
         """The stored cells that rules look at."""
-        return [item for item in self.stored if self.rules[item.key] is not drop_objects]
+        return [item for item in self.cells if self.rules[item.key] is not drop_objects]
 
 
 def objects_metadata(
@@ -112,24 +112,24 @@ def fit_objects(
     if metadata is None or not (objects or rules):
         return ObjectsFit()
     absent = [item for item in objects if item.unique_key not in metadata]
-    stored = stored_objects(metadata, {item.key for item in absent})
-    held = held_arrays(stored)
-    asked = {item.key for item in objects}
-    chosen = rules_by_key("load: object_rules", rules, asked.union(others, _keys(metadata))) if rules else {}
-    changed = reshaped_arrays(held, absent)
-    check_ruled([array for array in changed if array.key in chosen], chosen)
-    reshaped = frozenset((array.key, array.asked) for array in changed)
+    items = stored_objects(metadata, {item.key for item in absent})
+    arrays = held_arrays(items)
+    own_keys = {item.key for item in objects}
+    rules_of = rules_by_key("load: object_rules", rules, own_keys.union(others, _keys(metadata))) if rules else {}
+    changes = reshaped_arrays(arrays, absent)
+    check_ruled([array for array in changes if array.key in rules_of], rules_of)
+    pairs = frozenset((array.key, array.asked) for array in changes)
     unexpected = [
         item.unique_key
         for item in absent
         # Old Megatron-Core lost part of an object's name; one that is stored by that name isn't unexpected.
-        if (item.key, item.global_shape) not in reshaped and old_unique_key(item) not in metadata
+        if (item.key, item.global_shape) not in pairs and old_unique_key(item) not in metadata
     ]
     problems = find_unexpected(unexpected, metadata, is_object=True) if unexpected else ()
-    unruled = (array for array in changed if array.key not in chosen)
-    keys = {key for key, _ in reshaped}
-    cells = tuple(item for item in stored if item.key in keys)
-    return ObjectsFit((*problems, *unruled), reshaped, cells, chosen)
+    without_rule = (array for array in changes if array.key not in rules_of)
+    keys = {key for key, _ in pairs}
+    cells = tuple(item for item in items if item.key in keys)
+    return ObjectsFit((*problems, *without_rule), pairs, cells, rules_of)
 
 
 def stored_objects(metadata: Metadata, keys: Collection[str]) -> list[ShardedObject]:
@@ -147,22 +147,22 @@ def _keys(metadata: Metadata) -> set[str]:
     return {item.key for item in metadata.values() if isinstance(item, ShardedObject)}
 
 
-def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], read: Sequence[Any]) -> list[Any]:
+def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: Sequence[Any]) -> list[Any]:
     """Return what rules make of stored objects, a value for each of a target's objects that they concern.
 
     Args:
         fit: how the target's objects fit.
         objects: those of arrays that change their shape.
-        read: the data of `fit.read`.
+        values: the data of `fit.cells_to_read`.
 
     Raises:
         IntegrityError: a cell isn't stored, or values that should be equal aren't.
         ShapeError: a rule gives more or fewer values than there are cells.
         UnsupportedValue: a rule can't handle a value.
     """
-    filled = [replace(item, data=data) for item, data in zip(fit.read, read, strict=True)]
-    dropped = [item for item in fit.stored if fit.rules[item.key] is drop_objects]
-    return [item.data for item in objects_by_rule(held_arrays([*filled, *dropped]), objects, fit.rules)]
+    cells = [replace(item, data=data) for item, data in zip(fit.cells_to_read, values, strict=True)]
+    others = [item for item in fit.cells if fit.rules[item.key] is drop_objects]
+    return [item.data for item in objects_by_rule(held_arrays([*cells, *others]), objects, fit.rules)]
 
 
 # Whether a target can be loaded, by metadata alone: checked before any memory is made
@@ -213,8 +213,8 @@ def check_target(
     metadata: Metadata = get_default_strategy(*row, strategies=strategies)(checkpoint)
     keys = sorted({shard.key for shard in target.tensors})
     kinds = stored_kinds(metadata, keys)
-    known = target.tensors if len(kinds) == len(keys) else [one for one in target.tensors if one.key in kinds]
-    fits = len(known) == len(target.tensors) and not find_mismatches(known, kinds, cast=cast)
+    tensors = target.tensors if len(kinds) == len(keys) else [one for one in target.tensors if one.key in kinds]
+    fits = len(tensors) == len(target.tensors) and not find_mismatches(tensors, kinds, cast=cast)
     objects = ObjectsFit()
     if target.objects or rules:
         listing = objects_metadata(checkpoint, metadata, choice, strategies)
@@ -243,17 +243,17 @@ def in_common_state(problems: Sequence[P], target: Target, common_of: CommonOf) 
     try:
         leaves = leaves_with_paths(common_of(target.types))
         plain = {path for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-        found = {path_key(path): path for path in plain}
+        paths = {path_key(path): path for path in plain}
     except (CheckpointingException, ValueError):  # ValueError: an integer of more digits than Python converts to text
         return tuple(problems)
     pairs = leaves_with_paths(target.rebuild(target.leaves)) if plain else []
-    found |= {leaf.key: path for path, leaf in pairs if isinstance(leaf, ShardedTensor) and path in plain}
-    return tuple(_in_common_state(problem, found) for problem in problems)
+    paths |= {leaf.key: path for path, leaf in pairs if isinstance(leaf, ShardedTensor) and path in plain}
+    return tuple(_in_common_state(problem, paths) for problem in problems)
 
 
-def _in_common_state(problem: P, found: Mapping[str, TreePath]) -> P:
-    if isinstance(problem, Unexpected) and problem.key in found and not problem.is_object:
-        return replace(problem, near=None, path=render_path(found[problem.key]))
+def _in_common_state(problem: P, paths: Mapping[str, TreePath]) -> P:
+    if isinstance(problem, Unexpected) and problem.key in paths and not problem.is_object:
+        return replace(problem, near=None, path=render_path(paths[problem.key]))
     return problem
 
 
@@ -276,8 +276,8 @@ def prospect(
         return explain_from_index(checkpoint, metadata, shards, cast=cast)
     keys = sorted({shard.key for shard in shards})
     kinds = stored_kinds(metadata, keys)
-    known = [shard for shard in shards if shard.key in kinds]
-    return Prospect((*find_unexpected(keys, metadata), *find_mismatches(known, kinds, cast=cast)))
+    stored_shards = [shard for shard in shards if shard.key in kinds]
+    return Prospect((*find_unexpected(keys, metadata), *find_mismatches(stored_shards, kinds, cast=cast)))
 
 
 T = TypeVar("T")
@@ -294,17 +294,17 @@ class Keys:
         mode: what is done about keys that don't match.
         missing: stored, and asked for by no rank.
         unexpected: asked for by this rank, and not stored.
-        stored: returns all that are stored.
+        checkpoint_keys: returns all that are stored.
         kinds: returns what is stored of the tensors among some keys; asked where the target has plain tensors.
-        united: where the common state is the union of dicts of ranks that had keys of their own.
+        unions: where the common state is the union of dicts of ranks that had keys of their own.
     """
 
     mode: StrictHandling
     missing: set[str]
     unexpected: set[str]
-    stored: Callable[[], set[str]]
+    checkpoint_keys: Callable[[], set[str]]
     kinds: Callable[[Set[str]], Kinds]
-    united: United
+    unions: United
 
 
 def check_rank(
@@ -335,30 +335,30 @@ def check_rank(
     # raises does so in this phase: Megatron-Core raises on one rank, and the others wait in the next collective.
     with run("load: strict"):
         if keys.mode in RAISING:
-            refuse_keys(keys.missing, named_unexpected(keys, target, common_of))
-    kept, fitted, common, omitted = target, otherwise, HOLE, Omissions()
+            refuse_keys(keys.missing, unexpected_keys(keys, target, common_of))
+    rest, fits, common, omissions = target, otherwise, HOLE, Omissions()
     with run("load: leave out"):
         if keys.unexpected:
-            kept = without_unexpected(target, tree, keys.unexpected)
+            rest = without_unexpected(target, tree, keys.unexpected)
     with run("load: check the target"):
-        if kept.plain:
-            kept = asking_whole(kept, keys.kinds(kept.plain_keys))
-        fitted = fit(kept)
+        if rest.plain:
+            rest = asking_whole(rest, keys.kinds(rest.plain_keys))
+        fits = fit(rest)
     with run("load: common state"):
-        whole = common_of(kept.types)
-        common = restrict(whole, target.rebuild(target.leaves), keys.united) if keys.united else whole
-        omitted = check_join(common, kept, keys)
-        if keys.united:
+        whole = common_of(rest.types)
+        common = restrict(whole, target.rebuild(target.leaves), keys.unions) if keys.unions else whole
+        omissions = check_join(common, rest, keys)
+        if keys.unions:
             values, absent = left_out(whole, HOLE), {*left_out(whole, common)}
             # As bits: of thousands of ranks, each may lack the values of thousands of parameters.
             bits = np.packbits([path in absent for path in values]).tobytes()
-            omitted = replace(omitted, united=values, unasked=(bits,))
-    return kept, fitted, common, omitted
+            omissions = replace(omissions, union_paths=values, unasked_bits=(bits,))
+    return rest, fits, common, omissions
 
 
-def named_unexpected(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
+def unexpected_keys(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
     """Return the unexpected keys of a target, each with the stored name that may be meant."""
-    absent = find_unexpected(target.keys, keys.stored()) if keys.unexpected else ()
+    absent = find_unexpected(target.keys, keys.checkpoint_keys()) if keys.unexpected else ()
     return in_common_state(absent, target, common_of)
 
 
@@ -373,25 +373,25 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
     # A trial of the last step's join, with the target's own leaves. An optimizer's state in tuples, or a list with
     # shards beside values, can't come back without its shards: it is left out, so that a load of a part can succeed.
     local = LocalNonpersistentObject
-    filled = [leaf if is_sharded(leaf) or isinstance(leaf, local) else HOLE for leaf in target.leaves]
-    found = joined(common, target, filled)
-    lacking = unfilled(target, found) if target.plain else []
+    leaves = [leaf if is_sharded(leaf) or isinstance(leaf, local) else HOLE for leaf in target.leaves]
+    tree = join_leaves(common, target, leaves)
+    lacking = unfilled_paths(target, tree) if target.plain else []
     if not lacking:
         pass
     elif keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
-        refuse_renamed(lacking, common, keys.stored)
-    omitted = Omissions(tuple(map(render_path, left_out(common, found))), tuple(map(render_path, lacking)))
-    refuse_omitted(keys.mode, LEFT_OUT, omitted.left_out)
-    refuse_omitted(keys.mode, UNFILLED, omitted.unfilled)
-    return omitted
+        refuse_other_keys(lacking, common, keys.checkpoint_keys)
+    omissions = Omissions(tuple(map(render_path, left_out(common, tree))), tuple(map(render_path, lacking)))
+    refuse_omissions(keys.mode, STORED_VALUES, omissions.left_out)
+    refuse_omissions(keys.mode, TARGET_TENSORS, omissions.unfilled)
+    return omissions
 
 
-def joined(common: Any, target: Target, loaded: Sequence[Any]) -> Any:
+def join_leaves(common: Any, target: Target, leaves: Sequence[Any]) -> Any:
     """Return the stored common tree joined by what was loaded for each leaf of a target.
 
     Raises:
         TreeError: they don't fit.
     """
-    tree = target.rebuild(loaded)
+    tree = target.rebuild(leaves)
     with refuse_too_deep("load"):
         return join(common, tree)

@@ -117,23 +117,23 @@ def exchange_choice(
     return ExchangeChoice(True, why)
 
 
-def foretold_exchange(checkpoint: Checkpoint, ranks: int, wanted: Iterable[ShardColumns] | None) -> ExchangeChoice:
+def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
     """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
     remote = crosses_network(checkpoint.storage)
     places = [Place(str(rank), remote) for rank in range(ranks)]
-    saved = None if wanted is None else partial(bytes_wanted_twice, wanted)
-    choice = exchange_choice(checkpoint.options.exchange, places, saved)
+    saved_bytes = None if columns is None else partial(bytes_wanted_twice, columns)
+    choice = exchange_choice(checkpoint.options.exchange, places, saved_bytes)
     others = " On one machine, each would read by itself."
     return replace(choice, why=choice.why + others) if choice.together and choice.why else choice
 
 
-def bytes_wanted_twice(wanted: Iterable[ShardColumns]) -> int:
+def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
     """Return how many bytes are wanted by several ranks at least, all but the main replicas.
 
     Args:
-        wanted: what all ranks want, in one part or several.
+        columns: what all ranks want, in one part or several.
     """
-    return sum(int(one.nbytes[~one.main].sum()) for one in wanted)
+    return sum(int(one.nbytes[~one.main].sum()) for one in columns)
 
 
 # Ranks that read for each other: which part each reads, and how the others get it.
@@ -225,8 +225,8 @@ def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategie
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
     # The traits are those of the format's own function, not of one that was put into its place for this call.
     own = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
-    registered = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
-    return traits_of(*backend, strategies) if load_sharded is own is registered else FormatTraits()
+    default = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
+    return traits_of(*backend, strategies) if load_sharded is own is default else FormatTraits()
 
 
 # Groups: what is stored in its own dtype, then, round by round, what is converted.
@@ -238,11 +238,11 @@ def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[Sh
     """Return the shards that are stored in their own dtype, as far as is known, and the others."""
     # By identity: shards of one key in a target may ask for different dtypes.
     others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
-    chosen = set(map(id, others))
-    return [shard for shard in shards if id(shard) not in chosen], others
+    ids = set(map(id, others))
+    return [shard for shard in shards if id(shard) not in ids], others
 
 
-def described(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
+def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
     """Return a shard without data, in the dtype that it is stored in."""
     return replace(shard, data=None, dtype=kinds[shard.key].dtype)
 
@@ -256,12 +256,12 @@ def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count:
         rounds: in which round each that is converted is read, int64; None where the rank reads by itself.
         count: how many rounds there are at least.
     """
-    alike, converted = by_dtype(shards, kinds)
-    if rounds is None and converted:
-        rounds = read_rounds(shard_columns([described(shard, kinds) for shard in converted]))
+    alike, others = by_dtype(shards, kinds)
+    if rounds is None and others:
+        rounds = read_rounds(shard_columns([stored_shard(shard, kinds) for shard in others]))
         count = int(rounds.max()) + 1
     parts: list[list[ShardedTensor]] = [[] for _ in range(count)]
-    for shard, number in zip(converted, [] if rounds is None else rounds.tolist(), strict=True):
+    for shard, number in zip(others, [] if rounds is None else rounds.tolist(), strict=True):
         parts[number].append(shard)
     return [alike, *parts]
 
@@ -272,22 +272,22 @@ def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumn
     That is what is stored in its own dtype, without what each rank reads itself; and all that is converted, where the
     column of main replicas, which no plan of reads asks for, says instead what ranks share.
     """
-    alike, converted = by_dtype(shards, kinds)
-    others = shard_columns([described(shard, kinds) for shard in converted], rank)
-    is_shared = np.array([not shard.allow_shape_mismatch for shard in converted], dtype=np.bool_)
-    return shard_columns(by_sharing(alike)[1], rank), replace(others, main=is_shared)
+    alike, others = by_dtype(shards, kinds)
+    other_columns = shard_columns([stored_shard(shard, kinds) for shard in others], rank)
+    is_shared = np.array([not shard.allow_shape_mismatch for shard in others], dtype=np.bool_)
+    return shard_columns(by_sharing(alike)[1], rank), replace(other_columns, main=is_shared)
 
 
-def common_groups(alike: ShardColumns, converted: ShardColumns) -> tuple[Column, list[ShardColumns]]:
+def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, list[ShardColumns]]:
     """Return the round of each shard that is converted, and what ranks share of each group: of `alike`, of each round.
 
     Args:
         alike: all ranks' first `shared_columns`.
-        converted: the second ones.
+        others: the second ones.
     """
-    rounds = read_rounds(converted)
+    rounds = read_rounds(others)
     count = int(rounds.max(initial=-1)) + 1
-    parts = (select_rows(converted, np.flatnonzero((rounds == each) & converted.main)) for each in range(count))
+    parts = (select_rows(others, np.flatnonzero((rounds == each) & others.main)) for each in range(count))
     return rounds, [alike, *parts]
 
 
@@ -309,24 +309,24 @@ def foretold_groups(
     Returns:
         A function from a rank and its shards to its groups, and the plans.
     """
-    alike, converted, ranks = AlikeColumns(), AlikeColumns(), 0
+    alike, others, ranks = AlikeColumns(), AlikeColumns(), 0
     for rank, shards in enumerate(targets()):
-        shared, others = shared_columns(shards, kinds, rank)
+        own_alike, own_others = shared_columns(shards, kinds, rank)
         # Replicas differ in which of them is the main one, and are alike else.
-        alike.add(replace(shared, main=np.zeros_like(shared.main)), rank)
-        converted.add(others, rank)
+        alike.add(replace(own_alike, main=np.zeros_like(own_alike.main)), rank)
+        others.add(own_others, rank)
         ranks += 1
-    joined = converted.joined()
-    rounds, parts = common_groups(alike.joined(), joined)
-    held = [alike, *[converted] * (len(parts) - 1)]
-    plans = [plan_reads(part, ranks, is_cut=is_cut, alike=of.alike) for part, of in zip(parts, held, strict=True)]
-    number_of = {rank: number for number, members in enumerate(converted.alike) for rank in members.tolist()}
+    other_columns = others.join()
+    rounds, parts = common_groups(alike.join(), other_columns)
+    sources = [alike, *[others] * (len(parts) - 1)]
+    plans = [plan_reads(part, ranks, is_cut=is_cut, alike=of.alike) for part, of in zip(parts, sources, strict=True)]
+    number_of = {rank: number for number, members in enumerate(others.alike) for rank in members.tolist()}
 
     def groups(rank: int, shards: Shards) -> list[Shards]:
         # Without memory: a target's own may be a view, of which no flat range can be taken.
         bare = [one if one.data is None else replace(one, data=None) for one in shards]
-        found = groups_of(bare, kinds, rounds[joined.rank == number_of[rank]], len(parts) - 1)
-        return [_share(group, plan, rank) for group, plan in zip(found, plans, strict=True)]
+        own_groups = groups_of(bare, kinds, rounds[other_columns.rank == number_of[rank]], len(parts) - 1)
+        return [_share(group, plan, rank) for group, plan in zip(own_groups, plans, strict=True)]
 
     return groups, plans
 

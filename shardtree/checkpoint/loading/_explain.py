@@ -21,7 +21,7 @@ from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...strategies.index import stored_keys, stored_kinds
 from ...traces import Trace
 from ...world import one_process
-from .._consistency import Description, KnownLayout, check_held, describe, united_of
+from .._consistency import Description, KnownLayout, check_columns, describe, unions_of
 from .._dispatch import Choice
 from .._open import Metadata, open_at
 from .._packed import AlikeColumns
@@ -34,43 +34,43 @@ from ._checks import (
     check_rank,
     fit_objects,
     in_common_state,
-    named_unexpected,
     objects_metadata,
     prospect,
+    unexpected_keys,
 )
 from ._exchange import ExchangeChoice, Shards, cuts_shards, foretold_exchange, foretold_groups, groups_of
 from ._plain import asking_whole
-from ._strict import RAISING, UNASKED, Omissions, StrictHandling, mismatched_keys, parse_strict, refuse_omitted
-from ._targets import Kinds, Target, check_given, take_apart, usable_device
-from ._undecided import undecided
+from ._strict import RAISING, RANK_VALUES, Omissions, StrictHandling, mismatched_keys, parse_strict, refuse_omissions
+from ._targets import Kinds, Target, check_tensors, take_apart, usable_device
+from ._undecided import find_undecided
 
 _ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
 
 
 @dataclass(slots=True, eq=False)
-class _Found:
+class _Findings:
     """What is found out of one rank after the other, each once, since ranks mostly have problems in common.
 
     Attributes:
-        failed: on which ranks checks fail, by class and text of the error.
+        failures: on which ranks checks fail, by class and text of the error.
         problems: why what they ask for can't be loaded.
         unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        omitted: what isn't returned of what is stored, and not filled of the targets.
+        omissions: what isn't returned of what is stored, and not filled of the targets.
         uncompared: keys of states that aren't compared with weights.
         undecided: what may fail when values are read.
         reads: what each rank that has a target would read.
     """
 
-    failed: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
+    failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
     problems: dict[tuple[Any, ...], plans.Misfit] = field(default_factory=dict)
     unexpected: dict[str, plans.Unexpected] = field(default_factory=dict)
-    omitted: Omissions = field(default_factory=Omissions)
+    omissions: Omissions = field(default_factory=Omissions)
     uncompared: set[str] = field(default_factory=set)
     undecided: dict[plans.Undecided, None] = field(default_factory=dict)
     reads: list[plans.RankReads] = field(default_factory=list)
 
     @contextmanager
-    def recorded(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
+    def record(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
         """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
         try:
             yield
@@ -78,7 +78,7 @@ class _Found:
             raise  # what is stored is at fault, not the target: nothing can be explained
         except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
             text = "\n".join([str(error), *getattr(error, "__notes__", ()), *([note] if note else [])])
-            self.failed.setdefault((type(error), text), set()).update(ranks)
+            self.failures.setdefault((type(error), text), set()).update(ranks)
 
     def add_problems(self, problems: Iterable[plans.Misfit]) -> None:
         for problem in problems:
@@ -95,8 +95,8 @@ class _Load:
         trees: the targets, by rank.
         mode: what is done about keys that don't match.
         ranks: those whose targets can be taken apart.
-        asked: the keys of all that they ask for.
-        stored: those of all that is stored.
+        target_keys: of all that they ask for.
+        checkpoint_keys: of all that is stored.
         kinds: what is stored of the tensors that they ask for.
         objects: what is in the format that holds objects, as far as it lists that.
         common_of: returns the stored common tree for a target's namedtuple classes.
@@ -108,8 +108,8 @@ class _Load:
     trees: Sequence[Any]
     mode: StrictHandling
     ranks: Sequence[int]
-    asked: set[str]
-    stored: set[str]
+    target_keys: set[str]
+    checkpoint_keys: set[str]
     kinds: Kinds
     objects: Metadata | None
     common_of: CommonOf
@@ -139,122 +139,122 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
-    ranks, found = range(len(trees)), _Found()
-    load = _prepared(checkpoint, request, trees, found)
+    ranks, findings = range(len(trees)), _Findings()
+    load = _prepare(checkpoint, request, trees, findings)
     for rank in load.ranks:
-        _check(load, found, rank)
-    omitted, raises = found.omitted, load.mode in RAISING
+        _check(load, findings, rank)
+    omissions, raises = findings.omissions, load.mode in RAISING
     # A rank whose target fails may ask for all that no other asks for.
-    unasked = omitted.unasked_by_all(omitted.unasked) if len(omitted.unasked) == len(trees) else ()
-    with found.recorded(ranks):
-        refuse_omitted(load.mode, UNASKED, unasked)
-    found.add_problems(found.unexpected.values() if raises else ())
+    unasked_paths = omissions.unasked_paths(omissions.unasked_bits) if len(omissions.unasked_bits) == len(trees) else ()
+    with findings.record(ranks):
+        refuse_omissions(load.mode, RANK_VALUES, unasked_paths)
+    findings.add_problems(findings.unexpected.values() if raises else ())
     if load.exchange.together:
-        with found.recorded(ranks):
-            found.reads = _exchanged(load, found)
-    reads = {one.rank: one for one in found.reads}
+        with findings.record(ranks):
+            findings.reads = _reads_together(load, findings)
+    reads = {one.rank: one for one in findings.reads}
     return plans.Explanation(
-        missing=tuple(sorted(load.stored - load.asked)),
+        missing=tuple(sorted(load.checkpoint_keys - load.target_keys)),
         problems=(
-            *sorted(found.problems.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)),
-            *(plans.FailedCheck(tuple(sorted(on)), *error) for error, on in found.failed.items()),
+            *sorted(findings.problems.values(), key=lambda problem: not isinstance(problem, plans.Unexpected)),
+            *(plans.FailedCheck(tuple(sorted(on)), *error) for error, on in findings.failures.items()),
         ),
         reads=tuple(reads.get(rank, plans.RankReads(rank, 0, 0, None)) for rank in ranks),
-        undecided=tuple(found.undecided),
-        omitted=() if raises else tuple(found.unexpected.values()),
-        left_out=(*omitted.left_out, *unasked),
-        unfilled=omitted.unfilled,
-        uncompared=tuple(sorted(found.uncompared)),
+        undecided=tuple(findings.undecided),
+        omitted=() if raises else tuple(findings.unexpected.values()),
+        left_out=(*omissions.left_out, *unasked_paths),
+        unfilled=omissions.unfilled,
+        uncompared=tuple(sorted(findings.uncompared)),
         exchange=load.exchange.why,
     )
 
 
-def _prepared(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], found: _Found) -> _Load:
+def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], findings: _Findings) -> _Load:
     """Return the load, once it is known what ranks ask for, and whether that fits together."""
     mode, choices = parse_strict(request.strict), request.choices
     foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
-    with found.recorded(range(len(trees))):
+    with findings.record(range(len(trees))):
         usable_device(request.device)
     metadata = listing(checkpoint, choices)
-    stored, ranks, said, columns = stored_keys(metadata), list[int](), list[Description](), AlikeColumns()
-    asked, tensors, layouts = set[str](), set[str](), list[KnownLayout | None]()
+    checkpoint_keys, ranks, descriptions = stored_keys(metadata), list[int](), list[Description]()
+    target_keys, tensors, layouts, columns = set[str](), set[str](), list[KnownLayout | None](), AlikeColumns()
     for rank in range(len(trees)):
-        with found.recorded([rank]):
-            target, known = matched_target(replace(request, tree=trees[rank]), rank, len(trees))
+        with findings.record([rank]):
+            target, layout = matched_target(replace(request, tree=trees[rank]), rank, len(trees))
             ranks.append(rank)
-            asked |= target.asked_of(stored)
+            target_keys |= target.keys_among(checkpoint_keys)
             tensors.update((shard.key for shard in target.tensors), target.plain_keys)
-            layouts = layouts or [known]
+            layouts = layouts or [layout]
             if request.describes:
                 columns.add(shard_columns(target.tensors, rank), rank)
-                said.append(describe((), target.objects, rank, known=known, ranks=len(trees)))
-    wanted: list[ShardColumns] | None = None
-    if said and len(said) == len(trees):
-        with found.recorded(range(len(trees)), note=_ONE_OF_SEVERAL if len(trees) == 1 else ""):
-            check_held("load", columns, said, layouts[0], tiling=request.validate)
-            wanted = None if callable(choices[0]) else [held for held, alike in columns for _ in alike]
+                descriptions.append(describe((), target.objects, rank, layout=layout, ranks=len(trees)))
+    wanted_columns: list[ShardColumns] | None = None
+    if descriptions and len(descriptions) == len(trees):
+        with findings.record(range(len(trees)), note=_ONE_OF_SEVERAL if len(trees) == 1 else ""):
+            check_columns("load", columns, descriptions, layouts[0], tiling=request.validate)
+            wanted_columns = None if callable(choices[0]) else [part for part, alike in columns for _ in alike]
     return _Load(
         checkpoint,
         request,
         trees,
         mode,
         ranks,
-        asked,
-        stored,
+        target_keys,
+        checkpoint_keys,
         stored_kinds(metadata, sorted(tensors)),
         objects_metadata(checkpoint, metadata, choices[0], choices[2]),
         cache(partial(stored_common, checkpoint, choices)),
-        foretold_exchange(checkpoint, len(trees), wanted),
+        foretold_exchange(checkpoint, len(trees), wanted_columns),
     )
 
 
-def _check(load: _Load, found: _Found, rank: int) -> None:
+def _check(load: _Load, findings: _Findings, rank: int) -> None:
     """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself."""
     request, kinds, tree = load.request, load.kinds, load.trees[rank]
-    target, fitted = take_apart(tree, donate=request.donate), (plans.Prospect(), ObjectsFit())
+    target, otherwise = take_apart(tree, donate=request.donate), (plans.Prospect(), ObjectsFit())
     # If any rank's target failed, a missing key may be one that it asks for: none is reported.
-    claimed = load.asked if len(load.ranks) == len(load.trees) else load.stored
-    differing = mismatched_keys(load.mode, target.asked_of(load.stored), load.stored, claimed)
-    keys = Keys(load.mode, *differing, lambda: load.stored, lambda _: kinds, united_of(load.checkpoint.fields))
-    run: Run = partial(found.recorded, [rank])
+    everywhere = load.target_keys if len(load.ranks) == len(load.trees) else load.checkpoint_keys
+    differing = mismatched_keys(load.mode, target.keys_among(load.checkpoint_keys), load.checkpoint_keys, everywhere)
+    keys = Keys(load.mode, *differing, lambda: load.checkpoint_keys, lambda _: kinds, unions_of(load.checkpoint.fields))
+    run: Run = partial(findings.record, [rank])
 
     def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:
-        prospects, objects = fitted
+        prospects, objects = otherwise
         with run("load: check the target"):
             prospects = load.prospect(target.tensors)
         with run("load: check the target"):
             objects = fit_objects(target.objects, load.objects, request.options.object_rules, keys.unexpected)
         return prospects, objects
 
-    kept, (whole, objects), _, omitted = check_rank(run, tree, target, keys, fit, load.common_of, fitted)
+    rest, (whole, objects), _, omissions = check_rank(run, tree, target, keys, fit, load.common_of, otherwise)
     with run("load: make memory"):
-        check_given(kept.tensors, donate=request.donate)
-    found.add_problems(in_common_state((*whole.problems, *objects.problems), kept, load.common_of))
-    found.unexpected |= {one.key: one for one in named_unexpected(keys, target, load.common_of)}
-    found.omitted = found.omitted.with_those_of(omitted)
-    found.uncompared |= set(whole.uncompared)
+        check_tensors(rest.tensors, donate=request.donate)
+    findings.add_problems(in_common_state((*whole.problems, *objects.problems), rest, load.common_of))
+    findings.unexpected |= {one.key: one for one in unexpected_keys(keys, target, load.common_of)}
+    findings.omissions = findings.omissions.with_those_of(omissions)
+    findings.uncompared |= set(whole.uncompared)
     # Where the check has failed, that is said already.
-    is_known = whole is fitted[0] or whole.cost is not None
-    found.undecided |= dict.fromkeys(undecided(request, kept, objects, kinds, is_known=is_known))
+    is_known = whole is otherwise[0] or whole.cost is not None
+    findings.undecided |= dict.fromkeys(find_undecided(request, rest, objects, kinds, is_known=is_known))
     # Where ranks read for each other, what a rank reads is known once all are checked.
-    groups = [] if load.exchange.together else groups_of(load.fitting(kept.tensors, whole.problems), kinds)
+    groups = [] if load.exchange.together else groups_of(load.fitting(rest.tensors, whole.problems), kinds)
     cost = None if whole.cost is None else load.cost(groups) if len(groups) > 1 else whole.cost()
-    found.reads.append(plans.RankReads(rank, len(kept.tensors), len(kept.objects), cost))
+    findings.reads.append(plans.RankReads(rank, len(rest.tensors), len(rest.objects), cost))
 
 
-def _exchanged(load: _Load, found: _Found) -> list[plans.RankReads]:
+def _reads_together(load: _Load, findings: _Findings) -> list[plans.RankReads]:
     """Return what each rank that has a target reads, sends and receives where ranks read for each other."""
 
     def targets() -> Iterator[Shards]:
         for rank in load.ranks:
             shards = asking_whole(take_apart(load.trees[rank]), load.kinds).tensors
-            yield load.fitting(shards, found.problems.values())
+            yield load.fitting(shards, findings.problems.values())
 
-    groups, planned = foretold_groups(targets, load.kinds, is_cut=cuts_shards(load.checkpoint, load.request.choices))
-    none = np.zeros(len(load.ranks), dtype=np.int64)
-    sent = sum((plan.bytes_sent for plan in planned), none).tolist()
-    received = sum((plan.bytes_received for plan in planned), none).tolist()
-    reads = [replace(one, sent=out, received=come) for one, out, come in zip(found.reads, sent, received, strict=True)]
+    groups, read_plans = foretold_groups(targets, load.kinds, is_cut=cuts_shards(load.checkpoint, load.request.choices))
+    sent_bytes = np.sum([plan.bytes_sent for plan in read_plans], axis=0).tolist()
+    received_bytes = np.sum([plan.bytes_received for plan in read_plans], axis=0).tolist()
+    rows = zip(findings.reads, sent_bytes, received_bytes, strict=True)
+    reads = [replace(one, sent=sent, received=received) for one, sent, received in rows]
     if any(one.cost is None for one in reads):
         return reads
     return [

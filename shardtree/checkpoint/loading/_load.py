@@ -22,7 +22,7 @@ from ...world import agree, current_world, share, step, tried
 from .._dispatch import Choice
 from .._open import open_alone, open_together, sharded_metadata, tensors_of
 from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, resolve, with_metadata
-from ._checks import joined
+from ._checks import join_leaves
 from ._exchange import exchange_choice, place_of
 from ._read import Destination, Reading, deliver, destination_of, read_into
 from ._strict import RETURNING, StrictHandling, log_untaken
@@ -143,48 +143,48 @@ def load(
 
         with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
             request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast))
-    opened_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
-    local, messages = ask(ranks, opened_or_error, request)  # 2: all ranks wait
+    checkpoint_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
+    local, messages = ask(ranks, checkpoint_or_error, request)  # 2: all ranks wait
     local = with_metadata(request, local)  # 2: all wait, for some formats
     # Before the checks, which are one phase of all ranks: comparing keys takes collectives of its own.
     missing, unexpected = compare_keys(ranks, request, local)  # 3: all wait, in some strict modes
-    checked = check_ranks(request, local, messages, missing, unexpected)  # 4: reads no tensor; all wait
+    checked_load = check_ranks(request, local, messages, missing, unexpected)  # 4: reads no tensor; all wait
     # The first step that writes into donated tensors; no other tensor of the target ever changes.
-    objects, report = read_into(checked.reading, checked.destination)  # 5: reads; all wait
-    tree = put_together(checked, objects, report)  # 6: may write into donated tensors; all wait
+    objects, report = read_into(checked_load.reading, checked_load.destination)  # 5: reads; all wait
+    tree = put_together(checked_load, objects, report)  # 6: may write into donated tensors; all wait
     return (tree, missing, unexpected) if local.mode in RETURNING else tree
 
 
 _LAST_STEPS = ("load: deliver", "load: join")
 
 
-def put_together(checked: CheckedLoad, objects: Sequence[Any], read: ReadReport) -> Any:
+def put_together(checked_load: CheckedLoad, objects: Sequence[Any], amount: ReadReport) -> Any:
     """Return the tree of the common state and what was read, once all ranks have theirs; a barrier.
 
     Args:
-        checked: the load, its memory filled.
+        checked_load: the load, its memory filled.
         objects: the data of the objects among the target's leaves.
-        read: how much was read; goes to the caller's `report`.
+        amount: how much was read; goes to the caller's `report`.
     """
-    checkpoint = checked.reading.checkpoint
-    finish = partial(_put_together, checked, objects, read, checkpoint.options.report)
+    checkpoint = checked_load.reading.checkpoint
+    finish = partial(_put_together, checked_load, objects, amount, checkpoint.options.report)
     return agree(checkpoint.world, "load: report", finish, steps=_LAST_STEPS)
 
 
 def _put_together(
-    checked: CheckedLoad,
+    checked_load: CheckedLoad,
     objects: Sequence[Any],
-    read: ReadReport,
+    amount: ReadReport,
     report: Callable[[ReadReport], None] | None,
 ) -> Any:
     with step("load: deliver"):
-        loaded = deliver(checked.reading, checked.destination, objects)
+        leaves = deliver(checked_load.reading, checked_load.destination, objects)
     with step("load: join"), refuse_too_deep("load"):
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
-        tree = checked.target.merge(joined(checked.common, checked.target, loaded))
+        tree = checked_load.target.merge(join_leaves(checked_load.common, checked_load.target, leaves))
     if report is not None:
-        left_out, unfilled = checked.omitted.left_out, checked.omitted.unfilled
-        report(replace(read, left_out=left_out, unfilled=unfilled, exchange=checked.destination.exchange.why))
+        left_out, unfilled = checked_load.omissions.left_out, checked_load.omissions.unfilled
+        report(replace(amount, left_out=left_out, unfilled=unfilled, exchange=checked_load.destination.exchange.why))
     return tree
 
 
@@ -211,9 +211,9 @@ def load_plain_tensors(
     ranks = current_world(world)
     how = LoadOptions() if options is None else options
     checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
-    resolve(checkpoint, None, strategies, partial(_all_stored, checkpoint, strategies))
-    listed = partial(tensors_of, checkpoint, None, strategies)
-    target, places = share(ranks, "load: metadata", listed, lambda _: place_of(checkpoint.storage, ranks.size))
+    resolve(checkpoint, None, strategies, partial(_all_keys, checkpoint, strategies))
+    list_tensors = partial(tensors_of, checkpoint, None, strategies)
+    target, places = share(ranks, "load: metadata", list_tensors, lambda _: place_of(checkpoint.storage, ranks.size))
     twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
 
     def with_memory() -> tuple[Reading, Destination]:
@@ -222,16 +222,16 @@ def load_plain_tensors(
         return reading, destination_of(reading, list(target.values()))
 
     reading, destination = agree(ranks, "load: make memory", with_memory)
-    objects, read = read_into(reading, destination)
-    loaded = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
-    untaken = untaken_of(sharded_metadata(checkpoint, None, None, strategies))
-    log_untaken(untaken)
+    objects, amount = read_into(reading, destination)
+    tensors = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
+    reasons = untaken_of(sharded_metadata(checkpoint, None, None, strategies))
+    log_untaken(reasons)
     if how.report is not None:
-        how.report(replace(read, left_out=tuple(untaken), exchange=destination.exchange.why))
-    return dict(zip(target, loaded, strict=True))
+        how.report(replace(amount, left_out=tuple(reasons), exchange=destination.exchange.why))
+    return dict(zip(target, tensors, strict=True))
 
 
-def _all_stored(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
+def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
     """Return the names of all that is stored, as far as the metadata has them."""
     metadata = sharded_metadata(checkpoint, None, None, strategies)
     return {*getattr(metadata, "stored", metadata)}, True

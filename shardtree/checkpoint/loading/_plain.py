@@ -33,44 +33,44 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
         kinds: what is stored of the tensors that it may ask for, by key.
     """
     tensors = {number for number in target.plain if isinstance(target.leaves[number], torch.Tensor)}
-    asked = {number: key for number in tensors if (key := path_key(target.plain[number])) in kinds}
-    if not asked:
+    keys = {number: key for number in tensors if (key := path_key(target.plain[number])) in kinds}
+    if not keys:
         return target
     leaves, shapes = list(target.leaves), dict[int, torch.Size]()
-    for number, key in asked.items():
-        given, stored = leaves[number], kinds[key].global_shape
-        if given.shape != stored and given.numel() == 1 == prod(stored):
-            shapes[number], given = given.shape, given.detach().reshape(stored)
-        leaves[number] = ShardedTensor.from_rank_offsets(key, given)
+    for number, key in keys.items():
+        tensor, shape = leaves[number], kinds[key].global_shape
+        if tensor.shape != shape and tensor.numel() == 1 == prod(shape):
+            shapes[number], tensor = tensor.shape, tensor.detach().reshape(shape)
+        leaves[number] = ShardedTensor.from_rank_offsets(key, tensor)
     return replace(
         target,
         leaves=tuple(leaves),
         tensors=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor)),
-        plain={number: path for number, path in target.plain.items() if number not in asked},
+        plain={number: path for number, path in target.plain.items() if number not in keys},
         rebuild=partial(_in_shapes, target.rebuild, shapes) if shapes else target.rebuild,
     )
 
 
 def _in_shapes(rebuild: Callable[[Sequence[Any]], Any], shapes: dict[int, torch.Size], leaves: Sequence[Any]) -> Any:
     """Return the tree of leaves in which the loaded tensors of these numbers have these shapes."""
-    given = (
+    values = (
         leaf.view(shapes[number]) if number in shapes and isinstance(leaf, torch.Tensor) else leaf
         for number, leaf in enumerate(leaves)
     )
-    return rebuild([*given])
+    return rebuild([*values])
 
 
-def unfilled(target: Target, joined: Any) -> list[TreePath]:
+def unfilled_paths(target: Target, tree: Any) -> list[TreePath]:
     """Return the paths of a target's plain tensors that get no value, neither loaded nor from the common state.
 
     Args:
         target: a rank's, where those that are stored are shards already.
-        joined: what its join with the common state gave.
+        tree: what its join with the common state gave.
     """
-    return trees.unfilled(joined, [(path, target.leaves[number]) for number, path in target.plain.items()])
+    return trees.unfilled(tree, [(path, target.leaves[number]) for number, path in target.plain.items()])
 
 
-def refuse_renamed(paths: Sequence[TreePath], common: Any, stored: Callable[[], Collection[str]]) -> None:
+def refuse_other_keys(paths: Sequence[TreePath], common: Any, checkpoint_keys: Callable[[], Collection[str]]) -> None:
     """Raise where a plain tensor gets no value, and what seems to be meant is stored under another key.
 
     That is so where the saved tree had a shard at its path, and where a stored key is the end of its path's key.
@@ -78,26 +78,26 @@ def refuse_renamed(paths: Sequence[TreePath], common: Any, stored: Callable[[], 
     Args:
         paths: of plain tensors that get no value.
         common: the stored common tree, with holes where shards were.
-        stored: returns all stored keys.
+        checkpoint_keys: returns all stored keys.
 
     Raises:
         KeyMismatch: names the path, and the stored key as far as it is known.
     """
     if not paths:
         return
-    keys = stored()
-    meant = [(path, text) for path in paths if (text := _meant(path, common, keys))]
-    if meant:
+    keys = checkpoint_keys()
+    pairs = [(path, text) for path in paths if (text := _hint(path, common, keys))]
+    if pairs:
         what = "load: plain tensors of the target that are stored under another key than that of their path"
         fix = (
             "Put `ShardedTensor.from_rank_offsets(key, tensor)` with the stored key in the place of each, or give the\n"
             "  target the structure of the keys. What is this rank's own goes into a `LocalNonpersistentObject`."
         )
-        offenders = [f"{render_path(path)}: {path_key(path)!r} isn't stored, {text}" for path, text in meant]
+        offenders = [f"{render_path(path)}: {path_key(path)!r} isn't stored, {text}" for path, text in pairs]
         raise KeyMismatch(error_text(what, offenders=offenders, fix=fix))
 
 
-def _meant(path: TreePath, common: Any, keys: Collection[str]) -> str:
+def _hint(path: TreePath, common: Any, keys: Collection[str]) -> str:
     """Return what is stored in place of the tensor at a path, as text; empty where nothing hints at anything."""
     key = path_key(path)
     parts = key.split(".")

@@ -38,10 +38,10 @@ from ._exchange import (
     bytes_moved,
     common_groups,
     cuts_shards,
-    described,
     groups_of,
     route_of,
     shared_columns,
+    stored_shard,
     traits_of_load,
 )
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
@@ -51,24 +51,24 @@ from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 def as_stored(shards: Sequence[ShardedTensor], kinds: Kinds) -> list[ShardedTensor]:
     """Return shards with new memory of the dtypes that they are stored in."""
-    stored = (described(shard, kinds) for shard in shards)
-    return [replace(one, data=new_memory(one.key, one.data_shape, one.dtype)) for one in stored]
+    bare = (stored_shard(shard, kinds) for shard in shards)
+    return [replace(one, data=new_memory(one.key, one.data_shape, one.dtype)) for one in bare]
 
 
-def convert_all(shards: Sequence[ShardedTensor], read: Sequence[ShardedTensor], kinds: Kinds) -> None:
+def convert_all(shards: Sequence[ShardedTensor], sources: Sequence[ShardedTensor], kinds: Kinds) -> None:
     """Copy what was read into shards' memory, converted to their dtype; unstored parts of a padded one stay.
 
     Args:
         shards: with contiguous memory, written in place.
-        read: the same shards as they are stored.
+        sources: the same shards as they are stored.
         kinds: what is stored.
 
     Raises:
         ShapeError: an integer doesn't fit the target's dtype.
     """
-    for shard, stored in zip(shards, read, strict=True):
+    for shard, source in zip(shards, sources, strict=True):
         for overlap in overlaps(shard, kinds[shard.key].global_shape):
-            convert(shard.key, overlap.of(stored.data), overlap.of(shard.data))
+            convert(shard.key, overlap.of(source.data), overlap.of(shard.data))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ class Reading:
         exchange: whether ranks send each other what several of them want, and why.
         kinds: what is stored of tensors, by key; of another dtype than a target's, it is converted.
         objects: how the target's objects fit those that are stored.
-        known: what all ranks ask for, if the caller passed it.
+        layout: what all ranks ask for, if the caller passed it.
         device: where tensors are put whose target has none.
     """
 
@@ -94,7 +94,7 @@ class Reading:
     exchange: ExchangeChoice = ALONE
     kinds: Kinds = field(default_factory=dict)
     objects: ObjectsFit = field(default_factory=ObjectsFit)
-    known: KnownLayout | None = None
+    layout: KnownLayout | None = None
     device: torch.device = CPU
 
 
@@ -146,32 +146,32 @@ def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport
     alike, *rounds = groups_of(shards, reading.kinds)
     report = _read(reading, alike)
     for part in rounds:
-        staged = as_stored(part, reading.kinds)
-        report += _read(reading, staged)
-        convert_all(part, staged, reading.kinds)
+        staging = as_stored(part, reading.kinds)
+        report += _read(reading, staging)
+        convert_all(part, staging, reading.kinds)
     return report
 
 
 def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    world, kinds, known = reading.checkpoint.world, reading.kinds, reading.known
+    world, kinds, layout = reading.checkpoint.world, reading.kinds, reading.layout
     choices = (reading.sharded_strategy, None, reading.strategies)
 
-    def said(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
+    def terms(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
         # Whether what the caller said that all ranks ask for is what they share: none has left out or converts any.
-        is_known = known is not None and len(by_sharing(group)[1]) == known.order.size
+        is_known = layout is not None and len(by_sharing(group)[1]) == layout.order.size
         return cuts_shards(reading.checkpoint, choices), is_known
 
     # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
-    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], said)
+    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], terms)
     is_cut = all(cuts for cuts, _ in each)
-    if known is not None and all(is_known for _, is_known in each):
-        return _read_once(reading, [alike[number] for number in known.order.tolist()], known.columns, is_cut)
-    groups, wanted = _common_groups(reading, shards)
-    report = _read_once(reading, groups[0], wanted[0], is_cut)
-    for part, columns in zip(groups[1:], wanted[1:], strict=True):
-        staged = agree(world, "load: make room", partial(as_stored, part, kinds))
-        report += _read_once(reading, staged, columns, is_cut)
-        agree(world, "load: convert", partial(convert_all, part, staged, kinds))
+    if layout is not None and all(is_known for _, is_known in each):
+        return _read_once(reading, [alike[number] for number in layout.order.tolist()], layout.columns, is_cut)
+    groups, columns_by_group = _common_groups(reading, shards)
+    report = _read_once(reading, groups[0], columns_by_group[0], is_cut)
+    for part, columns in zip(groups[1:], columns_by_group[1:], strict=True):
+        staging = agree(world, "load: make room", partial(as_stored, part, kinds))
+        report += _read_once(reading, staging, columns, is_cut)
+        agree(world, "load: convert", partial(convert_all, part, staging, kinds))
     return report
 
 
@@ -188,14 +188,14 @@ def _common_groups(
         return [without_long_table(columns, world.size) for columns in own]
 
     own, each = share(world, "load: describe reads", describe, brief)
-    parts = [send_tables(world, mine, sent) for mine, sent in zip(own, zip(*each, strict=True), strict=True)]
+    parts = [send_tables(world, mine, theirs) for mine, theirs in zip(own, zip(*each, strict=True), strict=True)]
 
-    def planned() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
-        alike, converted = (join_columns(unpack_columns(part)) for part in parts)
-        rounds, wanted = common_groups(alike, converted)
-        return groups_of(shards, kinds, rounds[converted.rank == world.rank], len(wanted) - 1), wanted
+    def plan() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+        alike, others = (join_columns(unpack_columns(part)) for part in parts)
+        rounds, columns = common_groups(alike, others)
+        return groups_of(shards, kinds, rounds[others.rank == world.rank], len(columns) - 1), columns
 
-    return agree(world, "load: plan reads", planned)
+    return agree(world, "load: plan reads", plan)
 
 
 def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -205,9 +205,9 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
         report = load_sharded(reading.checkpoint, shards)
     if not isinstance(report, ReadReport):
         # A function that returns tensors, as in other libraries, has left the shards' memory unfilled.
-        what, found = "load: not what a function that loads shards returns", type(report).__name__
+        what = "load: not what a function that loads shards returns"
         fix = "Fill the data of each shard in place, and return how much was read."
-        raise StrategyError(error_text(what, found=found, expected="a ReadReport", fix=fix))
+        raise StrategyError(error_text(what, found=type(report).__name__, expected="a ReadReport", fix=fix))
     return report
 
 
@@ -223,8 +223,8 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
     world = reading.checkpoint.world
     own, shared = by_sharing(shards)
     plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
-    chosen, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, shared))
-    report = agree(world, "load: read", partial(_read, reading, [*own, *chosen]))
+    parts, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, shared))
+    report = agree(world, "load: read", partial(_read, reading, [*own, *parts]))
     failure = move(route, world.exchange)
     return report + agree(world, "load: pass on", partial(bytes_moved, failure, plan, world.rank))
 
@@ -232,24 +232,24 @@ def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: Shard
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
     """Return the data of each object, that of arrays that change their shape by their rules."""
     fit = reading.objects
-    if not fit.reshaped:
-        return _read_stored(reading, objects) if objects else []
-    as_stored = [item for item in objects if not fit.changes(item)]
-    wanted = [*as_stored, *fit.read]
-    read = _read_stored(reading, wanted) if wanted else []
-    changed = [item for item in objects if fit.changes(item)]
-    plain, reshaped = iter(read), iter(reshaped_values(fit, changed, read[len(as_stored) :]))
-    return [next(reshaped if fit.changes(item) else plain) for item in objects]
+    if not fit.arrays:
+        return _read_items(reading, objects) if objects else []
+    same = [item for item in objects if not fit.changes(item)]
+    items = [*same, *fit.cells_to_read]
+    data = _read_items(reading, items) if items else []
+    others = [item for item in objects if fit.changes(item)]
+    plain, by_rule = iter(data), iter(reshaped_values(fit, others, data[len(same) :]))
+    return [next(by_rule if fit.changes(item) else plain) for item in objects]
 
 
-def _read_stored(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
+def _read_items(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
     backend = backend_of(reading.sharded_strategy, sharded_backend(reading.checkpoint.fields), reading.strategies)
     if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=reading.strategies) is None:
         backend = common_backend(reading.checkpoint.fields)
     load_objects = strategy_of(StrategyAction.LOAD_OBJECTS, None, backend, reading.strategies)
     with unless_replaced(reading.checkpoint):
-        loaded: list[Any] = load_objects(reading.checkpoint, objects)
-    return loaded
+        data: list[Any] = load_objects(reading.checkpoint, objects)
+    return data
 
 
 def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) -> list[Any]:
@@ -264,16 +264,16 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
     # Only now, when all ranks have read: a save that replaced the files earlier would have mixed two checkpoints.
     check_unreplaced(reading.checkpoint)
     tensors = iter(deliver_all(destination.shards, destination.memories, donate=reading.donate, device=reading.device))
-    loaded: list[Any] = []
+    leaves: list[Any] = []
     for leaf in destination.leaves:
         if isinstance(leaf, ShardedTensor):
-            loaded.append(next(tensors))
+            leaves.append(next(tensors))
         elif isinstance(leaf, ShardedObject):
             # Boxed: a loaded object may be a container, which the join would enter.
-            loaded.append(LocalNonpersistentObject(next(rest)))
+            leaves.append(LocalNonpersistentObject(next(rest)))
         else:
-            loaded.append(leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE)
-    return loaded
+            leaves.append(leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE)
+    return leaves
 
 
 def reads_to_device(

@@ -76,14 +76,14 @@ def parse_strict(strict: str | StrictHandling) -> StrictHandling:
 
 
 def mismatched_keys(
-    strict: StrictHandling, own: set[str], stored: set[str], everywhere: set[str]
+    strict: StrictHandling, own: set[str], checkpoint_keys: set[str], everywhere: set[str]
 ) -> tuple[set[str], set[str]]:
     """Return the missing and the unexpected keys, as far as a mode needs them.
 
     Args:
         strict: the mode.
         own: what this rank asks for.
-        stored: what is stored.
+        checkpoint_keys: what is stored.
         everywhere: what all ranks ask for; unused if the mode doesn't need it.
 
     Examples:
@@ -92,14 +92,15 @@ def mismatched_keys(
     """
     if strict is _S.ASSUME_OK_UNEXPECTED:
         return set(), set()
-    return stored - everywhere if strict in WITH_MISSING else set(), own - stored
+    return checkpoint_keys - everywhere if strict in WITH_MISSING else set(), own - checkpoint_keys
 
 
 def log_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> None:
     """Log keys that differ, if there are any, each on a line of one message."""
     absent = sorted(missing)
     # Each line is an error's text of its own: one text for all would be cut to its first ten.
-    lines = [_differing(absent, unexpected), *map(error_text, [*map(_unexpected, unexpected), *map(_missing, absent)])]
+    keys = [*map(_unexpected_line, unexpected), *map(_missing_line, absent)]
+    lines = [_differing(absent, unexpected), *map(error_text, keys)]
     if absent or unexpected:
         logger.warning("\n  ".join(lines))
 
@@ -122,9 +123,9 @@ def refuse_keys(missing: Iterable[str], unexpected: Sequence[Unexpected]) -> Non
     if not absent and not unexpected:
         return
     # If all keys differ by one prefix, each missing key is the near one of an unexpected key: one line says so for all.
-    meant = set() if prefix is None else set(prefix.near)
-    others = [_missing(key) for key in absent if key not in meant]
-    lines = _some(list(map(_unexpected, unexpected)) if prefix is None else [str(prefix)], others)
+    near = set() if prefix is None else set(prefix.near)
+    others = [_missing_line(key) for key in absent if key not in near]
+    lines = _some(list(map(_unexpected_line, unexpected)) if prefix is None else [str(prefix)], others)
     fixes = [] if prefix is None else [prefix.fix]
     fixes += [IN_COMMON] * any(one.path is not None for one in unexpected)
     fixes.append("Change the target's keys, or pass a strict mode that logs, returns or ignores them.")
@@ -138,11 +139,11 @@ def _differing(missing: Sequence[str], unexpected: Sequence[Unexpected]) -> str:
     return f"load: keys of target and checkpoint differ: {', '.join(counts)}"
 
 
-def _unexpected(one: Unexpected) -> str:
+def _unexpected_line(one: Unexpected) -> str:
     return f"unexpected (asked for, not stored): {one.text}"
 
 
-def _missing(key: str) -> str:
+def _missing_line(key: str) -> str:
     return f"missing (stored, asked for by no rank): {key!r}"
 
 
@@ -164,50 +165,54 @@ class Omissions:
     Attributes:
         left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
         unfilled: paths of plain tensors of the target for which nothing is stored.
-        united: paths of all plain values of a common state that is the union of several ranks'.
-        unasked: of each rank, which of them its part of the union lacks, as bits.
+        union_paths: of all plain values of a common state that is the union of several ranks'.
+        unasked_bits: of each rank, which of them its part of the union lacks, as bits.
     """
 
     left_out: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
-    united: tuple[TreePath, ...] = ()
-    unasked: tuple[bytes, ...] = ()
+    union_paths: tuple[TreePath, ...] = ()
+    unasked_bits: tuple[bytes, ...] = ()
 
-    def unasked_by_all(self, unasked: Sequence[bytes]) -> tuple[str, ...]:
+    def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
         """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
-        if len(set(map(len, unasked))) != 1:  # nothing was united, or a function of the caller's loads other states
+        if len(set(map(len, all_bits))) != 1:  # nothing was united, or a function of the caller's loads other states
             return ()
-        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in unasked])
-        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.united)))
-        return tuple(render_path(self.united[number]) for number in numbers)
+        of_all = np.bitwise_and.reduce([np.frombuffer(bits, dtype=np.uint8) for bits in all_bits])
+        numbers = np.flatnonzero(np.unpackbits(of_all, count=len(self.union_paths)))
+        return tuple(render_path(self.union_paths[number]) for number in numbers)
 
     def with_those_of(self, others: Omissions) -> Omissions:
         """Return what is left out of the targets of some ranks and of others, each path once."""
         return Omissions(
             tuple(dict.fromkeys((*self.left_out, *others.left_out))),
             tuple(dict.fromkeys((*self.unfilled, *others.unfilled))),
-            self.united or others.united,
-            (*self.unasked, *others.unasked),
+            self.union_paths or others.union_paths,
+            (*self.unasked_bits, *others.unasked_bits),
         )
 
 
-LEFT_OUT = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
-UNFILLED = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
-UNASKED = "load: stored values that only some ranks had are left out: no rank's target has their keys"
+STORED_VALUES = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
+TARGET_TENSORS = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
+RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
 _FIXES = {
-    LEFT_OUT: "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded.",
-    UNFILLED: "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode.",
-    UNASKED: "Put these keys in a rank's target, or pass another strict mode.",
+    STORED_VALUES: (
+        "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
+    ),
+    TARGET_TENSORS: (
+        "Leave them out of the target, put them in a `LocalNonpersistentObject`, or pass another strict mode."
+    ),
+    RANK_VALUES: "Put these keys in a rank's target, or pass another strict mode.",
 }
 """What isn't in the result of a load, and what to do about that."""
 
 
-def refuse_omitted(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
+def refuse_omissions(strict: StrictHandling, what: str, paths: Sequence[str]) -> None:
     """Raise if stored values aren't loaded, or plain tensors not filled, where a mode raises for all.
 
     Args:
         strict: the mode.
-        what: `LEFT_OUT`, `UNFILLED` or `UNASKED`.
+        what: `STORED_VALUES`, `TARGET_TENSORS` or `RANK_VALUES`.
         paths: of the values or tensors.
 
     Raises:
@@ -217,14 +222,14 @@ def refuse_omitted(strict: StrictHandling, what: str, paths: Sequence[str]) -> N
         raise KeyMismatch(error_text(what, offenders=paths, fix=_FIXES[what]))
 
 
-def log_omitted(what: str, paths: Sequence[str]) -> None:
+def log_omissions(what: str, paths: Sequence[str]) -> None:
     """Log the paths of what isn't in the result, if there are any."""
     if paths:
         logger.warning("\n  ".join([what, *map(error_text, paths)]))
 
 
-def log_untaken(untaken: Mapping[str, str]) -> None:
+def log_untaken(reasons: Mapping[str, str]) -> None:
     """Log what is stored and can't be loaded, with why, by key; nothing if there is nothing."""
-    if untaken:
-        lines = [error_text(f"{name!r}: {why}") for name, why in sorted(untaken.items())]
+    if reasons:
+        lines = [error_text(f"{name!r}: {why}") for name, why in sorted(reasons.items())]
         logger.warning("\n  ".join(["load: stored tensors are left out, as they can't be read", *lines]))

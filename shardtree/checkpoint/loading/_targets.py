@@ -37,19 +37,19 @@ def usable_device(device: str | torch.device | None) -> torch.device:
         return CPU
     fix = "Pass the name of a device with memory, as 'cpu' or 'cuda:0'; None is the CPU."
     try:
-        found = torch.device(device)
-        torch.empty(1, device=found)  # torch has no function that says of any device whether this machine has it
+        place = torch.device(device)
+        torch.empty(1, device=place)  # torch has no function that says of any device whether this machine has it
     # torch raises RuntimeError, AssertionError (without CUDA), NotImplementedError or TypeError.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise MetadataError(error_text(f"load: no device {device!r}", found=reason, fix=fix)) from error
-    if found.type == "meta":
+    if place.type == "meta":
         raise MetadataError(error_text("load: tensors on the meta device hold nothing", found=device, fix=fix))
-    return found
+    return place
 
 
 def with_memory(
-    shard: ShardedTensor, given: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
+    shard: ShardedTensor, tensor: torch.Tensor | None, *, donate: bool, on_device: torch.device | None = None
 ) -> ShardedTensor:
     """Return a shard whose data is contiguous memory to be filled, the CPU's or that of a device.
 
@@ -58,27 +58,27 @@ def with_memory(
 
     Args:
         shard: the target's.
-        given: its `given_tensor`.
+        tensor: its `given_tensor`.
         donate: whether that is given away.
-        on_device: the device where the memory is: that of `given`, if there is one. None for the CPU.
+        on_device: the device where the memory is: that of `tensor`, if there is one. None for the CPU.
 
     Raises:
         ShapeError: a tensor isn't the shard's any more, or elements of a donated one are aliases.
     """
-    if given is not None:
-        _check_given(shard, given, donate=donate)
-    if donate and given is not None and (on_device is not None or is_plain_memory(given)):
-        return trees.with_data(shard, given.detach()) if given.requires_grad else shard
+    if tensor is not None:
+        _check_tensor(shard, tensor, donate=donate)
+    if donate and tensor is not None and (on_device is not None or is_plain_memory(tensor)):
+        return trees.with_data(shard, tensor.detach()) if tensor.requires_grad else shard
     if on_device is not None:
         return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype, on_device))
     if not shard.allow_shape_mismatch:
         return trees.with_data(shard, new_memory(shard.key, shard.data_shape, shard.dtype))
-    if given is None:
+    if tensor is None:
         memory = new_memory(shard.key, shard.data_shape, shard.dtype)
         trees.as_integers(memory).zero_()
         return trees.with_data(shard, memory)
-    copied = trees.as_integers(given).to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return trees.with_data(shard, copied.view(shard.dtype))
+    copy = trees.as_integers(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return trees.with_data(shard, copy.view(shard.dtype))
 
 
 def with_memories(
@@ -103,28 +103,28 @@ def with_memories(
     # What is stored under several keys is compared before it goes into the one memory that they have.
     apart = {number for group in tied(pairs) for number in group} if donate else set()
     memories = []
-    for number, (shard, given) in enumerate(pairs):
-        if number in apart and given is not None:
-            _check_given(shard, given, donate=True)
-            memories.append(with_memory(shard, given, donate=False))
+    for number, (shard, tensor) in enumerate(pairs):
+        if number in apart and tensor is not None:
+            _check_tensor(shard, tensor, donate=True)
+            memories.append(with_memory(shard, tensor, donate=False))
             continue
-        if given is not None and donate and _is_memory(shard, given):
+        if tensor is not None and donate and _is_memory(shard, tensor):
             memories.append(shard)
             continue
-        place = device if given is None else given.device
+        place = device if tensor is None else tensor.device
         # Part by part, through staged copies: only what is filled from its first element to its last.
         staged = copies_of(place) is not None and not shard.allow_shape_mismatch
-        if staged and donate and given is not None:
-            staged = given.is_contiguous() and not given.is_conj() and not given.is_neg()
+        if staged and donate and tensor is not None:
+            staged = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         staged = staged and is_staged(shard)
-        memories.append(with_memory(shard, given, donate=donate, on_device=place if staged else None))
+        memories.append(with_memory(shard, tensor, donate=donate, on_device=place if staged else None))
     if donate:
         # Two shards that alias would be filled one over the other, and the second would silently win.
-        check_no_aliases("load", [(shard, given) for shard, given in pairs if given is not None])
+        check_no_aliases("load", [(shard, tensor) for shard, tensor in pairs if tensor is not None])
     return memories
 
 
-def check_given(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
+def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
     """Raise what `with_memories` would, without making memory.
 
     Args:
@@ -136,26 +136,26 @@ def check_given(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
-        >>> check_given([shard], donate=False)
+        >>> check_tensors([shard], donate=False)
     """
-    given = [(shard, tensor) for shard in shards if (tensor := given_tensor(shard)) is not None]
-    for shard, tensor in given:
-        _check_given(shard, tensor, donate=donate)
+    pairs = [(shard, tensor) for shard in shards if (tensor := given_tensor(shard)) is not None]
+    for shard, tensor in pairs:
+        _check_tensor(shard, tensor, donate=donate)
     if donate:
-        check_no_aliases("load", given)
+        check_no_aliases("load", pairs)
 
 
-def _check_given(shard: ShardedTensor, given: torch.Tensor, *, donate: bool) -> None:
+def _check_tensor(shard: ShardedTensor, tensor: torch.Tensor, *, donate: bool) -> None:
     if donate or shard.allow_shape_mismatch:
-        check_unchanged("load", shard, given)
+        check_unchanged("load", shard, tensor)
     if donate:
-        check_writable("load", shard, given)
+        check_writable("load", shard, tensor)
 
 
-def _is_memory(shard: ShardedTensor, given: torch.Tensor) -> bool:
+def _is_memory(shard: ShardedTensor, tensor: torch.Tensor) -> bool:
     """Return whether a shard's own tensor is what `with_memory` returns: a shortcut for most donated tensors."""
-    unchanged = given.dtype is shard.dtype and given.shape == shard.data_shape and given.layout is torch.strided
-    return unchanged and not given.requires_grad and is_plain_memory(given) and not lacks_memory(given)
+    unchanged = tensor.dtype is shard.dtype and tensor.shape == shard.data_shape and tensor.layout is torch.strided
+    return unchanged and not tensor.requires_grad and is_plain_memory(tensor) and not lacks_memory(tensor)
 
 
 def new_memory(key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = CPU) -> torch.Tensor:
@@ -191,23 +191,23 @@ def deliver_all(
     if donate:
         pairs = [(shard, given_tensor(shard)) for shard in shards]
         once = fill_once("load", pairs, [memory.data for memory in memories])
-    delivered = []
+    results = []
     for number, (shard, memory) in enumerate(zip(shards, memories, strict=True)):
         if number in once:
-            delivered.append(once[number])
+            results.append(once[number])
             continue
-        filled = memory.data
-        given = filled if memory is shard else given_tensor(shard)
-        if given is None or not donate:
-            delivered.append(filled.to(device if given is None else given.device))
+        data = memory.data
+        tensor = data if memory is shard else given_tensor(shard)
+        if tensor is None or not donate:
+            results.append(data.to(device if tensor is None else tensor.device))
             continue
-        if filled is given or filled.data_ptr() == given.data_ptr():
+        if data is tensor or data.data_ptr() == tensor.data_ptr():
             # The bytes were written without torch: autograd has to notice that tensors saved for backward have changed.
-            torch.autograd.graph.increment_version(given)
+            torch.autograd.graph.increment_version(tensor)
         else:
-            overwrite(given, filled)
-        delivered.append(given)
-    return delivered
+            overwrite(tensor, data)
+        results.append(tensor)
+    return results
 
 
 # The target taken apart: the shards that it asks for, and the functions that put a tree together again
@@ -247,9 +247,9 @@ class Target:
         """The keys that plain tensors ask for, where they are stored."""
         return set(map(trees.path_key, self.plain.values()))
 
-    def asked_of(self, stored: Set[str]) -> set[str]:
+    def keys_among(self, checkpoint_keys: Set[str]) -> set[str]:
         """Return the keys of all that is asked for: those of plain tensors count where they are stored."""
-        return self.keys | (self.plain_keys & stored)
+        return self.keys | (self.plain_keys & checkpoint_keys)
 
 
 @collector_paused()
@@ -267,14 +267,13 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     """
     trees.check_is_tree("load", tree)
     with trees.refuse_too_deep("load"):
-        built = tree
-        merge: Callable[[Any], Any] = _unmerged
+        merge: Callable[[Any], Any] = _as_it_is
         pairs, rebuild = trees.flatten_with_paths(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
             merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
-            built, merge = trees.build_factories(tree, merge_one)
-            pairs, rebuild = trees.flatten_with_paths(built)
-        types = trees.namedtuple_types(built)
+            tree, merge = trees.build_factories(tree, merge_one)
+            pairs, rebuild = trees.flatten_with_paths(tree)
+        types = trees.namedtuple_types(tree)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
     trees.refuse_hidden("load", others)
     leaves = tuple([leaf for _, leaf in pairs])
@@ -287,8 +286,8 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     return Target(leaves, tensors, objects, rebuild, merge, types, plain, donate)
 
 
-def _unmerged(loaded: Any) -> Any:
-    return loaded
+def _as_it_is(tree: Any) -> Any:
+    return tree
 
 
 def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Target:

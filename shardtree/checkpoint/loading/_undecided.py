@@ -16,7 +16,7 @@ from ._checks import ObjectsFit
 from ._targets import Kinds, Target
 
 
-def undecided(
+def find_undecided(
     request: LoadRequest, target: Target, objects: ObjectsFit, kinds: Kinds, *, is_known: bool
 ) -> Iterator[Undecided]:
     """Yield what may fail when a rank's values are read, though all is stored as it should be.
@@ -36,7 +36,7 @@ def undecided(
             yield Undecided(key, "the format doesn't say whether it is stored whole")
     for shard in target.tensors:
         kind = kinds.get(shard.key) if request.cast else None
-        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _loaded(shard, kind.global_shape):
+        if kind is not None and may_overflow(kind.dtype, shard.dtype) and _elements_to_load(shard, kind.global_shape):
             yield Undecided(shard.key, f"whether its values, stored as {kind.dtype}, fit {shard.dtype}")
     for first, *others in tied([(shard, given_tensor(shard)) for shard in target.tensors if target.donate]):
         why = f"whether it is stored with the values of {target.tensors[first].key!r}, whose memory it shares"
@@ -48,21 +48,21 @@ def undecided(
             yield Undecided(item.key, "whether the rule can handle the objects")
 
 
-def _loaded(shard: ShardedTensor, stored: tuple[int, ...]) -> int:
+def _elements_to_load(shard: ShardedTensor, stored_shape: tuple[int, ...]) -> int:
     """Return how many elements of a shard are loaded."""
-    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored):
-        return stored_elements(shard, stored)
+    if shard.allow_shape_mismatch and len(shard.global_shape) == len(stored_shape):
+        return stored_elements(shard, stored_shape)
     return prod(shard.data_shape)
 
 
-def may_overflow(stored: torch.dtype, target: torch.dtype) -> bool:
+def may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether a conversion depends on values: some of the stored dtype's integers don't fit the target's.
 
     Examples:
         >>> may_overflow(torch.int64, torch.uint8), may_overflow(torch.uint8, torch.int64)
         (True, False)
     """
-    if stored == target or not (is_integer(stored) and is_integer(target)):
+    if source == target or not (is_integer(source) and is_integer(target)):
         return False
-    own, other = torch.iinfo(stored), torch.iinfo(target)
+    own, other = torch.iinfo(source), torch.iinfo(target)
     return own.min < other.min or own.max > other.max

@@ -57,7 +57,7 @@ from ...strategies import (
 )
 from ...trees import United
 from ...world import step
-from .._consistency import united_field
+from .._consistency import unions_field
 from .._dispatch import Backends, Choice, strategy_of
 from ._replace import check_same, is_live, remove_sibling, swap_folders
 from ._start import RunningSave, beside, end, is_recognized
@@ -74,7 +74,7 @@ def save_request(
     choices: tuple[Choice, Choice],
     backends: Backends,
     strategies: Strategies | None,
-    united: United = MappingProxyType({}),
+    unions: United = MappingProxyType({}),
 ) -> AsyncRequest[Any]:
     """Return the request that writes this rank's part and then commits; nothing is written yet.
 
@@ -86,7 +86,7 @@ def save_request(
         choices: what the caller named as strategies for the shards and the common state.
         backends: the backends of these choices.
         strategies: the dispatch table; None for the process's.
-        united: of which dicts of the common tree ranks have keys of their own.
+        unions: of which dicts of the common tree ranks have keys of their own.
     """
     tensors, objects = writes
     sharded_backend, common_backend = backends
@@ -115,7 +115,7 @@ def save_request(
     if sharded_backend == common_backend or len(requests) > 1:
         of_common = requests[-1].state
     finish = partial(_finish, replace(pending, state=state), commit, strategies)
-    write_common = partial(_write_common, partial(save_common, replace(pending, state=of_common), common), united)
+    write_common = partial(_write_common, partial(save_common, replace(pending, state=of_common), common), unions)
     removes_saves = any(request.removes_saves for request in requests)
     return AsyncRequest(
         world=pending.world,
@@ -133,13 +133,13 @@ def save_request(
     )
 
 
-def _write_common(save_common: Callable[[], Fields], united: United) -> Fields:
+def _write_common(save_common: Callable[[], Fields], unions: United) -> Fields:
     fields = _checked_fields(save_common())
     # Formats of other programs have no fields of ours: Megatron-Core refuses a metadata.json with any.
-    return {**fields, **united_field(united)} if "common" in fields else fields
+    return {**fields, **unions_field(unions)} if "common" in fields else fields
 
 
-class _Unused:
+class _UseCheck:
     """Shared by all copies of a request: warns when it is collected before the save was begun or abandoned.
 
     Nothing is removed then: other ranks may be writing.
@@ -161,13 +161,13 @@ class _Unused:
 def warns_unused(request: AsyncRequest[Any]) -> AsyncRequest[Any]:
     """Return the request, which warns if it is collected although neither it nor a copy of it was run or abandoned."""
     folder = request.folder
-    unused = _Unused("a folder" if folder is None else folder.where())
+    check = _UseCheck("a folder" if folder is None else folder.where())
 
-    def used(fn: Callable[[], Any]) -> Any:
-        unused.is_used = True
+    def use(fn: Callable[[], Any]) -> Any:
+        check.is_used = True
         return fn()
 
-    return replace(request, async_fn=partial(used, request.async_fn), abandon=partial(used, request.abandon))
+    return replace(request, async_fn=partial(use, request.async_fn), abandon=partial(use, request.abandon))
 
 
 def _write(
@@ -190,17 +190,17 @@ def _write(
     if recognizes:
         _check_no_other(pending, strategies)
     if recognizes or pending.world.rank != 0 or can(pending.storage).replace_if is None:
-        written = tuple(request.async_fn() for request in requests)
+        results = tuple(request.async_fn() for request in requests)
     else:
         # Small, and waits for nothing: beside the uploads, it takes no time.
         with ThreadPoolExecutor(1) as thread:
             with suppress(RuntimeError):  # while the interpreter ends, no thread can start: the commit writes it then
                 running.common = thread.submit(write_common).result
-            written = tuple(request.async_fn() for request in requests)
+            results = tuple(request.async_fn() for request in requests)
     if running.folder is not None:
         # The new folder's entry was synced by another thread meanwhile: it must be on the medium before the commit.
         running.folder.wait()
-    return written
+    return results
 
 
 def _check_no_other(pending: PendingSave, strategies: Strategies | None) -> None:
@@ -255,10 +255,10 @@ def _commit(
     check_no_other: Callable[[], None],
     finish: Callable[[Callable[[], None], Fields], None],
     looks_first: bool,
-    written: Sequence[tuple[Any, ...]],
+    results: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
-    merged = dict(fields)
+    all_fields = dict(fields)
     if looks_first:
         # Fixed names may by now be another save's files, which the index and the common state would overwrite.
         with step("save: look for another checkpoint"):
@@ -268,17 +268,17 @@ def _commit(
         check_no_other = beside(pending.storage, check_no_other)
     for number, request in enumerate(requests):
         with step("save: index"):
-            merged |= _checked_fields(request.commit([part[number] for part in written]))
+            all_fields |= _checked_fields(request.commit([part[number] for part in results]))
     with step("save: common state"):
-        written_beside, running.common = running.common, None  # a commit that is tried again writes it itself
-        merged |= (written_beside or write_common)()
+        common_beside, running.common = running.common, None  # a commit that is tried again writes it itself
+        all_fields |= (common_beside or write_common)()
     try:
-        finish(check_no_other, merged)
+        finish(check_no_other, all_fields)
     except OutcomeUnknown:
         # Nothing goes on with it: a later save, whose commit turns this one away, may remove it.
         release(pending.save_id)
         raise
-    return merged
+    return all_fields
 
 
 def _checked_fields(fields: Any) -> Fields:
@@ -287,8 +287,8 @@ def _checked_fields(fields: Any) -> Fields:
     return fields
 
 
-def _misfit(what: str, found: Any, expected: str, fix: str) -> StrategyError:
-    text = error_text(f"save: not what {what} returns", found=type(found).__name__, expected=expected, fix=fix)
+def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
+    text = error_text(f"save: not what {what} returns", found=type(value).__name__, expected=expected, fix=fix)
     return StrategyError(text)
 
 
@@ -350,7 +350,7 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         elif pending.replaced is None:  # here too; a format's own clean-up may not know of it
             storage.remove(f"{pending.save_id}/{OWNER_FILE}")
         # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
-        changes = (changed for *_, changed in stamp(storage, deciding_files(strategies)))
+        changes = (time for *_, time in stamp(storage, deciding_files(strategies)))
         before = max(changes, default=0.0) - pending.options.stale_after
         _remove_siblings(pending, storage, before, strategies)
         for name in storage.names():

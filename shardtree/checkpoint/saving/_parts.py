@@ -52,7 +52,7 @@ from ...trees import (
 from ...world import agree, gather
 from .._consistency import check_common
 from .._open import CONTENT_METADATA
-from ._start import SaveCall, compared
+from ._start import SaveCall, common_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +63,13 @@ class TreeParts:
         tensors: the tensor shards, factories applied.
         objects: the sharded objects.
         common: everything else, with holes where shards and nonpersistent objects were.
-        united: where it is the union of ranks' dicts that have keys of their own.
+        unions: where it is the union of ranks' dicts that have keys of their own.
     """
 
     tensors: tuple[ShardedTensor, ...]
     objects: tuple[ShardedObject, ...]
     common: Any
-    united: United = field(default_factory=dict)
+    unions: United = field(default_factory=dict)
 
 
 @collector_paused()
@@ -84,11 +84,11 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     """
     check_is_tree("save", tree)
     with refuse_too_deep("save"):
-        built = with_content_metadata(tree, content_metadata)
-        leaves = leaves_with_paths(built)
+        tree = with_content_metadata(tree, content_metadata)
+        leaves = leaves_with_paths(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in leaves}):
-            built = apply_factories(built)
-            leaves = leaves_with_paths(built)
+            tree = apply_factories(tree)
+            leaves = leaves_with_paths(tree)
     rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
     # Tree maps don't enter these values, so a shard inside one would be missed.
     refuse_hidden("save", rest)
@@ -97,7 +97,7 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     # The quick test first: with thousands of small tensors, a close look at each would be most of the step's time.
     _check_data([pair for pair in tensors if not _is_as_described(pair[1])])
     objects = tuple(leaf for _, leaf in rest if isinstance(leaf, ShardedObject))
-    return TreeParts(tuple(shard for _, shard in tensors), objects, common_with_holes(built))
+    return TreeParts(tuple(shard for _, shard in tensors), objects, common_with_holes(tree))
 
 
 def take_apart_for_later(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> TreeParts:
@@ -145,9 +145,11 @@ def with_content_metadata(tree: Any, content_metadata: Mapping[str, Any] | None)
     if content_metadata is None:
         return tree
     if not isinstance(tree, dict) or CONTENT_METADATA in tree:
-        found = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
+        obstacle = "an entry of that name" if isinstance(tree, dict) else type(tree).__name__
         raise TreeError(
-            error_text(f"save: can't add {CONTENT_METADATA!r} to the tree", found=found, expected="a dict without it")
+            error_text(
+                f"save: can't add {CONTENT_METADATA!r} to the tree", found=obstacle, expected="a dict without it"
+            )
         )
     return {**tree, CONTENT_METADATA: content_metadata}
 
@@ -171,9 +173,9 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
         CheckpointingException, UnsupportedValue, ShapeError: as `take_apart`.
     """
     # A tensor keeps its shape when its storage is freed.
-    freed = ", whose storage is freed"
+    suffix = ", whose storage is freed"
     empty = [
-        f"{shard.key!r} at {render_path(path)}{freed * lacks_memory(shard.data)}"
+        f"{shard.key!r} at {render_path(path)}{suffix * lacks_memory(shard.data)}"
         for path, shard in tensors
         if not _has_data(shard)
     ]
@@ -185,10 +187,10 @@ def _check_data(tensors: Sequence[tuple[TreePath, ShardedTensor]]) -> None:
     if others:
         fix = "Save .to_dense() of it, or its parts as tensors of their own."
         raise UnsupportedValue(error_text("save: data that isn't a dense tensor", offenders=others, fix=fix))
-    changed = [f"{render_path(path)}: {found}" for path, shard in tensors if (found := misfit(shard))]
-    if changed:
+    problems = [f"{render_path(path)}: {difference}" for path, shard in tensors if (difference := misfit(shard))]
+    if problems:
         fix = "Change a dtype with `cast`, a shape with `map_shards`, and make shards of a tensor after it was changed."
-        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=changed, fix=fix))
+        raise ShapeError(error_text("save: data that isn't what its shard says", offenders=problems, fix=fix))
 
 
 def _has_data(shard: ShardedTensor) -> bool:
@@ -223,19 +225,19 @@ def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str
         IntegrityError: it isn't asked for, or ranks have different values under the same keys, or shards and values.
     """
     # Whole states travel only in this case, and of those that are the same only one.
-    first = [hashes.index(hashed) for hashed in hashes]
+    first = [hashes.index(one) for one in hashes]
     as_union, allow_pickle = call.options.common == "union", call.options.allow_pickle
 
-    def encoded() -> bytes:
+    def encode() -> bytes:
         if first[call.world.rank] != call.world.rank:
             return b""
         # Encoded, not pickled: ranks may hold instances of classes that others can't import.
-        return encode_tree(common if as_union else compared(call, common), allow_pickle=allow_pickle)
+        return encode_tree(common if as_union else common_part(call, common), allow_pickle=allow_pickle)
 
-    sent = gather(call.world, "save: compare common states", encoded)
+    states = gather(call.world, "save: compare common states", encode)
 
-    def checked() -> tuple[Any, United]:
-        commons = {rank: decode_tree(sent[rank], allow_pickle=allow_pickle) for rank in sorted(set(first))}
+    def choose() -> tuple[Any, United]:
+        commons = {rank: decode_tree(states[rank], allow_pickle=allow_pickle) for rank in sorted(set(first))}
         if not as_union:
             check_common([commons[rank] for rank in first])
             return common, {}
@@ -243,7 +245,7 @@ def common_to_store(call: SaveCall, tree: Any, common: Any, hashes: Sequence[str
         union, _ = unite({0: common, 1: _union(commons, first, call.world.rank, tree)})
         return union, united(list(commons.values()))
 
-    return agree(call.world, "save: check common states", checked)
+    return agree(call.world, "save: check common states", choose)
 
 
 def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree: Any) -> Any:
@@ -261,7 +263,7 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
     """
     union, conflicts = unite(commons)
     by_path = {
-        path: {rank: held[like] for rank, like in enumerate(first) if like in held} for path, held in conflicts.items()
+        path: {rank: each[like] for rank, like in enumerate(first) if like in each} for path, each in conflicts.items()
     }
     if not by_path:
         # A load into this rank's own tree must fit what is stored: its shards have no place where a value stands.
@@ -273,8 +275,8 @@ def _union(commons: Mapping[int, Any], first: Sequence[int], own_rank: int, tree
                 if rank != own_rank and depth == len(path) and not is_hollow(value):
                     by_path[path][rank] = value
     if by_path:
-        found = [(path, problem) for path, by_rank in by_path.items() for problem in layouts.common_problems(by_rank)]
-        lines = [str(replace(problem, key=(*path, *problem.key))) for path, problem in found]
+        pairs = [(path, problem) for path, by_rank in by_path.items() for problem in layouts.common_problems(by_rank)]
+        lines = [str(replace(problem, key=(*path, *problem.key))) for path, problem in pairs]
         fix = (
             "Give each rank's value a key of its own, or wrap it in a ShardedObject. Make a list whose entries differ "
             "a dict by what they belong to, as StateDictOptions(flatten_optimizer_state_dict=True) does of an "

@@ -76,41 +76,39 @@ def make_sibling(storage: Storage, save_id: str, strategies: Strategies | None, 
         raise
 
 
-def check_same(replaced: Replaced, strategies: Strategies | None) -> None:
+def check_same(old: Replaced, strategies: Strategies | None) -> None:
     """Raise unless the checkpoint that is to be replaced is still the one that was there when the save began.
 
     Raises:
         CheckpointReplaced: another save replaced it meanwhile, or the same one did already.
     """
-    if stamp(replaced.storage, deciding_files(strategies)) != replaced.stamp:
+    if stamp(old.storage, deciding_files(strategies)) != old.stamp:
         fix = "Let only one save at a time go to a folder, and run a request once."
-        what = f"save: {replaced.storage.where()!r} was changed by another save meanwhile"
+        what = f"save: {old.storage.where()!r} was changed by another save meanwhile"
         raise CheckpointReplaced(error_text(what, fix=fix))
 
 
-def swap_folders(
-    pending: PendingSave, replaced: Replaced, fields: Mapping[str, Any], strategies: Strategies | None
-) -> None:
+def swap_folders(pending: PendingSave, old: Replaced, fields: Mapping[str, Any], strategies: Strategies | None) -> None:
     """Let a finished save take the old checkpoint's place, with the files there that aren't a checkpoint's; on rank 0.
 
     Raises:
         CheckpointReplaced: another save was there first.
         StorageError: a file that isn't a checkpoint's has a name that the new one needs.
     """
-    check_same(replaced, strategies)
+    check_same(old, strategies)
     # A model's folder has a config.json and a tokenizer, a run's has logs. They get second names in the new folder
     # before the exchange: moving them after it would leave a moment, or after a crash an hour, without them.
-    others = _others(replaced.storage, replaced.sibling, strategies)
-    taken = replaced.sibling.share(others, durable=pending.options.durable)
-    if taken:
-        what = f"save: other files in {replaced.storage.where()!r} have names that the new checkpoint needs"
-        raise StorageError(error_text(what, offenders=map(repr, taken), fix="Move them, or save to a new folder."))
+    others = _others(old.storage, old.sibling, strategies)
+    clashes = old.sibling.share(others, durable=pending.options.durable)
+    if clashes:
+        what = f"save: other files in {old.storage.where()!r} have names that the new checkpoint needs"
+        raise StorageError(error_text(what, offenders=map(repr, clashes), fix="Move them, or save to a new folder."))
     # A file that was kept, say a lone safetensors file, may be what another format recognises first.
-    found = read_fields(pending.storage, strategies)
-    if sharded_backend(found) != sharded_backend(fields):
-        what = f"save: other files in {replaced.storage.where()!r} make the new checkpoint look like another format's"
-        raise StorageError(error_text(what, found=repr(sharded_backend(found)), fix="Move them, or save elsewhere."))
-    replaced.sibling.exchange(durable=pending.options.durable)
+    backend = sharded_backend(read_fields(pending.storage, strategies))
+    if backend != sharded_backend(fields):
+        what = f"save: other files in {old.storage.where()!r} make the new checkpoint look like another format's"
+        raise StorageError(error_text(what, found=repr(backend), fix="Move them, or save elsewhere."))
+    old.sibling.exchange(durable=pending.options.durable)
 
 
 def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | None, *, durable: bool) -> None:
@@ -119,18 +117,18 @@ def remove_sibling(storage: Storage, sibling: Sibling, strategies: Strategies | 
     Raises:
         StorageError: files in it that aren't a checkpoint's could be lost, so they stay where they are.
     """
-    exchanged = sibling.is_exchanged()
-    if exchanged is None and sibling.storage.names():
+    is_exchanged = sibling.is_exchanged()
+    if is_exchanged is None and sibling.storage.names():
         what = f"save: an interrupted save beside {storage.where()!r} may hold the old checkpoint, or half of a new one"
         fix = f"Look at {sibling.storage.where()!r}, and remove it."
         raise StorageError(error_text(what, fix=fix))
-    if exchanged:
+    if is_exchanged:
         # Looked through once more: files may have been made in the old folder between the links and the exchange.
         others = _others(sibling.storage, sibling, strategies)
-        if taken := sibling.share(others, durable=durable):
+        if clashes := sibling.share(others, durable=durable):
             what = f"save: files that were in {storage.where()!r} before it was replaced stay beside it"
             fix = f"Look at {sibling.storage.where()!r}, and remove it."
-            raise StorageError(error_text(what, offenders=map(repr, taken), fix=fix))
+            raise StorageError(error_text(what, offenders=map(repr, clashes), fix=fix))
     sibling.remove()
 
 

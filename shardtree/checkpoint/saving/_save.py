@@ -34,7 +34,7 @@ from .._replicas import differing_replicas
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import Writes, save_request, warns_unused
 from ._parts import TreeParts, common_to_store, take_apart, take_apart_for_later
-from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, compared, folder_at, pending_here, start_of
+from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, common_part, folder_at, pending_here, start_of
 
 
 @shielded
@@ -119,7 +119,7 @@ def save(
     References:
         megatron.core.dist_checkpointing.serialization.save, megatron-core 0.16.1.
     """
-    passed = options  # checked in step 1, so that all ranks learn what is wrong with it
+    argument = options  # checked in step 1, so that all ranks learn what is wrong with it
     options = options if isinstance(options, SaveOptions) else SaveOptions()
     validate, is_async = validate_access_integrity, async_sharded_save
     if is_async and options.threads is None:
@@ -128,7 +128,7 @@ def save(
     choices, view = (sharded_strategy, common_strategy), preprocess_common_before_consistancy_check
     call = SaveCall(ranks, choices, validate, view, options, overwrite, layout, strategies, is_async)
 
-    parts_or_error = tried(partial(_parts, call, passed, sharded_state_dict, content_metadata))  # 1: runs now
+    parts_or_error = tried(partial(_parts, call, argument, sharded_state_dict, content_metadata))  # 1: runs now
     with ExitStack() as undo_folder:
         local, messages = meet(call, parts_or_error, checkpoint_dir, undo_folder)  # 2: all ranks wait
         local = compare_common(call, sharded_state_dict, local, messages)  # 3: all wait if common states differ
@@ -141,8 +141,8 @@ def save(
         undo_folder.pop_all()  # from here on the request, if it is abandoned, removes the save's own folder
     if is_async:
         return warns_unused(request)
-    written_or_error = tried(request.async_fn)  # 5: runs now
-    request.finish(written_or_error)  # 6: all wait, and rank 0 commits
+    results_or_error = tried(request.async_fn)  # 5: runs now
+    request.finish(results_or_error)  # 6: all wait, and rank 0 commits
     return None
 
 
@@ -173,7 +173,7 @@ class LocalSave:
 
     Attributes:
         parts: its tree, taken apart.
-        known: all ranks' shards, where the caller gave them.
+        layout: all ranks' shards, where the caller gave them.
         backends: of the shards and of the common state.
         storage: where to.
         description: of its shards, None where ranks don't compare them.
@@ -182,7 +182,7 @@ class LocalSave:
     """
 
     parts: TreeParts
-    known: KnownLayout | None
+    layout: KnownLayout | None
     backends: Backends
     storage: Storage
     description: Description | None
@@ -205,9 +205,9 @@ def meet(
     def alone() -> LocalSave:
         with step("save: prepare"):
             own = parts()
-            known = None
+            layout = None
             if call.layout is not None:
-                known = known_layout("save", call.layout, own.tensors, call.world.rank, call.world.size)
+                layout = known_layout("save", call.layout, own.tensors, call.world.rank, call.world.size)
         with step("save: find the format"):
             refuse_overlap(directory, call.world.rank)
             backends = backends_of(*call.choices, call.strategies)
@@ -217,12 +217,12 @@ def meet(
             storage = folder_at(directory)
         description = None
         if call.describes:
-            hashed = digest(encode_tree(compared(call, own.common), allow_pickle=call.options.allow_pickle))
-            description = describe(own.tensors, own.objects, call.world.rank, hashed, known, ranks=call.world.size)
+            own_hash = digest(encode_tree(common_part(call, own.common), allow_pickle=call.options.allow_pickle))
+            description = describe(own.tensors, own.objects, call.world.rank, own_hash, layout, ranks=call.world.size)
         # Last: of the steps that can fail before ranks meet, only this one changes anything on the storage.
         running = RunningSave()
         pending = begin(call, storage, backends, running, undo) if call.world.rank == 0 else None
-        return LocalSave(own, known, backends, storage, description, pending, running)
+        return LocalSave(own, layout, backends, storage, description, pending, running)
 
     def message(local: LocalSave) -> Message:
         description = brief(local.description, call.world.size)
@@ -235,10 +235,10 @@ def meet(
         alone,
         message,
         steps=_STEPS,
-        given=call.given,
+        given=call.alike_arguments,
     )
-    completed = complete(call.world, local.description, [description for description, _ in messages])
-    return local, [(description, start) for description, (_, start) in zip(completed, messages, strict=True)]
+    descriptions = complete(call.world, local.description, [description for description, _ in messages])
+    return local, [(description, start) for description, (_, start) in zip(descriptions, messages, strict=True)]
 
 
 def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequence[Message]) -> LocalSave:
@@ -256,8 +256,8 @@ def compare_common(call: SaveCall, tree: Any, local: LocalSave, messages: Sequen
     hashes = [description.common for description, _ in messages if description is not None]
     if len(set(hashes)) < 2:
         return local
-    common, united = common_to_store(call, tree, local.parts.common, hashes)
-    return replace(local, parts=replace(local.parts, common=common, united=united))
+    common, unions = common_to_store(call, tree, local.parts.common, hashes)
+    return replace(local, parts=replace(local.parts, common=common, unions=unions))
 
 
 def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> None:
@@ -273,7 +273,7 @@ def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]
     """
 
     def join() -> tuple[ShardColumns, Sequence[ShardedTensor]]:
-        order = range(len(local.parts.tensors)) if local.known is None else local.known.order.tolist()
+        order = range(len(local.parts.tensors)) if local.layout is None else local.layout.order.tolist()
         return _checked_columns(call, local, messages), [local.parts.tensors[number] for number in order]
 
     problems = differing_replicas(call.world, join)
@@ -305,9 +305,9 @@ def _plan(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> Asyn
         pending = local.pending or pending_here(messages[0][1], local.storage, call.world, call.options)
     if call.is_async and call.options.snapshot:
         tensors = snapshot_shards(tensors)
-    known, writes, parts = replace(pending, layout=columns, world=call.world), (tensors, objects), local.parts
+    pending, writes, parts = replace(pending, layout=columns, world=call.world), (tensors, objects), local.parts
     backends = (call.choices, local.backends, call.strategies)
-    return save_request(known, local.running, writes, parts.common, *backends, parts.united)
+    return save_request(pending, local.running, writes, parts.common, *backends, parts.unions)
 
 
 def share_out(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> tuple[Writes, ShardColumns | None]:
@@ -332,10 +332,10 @@ def share_out(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> 
     own = np.flatnonzero(columns.rank == call.world.rank)
     # Each rank computes all ranks' shares alike, from the same columns, so that no further exchange is needed.
     writes = level_writes(columns, call.world.size)[own]
-    chosen = np.flatnonzero(writes) if local.known is None else np.sort(local.known.order[writes])
-    return (tuple(parts.tensors[number] for number in chosen.tolist()), objects), columns
+    numbers = np.flatnonzero(writes) if local.layout is None else np.sort(local.layout.order[writes])
+    return (tuple(parts.tensors[number] for number in numbers.tolist()), objects), columns
 
 
 def _checked_columns(call: SaveCall, local: LocalSave, messages: Sequence[Message]) -> ShardColumns:
     descriptions = [description for description, _ in messages if description is not None]
-    return check_together("save", descriptions, local.known, tiling=call.validate)
+    return check_together("save", descriptions, local.layout, tiling=call.validate)

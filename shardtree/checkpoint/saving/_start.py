@@ -52,7 +52,7 @@ from ...strategies import (
 from ...trees import comparable, without_holes
 from ...world import World, step
 from .._dispatch import Backends, Choice, alike, alike_choices, common_backend, sharded_backend
-from .._open import recognized
+from .._open import recognize
 from ._replace import make_sibling, sibling_of
 
 logger = logging.getLogger("shardtree")
@@ -92,13 +92,13 @@ class SaveCall:
         return self.validate or self.options.check_replicas or self.layout is not None
 
     @property
-    def given(self) -> dict[str, object]:
+    def alike_arguments(self) -> dict[str, object]:
         """The arguments that have to be the same on all ranks, where they aren't the usual ones."""
         if self.world.size == 1:
             return {}
         flags = {"overwrite": self.overwrite, "async_sharded_save": self.is_async}
-        asked = {name: flag for name, flag in flags.items() if flag}
-        return alike(self.options) | asked | alike_choices(*self.choices)
+        unusual = {name: flag for name, flag in flags.items() if flag}
+        return alike(self.options) | unusual | alike_choices(*self.choices)
 
 
 def check_union(call: SaveCall) -> None:
@@ -115,7 +115,7 @@ def check_union(call: SaveCall) -> None:
         raise MetadataError(error_text("save: a union needs the whole common states compared", fix=fix))
 
 
-def compared(call: SaveCall, common: Any) -> Any:
+def common_part(call: SaveCall, common: Any) -> Any:
     """Return what of a rank's common tree must be the same on all ranks, or fit together."""
     if not call.validate:
         return None
@@ -204,22 +204,22 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, running: Running
     save_id = _new_save_id()
     # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
     at_once = call.overwrite and can(storage).replace_if is not None and _in_save_folder(backends, call.strategies)
-    made = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
+    task = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
         with step("save: look at the folder"):
             start = inspect_folder(storage, backends, call.strategies, overwrite=call.overwrite, save_id=save_id)
         pending = replace(pending_save(start, storage, call.world, call.options), overwrite=call.overwrite)
     except BaseException:
-        if made is not None:
-            made.drop()
+        if task is not None:
+            task.drop()
             end(PendingSave(storage, save_id, call.world), RunningSave(claim(save_id)))
         raise
     undo.callback(_undo, pending, running)
     with step("save: make the folder"):
-        if made is None:
+        if task is None:
             make_folder(pending, running, backends, call.strategies)
         else:
-            running.claim = made.result()
+            running.claim = task.result()
     return pending
 
 
@@ -286,7 +286,7 @@ def is_recognized(storage: Storage, strategies: Strategies | None) -> bool:
     # Asking each format takes looks at many names, and an import of it: not for a new folder, or one of saves alone.
     if can(storage).entries is None and all(map(is_save_folder, storage.names())):
         return False
-    return recognized(storage, strategies) is not None
+    return recognize(storage, strategies) is not None
 
 
 def pending_save(start: SaveStart, storage: Storage, world: World, options: SaveOptions) -> PendingSave:
@@ -298,8 +298,8 @@ def pending_save(start: SaveStart, storage: Storage, world: World, options: Save
     if start.old is None:
         return PendingSave(storage, start.save_id, world, start.before, options)
     sibling = sibling_of(storage, start.save_id)
-    replaced = Replaced(storage, sibling, start.old)
-    return PendingSave(sibling.storage, start.save_id, world, start.before, options, replaced=replaced)
+    old = Replaced(storage, sibling, start.old)
+    return PendingSave(sibling.storage, start.save_id, world, start.before, options, replaced=old)
 
 
 def pending_here(start: SaveStart | None, storage: Storage, world: World, options: SaveOptions) -> PendingSave:

@@ -53,8 +53,8 @@ def step_number(names: str, folder: str) -> int | None:
         >>> step_number("step_{:08d}", "step_42"), step_number("step_{:08d}", "notes")
         (42, None)
     """
-    found = _pattern(names).fullmatch(folder)
-    return int(found[1]) if found else None
+    match = _pattern(names).fullmatch(folder)
+    return int(match[1]) if match else None
 
 
 @cache
@@ -186,8 +186,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             raise TypeError("a name that isn't text")
         return {name: _metric(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        found, expected = str(error)[:200], "numbers by name, such as {'loss': 0.25}"
-        raise MetadataError(error_text("series: not metrics", found=found, expected=expected)) from error
+        problem, expected = str(error)[:200], "numbers by name, such as {'loss': 0.25}"
+        raise MetadataError(error_text("series: not metrics", found=problem, expected=expected)) from error
 
 
 def _metric(value: Any) -> float:
@@ -233,20 +233,20 @@ def list_steps(root: Storage, names: str, strategies: Strategies | None) -> tupl
     """
     # Listed anew each time: a listing that is kept would miss other processes' saves, and a thousand steps take some
     # tenths of a second.
-    found: dict[int, SavedStep] = {}
-    with listed(root) as seen:
-        folders = [folder for folder in seen.names() if step_number(names, folder) is not None]
-        prefetch(seen, (f"{folder}/{file}" for folder in folders for file in (METADATA_FILE, RECORD_FILE)))
+    steps: dict[int, SavedStep] = {}
+    with listed(root) as listing:
+        folders = [folder for folder in listing.names() if step_number(names, folder) is not None]
+        prefetch(listing, (f"{folder}/{file}" for folder in folders for file in (METADATA_FILE, RECORD_FILE)))
         for folder in folders:
-            step = saved_step(seen, folder, step_number(names, folder) or 0, strategies)
+            step = saved_step(listing, folder, step_number(names, folder) or 0, strategies)
             if step is None:
                 continue
-            if step.number in found:
-                one, other = map(root.where, (found[step.number].folder, folder))
+            if step.number in steps:
+                one, other = map(root.where, (steps[step.number].folder, folder))
                 logger.warning("series: %s and %s are the same step", one, other)
-            if step.number not in found or folder == step_folder(names, step.number):
-                found[step.number] = step
-    return sorted_steps(found.values())
+            if step.number not in steps or folder == step_folder(names, step.number):
+                steps[step.number] = step
+    return sorted_steps(steps.values())
 
 
 def newest_step(root: Storage, names: str, strategies: Strategies | None) -> SavedStep | None:
@@ -257,12 +257,12 @@ def newest_step(root: Storage, names: str, strategies: Strategies | None) -> Sav
         names: the format of their folders' names.
         strategies: the dispatch table; None for the process's.
     """
-    with listed(root) as seen:
-        numbered = [(number, folder) for folder in seen.names() if (number := step_number(names, folder)) is not None]
+    with listed(root) as listing:
+        pairs = [(number, folder) for folder in listing.names() if (number := step_number(names, folder)) is not None]
         # Of two folders of one step, the one by its usual name.
-        order = sorted(numbered, key=lambda each: (each[0], each[1] == step_folder(names, each[0])), reverse=True)
-        found = (saved_step(seen, folder, number, strategies) for number, folder in order)
-        return next((step for step in found if step is not None), None)
+        order = sorted(pairs, key=lambda each: (each[0], each[1] == step_folder(names, each[0])), reverse=True)
+        steps = (saved_step(listing, folder, number, strategies) for number, folder in order)
+        return next((step for step in steps if step is not None), None)
 
 
 def saved_step(root: Storage, folder: str, number: int, strategies: Strategies | None) -> SavedStep | None:
@@ -273,7 +273,7 @@ def saved_step(root: Storage, folder: str, number: int, strategies: Strategies |
         record = sound_record(root, folder)
         if is_being_removed(root, folder, record):
             return None
-        time = _time_saved(root, folder, strategies) if record.time is None or record.removing else record.time
+        time = _save_time(root, folder, strategies) if record.time is None or record.removing else record.time
     except StorageError:
         if is_folder(root, folder):
             raise
@@ -311,7 +311,7 @@ def mark(root: Storage, folder: str, name: str) -> FileMark | None:
     return None if length is None else FileMark(name, length, root.changed(full))
 
 
-def _time_saved(root: Storage, folder: str, strategies: Strategies | None) -> float:
+def _save_time(root: Storage, folder: str, strategies: Strategies | None) -> float:
     """Return when a checkpoint without a record was saved: the time of the files by which it is recognised."""
     decider = root.changed(f"{folder}/{METADATA_FILE}")
     if decider is not None:

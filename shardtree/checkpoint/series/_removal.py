@@ -91,8 +91,8 @@ def _lines(removal: Removal) -> Iterator[str]:
     for step in removal.steps:
         fate = _goes(going[step.number]) if step.number in going else f"stays: {', '.join(removal.kept[step.number])}"
         yield f"{step.number:>{width}}  {_moment(step.time)}  {fate}"
-    gone, stays = len(going), plural(len(removal.steps) - len(going), "step")
-    leaves = f"{plural(gone, 'step')} {'goes' if gone == 1 else 'go'}, {removal.nbytes:,} bytes"
+    count, stays = len(going), plural(len(removal.steps) - len(going), "step")
+    leaves = f"{plural(count, 'step')} {'goes' if count == 1 else 'go'}, {removal.nbytes:,} bytes"
     yield f"{leaves}; {stays} {'stays' if stays.startswith('1 ') else 'stay'}"
 
 
@@ -139,16 +139,16 @@ def step_files(root: Storage, folder: str, number: int, strategies: Strategies |
         return "it is gone"
     if is_being_saved(storage, own):
         return "a save to it is in progress"
-    found = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
+    names = tuple(name.removeprefix(f"{folder}/") for name in files_in(root, folder))
     # What a crash left of this step's own saves goes too, and only names that a save gives.
-    ours = [name for name in found if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
+    ours = [name for name in names if name in own or is_save_file(name) or is_temporary(name.rpartition("/")[2])]
     # Removing through a link could empty another checkpoint.
-    links = [name for name in found if is_link(root, f"{folder}/{name}")]
+    links = [name for name in names if is_link(root, f"{folder}/{name}")]
     if any(name == link or name.startswith(f"{link}/") for link in links for name in (*own, *ours)):
         return "files of it are links"
     order = partial(_order, deciding_files(strategies))
     marks = (mark(root, folder, name) for name in sorted(ours, key=order))
-    others = tuple(name for name in found if name not in {*ours, RECORD_FILE})
+    others = tuple(name for name in names if name not in {*ours, RECORD_FILE})
     return StepFiles(number, folder, tuple(one for one in marks if one is not None), others)
 
 
@@ -160,8 +160,8 @@ def is_being_saved(storage: Storage, own: Iterable[str] = ()) -> bool:
         own: the files of the checkpoint that is in it, whose save is finished.
     """
     before = time.time() - STALE_AFTER
-    finished = {name.partition("/")[0] for name in own}
-    inside = (name for name in storage.names() if is_save_folder(name) and name not in finished)
+    own_folders = {name.partition("/")[0] for name in own}
+    inside = (name for name in storage.names() if is_save_folder(name) and name not in own_folders)
     if any(not is_surely_orphaned(storage, name, before=before) for name in inside):
         return True
     beside = siblings(storage).items()

@@ -48,12 +48,12 @@ _IRREMOVABLE = "can't be removed"
 
 def plan_removal(root: Storage, names: str, policy: Choose, strategies: Strategies | None) -> Removal:
     """Return the plan of removing what a policy doesn't keep of the steps that are there now; nothing is changed."""
-    with listed(root) as seen:
-        steps = list_steps(seen, names, strategies)
-        return _plan(seen, steps, dict(kept_steps(policy, steps)), strategies)
+    with listed(root) as listing:
+        steps = list_steps(listing, names, strategies)
+        return _plan(listing, steps, dict(kept_steps(policy, steps)), strategies)
 
 
-def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None, saved: int) -> None:
+def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategies | None, number: int) -> None:
     """Remove what a policy doesn't keep, after a step was saved, which stays; what the policy itself raises is raised.
 
     What can't be removed is a warning in the log: the save that was just committed is whole, and the next one tries
@@ -62,7 +62,7 @@ def apply_policy(root: Storage, names: str, policy: Choose, strategies: Strategi
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
         # After the run went back, higher numbers would count as newer, and the step would be gone at once.
-        return {saved, *kept_steps(policy, steps)} & {step.number for step in steps}
+        return {number, *kept_steps(policy, steps)} & {step.number for step in steps}
 
     try:
         removal = plan_removal(root, names, choose, strategies)
@@ -84,31 +84,31 @@ def drop_after(root: Storage, names: str, number: int, strategies: Strategies | 
     Raises:
         StorageError: some can't be removed; all others were.
     """
-    with listed(root) as seen:
-        steps = list_steps(seen, names, strategies)
-        kept: dict[int, tuple[str, ...]] = {
+    with listed(root) as listing:
+        steps = list_steps(listing, names, strategies)
+        reasons: dict[int, tuple[str, ...]] = {
             step.number: (PINNED if step.pinned else "not after it",)
             for step in steps
             if step.pinned or step.number <= number
         }
-        removal = _plan(seen, steps, kept, strategies)
+        removal = _plan(listing, steps, reasons, strategies)
         _warn_of_irremovable(removal)
-        return _remove_steps(seen, names, removal, strategies, newest=number)
+        return _remove_steps(listing, names, removal, strategies, newest=number)
 
 
 def _plan(
-    root: Storage, steps: tuple[SavedStep, ...], kept: dict[int, tuple[str, ...]], strategies: Strategies | None
+    root: Storage, steps: tuple[SavedStep, ...], reasons: dict[int, tuple[str, ...]], strategies: Strategies | None
 ) -> Removal:
     going = []
     for step in steps:
-        if step.number in kept:
+        if step.number in reasons:
             continue
-        found = step_files(root, step.folder, step.number, strategies)
-        if isinstance(found, str):
-            kept[step.number] = (f"{_IRREMOVABLE}: {found}",)
+        answer = step_files(root, step.folder, step.number, strategies)
+        if isinstance(answer, str):
+            reasons[step.number] = (f"{_IRREMOVABLE}: {answer}",)
         else:
-            going.append(found)
-    return Removal(steps, kept, tuple(going))
+            going.append(answer)
+    return Removal(steps, reasons, tuple(going))
 
 
 def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strategies | None) -> tuple[int, ...]:
@@ -119,8 +119,8 @@ def remove_steps(root: Storage, names: str, removal: Removal, strategies: Strate
     Raises:
         StorageError: some can't be removed; all others were.
     """
-    with listed(root) as seen:
-        return _remove_steps(seen, names, removal, strategies)
+    with listed(root) as listing:
+        return _remove_steps(listing, names, removal, strategies)
 
 
 def _remove_steps(
@@ -130,20 +130,20 @@ def _remove_steps(
     failures = finish_removals(root, names)
     steps = list_steps(root, names, strategies)
     # Looked up again, since the plan may be old: what is the newest by now, or pinned, stays.
-    held = dict.fromkeys([step.number for step in steps[-1:]] if newest is None else [newest], NEWEST)
-    held |= {step.number: PINNED for step in steps if step.pinned}
+    reasons = dict.fromkeys([step.number for step in steps[-1:]] if newest is None else [newest], NEWEST)
+    reasons |= {step.number: PINNED for step in steps if step.pinned}
     going: list[StepFiles] = []
     for item in sorted(removal.going, key=lambda item: item.number, reverse=newest is not None):
-        if item.number in held:
-            logger.warning("series: step %d stays: by now it is %s", item.number, held[item.number])
+        if item.number in reasons:
+            logger.warning("series: step %d stays: by now it is %s", item.number, reasons[item.number])
         else:
             going.append(item)
     # Where requests are dear, one listing and a few removals in batches serve all steps; else each step is done first.
-    gone: list[int] = []
+    numbers: list[int] = []
     for items in [going] if isinstance(root, Listed) else [[item] for item in going]:
-        gone += [item.number for item in _remove_together(root, items, failures)]
+        numbers += [item.number for item in _remove_together(root, items, failures)]
     _raise_failures(root, failures)
-    return tuple(gone)
+    return tuple(numbers)
 
 
 def _remove_together(root: Storage, items: list[StepFiles], failures: list[str]) -> list[StepFiles]:
@@ -232,11 +232,11 @@ _PHASES = (partial(_remove_files, part=slice(1)), partial(_remove_files, part=sl
 
 def _folders(root: Storage, folder: str, files: Sequence[FileMark]) -> list[str]:
     """Return the folders of a checkpoint's files and of interrupted saves, inner ones first."""
-    found = {name for name in root.names(folder) if is_save_folder(name)}
+    folders = {name for name in root.names(folder) if is_save_folder(name)}
     for file in files:
         parts = file.name.split("/")
-        found |= {"/".join(parts[:count]) for count in range(1, len(parts))}
-    return sorted(found, key=lambda name: (-name.count("/"), name))
+        folders |= {"/".join(parts[:count]) for count in range(1, len(parts))}
+    return sorted(folders, key=lambda name: (-name.count("/"), name))
 
 
 def _attempt(root: Storage, folder: str, fn: Callable[[], bool], failures: list[str]) -> bool:
@@ -272,14 +272,14 @@ def clean(root: Storage, names: str, strategies: Strategies | None, *, stale_aft
     Returns:
         The folders of unfinished steps that are still there: of saves in progress, and with files of unknown owners.
     """
-    with listed(root) as seen:
-        failures = finish_removals(seen, names)
+    with listed(root) as listing:
+        failures = finish_removals(listing, names)
         before = time.time() - stale_after
-        unfinished = [folder for folder in seen.names() if _is_unfinished(seen, folder, names, strategies)]
-        for folder in unfinished:
-            _clean_step(seen, folder, before)
-        _raise_failures(seen, failures)
-        return tuple(folder for folder in unfinished if is_folder(seen, folder))
+        folders = [folder for folder in listing.names() if _is_unfinished(listing, folder, names, strategies)]
+        for folder in folders:
+            _clean_step(listing, folder, before)
+        _raise_failures(listing, failures)
+        return tuple(folder for folder in folders if is_folder(listing, folder))
 
 
 def _is_unfinished(root: Storage, folder: str, names: str, strategies: Strategies | None) -> bool:

@@ -59,16 +59,16 @@ def checked_step(number: object) -> int:
     """
     if type(number) is int and 0 <= number < 10**18:
         return number
-    found = repr(number)[:200]
-    raise MetadataError(error_text("series: not the number of a step", found=found, expected="an int, 0 or more"))
+    what = "series: not the number of a step"
+    raise MetadataError(error_text(what, found=repr(number)[:200], expected="an int, 0 or more"))
 
 
 def folder_for(root: Storage, names: str, number: int) -> str:
     """Return the folder of a step, the one that it has or else its own name; finishes an interrupted removal there."""
     own = step_folder(names, number)
     numbers = {folder: step_number(names, folder) for folder in root.names()}
-    there = [folder for folder, found in numbers.items() if found == number]
-    ahead = sorted(found for found in numbers.values() if found is not None and found > number)
+    there = [folder for folder, one in numbers.items() if one == number]
+    ahead = sorted(one for one in numbers.values() if one is not None and one > number)
     if ahead:
         logger.warning(
             "series: step %d is saved behind step %d, which is still the newest to `latest` and to policies;"
@@ -91,9 +91,9 @@ def with_record(request: AsyncRequest[T], place: Place) -> AsyncRequest[T]:
     before: list[bytes | None] = []  # the record that was there, once another one is written
 
     def write() -> T:
-        written = request.async_fn()
+        result = request.async_fn()
         _announce(place, before)
-        return written
+        return result
 
     def abandon() -> None:
         request.abandon()
@@ -112,13 +112,13 @@ def nothing() -> None:
 
 def _announce(place: Place, before: list[bytes | None]) -> None:
     """Write the record before the checkpoint counts; while an old checkpoint is there, it has the pins of both."""
-    found = place.root.read(place.name) if place.root.length(place.name) is not None else None
+    data = place.root.read(place.name) if place.root.length(place.name) is not None else None
     record = replace(place.record, time=time.time())
     if place.is_finished():
         # Without metrics and time: a crash before the commit must not leave the old checkpoint with the new one's.
         pinned = record.pinned or sound_record(place.root, place.folder).pinned
         record = Record(pinned=pinned)
-    before[:] = [found]  # first: where the write fails, the old one is to be restored
+    before[:] = [data]  # first: where the write fails, the old one is to be restored
     write_record(place.root, place.folder, record)
 
 
@@ -140,6 +140,6 @@ def change_record(root: Storage, step: SavedStep, change: Callable[[Record], Rec
     Raises:
         CorruptCheckpoint: the record that is there can't be read.
     """
-    found = read_record(root, step.folder) or Record()
-    record = Record() if found.removing else found
+    before = read_record(root, step.folder) or Record()
+    record = Record() if before.removing else before
     write_record(root, step.folder, replace(change(record), time=step.time))

@@ -90,8 +90,8 @@ class CheckpointSeries:
         """Check the names, and make the root absolute, so that a later change of directory doesn't matter."""
         check_names(self.names)
         if self.keep is not None and not callable(self.keep):
-            found, fix = type(self.keep).__name__, "Pass a policy, such as st.retention.keep_last(3)."
-            refuse("CheckpointSeries", "keep", found, "a function of a listing", fix, error=MetadataError)
+            kind, fix = type(self.keep).__name__, "Pass a policy, such as st.retention.keep_last(3)."
+            refuse("CheckpointSeries", "keep", kind, "a function of a listing", fix, error=MetadataError)
         if self.queue is not None:
             check_type("CheckpointSeries", "queue", self.queue, AsyncCallsQueue, "Pass an AsyncCallsQueue().")
         object.__setattr__(self, "root", storage_at(self.root))
@@ -134,8 +134,8 @@ class CheckpointSeries:
         Raises:
             NotACheckpoint: there is no such step.
         """
-        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
-        return load(sharded_state_dict, self.at(step), **given)
+        arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
+        return load(sharded_state_dict, self.at(step), **arguments)
 
     @overload
     def save(
@@ -211,16 +211,16 @@ class CheckpointSeries:
         later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
         alike = {"step": step, "names": self.names, "pinned": bool(pinned), **_each(metrics)}
         alike |= {name: value not in (None, False) for name, value in later.items()}
-        number, measured = agree(ranks, "series: check", check, given=alike)
+        number, values = agree(ranks, "series: check", check, given=alike)
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
         find = partial(folder_for, self._storage, self.names, number)
         folder = on_rank_zero(ranks, "series: find the step's folder", find)
-        given: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
+        arguments: dict[str, Any] = {"world": self.world, "strategies": self.strategies, **keywords}
         if not async_sharded_save and self.queue is None:
             # Run before this returns, so the caller can't change the tensors meanwhile: a copy would be wasted.
-            given["options"] = replace(given.get("options") or SaveOptions(), snapshot=False)
-        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **given)
-        place = Place(self._storage, folder, Record(None, measured, bool(pinned)), given["strategies"])
+            arguments["options"] = replace(arguments.get("options") or SaveOptions(), snapshot=False)
+        request = save(sharded_state_dict, folder_in(self._storage, folder), async_sharded_save=True, **arguments)
+        place = Place(self._storage, folder, Record(None, values, bool(pinned)), arguments["strategies"])
         noting = with_record(request, place)
         if self.keep is not None:
             noting = noting.add_finalize_fn(self._apply(self.keep, number) if ranks.rank == 0 else nothing)
@@ -241,8 +241,8 @@ class CheckpointSeries:
             CorruptCheckpoint: its record can't be read.
         """
         # Checked on all ranks, though rank 0's count, so that a value that can't be stored is an error on all of them.
-        measured = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
-        self._change(step, lambda record: replace(record, metrics={**record.metrics, **measured}))
+        values = agree(self._ranks(), "series: check metrics", partial(checked_metrics, metrics))
+        self._change(step, lambda record: replace(record, metrics={**record.metrics, **values}))
 
     def pin(self, step: int | SavedStep) -> None:
         """Pin a finished step: no policy removes it.
@@ -270,11 +270,11 @@ class CheckpointSeries:
         Raises:
             MetadataError: neither this nor the series has a policy.
         """
-        chosen = self.keep if policy is None else policy
-        if chosen is None:
+        policy = self.keep if policy is None else policy
+        if policy is None:
             fix = "Pass one, such as st.retention.keep_last(3), or make the series with keep=."
             raise MetadataError(error_text("series: a removal without a policy", fix=fix))
-        plan = partial(plan_removal, self._storage, self.names, chosen, self.strategies)
+        plan = partial(plan_removal, self._storage, self.names, policy, self.strategies)
         return on_rank_zero(self._ranks(), "series: plan a removal", plan)
 
     def remove(self, removal: Removal) -> tuple[int, ...]:
@@ -340,8 +340,8 @@ class CheckpointSeries:
     def _ranks(self) -> World:
         return current_world(self.world)
 
-    def _apply(self, policy: Choose, saved: int) -> Callable[[], None]:
-        return partial(apply_policy, self._storage, self.names, policy, self.strategies, saved)
+    def _apply(self, policy: Choose, number: int) -> Callable[[], None]:
+        return partial(apply_policy, self._storage, self.names, policy, self.strategies, number)
 
     def _list(self) -> tuple[SavedStep, ...]:
         return list_steps(self._storage, self.names, self.strategies)
@@ -354,12 +354,12 @@ class CheckpointSeries:
         if number is None and (newest := self._newest()) is not None:
             return newest
         steps = self._list()
-        found = [one for one in steps if number is None or one.number == number]
-        if not found:
-            shown = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
+        matches = [one for one in steps if number is None or one.number == number]
+        if not matches:
+            listing = "no finished step" if not steps else f"steps {steps[0].number} to {steps[-1].number}"
             what = f"series: no {'step' if number is None else f'step {number}'} under {self._storage.where()!r}"
-            raise NotACheckpoint(error_text(what, found=shown, fix="Name one of steps()."))
-        return found[-1]
+            raise NotACheckpoint(error_text(what, found=listing, fix="Name one of steps()."))
+        return matches[-1]
 
     def _latest_verified(self) -> SavedStep | None:
         # The newest first: usually it is whole, and then no other one is read.
