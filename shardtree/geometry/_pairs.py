@@ -263,13 +263,15 @@ def overlapping_pairs(
     if not is_only.all():
         left = _in_groups(left_group, left_offset, left_shape, reach.group[reach.count > 1])
         right = _boxes_at(near[~is_only], right_group, right_offset, right_shape)
-        more, others = _pairs_to_try(left, right)
+        # Among these are all that share an element, some maybe more than once.
+        pairs = _few_pairs(left, right)
+        more, others = _candidates(*_cut_into_slabs(*_renumber(left, right))) if pairs is None else pairs
         meets = _meets(left_offset, left_shape, more, right_offset, right_shape, others)
         one, other = np.concatenate([one, more[meets]]), np.concatenate([other, others[meets]])
     # A pair that shares several slabs is found several times.
-    pairs = distinct(one * len(right_group) + other)
-    one = pairs // max(len(right_group), 1)
-    return one, pairs - one * len(right_group)
+    code = distinct(one * len(right_group) + other)
+    one = code // max(len(right_group), 1)
+    return one, code - one * len(right_group)
 
 
 def _in_groups(group: Column, offset: Column, shape: Column, groups: Column) -> GroupedBoxes:
@@ -294,12 +296,6 @@ def _meets(
         begin, length = right_offset[:, axis][right], right_shape[:, axis][right]
         meets &= (low < begin + length) & (begin < low + size)
     return meets
-
-
-def _pairs_to_try(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column]:
-    """Return pairs of rows, among them all that share an element; some maybe more than once."""
-    pairs = _few_pairs(left, right)
-    return _candidates(*_cut_into_slabs(*_renumber(left, right))) if pairs is None else pairs
 
 
 def _few_pairs(left: GroupedBoxes, right: GroupedBoxes) -> tuple[Column, Column] | None:

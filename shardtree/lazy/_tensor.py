@@ -351,7 +351,7 @@ def _elements(source: Source, view: Strided, casts: tuple[torch.dtype, ...]) -> 
     elements = source.read_box(*box)
     if inner != dense(box.shape) or not elements.is_contiguous():
         elements = _copy_view(elements, inner)
-    return _cast(elements, casts) if casts else elements
+    return reduce(torch.Tensor.to, casts, elements)
 
 
 def _copy_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
@@ -362,7 +362,3 @@ def _copy_view(box: torch.Tensor, view: Strided) -> torch.Tensor:
         return flat.as_strided(view.size, dense(view.size).stride, flat.storage_offset())
     # Copied, so that the rest of the box is freed.
     return elements.clone(memory_format=torch.contiguous_format)
-
-
-def _cast(tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    return reduce(torch.Tensor.to, dtypes, tensor)

@@ -111,23 +111,16 @@ def describe(
     """
     rank = world.rank
     usable = device is None or world.device_exchange(device.type) is not None
-    source_shards, target_shards = (
-        ends.source.tensors,
-        () if ends.target is None else ends.target.tensors,
-    )
+    common = ends.source.common
     return Description(
         options,
         None if plan is None else value_digest(plan),
-        shard_columns(source_shards, rank) if plan is None else None,
-        shard_columns(target_shards, rank) if plan is None else None,
-        None if ends.source.common is HOLE else _common_digest(ends.source.common),
+        shard_columns(ends.source.tensors, rank) if plan is None else None,
+        shard_columns(ends.tensors, rank) if plan is None else None,
+        None if common is HOLE else value_digest(encode_tree(comparable(common), allow_pickle=True)),
         bool(ends.objects),
         None if device is None else device.type if usable else "cpu",
     )
-
-
-def _common_digest(common: Any) -> str:
-    return value_digest(encode_tree(comparable(common), allow_pickle=True))
 
 
 def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -> tuple[ReshardPlan, Schedule]:
@@ -150,7 +143,10 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
         plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast)
         # Every rank plans from the same columns, and gets the same plan: none has to be sent.
         plan = with_relays(plan) if options.relay else plan
-    _check_ranks(plan.ranks, len(descriptions))
+    if unknown := [f"rank {rank}" for rank in plan.ranks if rank >= len(descriptions)]:
+        what = f"redistribute: the plan has ranks that the world, of {len(descriptions)}, hasn't"
+        fix = "Number the plan's ranks as in the world, and let all of them call this."
+        raise WorldError(error_text(what, offenders=unknown, fix=fix))
     return plan, plan.schedule(max_bytes_in_flight=options.max_bytes_in_flight)
 
 
@@ -162,14 +158,6 @@ def agreed_device(descriptions: Sequence[Description]) -> str:
     """
     kinds = {each.device for each in descriptions if each.device is not None}
     return kinds.pop() if len(kinds) == 1 else "cpu"
-
-
-def _check_ranks(ranks: Sequence[int], size: int) -> None:
-    unknown = [f"rank {rank}" for rank in ranks if rank >= size]
-    if unknown:
-        what = f"redistribute: the plan has ranks that the world, of {size}, hasn't"
-        fix = "Number the plan's ranks as in the world, and let all of them call this."
-        raise WorldError(error_text(what, offenders=unknown, fix=fix))
 
 
 def _check_equal(what: str, texts: Sequence[str]) -> None:
@@ -194,17 +182,15 @@ def shared_common(world: World, descriptions: Sequence[Description], common: Any
     if len({descriptions[rank].common for rank in source_ranks}) > 1:
         # Hashes may differ where values are equal, as pickles do, so now the values themselves are compared.
         commons = gather(world, "redistribute: compare common states", lambda: _portable(common))
-        agree(world, "redistribute: common state", partial(_check_common, commons))
+        agree(
+            world, "redistribute: common state", lambda: agreed_common(dict(enumerate(map(_restore, commons))), DOING)
+        )
     if not source_ranks or world.size == 1:
         return common
     portable = on_one_rank(
         world, "redistribute: pass on the common state", lambda: _portable(common), rank=source_ranks[0]
     )
     return common if world.rank == source_ranks[0] else _restore(portable)
-
-
-def _check_common(commons: Sequence[Any]) -> None:
-    agreed_common({rank: _restore(common) for rank, common in enumerate(commons)}, DOING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

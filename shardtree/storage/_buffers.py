@@ -33,17 +33,11 @@ def empty_tensor(*shape: Any, **options: Any) -> torch.Tensor:
         torch.Size([2, 3])
     """
     tensor = torch.empty(*shape, **{"device": "cpu"} | options)
-    if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu:
-        _prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor
-
-
-def _prefer_huge_pages(address: int, length: int) -> None:
-    call = _madvise()
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    if call is not None:
+    if tensor.nbytes >= _LEAST_BYTES and tensor.is_cpu and (call := _madvise()) is not None:
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         # The result is ignored: a system that refuses only makes this slower.
-        call(begin, address + length - begin, mmap.MADV_HUGEPAGE)
+        call(begin, tensor.data_ptr() + tensor.nbytes - begin, mmap.MADV_HUGEPAGE)
+    return tensor
 
 
 @cache
