@@ -24,7 +24,7 @@ from ._boxes import (
     volumes,
     widen,
 )
-from ._carve import Carved, aligned_boxes, carve_boxes, first_rows, flat_boxes, grid_cells
+from ._carve import Cuts, aligned_boxes, carve_boxes, first_rows, flat_boxes, grid_cells
 from ._coverage import coverage_faults, shared_groups, tiled_groups
 from ._grid import (
     Box,

@@ -19,13 +19,13 @@ _Boxes = tuple[Column, Column, Column]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Carved:
+class Cuts:
     """What was cut out of boxes, and what is left of them; together exactly the boxes.
 
     Attributes:
-        pair: the number of the pair that cut the piece out, int64 (taken,).
-        offset: of the piece, int64 (taken, axes).
-        shape: int64 (taken, axes).
+        pair: the number of the pair that cut the piece out, int64 (pieces,).
+        offset: of the piece, int64 (pieces, axes).
+        shape: int64 (pieces, axes).
         row: the box that a remaining piece belongs to, int64 (left,).
         rest_offset: int64 (left, axes).
         rest_shape: int64 (left, axes).
@@ -39,7 +39,7 @@ class Carved:
     rest_shape: Column
 
 
-def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Carved:
+def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Cuts:
     """Return what other boxes cut out of some boxes, one after the other, and what they leave.
 
     A box's pairs are applied in the order given: an element goes to the first that has it. Cuts of a box that don't
@@ -71,7 +71,7 @@ def carve_boxes(offset: Column, shape: Column, left: Column, cut_offset: Column,
     pieces, rest = _carve_in_order((row, offset[row], shape[row]), left[pair[waits]], _select(hits, waits))
     whole = _select(hits, np.flatnonzero(apart[left[pair]]))
     parts = _select(pieces, np.flatnonzero(~apart[left[pieces[0]]]))
-    return Carved(*_concatenate([whole, parts]), *_in_order(*rest))
+    return Cuts(*_concatenate([whole, parts]), *_in_order(*rest))
 
 
 def _carve_in_order(boxes: _Boxes, left: Column, cuts: _Boxes) -> tuple[_Boxes, _Boxes]:

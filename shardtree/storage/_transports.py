@@ -245,13 +245,13 @@ def read_to_devices(
     try:
         for part in grouped(requests, _nbytes, PART_BYTES):
             _wait(in_flight, most=1)
-            stages, size = list[Staged](), 0
+            staged_requests, size = list[StagedRequest](), 0
             for request in part:
-                stages.append(stage(request, on_device, size))
-                size = stages[-1].end
+                staged_requests.append(stage(request, on_device, size))
+                size = staged_requests[-1].end
             memory = host_memory(size)
-            bytes_read += read([each.request for each in stages], [*views, byte_buffer(memory)])
-            in_flight.append((memory, _start_copies(stages, memory, bits, copies)))
+            bytes_read += read([each.request for each in staged_requests], [*views, byte_buffer(memory)])
+            in_flight.append((memory, _start_copies(staged_requests, memory, bits, copies)))
     finally:
         # Also after an exception: a copy still in progress would read host memory that was freed and reused.
         _wait(in_flight, most=0)
@@ -268,7 +268,7 @@ def _piece_bytes(pieces: Strided) -> Column:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Staged:
+class StagedRequest:
     """A request that reads into staging memory what goes to devices.
 
     Attributes:
@@ -288,7 +288,7 @@ class Staged:
     piece_byte: Column
 
 
-def stage(request: Request, on_device: Flags, begin: int) -> Staged:
+def stage(request: Request, on_device: Flags, begin: int) -> StagedRequest:
     """Return a request with staging memory in the place of devices.
 
     Args:
@@ -310,7 +310,7 @@ def stage(request: Request, on_device: Flags, begin: int) -> Staged:
         target_byte=np.where(piece, piece_byte, pieces.target_byte),
         target_stride=np.where(piece[:, None], row_major_strides(pieces.shape), pieces.target_stride),
     )
-    return Staged(
+    return StagedRequest(
         replace(request, runs=read_runs, pieces=read_pieces),
         int(ends[-1]) if ends.size else begin,
         rows_of(runs, run),
@@ -332,20 +332,20 @@ def _wait(in_flight: _Transfers, *, most: int) -> None:
 
 
 def _start_copies(
-    stages: Sequence[Staged],
+    requests: Sequence[StagedRequest],
     memory: torch.Tensor,
     memories: Sequence[torch.Tensor],
     copies: Mapping[torch.device, DeviceCopies],
 ) -> list[tuple[DeviceCopies, Any]]:
     """Start copying a part to its devices, with one call for each device."""
     pairs: dict[torch.device, list[Pair]] = {}
-    for each in stages:
+    for each in requests:
         for target, source in _pairs(each, memory, memories):
             pairs.setdefault(target.device, []).append((target, source))
     return [(copies[device], copies[device].start(own)) for device, own in pairs.items()]
 
 
-def _pairs(request: Staged, memory: torch.Tensor, memories: Sequence[torch.Tensor]) -> Iterator[Pair]:
+def _pairs(request: StagedRequest, memory: torch.Tensor, memories: Sequence[torch.Tensor]) -> Iterator[Pair]:
     runs, pieces = request.runs, request.pieces
     columns = (runs.target, runs.target_byte, request.run_byte, runs.length)
     for target, to, at, size in zip(*(column.tolist() for column in columns), strict=True):

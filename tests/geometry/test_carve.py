@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Carved, Column, carve_boxes
+from shardtree.geometry import Column, Cuts, carve_boxes
 from tests.trees.samples import assert_caught
 
-Carve = Callable[[Column, Column, Column, Column, Column], Carved]
+Carve = Callable[[Column, Column, Column, Column, Column], Cuts]
 Case = tuple[Column, Column, Column, Column, Column]
 
 
@@ -56,7 +56,7 @@ def test_each_element_goes_to_the_first_that_has_it_or_is_left(case: Case) -> No
 
 
 def test_the_law_of_carving_catches_the_last_that_has_it() -> None:
-    def last(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Carved:
+    def last(offset: Column, shape: Column, left: Column, cut_offset: Column, cut_shape: Column) -> Cuts:
         carved = carve_boxes(offset, shape, left[::-1], cut_offset[::-1], cut_shape[::-1])
         return replace(carved, pair=left.size - 1 - carved.pair)
 
