@@ -195,7 +195,9 @@ def _pair_differences(
     for number, (main, others) in enumerate(pairs):
         giver, taker = main[0], others[0]
         sender, receiver = columns.rank[[giver, taker]].tolist()
-        for begin, size in _pieces(columns, giver):
+        nbytes = int(columns.elements[giver] * columns.item_size[columns.key[giver]])
+        for begin in range(0, nbytes, _PIECE):
+            size = min(_PIECE, nbytes - begin)
             bits = {
                 row: _attempt(failures, partial(_bits, own[row], begin, size)) for row in (giver, taker) if row in own
             }
@@ -215,12 +217,6 @@ def _pair_differences(
                     before = differences.get(number)
                     differences[number] = part if before is None else joint_difference(before, part)
     return differences, failures
-
-
-def _pieces(columns: ShardColumns, row: int) -> Iterator[tuple[int, int]]:
-    """Yield where pieces of a shard's bytes begin, and their sizes."""
-    nbytes = int(columns.elements[row] * columns.item_size[columns.key[row]])
-    return ((begin, min(_PIECE, nbytes - begin)) for begin in range(0, nbytes, _PIECE))
 
 
 def _attempt(failures: list[Exception], fn: Callable[[], T]) -> T | None:
