@@ -24,7 +24,7 @@ from .._layouts import even_layout
 from .._states import GlobalState
 from .._watched import Call, watched
 from ._layout_cases import COLUMNS, LOADS, ROWS, SHAPE, WHOLE, numbers
-from ._subject import Case, Layouts, Promise, Refused, Subject, Trees, check_there, saved, trees_of
+from ._subject import Case, Layouts, Promise, Refused, Subject, Trees, check_there, save_trees, trees_of
 
 
 class ProcessDied(Exception):
@@ -107,20 +107,20 @@ def _states(first: int = 0) -> tuple[GlobalState, GlobalState]:
     return GlobalState(tensors, {}, {}), GlobalState(tensors, {}, {"step": first, "betas": (0.9, 0.95)})
 
 
-def _saved(
+def _save_state(
     subject: Subject, first: int = 0, place: Storage | None = None, layout: Layouts = _LAYOUT, **options: bool
 ) -> Storage:
     """Save a state, with common values if the format supports them, and return the storage."""
     plain, rich = (trees_of(state, layout) for state in _states(first))
     with_common = subject.has(StrategyAction.LOAD_COMMON) and _supports_common(subject, rich)
-    return saved(subject, rich if with_common else plain, place, **options)
+    return save_trees(subject, rich if with_common else plain, place, **options)
 
 
 def _supports_common(subject: Subject, trees: Trees) -> bool:
     if subject.holds_common is None:
         subject.holds_common = False
         with suppress(Refused):
-            saved(subject, trees)
+            save_trees(subject, trees)
             subject.holds_common = True
     return subject.holds_common
 
@@ -134,7 +134,7 @@ def _check_is(subject: Subject, place: Storage, first: int = 0) -> None:
 def commits(subject: Subject) -> Iterator[Case]:
     """Yield interruptions of a save, each at a call of its storage: what is left is no checkpoint, or a whole one."""
     storage, calls = calls_of(storage_at(subject.directory()))
-    _saved(subject, 0, storage, _ON_ONE)
+    _save_state(subject, 0, storage, _ON_ONE)
     # A sample: a save can make hundreds of calls, and each needs a save of its own.
     for number in range(0, len(calls), -(-len(calls) // _MOST_DEATHS)):
         call = calls[number]
@@ -145,7 +145,7 @@ def _check_death(subject: Subject, number: int) -> None:
     place = storage_at(subject.directory())
     # A save may survive the failed calls, for instance of cleaning up; only what is in the folder counts.
     with silenced_log(), suppress(ProcessDied, Refused, CheckpointingException):
-        _saved(subject, 0, failing_storage(place, number), _ON_ONE)
+        _save_state(subject, 0, failing_storage(place, number), _ON_ONE)
     if is_checkpoint(place, strategies=subject.strategies):
         try:
             _check_is(subject, place)
@@ -162,18 +162,18 @@ def overwrites(subject: Subject) -> Iterator[Case]:
 
 
 def _check_second(subject: Subject) -> None:
-    place = _saved(subject)
+    place = _save_state(subject)
     try:
-        _saved(subject, 100, place)
+        _save_state(subject, 100, place)
     except AlreadyACheckpoint:
         return _check_is(subject, place)
     raise AssertionError("it replaced the checkpoint without being asked to")
 
 
 def _check_overwrite(subject: Subject) -> None:
-    place, fresh = _saved(subject), _saved(subject, 100)
+    place, fresh = _save_state(subject), _save_state(subject, 100)
     write(place, "notes.txt", b"mine")
-    _saved(subject, 100, place, overwrite=True)
+    _save_state(subject, 100, place, overwrite=True)
     _check_is(subject, place, 100)
     is_there = place.length("notes.txt") is not None and place.read("notes.txt") == b"mine"
     assert is_there, "a file that isn't the checkpoint's is gone"
@@ -189,7 +189,7 @@ def _check_others(subject: Subject) -> None:
     for shapes in ({"w": SHAPE, "b": (2,)}, {"w": (2, 3), "v": (3, 2)}):
         state = GlobalState({key: numbers(shape) for key, shape in shapes.items()}, {}, {})
         layout = {key: even_layout(shape, 1) for key, shape in shapes.items()}
-        place = saved(subject, trees_of(state, layout), place, **{} if place is None else {"overwrite": True})
+        place = save_trees(subject, trees_of(state, layout), place, **{} if place is None else {"overwrite": True})
         check_there(subject, state, layout, place)
         if subject.has(StrategyAction.LOAD_METADATA):
             metadata = load_sharded_metadata(place, strategies=subject.strategies)
@@ -204,7 +204,7 @@ def listings(subject: Subject) -> Iterator[Case]:
 
 
 def _check_listing(subject: Subject, others: tuple[str, ...]) -> None:
-    place = _saved(subject)
+    place = _save_state(subject)
     own = file_names(place) - {METADATA_FILE}
     for name in others:
         write(place, name, _FOREIGN[name])
@@ -248,7 +248,7 @@ def _check_single(subject: Subject, recognize: Recognize) -> None:
 
 
 def _check_recognized(subject: Subject, recognize: Recognize) -> None:
-    place = _saved(subject)
+    place = _save_state(subject)
     if place.length(METADATA_FILE) is not None:
         return  # metadata.json names the format, so that recognition isn't needed
     fields = recognize(place)
@@ -259,18 +259,18 @@ def _check_recognized(subject: Subject, recognize: Recognize) -> None:
 def damages(subject: Subject) -> Iterator[Case]:
     """Yield an undamaged checkpoint, and one with a flipped bit for each file."""
     yield Case("as it was saved", partial(_check_undamaged, subject))
-    for number, file in enumerate(sorted(file_names(_saved(subject)))):
+    for number, file in enumerate(sorted(file_names(_save_state(subject)))):
         yield Case(f"a flipped bit in {_last(file)!r}", partial(_check_flipped, subject, number))
 
 
 def _check_undamaged(subject: Subject) -> None:
-    findings = verify(_saved(subject), strategies=subject.strategies, report=lambda _: None)
+    findings = verify(_save_state(subject), strategies=subject.strategies, report=lambda _: None)
     assert findings == (), f"finds {[str(damage) for damage in findings]}"
 
 
 def _check_flipped(subject: Subject, number: int) -> None:
     """Raise unless a flipped bit is found, or the report lists that byte as unchecked."""
-    place = _saved(subject)
+    place = _save_state(subject)
     file = sorted(file_names(place))[number]
     data = place.read(file)
     for at in sorted({len(data) // 3, len(data) // 2, len(data) - 1}) if data else []:
@@ -286,13 +286,13 @@ def _check_flipped(subject: Subject, number: int) -> None:
 
 def truncations(subject: Subject) -> Iterator[Case]:
     """Yield a checkpoint with each of its files cut short, or missing: a load must fail, or give the whole state."""
-    for number, file in enumerate(sorted(file_names(_saved(subject)))):
+    for number, file in enumerate(sorted(file_names(_save_state(subject)))):
         for name, keep in (("half of", 0.5), ("no", None)):
             yield Case(f"{name} {_last(file)!r}", partial(_check_truncated, subject, number, keep))
 
 
 def _check_truncated(subject: Subject, number: int, keep: float | None) -> None:
-    place = _saved(subject)
+    place = _save_state(subject)
     file = sorted(file_names(place))[number]
     data = place.read(file)
     place.remove(file)

@@ -129,7 +129,7 @@ def loader(subject: Subject) -> Callable[..., Any]:
     return partial(st_load, strategies=subject.strategies)
 
 
-def saved(subject: Subject, trees: Trees, place: Directory | None = None, **options: Any) -> Storage:
+def save_trees(subject: Subject, trees: Trees, place: Directory | None = None, **options: Any) -> Storage:
     """Save the ranks' trees, and return the storage.
 
     Raises:
@@ -160,7 +160,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def loaded(subject: Subject, targets: Trees, place: Directory, **options: Any) -> list[Any]:
+def load_trees(subject: Subject, targets: Trees, place: Directory, **options: Any) -> list[Any]:
     """Return what each rank loads for its target."""
     load = loader(subject)
     return simulate(len(targets), lambda world: load(targets[world.rank], place, world=world, **options))
@@ -180,12 +180,12 @@ def targets_of(state: GlobalState, layout: Layouts) -> list[Any]:
 def check_there(subject: Subject, state: GlobalState, layout: Layouts, place: Directory, **options: Any) -> None:
     """Raise unless loading from a place, in a layout, gives a state."""
     targets = targets_of(state, layout)
-    check_loaded(state, targets, loaded(subject, targets, place, **options))
+    check_loaded(state, targets, load_trees(subject, targets, place, **options))
 
 
 def check_reloaded(subject: Subject, state: GlobalState, one: Layouts, other: Layouts) -> None:
     """Raise unless a state that is saved in one layout and loaded in another is unchanged."""
-    check_there(subject, state, other, saved(subject, trees_of(state, one)))
+    check_there(subject, state, other, save_trees(subject, trees_of(state, one)))
 
 
 def only(state: GlobalState, *keys: str) -> GlobalState:

@@ -27,8 +27,8 @@ from ._subject import (
     Subject,
     check_reloaded,
     check_there,
-    loaded,
-    saved,
+    load_trees,
+    save_trees,
     saver,
     together_or_each,
     trees_of,
@@ -75,7 +75,7 @@ def views(subject: Subject) -> Iterator[Case]:
 def _check_view(subject: Subject, tensor: torch.Tensor) -> None:
     # Views are saved from memory that the program goes on using: a backend must not reorder it in place.
     before = bits(tensor)
-    place = saved(subject, [{"w": ShardedTensor.from_rank_offsets("w", tensor)}])
+    place = save_trees(subject, [{"w": ShardedTensor.from_rank_offsets("w", tensor)}])
     assert bits(tensor) == before, "saving changed the tensor that it was given"
     expected = GlobalState({"w": tensor.detach().resolve_conj().contiguous()}, {}, {})
     check_there(subject, expected, {"w": even_layout(tuple(tensor.shape), 1)}, place)
@@ -104,7 +104,7 @@ def _check_lazy(subject: Subject, view: Callable[[Any], Any]) -> None:
         return whole[slices(offset, shape)].clone()
 
     data = view(stored(read_box, SHAPE, whole.dtype, name="w"))
-    place = saved(subject, [{"w": ShardedTensor.from_rank_offsets("w", data)}])
+    place = save_trees(subject, [{"w": ShardedTensor.from_rank_offsets("w", data)}])
     expected = GlobalState({"w": view(whole).contiguous()}, {}, {})
     check_there(subject, expected, {"w": even_layout(tuple(data.shape), 1)}, place)
 
@@ -133,7 +133,7 @@ def parts(subject: Subject) -> Iterator[Case]:
     }
     state = GlobalState({"w": numbers(SHAPE), "other": numbers(SHAPE, 50)}, {}, {})
     for kind, layout in (("a grid", GRID), ("flat ranges", FLAT_ROWS)):
-        place = saved(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
+        place = save_trees(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
         for name, box in boxes.items():
             yield Case(f"{name} of {kind}", partial(_check_part, subject, state, place, *box))
         for verify in ("all", None):
@@ -151,7 +151,7 @@ def _check_part(
     expected = box if part is None else box.reshape(-1)[part]
     read: list[ReadReport] = []
     options = LoadOptions(verify=verify, report=read.append)
-    (found,) = loaded(subject, [{"w": target}], place, validate_access_integrity=False, options=options)
+    (found,) = load_trees(subject, [{"w": target}], place, validate_access_integrity=False, options=options)
     assert tuple(found["w"].shape) == size, f"has shape {tuple(found['w'].shape)}, expected {size}"
     check_equal("'w'", found["w"], expected)
     assert isinstance(read[0], ReadReport), f"load_sharded returned {read[0]!r}, expected a ReadReport"
@@ -165,11 +165,11 @@ def donated_memory(subject: Subject) -> Iterator[Case]:
 
 def _check_donated(subject: Subject, shape: tuple[int, int]) -> None:
     state = GlobalState({"w": numbers(SHAPE)}, {}, {})
-    place = saved(subject, trees_of(state, {"w": ROWS}))
+    place = save_trees(subject, trees_of(state, {"w": ROWS}))
     # A value that isn't stored, so that every write shows.
     memory = torch.full(shape, -1.0, dtype=torch.float32, device="cpu")
     target = ShardedTensor("w", memory, torch.float32, shape, shape, (0, 0), None, allow_shape_mismatch=shape != SHAPE)
-    (tree,) = loaded(subject, [{"w": target}], place, donate=True)
+    (tree,) = load_trees(subject, [{"w": target}], place, donate=True)
     assert tree["w"].data_ptr() == memory.data_ptr(), "the tensor that was given away isn't what was returned"
     check_equal("'w'", tree["w"][:4, :6], state.tensors["w"])
     beyond = bool((tree["w"][4:] == -1).all()) and bool((tree["w"][:, 6:] == -1).all())
@@ -191,9 +191,9 @@ def mismatched_targets(subject: Subject) -> Iterator[Case]:
 
 
 def _check_mismatch(subject: Subject, state: GlobalState, target: ShardedTensor) -> None:
-    place = saved(subject, trees_of(state, {"w": WHOLE}))
+    place = save_trees(subject, trees_of(state, {"w": WHOLE}))
     try:
-        (tree,) = loaded(subject, [{"t": target}], place)
+        (tree,) = load_trees(subject, [{"t": target}], place)
     except CheckpointingException as error:
         unknown = target.key not in state.tensors
         assert isinstance(error, KeyMismatch) == unknown, f"raised {type(error).__name__}: {error}"
@@ -209,7 +209,7 @@ def without_metadata_exchange(subject: Subject) -> Iterator[Case]:
 
 
 def _check_without_metadata_exchange(subject: Subject, state: GlobalState, layout: Any) -> None:
-    place = saved(subject, trees_of(state, {"w": layout}), validate_access_integrity=False)
+    place = save_trees(subject, trees_of(state, {"w": layout}), validate_access_integrity=False)
     check_there(subject, state, {"w": COLUMNS}, place)
 
 

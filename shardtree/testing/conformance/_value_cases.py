@@ -27,7 +27,7 @@ from .._bits import outline
 from .._layouts import Layout, even_layout
 from .._states import GlobalState
 from ._layout_cases import COLUMNS, FLAT_ROWS, GRID, IRREGULAR, LAYERS, LOADS, ROWS, SHAPE, WHOLE, ZERO_SIZE, numbers
-from ._subject import Case, Promise, Subject, check_there, loaded, only, saved, together_or_each, trees_of
+from ._subject import Case, Promise, Subject, check_there, load_trees, only, save_trees, together_or_each, trees_of
 
 # The law of the dispatch table: a backend's functions match the protocols of their rows.
 
@@ -194,15 +194,15 @@ def _check_objects(subject: Subject, *values: Callable[[], Any]) -> None:
 
     trees: list[Any] = [{"own": objects_at(rank, 0, filled=True), "w": _tensor(rank)} for rank in (0, 1)]
     trees[1]["replicas"] = objects_at(0, 1, filled=True)
-    place = saved(subject, trees)
+    place = save_trees(subject, trees)
     # Fewer ranks than saved and more, and in another order: objects must be found by their index, not by their rank.
     for ranks in (1, 3):
         targets = [[objects_at(cell, rank, filled=False) for cell in (1, 0)] for rank in range(ranks)]
-        for rank, objects_of_rank in enumerate(loaded(subject, targets, place)):
+        for rank, objects_of_rank in enumerate(load_trees(subject, targets, place)):
             expected = [[own[cell] for own in cells] for cell in (1, 0)]
             right = outline(objects_of_rank) == outline(expected)
             assert right, f"rank {rank} of {ranks} found {objects_of_rank!r}, expected {expected!r}"
-    (alone,) = loaded(subject, [objects_at(1, 0, filled=False)[:1]], place, validate_access_integrity=False)
+    (alone,) = load_trees(subject, [objects_at(1, 0, filled=False)[:1]], place, validate_access_integrity=False)
     assert outline(alone[0]) == outline(cells[0][1]), f"found {alone[0]!r}, expected {cells[0][1]!r}"
 
 
@@ -214,8 +214,8 @@ def common_values(subject: Subject) -> Iterator[Case]:
 
 def _check_common(subject: Subject, values: Mapping[str, Callable[[], Any]]) -> None:
     trees = [{"values": {name: value() for name, value in values.items()}, "w": _tensor(rank)} for rank in (0, 1)]
-    place = saved(subject, trees)
-    for rank, tree in enumerate(loaded(subject, [{"w": _tensor(rank)} for rank in range(3)], place)):
+    place = save_trees(subject, trees)
+    for rank, tree in enumerate(load_trees(subject, [{"w": _tensor(rank)} for rank in range(3)], place)):
         assert "values" in tree, f"rank {rank} found {sorted(tree)}, expected 'values' too"
         for name, value in values.items():
             right = outline(tree["values"].get(name)) == outline(value())
@@ -230,20 +230,20 @@ def common_positions(subject: Subject) -> Iterator[Case]:
 
 
 def _check_hole(subject: Subject) -> None:
-    place = saved(subject, [{"mixed": [1, _tensor(), (2, 3)], "last": 4}])
-    (tree,) = loaded(subject, [{"mixed": [None, _tensor(), None]}], place)
+    place = save_trees(subject, [{"mixed": [1, _tensor(), (2, 3)], "last": 4}])
+    (tree,) = load_trees(subject, [{"mixed": [None, _tensor(), None]}], place)
     left = tree["mixed"][0], tree["mixed"][2], tree["last"]
     assert left == (1, (2, 3), 4), f"found {left!r} around the shard, expected {(1, (2, 3), 4)!r}"
     assert torch.equal(tree["mixed"][1], numbers(SHAPE)), "the shard is another"
 
 
 def _check_alone(subject: Subject) -> None:
-    (found,) = loaded(subject, [{}], saved(subject, [{"step": 3}]))
+    (found,) = load_trees(subject, [{}], save_trees(subject, [{"step": 3}]))
     assert found == {"step": 3}, f"found {found!r}, expected {{'step': 3}}"
 
 
 def _check_content(subject: Subject) -> None:
-    place = saved(subject, [{"w": _tensor(), "step": 3}], content_metadata={"optimizer": "adam"})
+    place = save_trees(subject, [{"w": _tensor(), "step": 3}], content_metadata={"optimizer": "adam"})
     found = load_content_metadata(place, strategies=subject.strategies)
     assert found == {"optimizer": "adam"}, f"found {found!r}, expected {{'optimizer': 'adam'}}"
     rest = load_common_state_dict(place, strategies=subject.strategies)
@@ -270,7 +270,7 @@ def _check_metadata(subject: Subject, layout: Layout) -> None:
     shape = layout.global_shape
     # Two tensors that differ only in key and dtype, so that metadata of the wrong one shows.
     state = GlobalState({"w": numbers(shape), "b.w": numbers(shape).int()}, {}, {})
-    place = saved(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
+    place = save_trees(subject, trees_of(state, dict.fromkeys(state.tensors, layout)))
     metadata = load_sharded_metadata(place, strategies=subject.strategies)
     assert set(metadata) == set(state.tensors), f"lists {sorted(metadata)}, stored are {sorted(state.tensors)}"
     for key, whole in state.tensors.items():
@@ -297,7 +297,7 @@ def object_metadata(subject: Subject) -> Iterator[Case]:
 def _check_object_metadata(subject: Subject) -> None:
     trees: list[list[Any]] = [[ShardedObject("rng", rank, (1, 2), (0, rank))] for rank in (0, 1)]
     trees[0].append(_tensor())
-    place = saved(subject, trees)
+    place = save_trees(subject, trees)
     metadata = load_sharded_metadata(place, strategies=subject.strategies)
     expected = {"rng/shard_0.0_1.2": ((1, 2), (0, 0)), "rng/shard_0.1_1.2": ((1, 2), (0, 1))}
     objects = {name: leaf for name, leaf in metadata.items() if isinstance(leaf, ShardedObject)}
@@ -320,7 +320,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> ShardedTensor:
 
 
 def _check_explanation(subject: Subject, target: ShardedTensor, kind: type | None) -> None:
-    place = saved(subject, trees_of(GlobalState({"w": numbers(SHAPE)}, {}, {}), {"w": GRID}))
+    place = save_trees(subject, trees_of(GlobalState({"w": numbers(SHAPE)}, {}, {}), {"w": GRID}))
     explanation = explain({"t": target}, place, validate_access_integrity=False, strategies=subject.strategies)
     kinds = [type(problem) for problem in explanation.problems]
     expected = [] if kind is None else [kind]
@@ -349,7 +349,7 @@ def _check_removal(subject: Subject, prefix: str, removed_keys: tuple[str, ...])
     # "exp_avg." must not match "exp_avg_sq.w", nor "avg." the middle of a key.
     keys = ("b", "exp_avg.b", "exp_avg.w", "exp_avg_sq.w", "w")
     state = GlobalState({key: numbers(SHAPE, 50 * number) for number, key in enumerate(keys)}, {}, {})
-    place = saved(subject, trees_of(state, dict.fromkeys(keys, ROWS)))
+    place = save_trees(subject, trees_of(state, dict.fromkeys(keys, ROWS)))
     remove_sharded_tensors(place, prefix, strategies=subject.strategies)
     # Loaded as well as listed: removing tensors must not move or damage the bytes of the others.
     found = load_sharded_metadata(place, strategies=subject.strategies)
@@ -360,11 +360,11 @@ def _check_removal(subject: Subject, prefix: str, removed_keys: tuple[str, ...])
 
 def _check_object_removal(subject: Subject) -> None:
     tree = {"w": _tensor(), "rng": [ShardedObject(key, {key: 1}, (1,), (0,)) for key in ("rng", "other")]}
-    place = saved(subject, [tree])
+    place = save_trees(subject, [tree])
     remove_sharded_tensors(place, "rng", strategies=subject.strategies)
     found = sorted(load_sharded_metadata(place, strategies=subject.strategies))
     assert found == ["other/shard_0_1", "w"], f"leaves {found}, expected ['other/shard_0_1', 'w']"
-    (rest,) = loaded(subject, [{"rng": [ShardedObject("other", None, (1,), (0,))]}], place)
+    (rest,) = load_trees(subject, [{"rng": [ShardedObject("other", None, (1,), (0,))]}], place)
     assert rest["rng"] == [{"other": 1}], f"found {rest['rng']!r}"
 
 
