@@ -14,8 +14,8 @@ def main() -> None:
     """
     missing = [library for library in _LIBRARIES if find_spec(library) is None]
     if missing:
-        needed = " and ".join(missing)
-        sys.exit(f"shardtree: the command line needs {needed}. Install what it needs: pip install 'shardtree[cli]'")
+        packages = " and ".join(missing)
+        sys.exit(f"shardtree: the command line needs {packages}. Install what it needs: pip install 'shardtree[cli]'")
     # A warning is for the user of the command, who doesn't know the line of ours that warns.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     # Imported here, since it imports what may be missing.

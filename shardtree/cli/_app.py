@@ -25,13 +25,13 @@ app = typer.Typer(
 _command = partial(app.command, cls=Command)
 
 
-def _warn_of_pickle(allowed: bool) -> bool:
+def _warn_of_pickle(value: bool) -> bool:
     from ..world import launched_rank
 
-    if allowed and not launched_rank():
+    if value and not launched_rank():
         what = "loading pickled values can run any code that the checkpoint's writer put there"
         typer.echo(f"warning: --allow-pickle: {what}", err=True)
-    return allowed
+    return value
 
 
 _AllowPickle = Annotated[
@@ -50,8 +50,8 @@ _Keys = Annotated[
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         # Not `from .. import`: no module imports the root, which imports all others.
         root = __name__.partition(".")[0]
         typer.echo(f"{root} {sys.modules[root].__version__}")
@@ -282,13 +282,13 @@ def convert(
     from ._names import float_dtype_named, format_named, function_named, renamings, size_named
     from ._plan import through
 
-    traced = [] if trace is None else [through(function_named(trace))]
+    traces = [] if trace is None else [through(function_named(trace))]
     conversion = Conversion(
         source=source,
         destination=destination,
         backend=format_named(backend),
         common_backend=None if common_backend is None else format_named(common_backend),
-        transforms=[*traced, *(function_named(one) for one in transform or [])],
+        transforms=[*traces, *(function_named(one) for one in transform or [])],
         transform_common=None if transform_common is None else function_named(transform_common),
         names=renamings(rename or []),
         dtype=None if cast is None else float_dtype_named(cast),

@@ -49,8 +49,8 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run it, and leave with the exit status that it returns; an error of ours becomes text and status 2."""
         options = [one for one in self.params if isinstance(one, TyperOption)]
-        typed = {str(one.name): _typed(one) for one in options}
-        token = _options.set({**typed, **{name: typed[same] for name, same in _OF_SAVES.items() if same in typed}})
+        texts = {str(one.name): _spelling(one) for one in options}
+        token = _options.set({**texts, **{name: texts[same] for name, same in _OF_SAVES.items() if same in texts}})
         name = str(ctx.info_name)
         try:
             # Backslashes, since a key with a character that the encoding lacks must still be told from others.
@@ -160,7 +160,7 @@ def complain(command: str, error: Exception) -> None:
 # Options.
 
 
-def _typed(option: TyperOption) -> str:
+def _spelling(option: TyperOption) -> str:
     long = next((name for name in option.opts if name.startswith("--")), option.opts[0])
     return long if option.is_flag else f"{long} {option.metavar or 'VALUE'}"
 
@@ -199,10 +199,10 @@ def shell_words(text: str, options: Mapping[str, str]) -> str:
         >>> shell_words("leave_out=['common'] converts without it", options)
         '--leave-out common converts without it'
     """
-    text = _KEYWORD.sub(lambda found: _as_option(found, options), text)
+    text = _KEYWORD.sub(lambda match: _as_option(match, options), text)
     # `partial_rename` is what --rename calls.
-    named = {f"partial_{name}": typed for name, typed in options.items()} | {**options}
-    text = _NAME.sub(lambda found: named.get(found[0], found[0]).partition(" ")[0], text)
+    spellings = {f"partial_{name}": spelling for name, spelling in options.items()} | {**options}
+    text = _NAME.sub(lambda match: spellings.get(match[0], match[0]).partition(" ")[0], text)
     left = _LEFT.search(text) if options else None
     if left is None:
         return text
@@ -210,15 +210,15 @@ def shell_words(text: str, options: Mapping[str, str]) -> str:
     return f"{text}\n  {name} is for a call from Python: this command has no option for it."
 
 
-def _as_option(found: re.Match[str], options: Mapping[str, str]) -> str:
-    name, value = found["name"], found["value"]
+def _as_option(match: re.Match[str], options: Mapping[str, str]) -> str:
+    name, value = match["name"], match["value"]
     if value == "False" and f"no_{name}" in options:
         return options[f"no_{name}"]
     flag, _, metavar = options.get(name, "").partition(" ")
     is_switch = value in ("True", "False")
     # A value that the option doesn't take is another thing than this keyword's.
     if not flag or is_switch == bool(metavar) or value == "False":
-        return found[0]
+        return match[0]
     if is_switch:
         return flag
     return " ".join(f"{flag} {shlex.quote(one)}" for one in _values(value)) or f"{flag} {metavar}"
@@ -232,5 +232,5 @@ def _values(value: str) -> list[str]:
         return []
     values = read if isinstance(read, list) else [read]
     # A pair is a format with its version, typed as zarr:3.
-    typed = (":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in values)
-    return [] if {None, ...} & set(values) else list(typed)
+    texts = (":".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in values)
+    return [] if {None, ...} & set(values) else list(texts)

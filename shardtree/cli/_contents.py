@@ -137,7 +137,7 @@ def contents_at(tree: OpenCheckpoint) -> Contents:
 def contents_in_files(tree: OpenCheckpoint, patterns: Sequence[str] = ()) -> Contents:
     """Return the rows by the names in the files, which takes no read, unless a pattern matches none of these."""
     contents = _contents(tree, index_of(tree.checkpoint, tree.strategies))
-    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _unmatched(patterns, _names_in([contents]))
+    is_whole = not isinstance(tree.metadata, DeferredMetadata) or not _misses(patterns, _names_in([contents]))
     return contents if is_whole else contents_at(tree)
 
 
@@ -148,8 +148,8 @@ def _contents(tree: OpenCheckpoint, metadata: IndexMetadata | None) -> Contents:
         return contents_of(metadata)
     # A format that holds no objects leaves them to the common state's format.
     rest = {} if len(metadata) == len(tree.metadata) else {k: v for k, v in tree.metadata.items() if k not in metadata}
-    indexed, others = contents_of(metadata), contents_of(rest)
-    return Contents((*indexed.tensors, *others.tensors), (*indexed.objects, *others.objects), indexed.untaken)
+    own, others = contents_of(metadata), contents_of(rest)
+    return Contents((*own.tensors, *others.tensors), (*own.objects, *others.objects), own.untaken)
 
 
 def stored_index(tree: OpenCheckpoint, names: Iterable[str] = ()) -> Index | None:
@@ -188,17 +188,17 @@ def check_patterns(command: str, patterns: Sequence[str], *checkpoints: Contents
         >>> check_patterns("inspect", ["*.bias"], Contents((TensorRow("fc.bias", "float32", (4,), 16, None),), ()))
     """
     names = _names_in(checkpoints)
-    unmatched = _unmatched(patterns, names)
-    if unmatched:
+    misses = _misses(patterns, names)
+    if misses:
         fix = "Leave out --key to see all keys; quote patterns, so that the shell doesn't expand them."
         untaken = {key: why for contents in checkpoints for key, why in contents.untaken.items()}
-        lines = [reasoned(untaken, key) for key in filter(key_matcher(unmatched), untaken)]
-        lines += near_patterns(_unmatched(unmatched, untaken), names)
+        lines = [reasoned(untaken, key) for key in filter(key_matcher(misses), untaken)]
+        lines += near_patterns(_misses(misses, untaken), names)
         raise KeyMismatch(error_text(f"{command}: --key matches nothing", offenders=lines, fix=fix))
     note_shell_patterns("--key", patterns, names)
 
 
-def _unmatched(patterns: Sequence[str], names: Collection[str]) -> list[str]:
+def _misses(patterns: Sequence[str], names: Collection[str]) -> list[str]:
     return [pattern for pattern in patterns if not any(map(key_matcher([pattern]), names))]
 
 
@@ -227,9 +227,9 @@ def _indexed_tensors(index: Index) -> tuple[TensorRow, ...]:
     )
 
 
-def _length(shape: list[int], size: int, stored: float) -> int:
+def _length(shape: list[int], size: int, chunk_bytes: float) -> int:
     """Return a tensor's length in bytes; where this torch doesn't know the dtype, that of its stored chunks."""
-    return prod(shape) * size if size >= 0 else int(stored)
+    return prod(shape) * size if size >= 0 else int(chunk_bytes)
 
 
 def _object(item: ShardedObject, length: int | None) -> ObjectRow:

@@ -105,8 +105,8 @@ def run_convert(conversion: Conversion, *, as_json: bool) -> int:
 def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
     # By one rank: opening a checkpoint may take long.
     optimizer, nbytes = on_rank_zero(world, "convert: look at the source", partial(_look, conversion))
-    renamed = [optimizer["transform"]] if "transform" in optimizer else []
-    transform = transform_of([*renamed, *conversion.transforms], conversion.names, conversion.dtype)
+    renames = [optimizer["transform"]] if "transform" in optimizer else []
+    transform = transform_of([*renames, *conversion.transforms], conversion.names, conversion.dtype)
     steps = [step for step in (optimizer.get("transform_common"), conversion.transform_common) if step is not None]
     began = time.monotonic()
     # This rank's share: its own bytes are all that it hears of.
@@ -192,8 +192,8 @@ def _show(conversion: Conversion, report: ConversionReport, seconds: float, proc
         fields = asdict(report)
         # Hexadecimal text: many JSON readers take numbers for floats, which hold 53 bits of the 64.
         fields["fingerprints"] = {key: f"{number:016x}" for key, number in report.fingerprints.items()}
-        named = {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}
-        print(json_text({"destination": conversion.destination, **named}))
+        record = {"bytes" if name == "nbytes" else name.replace("nbytes", "bytes"): fields[name] for name in fields}
+        print(json_text({"destination": conversion.destination, **record}))
         return 0
     console = Output()
     amounts = [plural(report.tensors, "tensor"), size(report.nbytes), plural(report.objects, "object")]

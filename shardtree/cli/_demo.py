@@ -150,20 +150,20 @@ def load_rank(world: World, folder: str) -> Moved:
     reads: list[int] = []
     world.barrier()
     began = time.monotonic()
-    loaded = load(target, folder, world=world, options=LoadOptions(progress=reads.append))
+    result = load(target, folder, world=world, options=LoadOptions(progress=reads.append))
     seconds = time.monotonic() - began
-    return Moved(sum(reads), seconds, *compared(loaded, expected))
+    return Moved(sum(reads), seconds, *compare(result, expected))
 
 
-def compared(loaded: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
+def compare(result: Any, expected: Any) -> tuple[int, tuple[str, ...]]:
     """Return how many elements of main replicas came back bit for bit, and all that came back otherwise.
 
     Args:
-        loaded: what `load` returned: tensors where the expected tree has shards.
+        result: what `load` returned: tensors where the expected tree has shards.
         expected: the rank's true state.
     """
     tensors = map_shards(lambda leaf: leaf.data if isinstance(leaf, ShardedTensor) else leaf, expected)
-    apart = diff(loaded, tensors)
+    apart = diff(result, tensors)
     different = (*apart.only_left, *apart.only_right, *apart.mismatch)
     shards = {path: leaf for path, leaf in leaves_with_paths(expected) if isinstance(leaf, ShardedTensor)}
     mains = [path for path, shard in shards.items() if is_main_replica(shard.replica_id) and path not in different]

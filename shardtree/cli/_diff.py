@@ -210,8 +210,8 @@ def run_diff(
     """
     with working("reading what is stored"):
         options = LoadOptions(allow_pickle=allow_pickle)
-        named = [(where, open_checkpoint(where, options=options)) for where in (left, right)]
-    outcome = difference_of(named, patterns, only_structure=only_structure)
+        checkpoints = [(where, open_checkpoint(where, options=options)) for where in (left, right)]
+    outcome = difference_of(checkpoints, patterns, only_structure=only_structure)
     if as_json:
         print(json_text(document(outcome)))
     else:
@@ -224,12 +224,12 @@ def run_diff(
 
 
 def difference_of(
-    named: Sequence[tuple[str, OpenCheckpoint]], patterns: Sequence[str] = (), *, only_structure: bool
+    checkpoints: Sequence[tuple[str, OpenCheckpoint]], patterns: Sequence[str] = (), *, only_structure: bool
 ) -> Outcome:
     """Return where two checkpoints differ, with a bar while values are read.
 
     Args:
-        named: both, each with the name that it is shown by.
+        checkpoints: both, each with the name that it is shown by.
         patterns: of the keys to compare; none for all, and the common state.
         only_structure: whether to compare keys, dtypes and shapes alone.
 
@@ -237,9 +237,9 @@ def difference_of(
         CheckpointingException: a value can't be read.
     """
     with working("reading what is stored"):
-        everything = [contents_at(tree) for _, tree in named]
+        everything = [contents_at(tree) for _, tree in checkpoints]
     check_patterns("diff", patterns, *everything)
-    pairs = zip(named, everything, strict=True)
+    pairs = zip(checkpoints, everything, strict=True)
     sides = [Side(where, tree, select(contents, patterns)) for (where, tree), contents in pairs]
     if only_structure:
         difference = structure_difference(*(side.contents for side in sides))

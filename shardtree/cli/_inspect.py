@@ -62,7 +62,7 @@ class Findings:
         where: the checkpoint, as it was named.
         fields: those of its metadata.json, or what recognizing its format gave.
         everything: all of its tensors and objects.
-        selected: those whose keys match, sorted.
+        selection: those whose keys match, sorted.
         common: top-level entries of the common state, without the content metadata; None where it can't be read.
         problem: why it can't.
         content_metadata: the save's `content_metadata`.
@@ -73,7 +73,7 @@ class Findings:
     where: str
     fields: Mapping[str, Any]
     everything: Contents
-    selected: Contents
+    selection: Contents
     common: Mapping[str, Any] | None
     problem: CheckpointingException | None
     content_metadata: Any
@@ -81,18 +81,18 @@ class Findings:
     in_files: bool
 
 
-def show_findings(console: Console, found: Findings, limit: int | None, *, is_selection: bool) -> None:
+def show_findings(console: Console, findings: Findings, limit: int | None, *, is_selection: bool) -> None:
     """Print tables of tensors, objects and, unless keys were selected, the common state; then the totals."""
-    console.print(Text(printable(found.where), style="bold"))
-    _show_rows(console, tensor_table(found.selected.tensors), limit)
-    _show_rows(console, object_table(found.selected.objects), limit)
-    if not is_selection and found.common is not None:
-        rows = [(name, kind_of(value), brief(value)) for name, value in found.common.items()]
+    console.print(Text(printable(findings.where), style="bold"))
+    _show_rows(console, tensor_table(findings.selection.tensors), limit)
+    _show_rows(console, object_table(findings.selection.objects), limit)
+    if not is_selection and findings.common is not None:
+        rows = [(name, kind_of(value), brief(value)) for name, value in findings.common.items()]
         _show_rows(console, Table(_COMMON, rows), limit)
     console.print()
     if is_selection:
-        _show_facts(console, [("selected", _count(found.selected))])
-    _show_facts(console, facts_of(found))
+        _show_facts(console, [("selected", _count(findings.selection))])
+    _show_facts(console, facts_of(findings))
 
 
 def _show_rows(console: Console, table: Table, limit: int | None) -> None:
@@ -131,30 +131,30 @@ def _length(cells: Sequence[ObjectRow]) -> str:
     return size(sum(lengths)) if len(lengths) == len(cells) else "?"
 
 
-def facts_of(found: Findings) -> Iterable[tuple[str, str]]:
+def facts_of(findings: Findings) -> Iterable[tuple[str, str]]:
     """Yield what there is to say of a checkpoint as a whole, as names and texts."""
-    yield "tensors", _count(Contents(found.everything.tensors, ()))
+    yield "tensors", _count(Contents(findings.everything.tensors, ()))
     by_dtype = Counter[str]()
-    for row in found.everything.tensors:
+    for row in findings.everything.tensors:
         by_dtype[row.dtype] += row.elements
     if by_dtype:
         yield "elements", ", ".join(f"{count:,} {name}" for name, count in by_dtype.most_common())
-    if found.everything.objects:
-        yield "objects", _count(Contents((), found.everything.objects))
+    if findings.everything.objects:
+        yield "objects", _count(Contents((), findings.everything.objects))
     # The count of files stops at a limit.
-    beyond = "" if found.files.is_all else "more than "
-    yield "files", f"{beyond}{plural(found.files.count, 'file')}, {beyond}{size(found.files.length)}"
+    beyond = "" if findings.files.is_all else "more than "
+    yield "files", f"{beyond}{plural(findings.files.count, 'file')}, {beyond}{size(findings.files.length)}"
     parts = [(f"{part}_backend", f"{part}_backend_version") for part in ("sharded", "common")]
-    sharded, common = (f"{found.fields[name]} {found.fields[version]}" for name, version in parts)
+    sharded, common = (f"{findings.fields[name]} {findings.fields[version]}" for name, version in parts)
     yield "format", sharded if common == sharded else f"{sharded}, common state: {common}"
-    if "save_id" in found.fields:
-        yield "save", str(found.fields["save_id"])
-    if found.in_files:
+    if "save_id" in findings.fields:
+        yield "save", str(findings.fields["save_id"])
+    if findings.in_files:
         yield "buckets", "hold states of named parameters; --key 'optimizer.state.**' reads the weights and lists them"
-    if found.content_metadata is not None:
+    if findings.content_metadata is not None:
         yield (
             "content metadata",
-            ", ".join(f"{name}: {brief(value)}" for name, value in entries_of(found.content_metadata).items()),
+            ", ".join(f"{name}: {brief(value)}" for name, value in entries_of(findings.content_metadata).items()),
         )
 
 
@@ -174,19 +174,19 @@ def _many(count: int, noun: str) -> str:
     return plural(count, noun).replace(str(count), f"{count:,}", 1)
 
 
-def document(found: Findings, limit: int | None) -> dict[str, Any]:
+def document(findings: Findings, limit: int | None) -> dict[str, Any]:
     """Return what docs/command-line.md describes."""
     names = ("sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version")
-    common = found.common
+    common = findings.common
     return {
-        "checkpoint": found.where,
-        "format": {name: found.fields[name] for name in names},
-        "save_id": found.fields.get("save_id"),
-        "content_metadata": plain(found.content_metadata),
-        "totals": _totals(found.everything),
-        "selected": _totals(found.selected),
-        "files": {"count": found.files.count, "bytes": found.files.length, "complete": found.files.is_all},
-        "tensors": list(map(_tensor_record, found.selected.tensors[:limit])),
+        "checkpoint": findings.where,
+        "format": {name: findings.fields[name] for name in names},
+        "save_id": findings.fields.get("save_id"),
+        "content_metadata": plain(findings.content_metadata),
+        "totals": _totals(findings.everything),
+        "selected": _totals(findings.selection),
+        "files": {"count": findings.files.count, "bytes": findings.files.length, "complete": findings.files.is_all},
+        "tensors": list(map(_tensor_record, findings.selection.tensors[:limit])),
         "objects": [
             {
                 "key": row.key,
@@ -195,7 +195,7 @@ def document(found: Findings, limit: int | None) -> dict[str, Any]:
                 "offset": row.offset,
                 "bytes": row.length,
             }
-            for row in found.selected.objects[:limit]
+            for row in findings.selection.objects[:limit]
         ],
         "common": None
         if common is None
@@ -285,7 +285,7 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
         else:
             show_table(console, COMMON, list(common_rows(tree.common())), view.limit)
     elif view.tree and not as_json:
-        contents = _selected(contents_in_files(tree, view.patterns), view.patterns)
+        contents = _select(contents_in_files(tree, view.patterns), view.patterns)
         show_table(console, KEYS, key_rows(contents.tensors), view.limit)
     else:
         return _show_contents(console, checkpoint, tree, view, as_json=as_json)
@@ -294,15 +294,15 @@ def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: boo
 
 def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: View, *, as_json: bool) -> int:
     with working("reading what is stored"):
-        found = examine(where, tree, view.patterns, view.sort)
-    if found.problem is not None:
+        findings = examine(where, tree, view.patterns, view.sort)
+    if findings.problem is not None:
         # Tensors can be shown without it, as where it holds pickled values that may not be loaded.
-        complain("inspect", found.problem)
+        complain("inspect", findings.problem)
     if as_json:
-        print(json_text(document(found, view.limit)))
+        print(json_text(document(findings, view.limit)))
     else:
-        show_findings(console, found, view.limit, is_selection=bool(view.patterns))
-    return 0 if found.common is not None else 1
+        show_findings(console, findings, view.limit, is_selection=bool(view.patterns))
+    return 0 if findings.common is not None else 1
 
 
 def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort: str = "key") -> Findings:
@@ -313,9 +313,8 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
         CheckpointingException: its metadata can't be read.
     """
     everything = contents_in_files(tree, patterns)
-    selection = _selected(everything, patterns)
-    order = _SORTS[sort]
-    ordered = Contents(tuple(sorted(selection.tensors, key=order)), tuple(sorted(selection.objects, key=order)))
+    selection, order = _select(everything, patterns), _SORTS[sort]
+    selection = Contents(tuple(sorted(selection.tensors, key=order)), tuple(sorted(selection.objects, key=order)))
     common: dict[str, Any] | None = None
     problem = None
     try:
@@ -330,7 +329,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
         where,
         tree.checkpoint.fields,
         everything,
-        ordered,
+        selection,
         common,
         problem,
         content,
@@ -339,6 +338,6 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
     )
 
 
-def _selected(everything: Contents, patterns: Sequence[str]) -> Contents:
+def _select(everything: Contents, patterns: Sequence[str]) -> Contents:
     check_patterns("inspect", patterns, everything)
     return select(everything, patterns)

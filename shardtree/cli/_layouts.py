@@ -101,8 +101,8 @@ def _spec(text: str, axes: dict[str, int]) -> tuple[str, PartitionSpec]:
     split = [tuple(entry.split("+")) if entry not in ("", "-") else () for entry in entries.split(",")]
     for axis in {axis for entry in split for axis in entry} - axes.keys():
         raise typer.BadParameter(f"{text!r}: the mesh has no axis {axis!r}. {did_you_mean(axis, axes.keys())}")
-    named = [axis for entry in split for axis in entry]
-    if len(set(named)) < len(named):
+    names = [axis for entry in split for axis in entry]
+    if len(set(names)) < len(names):
         raise typer.BadParameter(f"{text!r} names an axis of the mesh twice")
     return pattern, PartitionSpec(*(entry or None for entry in split))
 
@@ -124,9 +124,9 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
 
     specs = {key: fitting(key) for key in shards}
     patterns = {one[0] for one in specs.values() if one is not None}
-    unused = [pattern for pattern, _ in layout.specs if pattern not in patterns]
-    if unused:
-        lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in unused]
+    spare = [pattern for pattern, _ in layout.specs if pattern not in patterns]
+    if spare:
+        lines = [_why_unused(pattern, fits, spec, shards) for pattern, fits, spec in rows if pattern in spare]
         fix = "Quote patterns, so that the shell doesn't expand them."
         raise KeyMismatch(error_text("--spec is used for no tensor", offenders=lines, fix=fix))
     note_shell_patterns("--spec", patterns, shards)
@@ -137,19 +137,19 @@ def trees_on_mesh(shards: RankTree, layout: MeshLayout) -> RankTrees:
 
     def tree(rank: int) -> RankTree:
         spec_of = {key: alike[key][2] or PartitionSpec() for key in models}
-        held: RankTree = abstract_at(models, layout.mesh, lambda key, _: spec_of[key], layout.mesh.ranks[rank])
-        keys = [key for key in shards if first[alike[key]] in held]
-        return dict(zip(keys, with_keys([held[first[alike[key]]] for key in keys], keys), strict=True))
+        cuts: RankTree = abstract_at(models, layout.mesh, lambda key, _: spec_of[key], layout.mesh.ranks[rank])
+        keys = [key for key in shards if first[alike[key]] in cuts]
+        return dict(zip(keys, with_keys([cuts[first[alike[key]]] for key in keys], keys), strict=True))
 
     tree(0)  # a spec that doesn't fit its tensor is an error at once
     return RankTrees(tree, layout.mesh.size)
 
 
 def _why_unused(pattern: str, fits: Callable[[str], bool], spec: PartitionSpec, shards: RankTree) -> str:
-    named = [key for key in shards if fits(key)]
-    if not named:
+    keys = [key for key in shards if fits(key)]
+    if not keys:
         return near_patterns([pattern], shards)[0]
-    key = max(named, key=lambda key: len(shards[key].global_shape))
+    key = max(keys, key=lambda key: len(shards[key].global_shape))
     axes = len(shards[key].global_shape)
     if len(spec.entries) > axes:
         return f"{pattern!r}: a spec of {len(spec.entries)} axes, and {key!r} has {axes}"
@@ -177,8 +177,8 @@ def stored_trees(tree: OpenCheckpoint, matches: Callable[[str], bool]) -> Sequen
         return [wholes]
     keys = texts(index.key_text, index.key_start)
     order = np.lexsort((index.chunk_start, *index.chunk_offset.T[::-1], index.chunk_key))
-    meant = np.array([key in wholes for key in keys], dtype=np.bool_)
-    row = order[meant[index.chunk_key[order]]]
+    is_whole = np.array([key in wholes for key in keys], dtype=np.bool_)
+    row = order[is_whole[index.chunk_key[order]]]
     key = index.chunk_key[row]
     place = np.arange(row.size) - np.searchsorted(key, key)
 

@@ -46,12 +46,12 @@ def format_named(text: str) -> str | tuple[str, int]:
         >>> format_named("hf"), format_named("zarr:3")
         ('huggingface', ('zarr', 3))
     """
-    typed, sign, version = text.partition(":")
+    backend, sign, version = text.partition(":")
     # int() would also take digits of other scripts, signs and underscores.
-    if not typed or (sign and not (version.isascii() and version.isdecimal())):
+    if not backend or (sign and not (version.isascii() and version.isdecimal())):
         raise typer.BadParameter(f"{text!r} is not BACKEND or BACKEND:VERSION")
     formats = formats_with(StrategyAction.SAVE_SHARDED)
-    name = known_name("format", typed, {backend for backend, _ in formats})
+    name = known_name("format", backend, {backend for backend, _ in formats})
     if not sign:
         return name
     if (name, int(version)) not in formats:
@@ -88,7 +88,7 @@ def float_dtype_named(text: str) -> str:
     return known_name("floating-point dtype", text, dtypes)
 
 
-def known_name(kind: str, typed: str, known: Collection[str]) -> str:
+def known_name(kind: str, text: str, names: Collection[str]) -> str:
     """Return the known name that a text means: itself, another case or alias of it.
 
     Raises:
@@ -98,28 +98,28 @@ def known_name(kind: str, typed: str, known: Collection[str]) -> str:
         >>> known_name("format", "HF", {"huggingface", "zarr"})
         'huggingface'
     """
-    plain = typed.lower().replace("-", "_").removeprefix("torch.")
-    for name in (typed, plain, ALIASES.get(plain, plain)):
-        if name in known:
+    plain = text.lower().replace("-", "_").removeprefix("torch.")
+    for name in (text, plain, ALIASES.get(plain, plain)):
+        if name in names:
             return name
-    others = [short for short, name in ALIASES.items() if name in known]
-    raise typer.BadParameter(f"no {kind} {typed!r}. {did_you_mean(typed, known, others)}")
+    others = [short for short, name in ALIASES.items() if name in names]
+    raise typer.BadParameter(f"no {kind} {text!r}. {did_you_mean(text, names, others)}")
 
 
-def did_you_mean(typed: str, known: Collection[str], others: Collection[str] = ()) -> str:
+def did_you_mean(text: str, names: Collection[str], others: Collection[str] = ()) -> str:
     """Return the sentence that names the most similar name, or all names if there is none.
 
     Args:
-        typed: what isn't one.
-        known: the names that there are.
+        text: what isn't one.
+        names: the names that there are.
         others: more of them, which aren't listed.
 
     Examples:
         >>> did_you_mean("bf61", ["bfloat16"], ["bf16"])
         "Did you mean 'bf16'?"
     """
-    near = near_names([typed], [*known, *others]).get(typed)
-    return f"Did you mean {near!r}?" if near is not None else f"There is {', '.join(sorted(known)) or 'none'}."
+    near = near_names([text], [*names, *others]).get(text)
+    return f"Did you mean {near!r}?" if near is not None else f"There is {', '.join(sorted(names)) or 'none'}."
 
 
 def function_named(text: str) -> Callable[[Any], Any]:
@@ -145,10 +145,10 @@ def function_named(text: str) -> Callable[[Any], Any]:
         raise typer.BadParameter(f"{file}: {name!r} {what}. {did_you_mean(name, functions)}")
     from ..traces import Trace  # here, since most commands name formats and keys alone
 
-    return names[name] if isinstance(names[name], Trace) else _located(names[name], file, name)
+    return names[name] if isinstance(names[name], Trace) else _with_location(names[name], file, name)
 
 
-def _located(function: Callable[[Any], Any], file: str, name: str) -> Callable[[Any], Any]:
+def _with_location(function: Callable[[Any], Any], file: str, name: str) -> Callable[[Any], Any]:
     def call(tree: Any) -> Any:
         try:
             return function(tree)
@@ -157,9 +157,9 @@ def _located(function: Callable[[Any], Any], file: str, name: str) -> Callable[[
             raise
         except Exception as error:
             what = f"{name} of {_place(error, file)}: {type(error).__name__}: {error}"
-            lost = error.args[0] if isinstance(error, KeyError) and error.args else None
-            near = near_names([lost], list(tree)) if isinstance(lost, str) and isinstance(tree, Mapping) else {}
-            fix = f"Did you mean {near[lost]!r}?" if lost in near else "Correct the function."
+            key = error.args[0] if isinstance(error, KeyError) and error.args else None
+            near = near_names([key], list(tree)) if isinstance(key, str) and isinstance(tree, Mapping) else {}
+            fix = f"Did you mean {near[key]!r}?" if key in near else "Correct the function."
             raise TreeError(error_text(what, fix=fix)) from error
 
     return call

@@ -179,26 +179,26 @@ def show_table(console: Console, headings: Sequence[Heading], rows: Sequence[Row
     """
     spell = spellable(console)
     # The first column holds keys, which are shown as they are: a sign of ours in one isn't ours to replace.
-    shown = [(printable(first), *(spell(printable(cell)) for cell in rest)) for first, *rest in rows[:limit]]
+    texts = [(printable(first), *(spell(printable(cell)) for cell in rest)) for first, *rest in rows[:limit]]
     names = [heading.name for heading in headings]
-    widths = [max(map(cell_len, column)) for column in zip(names, *shown, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(names, *texts, strict=True)]
     # Elsewhere nothing is folded: programs expect a row on one line.
     if console.is_terminal:
         others = sum(widths[1:]) + len(_GAP) * len(widths[1:])
         widths[0] = min(widths[0], max(_LEAST, console.width - others))
     rule = spell("─") * (sum(widths) + len(_GAP) * len(widths[1:]))
     bold, dim, *styles = (Style.parse(style) for style in ("bold", "dim", *(heading.style for heading in headings)))
-    folded = (zip_longest(chop_cells(key, widths[0]), *([one] for one in rest), fillvalue="") for key, *rest in shown)
+    folds = (zip_longest(chop_cells(key, widths[0]), *([one] for one in rest), fillvalue="") for key, *rest in texts)
     lines = chain(
         [_line(names, headings, widths, [bold] * len(names)), [Segment(rule, dim)]],
-        (_line(part, headings, widths, styles) for parts in folded for part in parts),
+        (_line(part, headings, widths, styles) for parts in folds for part in parts),
     )
     while batch := list(islice(lines, _BATCH)):
         if console.color_system is None:  # plain lines end without the spaces that fill the last column
             batch = [[Segment("".join(piece.text for piece in line).rstrip())] for line in batch]
         console.print(Segments(piece for line in batch for piece in (*line, Segment.line())), end="")
-    if len(shown) < len(rows):
-        console.print(f"and {len(rows) - len(shown):,} more", style="dim")
+    if len(texts) < len(rows):
+        console.print(f"and {len(rows) - len(texts):,} more", style="dim")
 
 
 def _line(cells: Row, headings: Sequence[Heading], widths: Sequence[int], styles: Sequence[Style]) -> list[Segment]:

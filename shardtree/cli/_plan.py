@@ -44,14 +44,14 @@ def run_explain(
         CheckpointingException: a checkpoint can't be opened, or the layout doesn't fit its tensors.
     """
     with working("reading what is stored"):
-        stored = open_checkpoint(checkpoint, options=options)
-        model = stored if like is None else open_checkpoint(like, options=options)
+        source = open_checkpoint(checkpoint, options=options)
+        model = source if like is None else open_checkpoint(like, options=options)
         check_patterns("explain", patterns, contents_at(model))
         trees = _trees(model, layout, patterns)
     with working(f"planning the reads of {plural(len(trees), 'rank')}"):
         explanation = explain_ranks(trees, checkpoint, cast=cast, options=options)
     # A layout is one of tensors, and a selection leaves out on purpose: neither forgets what it lacks.
-    tensors = {} if patterns else whole_tensors(stored, matcher(patterns))
+    tensors = {} if patterns else whole_tensors(source, matcher(patterns))
     explanation = replace(explanation, missing=tuple(key for key in explanation.missing if key in tensors))
     is_ok = explanation.ok is not False  # None where only values can tell
     if as_json:
@@ -164,23 +164,23 @@ def run_trace(loader: Loader, checkpoint: str, other: Loader | None, *, as_json:
         CheckpointingException: the checkpoint can't be read, or the code asks for what tensors hold.
     """
     with working("reading what is stored"):
-        stored = open_checkpoint(checkpoint)
+        source = open_checkpoint(checkpoint)
     with working("tracing"):
-        found = traced(loader, stored)
-        problems = found.check()
-        differing = {} if other is None else found.diff(traced(other, stored))
+        trace = traced(loader, source)
+        problems = trace.check()
+        differing = {} if other is None else trace.diff(traced(other, source))
     differences = [each for some in differing.values() for each in some]
     if as_json:
         record = {
             "checkpoint": checkpoint,
-            "outputs": {name: str(kind) for name, kind in found.outputs.items()},
+            "outputs": {name: str(kind) for name, kind in trace.outputs.items()},
             "problems": list(map(asdict, problems)),
             "differences": list(map(asdict, differences)),
         }
         print(json_text(record))
         return 1 if problems or differences else 0
     console = Output()
-    for line in (*str(found).split("\n"), *map(str, problems), *map(str, differences)):
+    for line in (*str(trace).split("\n"), *map(str, problems), *map(str, differences)):
         console.print(Text(printable(line)))
     words = plural(len(problems), "problem") if problems else "each element is used and made once"
     show_verdict(console, not problems, words)

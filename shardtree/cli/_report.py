@@ -53,18 +53,18 @@ class Side:
     Attributes:
         where: as it was named.
         tree: the checkpoint; None where it can't be opened, as where its index is damaged.
-        found: what is in it; None likewise.
+        findings: what is in it; None likewise.
         problem: why it can't be opened, or not be checked for damage.
         damage: what is damaged; None where it wasn't checked.
-        checked: how much was; None likewise.
+        verification: how much was; None likewise.
     """
 
     where: str
     tree: OpenCheckpoint | None
-    found: Findings | None
+    findings: Findings | None
     problem: str
     damage: tuple[Damage, ...] | None
-    checked: VerifyReport | None
+    verification: VerifyReport | None
 
 
 def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool, allow_pickle: bool) -> int:
@@ -81,10 +81,10 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
         CheckpointingException: there is no such checkpoint, or the file can't be written.
     """
     names = [checkpoint] if other is None else [checkpoint, other]
-    sides = [_examined(name, is_checked=is_checked, allow_pickle=allow_pickle) for name in names]
+    sides = [_examine(name, is_checked=is_checked, allow_pickle=allow_pickle) for name in names]
     outcome, problem = None, ""
     if other is not None:
-        outcome, problem = _compared(*sides, only_structure=not is_checked)
+        outcome, problem = _compare(*sides, only_structure=not is_checked)
     write_text(out, report_page(sides, outcome, problem))
     console, verdicts = Output(), list(_verdicts(sides, outcome))
     for is_good, text in verdicts:
@@ -101,11 +101,11 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
     return TROUBLE if problems else 0
 
 
-def _examined(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
-    tree, found, problem = None, None, ""
+def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
+    tree, findings, problem = None, None, ""
     try:
         tree = open_checkpoint(where, options=LoadOptions(allow_pickle=allow_pickle))
-        found = examine(where, tree)
+        findings = examine(where, tree)
     except NotACheckpoint:
         raise
     except CheckpointingException as error:
@@ -114,18 +114,18 @@ def _examined(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
             raise
         problem = _in_the_shell(error)
     if not is_checked:
-        return Side(where, tree, found, "", None, None)
+        return Side(where, tree, findings, "", None, None)
     try:
-        damage, checked = find_damage(where)
+        damage, verification = find_damage(where)
     except StrategyError as error:
         fix = "All else is in the report; with --no-verify nothing is checked, and the status is 0."
-        unchecked = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
-        return Side(where, tree, found, problem or unchecked, None, None)
+        note = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
+        return Side(where, tree, findings, problem or note, None, None)
     # What keeps it from being opened is among the damage then.
-    return Side(where, tree, found, "" if damage else problem, damage, checked)
+    return Side(where, tree, findings, "" if damage else problem, damage, verification)
 
 
-def _compared(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome | None, str]:
+def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome | None, str]:
     if left.tree is None or right.tree is None:
         return None, "They can't be compared, since one of them can't be opened."
     try:
@@ -137,14 +137,14 @@ def _compared(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome
 def _verdicts(sides: Sequence[Side], outcome: Outcome | None) -> Iterator[tuple[bool | None, str]]:
     """Yield what was found in a sentence each, and whether it is good; None where nothing was looked for."""
     for side in sides:
-        if side.damage is None or side.checked is None:
+        if side.damage is None or side.verification is None:
             yield None, f"{side.where} wasn't checked for damage"
         elif side.damage:
             yield False, f"{side.where} is damaged in {plural(len({one.file for one in side.damage}), 'file')}"
         else:
-            without = side.checked.unchecked_nbytes
+            without = side.verification.unchecked_nbytes
             more = f", {size(without)} without a checksum" if without else ""
-            yield True, f"no damage found in {side.where}: {size(side.checked.bytes_read)} read{more}"
+            yield True, f"no damage found in {side.where}: {size(side.verification.bytes_read)} read{more}"
     if outcome is not None:
         yield not outcome.difference, summary(outcome)
 
@@ -169,7 +169,7 @@ def _parts(title: str, sides: Sequence[Side], outcome: Outcome | None, problem: 
     for is_good, text in _verdicts(sides, outcome):
         yield element_html("p", text, {None: "dim", True: "good", False: "bad"}[is_good])
     yield from _lines(problem)
-    facts = [dict(facts_of(side.found)) if side.found is not None else {} for side in sides]
+    facts = [dict(facts_of(side.findings)) if side.findings is not None else {} for side in sides]
     names = dict.fromkeys(name for each in facts for name in each)
     rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
     yield table_html(("", "A", "B") if len(sides) > 1 else ("", ""), rows)
@@ -193,10 +193,10 @@ def _about(side: Side, name: str) -> Iterator[str]:
         yield element_html("h2", f"{name}problem")
         yield from _lines(side.problem)
     yield from _damage(side, name)
-    if side.tree is None or side.found is None:
+    if side.tree is None or side.findings is None:
         yield element_html("p", f"{name}What is in it isn't shown, since it can't be opened.", "dim")
         return
-    everything = side.found.everything
+    everything = side.findings.everything
     yield element_html("h2", f"{name}sizes")
     yield from _sizes(side.tree, everything.tensors)
     if everything.tensors:
@@ -210,10 +210,10 @@ def _about(side: Side, name: str) -> Iterator[str]:
         yield element_html("h2", f"{name}objects")
         yield _html(object_table(everything.objects))
     yield element_html("h2", f"{name}common state")
-    if side.found.problem is not None:
-        yield from _lines(_in_the_shell(side.found.problem))
+    if side.findings.problem is not None:
+        yield from _lines(_in_the_shell(side.findings.problem))
     else:
-        yield _html(Table(COMMON, list(common_rows(side.found.common))))
+        yield _html(Table(COMMON, list(common_rows(side.findings.common))))
 
 
 def _html(table: Table, most: int = _MOST_ROWS) -> str:
@@ -238,7 +238,7 @@ def _damage(side: Side, name: str) -> Iterator[str]:
         ]
         headings = [Heading("file"), Heading("bytes", right=True), Heading("what"), Heading("what lies there")]
         yield _html(Table(headings, rows))
-    for line in unchecked_lines(side.checked) if side.checked is not None else ():
+    for line in unchecked_lines(side.verification) if side.verification is not None else ():
         yield element_html("p", f"{name}{line}", "dim")
 
 

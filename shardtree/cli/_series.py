@@ -52,8 +52,7 @@ def find_steps(where: str) -> Steps | None:
         if not steps:
             return None
         rows = tuple((step, files_in(folder_in(storage, step.folder))) for step in steps)
-    finished = {step.folder for step in steps}
-    return Steps(where, rows, tuple(sorted(folders.keys() - finished)))
+    return Steps(where, rows, tuple(sorted(folders.keys() - {step.folder for step in steps})))
 
 
 def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:

@@ -156,50 +156,50 @@ _PIECES = (
 _LISTED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def show_values(console: Console, tree: OpenCheckpoint, typed: str, *, as_json: bool) -> None:
+def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: bool) -> None:
     """Print elements of a tensor, named as KEY or KEY[0:4] or KEY[3, :, 2]; no others are read.
 
     Raises:
         KeyMismatch: nothing is stored under that key.
         ShapeError: the index doesn't fit the tensor, or so many elements aren't for reading.
     """
-    match = None if typed in tree else _INDEXED.fullmatch(typed)  # a key may end in brackets itself
-    key = typed if match is None else match["key"]
-    index = () if match is None else tuple(_entry(one.strip(), typed) for one in match["index"].split(","))
+    match = None if text in tree else _INDEXED.fullmatch(text)  # a key may end in brackets itself
+    key = text if match is None else match["key"]
+    index = () if match is None else tuple(_entry(one.strip(), text) for one in match["index"].split(","))
     data = _tensor(tree, key).data
     if len(index) > len(data.shape):
-        what, expected = f"inspect: {typed!r} has too many indices", f"at most {len(data.shape)}"
+        what, expected = f"inspect: {text!r} has too many indices", f"at most {len(data.shape)}"
         raise ShapeError(error_text(what, found=len(index), expected=expected))
     try:
         # One index at a time, the last axis first, so that an index that drops its axis doesn't move the others.
         for axis in reversed(range(len(index))):
             data = data[(slice(None),) * axis + (index[axis],)]
     except IndexError as error:
-        raise ShapeError(error_text(f"inspect: {typed!r} is outside of the tensor", found=error)) from error
+        raise ShapeError(error_text(f"inspect: {text!r} is outside of the tensor", found=error)) from error
     nbytes = data.numel() * data.dtype.itemsize
     if nbytes > _MOST:
         fix = f"Ask for a part: '{key}[0:4]'."
-        raise ShapeError(error_text(f"inspect: {typed!r} has {size(nbytes)}, too many to print", fix=fix))
+        raise ShapeError(error_text(f"inspect: {text!r} has {size(nbytes)}, too many to print", fix=fix))
     values: torch.Tensor = data.read()
     if as_json:
         record = {"key": key, "dtype": dtype_name(values.dtype), "shape": list(values.shape)}
         # What JSON has no form for, as complex numbers, is a text.
-        listed = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
-        print(json_text({**record, "values": plain(listed)}))
+        content = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
+        print(json_text({**record, "values": plain(content)}))
         return
     shape = shape_text(tuple(values.shape))
-    console.print(Text.assemble((printable(typed), "bold"), f"  {dtype_name(values.dtype)}  {shape}  {size(nbytes)}"))
+    console.print(Text.assemble((printable(text), "bold"), f"  {dtype_name(values.dtype)}  {shape}  {size(nbytes)}"))
     for line in str(values).split("\n"):
         console.print(Text(line))
 
 
-def _entry(text: str, typed: str) -> int | slice:
-    match = _ENTRY.fullmatch(text)
+def _entry(part: str, text: str) -> int | slice:
+    match = _ENTRY.fullmatch(part)
     if match is None:
         expected = "numbers and ranges, as in KEY[3, 0:4, :]"
-        raise ShapeError(error_text(f"inspect: {typed!r} isn't an index", found=repr(text), expected=expected))
+        raise ShapeError(error_text(f"inspect: {text!r} isn't an index", found=repr(part), expected=expected))
     if match["start"] is None:
-        return int(text)
+        return int(part)
     start, stop = (int(one) if one not in ("", "-") else None for one in (match["start"], match["stop"]))
     return slice(start, stop)
 

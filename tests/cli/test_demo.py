@@ -13,7 +13,7 @@ from rich.console import Console
 
 import shardtree as st
 from shardtree.cli import _demo
-from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compared, drawn_layouts, made_up_weights, training_state
+from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compare, drawn_layouts, made_up_weights, training_state
 from shardtree.layouts import SpecFunction
 from shardtree.pictures import text_of
 from tests.cli.checkpoints import process, run
@@ -107,7 +107,7 @@ NAMED = {
 
 def verdict(loaded: list[Any]) -> tuple[bool, str]:
     console = Console(file=io.StringIO(), width=200)
-    ranks = [Moved(0, 0, *compared(*pair)) for pair in zip(loaded, STATES, strict=False)]
+    ranks = [Moved(0, 0, *compare(*pair)) for pair in zip(loaded, STATES, strict=False)]
     return _demo.show_comparison(console, ELEMENTS, ranks), console.file.getvalue()  # type: ignore[attr-defined]
 
 
