@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from math import lcm, prod
 from typing import Any
 
-import torch
-
 from ..errors import KeyMismatch, MetadataError, ShapeError, error_text
 from ..geometry import integer, integers, refuse
 from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
@@ -70,15 +68,11 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return None if shape is None else integers("shape", "size", shape)
 
 
-def _dtype(value: Any) -> torch.dtype | None:
-    source = value.data if isinstance(value, ShardedTensorFactory) else value
-    return getattr(source, "dtype", None)
-
-
 def _check_dtypes(parameters: Mapping[str, Any]) -> None:
     names: dict[Any, list[str]] = {}
     for name, value in parameters.items():
-        names.setdefault(_dtype(value), []).append(name)
+        source = value.data if isinstance(value, ShardedTensorFactory) else value
+        names.setdefault(getattr(source, "dtype", None), []).append(name)
     # Shapes have no dtype, and go with any.
     names.pop(None, None)
     if len(names) > 1:

@@ -65,14 +65,20 @@ def shard_pieces(shard: ShardedTensor, most: int = PIECE) -> Iterator[ShardPiece
         raise CheckpointingException(error_text(what, found=type(shard.data).__name__, fix="Give the shard its data."))
     # Data may have been resized or replaced in place since the shard was built.
     shard.validate_metadata_integrity()
-    _check_dense(shard.key, shard.data)
+    data = shard.data
+    if isinstance(data, torch.Tensor) and (
+        data.layout is not torch.strided or data.is_quantized or not has_elements(data)
+    ):
+        found = f"{data.dtype}, {data.layout}, on {data.device}"
+        what = f"fingerprint: {shard.key!r} is not a dense tensor"
+        raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))
     front, flat = shard.prepend_axis_num, shard.flattened_range
-    elements = most if shard.data.device.type == "cpu" else _ON_DEVICE * most
+    elements = most if data.device.type == "cpu" else _ON_DEVICE * most
     if flat is not None:
         box = (1,) * front + shard.local_shape
-        yield from run_pieces(shard.data, shard.global_offset, box, flat.start, elements)
+        yield from run_pieces(data, shard.global_offset, box, flat.start, elements)
         return
-    yield from box_pieces(shard.data, shard.global_offset, elements)
+    yield from box_pieces(data, shard.global_offset, elements)
 
 
 def box_pieces(data: torch.Tensor | LazyTensor, offset: Sequence[int], most: int = PIECE) -> Iterator[ShardPiece]:
@@ -195,12 +201,3 @@ def bytes_total(data: torch.Tensor) -> int:
             words[: part.numel()] = part
         total += box_total(words.view(torch.int64).view(-1, _ROW // 8), (begin // _ROW, 0))
     return total % MODULUS
-
-
-def _check_dense(key: str, data: torch.Tensor | LazyTensor) -> None:
-    if not isinstance(data, torch.Tensor):
-        return
-    if data.layout is not torch.strided or data.is_quantized or not has_elements(data):
-        found = f"{data.dtype}, {data.layout}, on {data.device}"
-        what = f"fingerprint: {key!r} is not a dense tensor"
-        raise UnsupportedValue(error_text(what, found=found, fix="Give the shard a dense tensor of its elements."))

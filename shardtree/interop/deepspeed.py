@@ -124,10 +124,6 @@ class _Parts:
     states: dict[str, list[str]] = field(default_factory=dict)
 
 
-def _shapes(checkpoint: OpenCheckpoint, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
-    return OrderedDict((name, torch.Size(_tensor(checkpoint, name).global_shape)) for name in names)
-
-
 def _tensor(checkpoint: OpenCheckpoint, key: str) -> ShardedTensor:
     shard = checkpoint.metadata[key]
     assert isinstance(shard, ShardedTensor)
@@ -181,7 +177,7 @@ def _fields(
         raise KeyMismatch(error_text(what, offenders=sorted(wrong), fix=fix))
     model = {**_MODEL_FIELDS, **{key: value for key, value in common.items() if key != "optimizer"}}
     new_groups = [{**group, "params": [number]} for number, group in enumerate(groups)]
-    shapes = [_shapes(checkpoint, group) for group in names]
+    shapes = [OrderedDict((n, torch.Size(_tensor(checkpoint, n).global_shape)) for n in group) for group in names]
     return model | {"param_shapes": shapes}, {"param_groups": new_groups, "ds_version": model["ds_version"]}
 
 

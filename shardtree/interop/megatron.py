@@ -210,8 +210,6 @@ _FROM: dict[str, Callable[[Any], Any]] = {
 
 # Converting our leaves to Megatron-Core's.
 
-_FLAT = "Megatron-Core 0.16 removed flat shards: save the tree with shardtree, or unflatten it first."
-
 
 def to_megatron(tree: Any, *, mapping: Any = None) -> Any:
     """Convert a tree with our shards, objects and factories to one with Megatron-Core's.
@@ -257,8 +255,11 @@ def _to_leaf(classes: Any, tree: Any, path: TreePath, leaf: Any) -> Any:
         _check_containers(tree, path)
         return _make_theirs(getattr(classes, kind), leaf, partial(to_megatron, mapping=classes))
     except Exception as error:  # Megatron-Core's own checks raise errors of many classes
-        fix = _FLAT if getattr(leaf, "flattened_range", None) is not None else None
-        raise UnsupportedValue(describe_failure("to_megatron", kind, leaf, path, error, fix)) from error
+        is_flat = getattr(leaf, "flattened_range", None) is not None
+        fix = "Megatron-Core 0.16 removed flat shards: save the tree with shardtree, or unflatten it first."
+        raise UnsupportedValue(
+            describe_failure("to_megatron", kind, leaf, path, error, fix if is_flat else None)
+        ) from error
 
 
 def _check_containers(tree: Any, path: TreePath) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -74,7 +74,8 @@ def attention_qkv(
     for field, value in (("heads", heads), ("head_size", head_size), ("query_groups", groups)):
         positive(doing, field, value)
     if heads % groups:
-        refuse(doing, "query_groups", groups, f"a divisor of {heads} heads", _WHOLE, error=MetadataError)
+        fix = "Count those of the whole layer, not of a rank."
+        refuse(doing, "query_groups", groups, f"a divisor of {heads} heads", fix, error=MetadataError)
     blocks = {"interleaved": groups, "concatenated": positive(doing, "tensor_parallel", tensor_parallel)}
     for field, form in (("held", held), ("stored", stored)):
         if form not in _FORMS:
@@ -82,16 +83,15 @@ def attention_qkv(
     # Ranks that share a query group hold copies of its keys and values. Those would be stored twice, at the same place.
     if groups % blocks[held]:
         expected = f"a divisor of {groups} query groups"
-        refuse(doing, "tensor_parallel", tensor_parallel, expected, _SHARED, error=MetadataError)
+        fix = (
+            "Ranks that share a group hold copies of its keys and values: describe those as replicas, tensor by tensor."
+        )
+        refuse(doing, "tensor_parallel", tensor_parallel, expected, fix, error=MetadataError)
     check_names(doing, part, names, 3)
     sizes = (heads // groups * head_size, head_size, head_size)
     # With names, queries, keys and values are tensors of their own, and there are no fused blocks to be stored.
     ends = None if names is not None else groups if stored == "interleaved" else 1
     return mapped_axis(axis, lambda n: _runs(n, groups, sizes, blocks[held], ends), part=part, names=names, doing=doing)
-
-
-_WHOLE = "Count those of the whole layer, not of a rank."
-_SHARED = "Ranks that share a group hold copies of its keys and values: describe those as replicas, tensor by tensor."
 
 
 def _runs(length: int, groups: int, sizes: Sequence[int], held_blocks: int, stored_blocks: int | None) -> AxisRuns:
@@ -143,7 +143,7 @@ def rotary_halves(*, head_size: int, rotary_size: int | None = None, axis: int =
     References:
         transformers 5.23, `PermuteForRope`.
     """
-    return _rotary("rotary_halves", _halves, head_size, rotary_size, axis)
+    return _rotary("rotary_halves", (2, -1), head_size, rotary_size, axis)
 
 
 def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 0) -> Lens:
@@ -158,25 +158,17 @@ def rotary_pairs(*, head_size: int, rotary_size: int | None = None, axis: int = 
         >>> rotary_pairs(head_size=6)(shard).shards[0].data
         tensor([0, 3, 1, 4, 2, 5])
     """
-    return _rotary("rotary_pairs", _pairs, head_size, rotary_size, axis)
+    return _rotary("rotary_pairs", (-1, 2), head_size, rotary_size, axis)
 
 
-def _halves(size: int) -> Column:
-    """Return the new place of each of a head's rows when pairs become halves."""
-    return np.arange(size).reshape(2, -1).T.reshape(-1)
-
-
-def _pairs(size: int) -> Column:
-    return np.arange(size).reshape(-1, 2).T.reshape(-1)
-
-
-def _rotary(doing: str, places: Callable[[int], Column], head_size: int, rotary_size: int | None, axis: int) -> Lens:
+def _rotary(doing: str, table: tuple[int, int], head_size: int, rotary_size: int | None, axis: int) -> Lens:
+    """Return the lens by which a head's rows fill a table of this shape by columns, and are stored by rows."""
     size = positive(doing, "head_size", head_size)
     count = size if rotary_size is None else positive(doing, "rotary_size", rotary_size)
     if count % 2 or count > size:
         fix = "Rows are rotated in pairs."
         refuse(doing, "rotary_size", count, f"an even number up to {size}", fix, error=MetadataError)
-    head = np.concatenate([places(count), np.arange(count, size)])
+    head = np.concatenate([np.arange(count).reshape(table).T.reshape(-1), np.arange(count, size)])
 
     def runs(length: int) -> AxisRuns:
         if length % size:

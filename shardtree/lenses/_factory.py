@@ -170,7 +170,11 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
     box = replace(shard.without_data(), flattened_range=None)
 
     def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        data = _checked_data(key, data, _shape(box, key, flattened_range))
+        shape = box.local_shape
+        if flattened_range is not None:
+            check_flat_range(f"factory of {key!r}", flattened_range, shape)
+            shape = (flattened_range.stop - flattened_range.start,)
+        data = _checked_data(key, data, shape)
         dtype = box.dtype if data is None else data.dtype
         own = replace(box, key=key, dtype=dtype, replica_id=replica_id)
         if flattened_range is None:
@@ -183,14 +187,6 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
     return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
-
-
-def _shape(box: ShardedTensor, key: str, flat: slice | None) -> tuple[int, ...]:
-    """Return the shape of the data of a box, or of a flat range of it, which lies in the box."""
-    if flat is None:
-        return box.local_shape
-    check_flat_range(f"factory of {key!r}", flat, box.local_shape)
-    return (flat.stop - flat.start,)
 
 
 def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any:

@@ -181,17 +181,17 @@ def padded_axis(size: int, *, axis: int = 0, fill: float = 0) -> Lens:
         return AxisRuns(np.array([size, length - size]), np.array([0, PADDING]), np.zeros(2, dtype=np.int64), (size,))
 
     inner = mapped_axis(axis, runs, fill=fill, doing="padded_axis")
-    return lambda shard: _with_any_shape(shard, inner)
 
+    def lens(shard: ShardedTensor) -> StoredForm:
+        check_box("padded_axis", shard)
+        if not shard.allow_shape_mismatch:
+            return inner(shard)
+        # Other lenses refuse this flag, since places follow from the exact shape. Here they follow from `size` alone:
+        # if the held tensor may have another shape, so may the stored one.
+        form = inner(replace(shard, allow_shape_mismatch=False))
+        return replace(form, shards=tuple(replace(part, allow_shape_mismatch=True) for part in form.shards))
 
-def _with_any_shape(shard: ShardedTensor, lens: Lens) -> StoredForm:
-    """Return what the lens builds; if the held tensor may have another shape, so may the stored one."""
-    check_box("padded_axis", shard)
-    if not shard.allow_shape_mismatch:
-        return lens(shard)
-    # Other lenses refuse this flag, since places follow from the exact shape. Here they follow from `size` alone.
-    form = lens(replace(shard, allow_shape_mismatch=False))
-    return replace(form, shards=tuple(replace(part, allow_shape_mismatch=True) for part in form.shards))
+    return lens
 
 
 # Gated layers (SwiGLU, GeGLU): each rank holds gate and up rows together, a checkpoint separately.

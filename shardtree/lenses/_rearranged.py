@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ def transposed(*axes: int) -> Lens:
     def lens(shard: ShardedTensor) -> StoredForm:
         check_box("transposed", shard)
         order = _order(shard, axes)
-        back = [order.index(axis) for axis in range(len(order))]
+        back = tuple(order.index(axis) for axis in range(len(order)))
         front = shard.prepend_axis_num
 
         def permute(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,13 +54,9 @@ def transposed(*axes: int) -> Lens:
             global_offset=permute(shard.global_offset),
             axis_fragmentations=None if shard.axis_fragmentations is None else permute(shard.axis_fragmentations),
         )
-        return StoredForm((part,), lambda parts: _back(parts[0], back))
+        return StoredForm((part,), lambda parts: parts[0].permute(back))
 
     return lens
-
-
-def _back(tensor: Any, order: Sequence[int]) -> Any:
-    return tensor.permute(tuple(order))
 
 
 def _order(shard: ShardedTensor, axes: Sequence[int]) -> tuple[int, ...]:

@@ -104,12 +104,13 @@ def tied(part: str, name: str) -> Lens:
         ('embedding.weight', (1, 0))
     """
     check_names("tied", part, [name], 1)
-    return lambda shard: _with_key("tied", shard, replaced_part("tied", shard.key, part, name), _copy(shard.replica_id))
 
+    def lens(shard: ShardedTensor) -> StoredForm:
+        replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
+        # A leading 1 makes every replica of the copy a replica of the other tensor: none of them is the main one.
+        return _with_key("tied", shard, replaced_part("tied", shard.key, part, name), (1, *replica))
 
-def _copy(replica_id: ReplicaId) -> ReplicaId:
-    # A leading 1 makes every replica of the copy a replica of the other tensor: none of them is the main one.
-    return (1, *(replica_id if isinstance(replica_id, tuple) else (replica_id,)))
+    return lens
 
 
 def _with_key(doing: str, shard: ShardedTensor, key: str, replica_id: ReplicaId) -> StoredForm:

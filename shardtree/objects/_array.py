@@ -203,8 +203,8 @@ def own_copy(value: Any, what: str) -> Any:
     try:
         leaves = [leaf for _, leaf in leaves_with_paths(value)]
         # `deepcopy` would copy a view's whole storage, and refuses tensors that are part of an autograd graph.
-        tensors = {id(leaf): _cloned(leaf) for leaf in leaves if type(leaf) is torch.Tensor}
-        return deepcopy(value, tensors)
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        return deepcopy(value, {id(each): each.detach().clone().requires_grad_(each.requires_grad) for each in tensors})
     except Exception as error:
         # A value's own __deepcopy__ may raise anything.
         found, fix = (
@@ -212,7 +212,3 @@ def own_copy(value: Any, what: str) -> Any:
             "Keep state that can be copied, not the object that has it.",
         )
         raise UnsupportedValue(error_text(f"{what} can't be copied", found=found, fix=fix)) from error
-
-
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import reduce
@@ -221,7 +221,10 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
         >>> rule(ObjectArray("loader", (2,), states), (2,))
         [{'consumed': 17, 'buffer': [1, 2]}, {'consumed': 17, 'buffer': [3, 4]}]
     """
-    wrong = [f"{field!r}: {type(rule).__name__}" for field, rule in _items(rules) if not callable(rule)]
+    if not isinstance(rules, Mapping):
+        fix = "Say which fields they are for: {'consumed': rule}."
+        raise TreeError(error_text("rules_by_field: not a dict of rules", found=type(rules).__name__, fix=fix))
+    wrong = [f"{field!r}: {type(rule).__name__}" for field, rule in rules.items() if not callable(rule)]
     if wrong:
         fix = "Give each field a rule, such as fold_objects(operator.add)."
         raise TreeError(error_text("rules_by_field: not rules for objects", offenders=wrong, fix=fix))
@@ -235,13 +238,6 @@ def rules_by_field(rules: Mapping[Hashable, ObjectRule]) -> ObjectRule:
         return [_dict_like(first, values) for values in rows]
 
     return apply
-
-
-def _items(rules: Any) -> Iterable[tuple[Hashable, Any]]:
-    if not isinstance(rules, Mapping):
-        fix = "Say which fields they are for: {'consumed': rule}."
-        raise TreeError(error_text("rules_by_field: not a dict of rules", found=type(rules).__name__, fix=fix))
-    return rules.items()
 
 
 def _check_fields(array: ObjectArray, rules: Mapping[Hashable, ObjectRule]) -> None:

@@ -16,8 +16,6 @@ ParamId: TypeAlias = int | str
 Group: TypeAlias = Mapping[str, Any]
 States: TypeAlias = Mapping[ParamId, Mapping[str, Any]]
 
-_FORM = "{'state': {id or name: {...}}, 'param_groups': [{'params': [...], ...}]}"
-
 
 def states_of(doing: str, optim_state_dict: Any) -> States:
     """Return the states by parameter of a state dict.
@@ -35,7 +33,8 @@ def states_of(doing: str, optim_state_dict: Any) -> States:
         flat = any(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in keys)
         fix = "Take it nested: flatten_optimizer_state_dict=False." if flat else "Pass `optimizer.state_dict()`."
         found = "a flat dict" if flat else type(optim_state_dict).__name__
-        raise TreeError(error_text(f"{doing}: not an optimizer's state dict", found=found, expected=_FORM, fix=fix))
+        expected = "{'state': {id or name: {...}}, 'param_groups': [{'params': [...], ...}]}"
+        raise TreeError(error_text(f"{doing}: not an optimizer's state dict", found=found, expected=expected, fix=fix))
     states: Any = optim_state_dict["state"]
     if not isinstance(states, Mapping):
         raise _not_a("state", doing, type(states).__name__, "a dict by parameter")
@@ -172,11 +171,6 @@ def excluded(doing: str, exclude_keys: object) -> set[Any]:
 
 # Parameters by id: found by identity, never by order or shape.
 
-_KEEP_VARS = (
-    "Let the tree's data be the model's own parameters, `model.state_dict(keep_vars=True)`: a detached one is another "
-    "tensor. Where the parameter is transformed, use a factory with it as data."
-)
-
 
 def get_param_id_to_sharded_param_map(
     model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.Tensor] | torch.optim.Optimizer
@@ -218,7 +212,11 @@ def get_param_id_to_sharded_param_map(
     if params and not by_id:
         what = f"{doing}: no shard's data is a parameter of the optimizer"
         counts = f"{len(leaves)} shards", f"the data of some to be one of {len(params)} parameters"
-        raise TreeError(error_text(what, found=counts[0], expected=counts[1], fix=_KEEP_VARS))
+        fix = (
+            "Let the tree's data be the model's own parameters, `model.state_dict(keep_vars=True)`: a detached one is "
+            "another tensor. Where the parameter is transformed, use a factory with it as data."
+        )
+        raise TreeError(error_text(what, found=counts[0], expected=counts[1], fix=fix))
     return dict(sorted(by_id.items()))
 
 

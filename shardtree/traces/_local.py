@@ -175,16 +175,14 @@ def transformed(trace: Trace, tree: Mapping[str, Any], doing: str) -> dict[str, 
     check_kinds(doing, {name: trace.sources[name] for name in sources}, tree)
     outputs = {
         name: replace(
-            whole_shard(name, kind), data=_lazy(trace, name, {each: tree[each].data for each in sources_of[name]})
+            whole_shard(name, kind),
+            data=of_source(
+                Traced(name, trace, {each: tree[each].data for each in sources_of[name]}, kind.shape, kind.dtype)
+            ),
         )
         for name, kind in trace.outputs.items()
     }
     return outputs | {key: leaf for key, leaf in tree.items() if not isinstance(leaf, ShardedTensor)}
-
-
-def _lazy(trace: Trace, name: str, lazies: Mapping[str, Any]) -> LazyTensor:
-    kind = trace.outputs[name]
-    return of_source(Traced(name, trace, lazies, kind.shape, kind.dtype))
 
 
 def whole_shard(key: str, kind: Kind) -> ShardedTensor:

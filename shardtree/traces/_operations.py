@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..lazy import dense
-from ._moves import Move, Moves, read_of, rolled, through, whole
+from ._moves import Moves, read_of, rolled, through, whole
 from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, reread
 from ._tracer import Tracer, is_ordinary, meta_of, tensors_in
 
@@ -144,14 +144,10 @@ def _gather(record: Record, tensor: torch.Tensor, dim: int, index: np.ndarray[An
         into = (*own[:dim], *(each * own[dim] for each in dense(tuple(counts)).stride), *own[dim + 1 :])
         steps = (*strides[:dim], *(step * strides[dim] for _, step in loops), *strides[dim + 1 :])
         reads = [read_of(start + int(index[0]) * strides[dim], sizes, into, steps)] if len(index) else []
-    record.put(new, _read(record, tensor, reads))
-    return new
-
-
-def _read(record: Record, tensor: torch.Tensor, reads: Sequence[Move]) -> list[Move]:
-    """Return reads of a tensor's cell as moves from what was written there."""
     cell = record.cell(tensor)
-    return list(through(rolled(cell.writes.find(rolled(reads))[0]), reread(cell.dtype, tensor.dtype)))
+    moves = rolled(cell.writes.find(rolled(reads))[0])
+    record.put(new, list(through(moves, reread(cell.dtype, tensor.dtype))))
+    return new
 
 
 def _one_index(

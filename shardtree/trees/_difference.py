@@ -100,7 +100,10 @@ def _same_value(left: Any, right: Any) -> bool:
         return _same_shard(left, right)
     if isinstance(left, LocalNonpersistentObject):
         return not diff(left.obj, right.obj)
-    return _equal(left, right)
+    try:
+        return bool(left == right)
+    except Exception:  # what can't be compared isn't equal
+        return False
 
 
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -140,14 +143,6 @@ def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
     names = [field.name for field in fields(left) if field.name != "data"]  # type: ignore[arg-type]
     same = all(getattr(left, name) == getattr(right, name) for name in names)
     return same and not diff(left.data, right.data)
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Return the result of a type's own `==`; what can't be compared isn't equal."""
-    try:
-        return bool(left == right)
-    except Exception:
-        return False
 
 
 _LONGEST = 60

@@ -141,7 +141,12 @@ def rename(tree: SameTree, names: Renaming) -> SameTree:
         check_function("rename", "names", names, "a mapping or a function")
     new = {key: names.get(key, key) if isinstance(names, Mapping) else names(key) for key in keys}
     _check_injective(new)
-    return map_sharing(lambda leaf: _with_key(leaf, new[leaf.key]) if isinstance(leaf, ShardedBase) else leaf, tree)
+
+    def on_leaf(leaf: Any) -> Any:
+        is_same = not isinstance(leaf, ShardedBase) or new[leaf.key] == leaf.key
+        return leaf if is_same else replace(leaf, key=new[leaf.key])
+
+    return map_sharing(on_leaf, tree)
 
 
 def _check_names(names: Mapping[str, str], keys: Collection[str]) -> None:
@@ -161,10 +166,6 @@ def _check_injective(new: Mapping[str, str]) -> None:
     if collisions:
         fix = "Give each key a name of its own; join tensors with a factory."
         raise TreeError(error_text("rename: different keys would become one", offenders=collisions, fix=fix))
-
-
-def _with_key(leaf: Any, key: str) -> Any:
-    return leaf if leaf.key == key else replace(leaf, key=key)
 
 
 def prefix(tree: SameTree, text: str) -> SameTree:

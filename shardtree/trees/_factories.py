@@ -63,8 +63,8 @@ def build_factories(tree: Tree, merge_one: MergeOne = merge_anew) -> tuple[Tree,
         merge_one: merges what was loaded for one factory.
     """
     trees: dict[int, Tree] = {}
-    expanded = _build(tree, trees, 0)
-    return expanded, lambda data: _merge_from_root(data, tree, (), lambda factory: trees[id(factory)], merge_one)
+    shards = _build(tree, trees, 0)
+    return shards, lambda data: _merge_from_root(data, tree, (), lambda factory: trees[id(factory)], merge_one)
 
 
 def _build(tree: Tree, trees: dict[int, Tree], depth: int) -> Tree:
@@ -111,7 +111,9 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         >>> apply_factory_merges({"w": [torch.zeros(1), torch.ones(1)], "step": 3}, {"w": factory})
         {'w': tensor([0., 1.]), 'step': 3}
     """
-    return _merge_from_root(x1, x2, tuple(key), _build_again, merge_anew)
+    return _merge_from_root(
+        x1, x2, tuple(key), lambda factory: None if factory.data is None else factory.build(), merge_anew
+    )
 
 
 def merge_into_held(doing: str, tree: Tree) -> MergeOne:
@@ -163,10 +165,6 @@ def merge_into_held(doing: str, tree: Tree) -> MergeOne:
         return own
 
     return merge
-
-
-def _build_again(factory: ShardedTensorFactory) -> Tree:
-    return None if factory.data is None else factory.build()
 
 
 @refusing_depth

@@ -167,10 +167,10 @@ def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath
         >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])
         [('state',)]
     """
-    found = ((path, leaf, *deepest(tree, path)) for path, leaf in plain)
     return [
         path
-        for path, leaf, node, depth in found
+        for path, leaf in plain
+        for node, depth in [deepest(tree, path)]
         if depth < len(path) or (isinstance(leaf, torch.Tensor) and stored_entries(node) is not None)
     ]
 
@@ -231,7 +231,9 @@ def _join(common: Tree, target: Tree, path: TreePath) -> Tree:
     if is_hollow(common):
         return _finish_target(target, path)
     if _holds_any(target):
-        raise _conflict(common, target, path)
+        what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
+        fix = "Give the target the structure that was saved, or take this entry out of it."
+        raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
     # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
     whole = _keep_whole(common)
     return _finish_target(target, path) if whole is HOLE else whole
@@ -319,12 +321,6 @@ def is_hollow(tree: Tree) -> bool:
 def _holds_any(target: Tree) -> bool:
     """Return whether a target's tree holds anything that was loaded, or that stays with the rank."""
     return any(leaf is not HOLE for leaf in flatten(target)[0])
-
-
-def _conflict(common: Tree, target: Tree, path: TreePath) -> TreeError:
-    what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
-    fix = "Give the target the structure that was saved, or take this entry out of it."
-    return TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
 
 
 def _description(common: Tree) -> str:

@@ -19,8 +19,6 @@ from ..errors import TreeError, error_text, plural
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
 # What stars match. With ** goes the dot beside it, which is absent too where ** matches no part.
 _EXPRESSIONS = {"**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"((?s:.*))"}
-_PART = r"([^.]+)"  # a star between dots: a part has at least one character
-_WITHIN = r"([^.]*)"
 
 
 def key_expression(pattern: str) -> str:
@@ -45,7 +43,8 @@ def key_expression(pattern: str) -> str:
 
 def _star_expression(pattern: str, star: re.Match[str]) -> str:
     around = pattern[: star.start()][-1:] + pattern[star.end() :][:1]
-    return _PART if around in ("", ".", "..") else _WITHIN
+    # Between dots it is a part, which has at least one character.
+    return r"([^.]+)" if around in ("", ".", "..") else r"([^.]*)"
 
 
 def stars(pattern: str) -> int:
@@ -311,16 +310,14 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
     # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
     # key with each name would take minutes.
     too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in names)
-    prefix = next((text for text in too_much if all(_without(key, text) in names for key in keys)), None)
+    prefix = next(
+        (text for text in too_much if all(key.startswith(text) and key[len(text) :] in names for key in keys)), None
+    )
     if prefix is not None:
         return prefix, ""
     lacking = sorted(name.removesuffix(longest) for name in names if name.endswith(longest))
     prefix = next((text for text in lacking if all(text + key in names for key in keys)), None)
     return None if prefix is None else ("", prefix)
-
-
-def _without(key: str, prefix: str) -> str | None:
-    return key[len(prefix) :] if key.startswith(prefix) else None
 
 
 def _numbers(name: str) -> list[str]:

@@ -18,7 +18,6 @@ from ._maps import described_kind, map_sharing, with_data
 from ._nodes import HOLE, Tree, describe, entries, is_sequence, leaves_with_paths, like, refusing_depth, same_kind
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
-_TENSORS: Final = (torch.Tensor, LazyTensor)
 
 
 def unbox(tree: Tree) -> Tree:
@@ -90,7 +89,7 @@ def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: li
     children, values = entries(tree), entries(data)
     if children is None:
         return data
-    if values is None or not _fits(tree, data):
+    if values is None or not same_kind(tree, data) or (is_sequence(tree) and len(tree) != len(data)):
         boxes = [(*path, *rest) for rest, leaf in leaves_with_paths(tree) if isinstance(leaf, _BOXES)]
         text = "missing" if data is HOLE else f"found {describe(data)} at {render_path(path)}"
         places += [f"{render_path(box)}: {text}, expected a place in a {describe(tree)}" for box in boxes]
@@ -102,10 +101,6 @@ def _rebox(tree: Tree, data: Tree, path: TreePath, places: list[str], shapes: li
     # Only what changed makes a new container; everything else is shared.
     updates = {entry: child for entry, child in new.items() if entry in values and child is not values[entry]}
     return like(data, {**values, **updates}) if updates else data
-
-
-def _fits(tree: Tree, data: Tree) -> bool:
-    return same_kind(tree, data) and (not is_sequence(tree) or len(tree) == len(data))
 
 
 def _rebox_leaf(leaf: Any, data: Any, path: TreePath, places: list[str], shapes: list[str]) -> Any:
@@ -120,7 +115,7 @@ def _rebox_leaf(leaf: Any, data: Any, path: TreePath, places: list[str], shapes:
     # A factory without a tensor may merge to anything, and a shard without data holds None.
     if expected is None or data is None or data is leaf.data:
         return with_data(leaf, data)
-    if not isinstance(data, _TENSORS):
+    if not isinstance(data, (torch.Tensor, LazyTensor)):
         places.append(f"{render_path(path)}: found {describe(data)}, expected {_text(*expected)}")
         return leaf
     if (data.dtype, tuple(data.shape)) != expected:

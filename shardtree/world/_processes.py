@@ -66,14 +66,11 @@ def run_processes(
     # A process that ended without a result is the cause of the others' errors, so it goes first; else the first error.
     for rank, outcome in sorted(outcomes.items(), key=lambda item: item[1].reported):
         if outcome.error is not None:
-            raise _with_notes(outcome.error, f"on rank {rank} of {size}", outcome.trace)
+            outcome.error.add_note(f"on rank {rank} of {size}")
+            if outcome.trace:
+                outcome.error.add_note(outcome.trace)
+            raise outcome.error
     return [outcomes[rank].value for rank in range(size)]
-
-
-def _with_notes(error: BaseException, *notes: str) -> BaseException:
-    for note in filter(None, notes):
-        error.add_note(note)
-    return error
 
 
 @contextmanager
@@ -133,13 +130,11 @@ def _outcome(rank: int, process: Any, receiver: Any) -> _Outcome:
         outcome: _Outcome = receiver.recv()
     except EOFError:
         process.join()
-        died = error_text(f"run_processes: rank {rank} ended without a result", found=_exit(process.exitcode))
-        return _Outcome(error=WorldError(died), reported=False)
+        code = process.exitcode
+        found = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        error = WorldError(error_text(f"run_processes: rank {rank} ended without a result", found=found))
+        return _Outcome(error=error, reported=False)
     return outcome
-
-
-def _exit(code: int) -> str:
-    return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _run_rank(rank: int, size: int, port: int, timeout: float, fn: Callable[[World], T], sender: Any) -> None:

@@ -152,14 +152,6 @@ def _refuse_missing(missing: Sequence[str], stored_keys: Sequence[str], absent: 
         raise error
 
 
-def _refuse_extra(extra: Sequence[str]) -> None:
-    if extra:
-        what = "load_module: the module's own load_state_dict doesn't know what is stored: nothing of it was loaded"
-        expected = "a load hook that undoes what the state_dict hook does"
-        fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
-        raise KeyMismatch(error_text(what, offenders=extra, expected=expected, fix=fix))
-
-
 def _refuse_outside(names: Sequence[str], within: Any) -> None:
     if names:
         what = "load_module: plain tensors of a rank that isn't in the mesh within="
@@ -272,6 +264,10 @@ def _load_others(
     missing = {key for name, key in names.absent.items() if name in result.missing_keys}
     extra = {names.others[name] for name in result.unexpected_keys if name in values}
     if strict:
-        _refuse_extra(sorted(extra))
+        if extra:
+            what = "load_module: the module's own load_state_dict doesn't know what is stored: nothing of it was loaded"
+            expected = "a load hook that undoes what the state_dict hook does"
+            fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
+            raise KeyMismatch(error_text(what, offenders=sorted(extra), expected=expected, fix=fix))
         _refuse_missing(sorted(missing), stored_keys, missing)
     return missing, extra

@@ -55,7 +55,11 @@ class Mesh:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.axes)
-        return f"Mesh({sizes})" + ("" if self.ranks == tuple(range(self.size)) else f".on_ranks({_text(self.ranks)})")
+        if self.ranks == tuple(range(self.size)):
+            return f"Mesh({sizes})"
+        are_consecutive = all(right == left + 1 for left, right in pairwise(self.ranks))
+        ranks = f"range({self.ranks[0]}, {self.ranks[-1] + 1})" if are_consecutive else str(self.ranks)
+        return f"Mesh({sizes}).on_ranks({ranks})"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)
@@ -147,10 +151,3 @@ def _by_name(sizes: tuple[Any, ...]) -> str:
     if len(rows) == 2 and rows[0] and len(rows[0]) == len(rows[1]) and all(map(str.isidentifier, map(str, rows[1]))):
         return f"Mesh({', '.join(f'{name}={size}' for size, name in zip(*rows, strict=True))})"
     return "Mesh(dp=2, tp=4), say"
-
-
-def _text(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text, briefly where they are consecutive."""
-    if all(right == left + 1 for left, right in pairwise(ranks)):
-        return f"range({ranks[0]}, {ranks[-1] + 1})"
-    return str(ranks)

@@ -98,7 +98,9 @@ def mesh_shards(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) 
         [((((0, 3),),), 0), ((((3, 5),),), 0), ((((0, 3),),), 1), ((((3, 5),),), 1)]
     """
     shape = _checked_shape(global_shape, mesh, spec)
-    return tuple(_parts(shape, mesh, spec, zip(mesh.ranks, _places(mesh), strict=True)))
+    indices = product(*(range(size) for _, size in mesh.axes))
+    places = (dict(zip(mesh.shape, each, strict=True)) for each in indices)
+    return tuple(_parts(shape, mesh, spec, zip(mesh.ranks, places, strict=True)))
 
 
 def mesh_shard(global_shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec, rank: int) -> RankShard | None:
@@ -133,7 +135,9 @@ def _parts(
 ) -> Iterator[RankShard]:
     entries = (*spec.entries, *(None,) * (len(global_shape) - len(spec.entries)))
     left_out = [axis for axis in mesh.shape if axis not in spec.axes and axis not in dict(spec.at)]
-    grid = _grid(global_shape, mesh, entries)
+    # Into how many equal pieces each axis is cut, if all are equal and none is several intervals.
+    counts = tuple(prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
+    grid = counts if all(map(partial(_is_even, mesh), global_shape, entries, counts)) else None
     # Many ranks share their intervals along an axis: each is computed once.
     cuts: dict[tuple[object, ...], Spans] = {}
     for rank, place in places:
@@ -145,11 +149,6 @@ def _parts(
             cuts[name] = cuts[name] if name in cuts else _spans(size, mesh, entry, place)
             spans.append(cuts[name])
         yield RankShard(rank, tuple(spans), global_shape, _flat_index(mesh, left_out, place), grid)
-
-
-def _places(mesh: Mesh) -> Iterator[dict[str, int]]:
-    for place in product(*(range(size) for _, size in mesh.axes)):
-        yield dict(zip(mesh.shape, place, strict=True))
 
 
 def _flat_index(mesh: Mesh, axes: list[str], place: Mapping[str, int]) -> int:
@@ -170,13 +169,6 @@ def _spans(size: int, mesh: Mesh, entry: SpecEntry, place: Mapping[str, int]) ->
     for split in splits(entry):
         whole = cut_spans(whole, mesh.shape[split.axis], place[split.axis], split.split_factor)
     return whole
-
-
-def _grid(global_shape: tuple[int, ...], mesh: Mesh, entries: tuple[SpecEntry, ...]) -> tuple[int, ...] | None:
-    """Return into how many equal pieces each axis is cut, if all are equal and none is several intervals."""
-    counts = tuple(prod(mesh.shape[split.axis] for split in splits(entry)) for entry in entries)
-    even = all(map(partial(_is_even, mesh), global_shape, entries, counts))
-    return counts if even else None
 
 
 def _is_even(mesh: Mesh, size: int, entry: SpecEntry, count: int) -> bool:

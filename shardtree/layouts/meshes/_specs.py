@@ -346,7 +346,18 @@ def spec_finder(specs: Specs, tree: Any) -> Callable[[TreePath, str, Any], Parti
     if beyond:
         fix = "Give specs at places that the tree has."
         raise MetadataError(error_text("specs for what isn't in the tree", offenders=beyond, fix=fix))
-    return lambda path, key, leaf: _spec_at(places, path, key)
+
+    def spec_at(path: TreePath, key: str, leaf: Any) -> PartitionSpec:
+        # Specs don't nest, since a spec is a leaf: at most one of these places has one.
+        spec: PartitionSpec | None = next(
+            (places[path[:depth]] for depth in range(len(path) + 1) if path[:depth] in places), None
+        )
+        if spec is None:
+            fix = "Give a PartitionSpec at its place, or at one above it; PartitionSpec() where it isn't cut."
+            raise MetadataError(error_text(f"{key!r}: no spec at {render_path(path, 'specs')}", fix=fix))
+        return spec
+
+    return spec_at
 
 
 def _reaches(tree: Any, path: TreePath) -> bool:
@@ -356,12 +367,3 @@ def _reaches(tree: Any, path: TreePath) -> bool:
         except (KeyError, IndexError, TypeError):
             return False
     return True
-
-
-def _spec_at(places: Mapping[TreePath, PartitionSpec], path: TreePath, key: str) -> PartitionSpec:
-    # Specs don't nest, since a spec is a leaf: at most one of these places has one.
-    spec = next((places[path[:depth]] for depth in range(len(path) + 1) if path[:depth] in places), None)
-    if spec is None:
-        fix = "Give a PartitionSpec at its place, or at one above it; PartitionSpec() where it isn't cut."
-        raise MetadataError(error_text(f"{key!r}: no spec at {render_path(path, 'specs')}", fix=fix))
-    return spec
