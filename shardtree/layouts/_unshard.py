@@ -176,7 +176,12 @@ def unshard(trees: RankTrees, *, rules: Mapping[str, ObjectRule] | None = None) 
     """
     by_rank = trees_by_rank(trees, "unshard")
     # Before any tensor is assembled, which may take long and much memory.
-    _check_plain(by_rank)
+    for rank, tree in by_rank.items():
+        refuse_hidden(f"unshard: rank {rank}", leaves_with_paths(tree))
+    problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in by_rank.items()})
+    if problems:
+        what, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
+        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
     flat = {rank: _flatten(tree) for rank, tree in by_rank.items()}
     columns = join_columns([shard_columns(own.tensors, rank) for rank, own in flat.items()])
     tensors = assembled(columns, [shard for own in flat.values() for shard in own.tensors])
@@ -200,15 +205,6 @@ def _flatten(tree: Any) -> _RankTree:
     ]
     tensors = tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
     return _RankTree(tensors, tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)), rebuild(slots))
-
-
-def _check_plain(trees: Mapping[int, Any]) -> None:
-    for rank, tree in trees.items():
-        refuse_hidden(f"unshard: rank {rank}", leaves_with_paths(tree))
-    problems = common_problems({rank: comparable(common_with_holes(tree)) for rank, tree in trees.items()})
-    if problems:
-        what, fix = "unshard: plain values differ between ranks", "Make them equal, or take them out."
-        raise IntegrityError(error_text(what, offenders=map(str, problems), fix=fix))
 
 
 def _objects(objects: Sequence[ShardedObject], rules: Mapping[str, ObjectRule] | None) -> dict[str, Any]:

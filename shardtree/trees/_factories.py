@@ -194,7 +194,9 @@ def _holds_factory(tree: Tree) -> bool:
 def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path: TreePath) -> Mapping[Any, Tree]:
     """Return the entries of what was loaded, after checking that it has each wanted one."""
     places = entries(data)
-    if places is None or not _fits(data, tree):
+    # Keys name entries of a dict, positions those of a sequence.
+    fits = is_dict(tree) if is_dict(data) else is_sequence(tree) or is_dict(tree) or type(data) is type(tree)
+    if places is None or not fits:
         raise _misfit("has another structure", path, describe(data), describe(tree))
     if is_sequence(data) and is_sequence(tree) and len(data) != len(tree):
         raise _misfit("has another length", path, describe(data), describe(tree))
@@ -203,13 +205,6 @@ def _checked_entries(data: Tree, tree: Tree, children: Mapping[Any, Tree], path:
         names = [f"missing {render_path((*path, entry))}" for entry in missing]
         raise _misfit("lacks what factories merge", path, describe(data), None, names)
     return places
-
-
-def _fits(data: Tree, tree: Tree) -> bool:
-    """Return whether entries of `tree` can name entries of `data`: keys in a dict, positions in a sequence."""
-    if is_dict(data):
-        return is_dict(tree)
-    return is_sequence(tree) or is_dict(tree) or type(data) is type(tree)
 
 
 def _misfit(

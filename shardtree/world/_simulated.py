@@ -96,20 +96,16 @@ class Meeting:
         """Deliver results if this call is the one that the others waited for."""
         peer = max(call.sends_to, call.receives_from)
         if peer >= 0:
-            return self._pair(rank, call, peer)
+            other = self._waiting.get(peer)
+            if other is None or (other.receives_from if call.sends_to >= 0 else other.sends_to) != rank:
+                return False
+            # Values are swapped: the receiver's is None, which the sender gets.
+            self._deliver({rank: other.value, peer: call.value})
+            return True
         if len(self._waiting) < self.size or any(other.what != call.what for other in self._waiting.values()):
             return False
         values = [self._waiting[rank].value for rank in range(self.size)]
         self._deliver(dict.fromkeys(range(self.size), values))
-        return True
-
-    def _pair(self, rank: int, call: _Call, peer: int) -> bool:
-        """Deliver a message if both its sender and its receiver are waiting."""
-        other = self._waiting.get(peer)
-        if other is None or (other.receives_from if call.sends_to >= 0 else other.sends_to) != rank:
-            return False
-        # Values are swapped: the receiver's is None, which the sender gets.
-        self._deliver({rank: other.value, peer: call.value})
         return True
 
     def _deliver(self, results: dict[int, Any]) -> None:

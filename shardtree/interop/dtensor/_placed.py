@@ -157,7 +157,12 @@ def spec_of(dtensor: Any) -> PartitionSpec:
         dim = _cut_dim(placement)
         if dim is not None:
             cuts[dim].append(AxisSplit(axis, getattr(placement, "split_factor", 1)))
-    _check_order(dtensor)
+    # Newer versions of torch record the order of cuts separately: the placements alone don't show it.
+    order = getattr(getattr(dtensor, "_spec", None), "shard_order", None) or ()
+    odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
+    if odd:
+        what, fix = "a DTensor's axis is cut by mesh axes in another order", "Call .redistribute() with its placements."
+        raise UnsupportedValue(error_text(what, offenders=odd, expected="left to right", fix=fix))
     return PartitionSpec(*map(_entry, cuts))
 
 
@@ -174,16 +179,6 @@ def _cut_dim(placement: Any) -> int | None:
         what, expected = "a DTensor's placement is of an unknown kind", "Shard, _StridedShard or Replicate"
         raise UnsupportedValue(error_text(what, found=placement, expected=expected, fix=fix))
     return int(placement.dim)
-
-
-def _check_order(dtensor: Any) -> None:
-    """Raise if an axis is cut by mesh axes in another order than theirs."""
-    # Newer versions of torch record the order of cuts separately: the placements alone don't show it.
-    order = getattr(getattr(dtensor, "_spec", None), "shard_order", None) or ()
-    odd = [f"axis {tensor_dim}: {mesh_dims}" for tensor_dim, mesh_dims in order if list(mesh_dims) != sorted(mesh_dims)]
-    if odd:
-        what, fix = "a DTensor's axis is cut by mesh axes in another order", "Call .redistribute() with its placements."
-        raise UnsupportedValue(error_text(what, offenders=odd, expected="left to right", fix=fix))
 
 
 def _entry(cuts: Sequence[AxisSplit]) -> SpecEntry:

@@ -213,7 +213,11 @@ def from_local(
     copies = copies_by_path("from_local", tensors.items(), dict(pairs), key)
     check_patterns("from_local", specs, [tensor.key for tensor in tensors.values()], whole=False)
     spec_of = spec_finder(specs, tree)
-    shapes = _checked_shapes(global_shapes)
+    if global_shapes is not None and not isinstance(global_shapes, Mapping):
+        found, fix = type(global_shapes).__name__, "Pass {key: global shape}."
+        raise MetadataError(error_text("from_local: global_shapes isn't a dict", found=found, fix=fix))
+    sizes = (global_shapes or {}).items()
+    shapes = {name: integers(f"from_local: {name!r}", "global_shapes", shape) for name, shape in sizes}
     leaves = []
     for path, leaf in pairs:
         if path not in tensors:
@@ -226,13 +230,6 @@ def from_local(
         replica = part.replica_id + copies[path] * mesh.size
         leaves.append(rank_leaf(name, leaf, leaf.dtype, replace(part, replica_id=replica)))
     return rebuild(leaves)
-
-
-def _checked_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
-    if shapes is not None and not isinstance(shapes, Mapping):
-        found, fix = type(shapes).__name__, "Pass {key: global shape}."
-        raise MetadataError(error_text("from_local: global_shapes isn't a dict", found=found, fix=fix))
-    return {name: integers(f"from_local: {name!r}", "global_shapes", shape) for name, shape in (shapes or {}).items()}
 
 
 def _part(
