@@ -16,6 +16,7 @@ import shardtree as st
 from shardtree.interop.dtensor import dtensor_layout, from_dtensors, to_dtensors
 from shardtree.layouts import tensor_shards
 from shardtree.world import World, run_processes
+from tests.interop.test_dtensor import rows
 
 pytestmark = [pytest.mark.peers, pytest.mark.torchrun]
 
@@ -97,22 +98,13 @@ def whole(tree: Any) -> dict[str, torch.Tensor]:
     return {path: leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf for path, leaf in tensors.items()}
 
 
-Rows = list[tuple[Any, ...]]
-
-
-def sorted_rows(columns: st.layouts.ShardColumns) -> Rows:
-    lists = (columns.offset, columns.shape, columns.start, columns.stop, columns.rank, columns.main)
-    rows = zip(columns.key.tolist(), *(each.tolist() for each in lists), strict=True)
-    return sorted((columns.keys[key], columns.kinds[key].global_shape, *rest) for key, *rest in rows)
-
-
 def save_it(world: World, folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, bool]:
     model, optimizer, _ = trained(1, {"dp": 2, "tp": 2}, steps=2)
     tree = states(model, optimizer)
     shards, layout = from_dtensors(tree, strided="fsdp2"), dtensor_layout(tree, strided="fsdp2")
     st.save(shards, folder, layout=layout, world=world)
     held = st.layouts.join_columns(world.all_gather(st.layouts.shard_columns(tensor_shards(shards), world.rank)))
-    alike = sorted_rows(held) == sorted_rows(layout)
+    alike = rows(held) == rows(layout)
     return whole(tree), model(TOKENS).detach(), alike
 
 

