@@ -14,7 +14,7 @@ from ..geometry import Column, integer, refuse
 
 # Plans as text.
 
-_SHOWN = 32
+_LINES = 32
 
 
 def plan_lines(
@@ -70,7 +70,7 @@ def _text(part: slice) -> str:
 def _lines(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     cells = [head, *([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows)]
     heading, *lines = table_lines(cells)
-    return [heading, *shorten(lines, _SHOWN)]
+    return [heading, *shorten(lines, _LINES)]
 
 
 @dataclass(frozen=True, slots=True)

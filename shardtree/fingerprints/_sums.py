@@ -124,8 +124,8 @@ def _odd_outputs(stream: int, start: int, stop: int) -> Words:
 
 # The sum on the host, slab by slab, in buffers that stay in the processor's cache.
 
-_WEIGHED = 1 << 18  # words whose weights are computed at once
-_MIXED = 1 << 15  # words that are mixed at once: with buffers, half a MiB
+_WEIGHTS = 1 << 18  # words whose weights are computed at once
+_WORDS = 1 << 15  # words that are mixed at once: with buffers, half a MiB
 _SHORT = 64  # words of a row
 _HALF = np.uint64(32)
 
@@ -151,7 +151,7 @@ def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) 
     order = sorted(range(words.ndim), key=lambda axis: -abs(words.strides[axis]))
     words = words.transpose(order)
     total, slab_total = 0, compiled_for(words.size) or _slab_total
-    for start, shape in slabs(words.shape, _WEIGHED):
+    for start, shape in slabs(words.shape, _WEIGHTS):
         first = [offset[axis] + begin for axis, begin in zip(order, start, strict=True)]
         ranges = zip(order, first, shape, strict=True)
         weights = [axis_weights(axes[axis], begin, begin + size) for axis, begin, size in ranges]
@@ -160,8 +160,8 @@ def host_total(words: NDArray[Any], axes: Sequence[int], offset: Sequence[int]) 
 
 
 def _slab_total(words: NDArray[Any], weights: Sequence[Words]) -> int:
-    total, scratch = 0, np.empty((2, min(words.size, _MIXED)), dtype=np.uint64)
-    for start, shape in slabs(words.shape, _MIXED):
+    total, scratch = 0, np.empty((2, min(words.size, _WORDS)), dtype=np.uint64)
+    for start, shape in slabs(words.shape, _WORDS):
         place = slices(start, shape)
         image = _mix(words[place], *scratch[:, : int(np.prod(shape))])
         total += _contract(image, [each[part] for each, part in zip(weights, place, strict=True)])

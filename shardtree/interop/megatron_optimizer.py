@@ -25,7 +25,7 @@ _PART = re.compile(
     r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>(?!per_bucket_numel)\w+)"
 )
 
-_NUMBERED = re.compile(r"chained_\d+\.(optimizer\.state\..+)", re.DOTALL)
+_OTHER_STATE = re.compile(r"chained_\d+\.(optimizer\.state\..+)", re.DOTALL)
 """A state of an optimizer that isn't distributed, such as Muon, beside one that is."""
 
 _STEP = "optimizer.state.step."
@@ -114,7 +114,7 @@ def model_space(checkpoint: OpenCheckpoint, *, expert_parallel: bool | None = No
 
 def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | None) -> dict[str, Any]:
     """Return the transform of states of other optimizers, if there are any; whose experts' groups stay theirs."""
-    if not any(map(_NUMBERED.fullmatch, names)):
+    if not any(map(_OTHER_STATE.fullmatch, names)):
         return {}
     if expert_parallel is not None:
         what = f"{where!r} has other optimizers beside the distributed one, and which groups are the experts' is theirs"
@@ -124,7 +124,7 @@ def _rename_transform(names: Iterable[str], where: str, expert_parallel: bool | 
 
 
 def _without_number(key: str) -> str:
-    return _NUMBERED.sub(r"\1", key)
+    return _OTHER_STATE.sub(r"\1", key)
 
 
 def _arrange(

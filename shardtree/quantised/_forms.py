@@ -154,7 +154,7 @@ def _gptq(name: str, above: int, *, in_order: bool) -> Form:
     return Form(name, parts, base="weight", is_turned=True, block=(128, 1), join=join)
 
 
-_KNOWN = (
+_ALL = (
     _fp8("fp8_blocks", "_scale_inv", _NUMBERS, (128, 128), _to_fp8),
     *(_fp8("fp8_blocks_ue8m0", "_scale_inv", (dtype,), (128, 128), _to_fp8_by_powers) for dtype in _POWERS),
     _fp8("fp8_rows", "_scale", _NUMBERS, (1, 0), _to_fp8),
@@ -168,7 +168,7 @@ _KNOWN = (
     _gptq("gptq_in_order", 1, in_order=True),
     _gptq("gptq_v2_in_order", 0, in_order=True),
 )
-FORMS: Mapping[str, Form] = MappingProxyType({form.name: form for form in _KNOWN})
+FORMS: Mapping[str, Form] = MappingProxyType({form.name: form for form in _ALL})
 """The forms that checkpoints of the field have, by name.
 
 ``fp8_blocks`` and ``fp8_blocks_ue8m0`` (whose scales are powers of two) have blocks of 128 x 128, ``fp8_rows`` a scale

@@ -21,7 +21,7 @@ ELEMENTWISE = EXACT | INEXACT
 VIEWS = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "view"}
 EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 RANDOM = {"rand_like", "randn_like", "randint_like"}
-_NUMBERED = 1 << 26
+_MOST_NUMBERS = 1 << 26
 """Of at most so many elements each gets a number, for a gather along several axes at once."""
 
 
@@ -201,7 +201,7 @@ def _flip(record: Record, func: Any, tensor: torch.Tensor, dims: Sequence[int]) 
 def by_number(record: Record, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Record an operation that moves elements by known indices, by doing it to the elements' numbers."""
     others = [each for each in tensors_in(args, kwargs) if isinstance(each, Tracer)]
-    if others or tensor.numel() > _NUMBERED:
+    if others or tensor.numel() > _MOST_NUMBERS:
         record.refuse(func.name().removeprefix("aten::"), others or [tensor])
     with torch._C._DisableTorchDispatch():
         # From 1: what an operation fills with zeros has no number.

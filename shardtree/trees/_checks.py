@@ -23,7 +23,7 @@ from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
 _DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
 _PLAIN = _SCALARS | {torch.Tensor, torch.nn.Parameter}
-_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, LazyTensor, np.ndarray, np.generic)
+_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, LazyTensor, np.ndarray, np.generic)
 """Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
 """Values that are stored item by item, so that what lies in them is stored as it would be outside."""
@@ -223,7 +223,7 @@ def _inside(value: Any) -> Iterable[Any]:
     """Return what a value that tree maps don't enter holds: its items, or what a pickle of it would include."""
     if isinstance(value, np.ndarray) and value.dtype == object:
         return value.flat
-    if type(value) in _PLAIN or isinstance(value, _CLOSED):
+    if type(value) in _PLAIN or isinstance(value, _OPAQUE):
         return ()
     if isinstance(value, Mapping):
         return value.values()

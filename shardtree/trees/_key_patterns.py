@@ -209,7 +209,7 @@ def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
 
 _KEYS = 10
 _CLOSE = 10
-_COMPARED_ALL = 500
+_FEW_NAMES = 500
 _NEIGHBOURS = 100
 _LONGEST = 300
 
@@ -235,7 +235,7 @@ def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
         return {}
     candidates = sorted(name for name in names if len(name) <= _LONGEST)
     # Sorted by their ends as well: a typing error near the beginning would hide the name from a search by prefix alone.
-    backwards = sorted(name[::-1] for name in candidates) if len(candidates) > _COMPARED_ALL else []
+    backwards = sorted(name[::-1] for name in candidates) if len(candidates) > _FEW_NAMES else []
     near = {key: get_close_matches(key, _to_compare(key, candidates, backwards), n=_CLOSE) for key in few}
     # The closest name with the key's own numbers, so that no layer is taken for another; else the closest.
     return {
@@ -325,7 +325,7 @@ def _numbers(name: str) -> list[str]:
 
 
 def _to_compare(key: str, candidates: Sequence[str], backwards: Sequence[str]) -> Sequence[str]:
-    if len(candidates) <= _COMPARED_ALL:
+    if len(candidates) <= _FEW_NAMES:
         return candidates
     return [*_neighbours(key, candidates), *(name[::-1] for name in _neighbours(key[::-1], backwards))]
 

@@ -93,7 +93,7 @@ _OPEN_KINDS = (dict, list, deque)
 _MAPPED_KINDS = (*_OPEN_KINDS, OrderedDict, defaultdict)
 TOO_DEEP = "the tree is too deep, or contains itself"
 _DEEP = 100  # levels; the codec stores no deeper values
-_SHOWN = 4  # of them, in an error
+_LEVELS = 4  # of them, in an error
 
 LEAVES = frozenset((ShardedTensor, ShardedTensorFactory, torch.Tensor, type(HOLE), type(None), bool, int, float, str))
 """Types that aren't looked up in optree's registry: plain values, and shards, which are nodes there."""
@@ -122,7 +122,7 @@ def refusing_depth(function: Callable[P, R]) -> Callable[P, R]:
             path = next(filter(None, map(_deep_path, (*args, *kwargs.values()))), None)
             if path is None:
                 raise error from None
-        found = f"{render_path(path[:_SHOWN])}... of {_DEEP} levels or more"
+        found = f"{render_path(path[:_LEVELS])}... of {_DEEP} levels or more"
         raise TreeError(error_text(TOO_DEEP, found=found, fix="Flatten it."))
 
     return call
