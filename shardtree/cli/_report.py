@@ -201,7 +201,7 @@ def _about(side: Side, name: str) -> Iterator[str]:
     yield from _sizes(side.tree, everything.tensors)
     if everything.tensors:
         yield element_html("h2", f"{name}tensors")
-        yield from _drawn(side.tree)
+        yield from _figure(side.tree)
         yield _html(Table(KEYS, key_rows(everything.tensors)))
         yield details_html(
             f"each of {plural(len(everything.tensors), 'tensor')}", _html(tensor_table(everything.tensors))
@@ -242,7 +242,7 @@ def _damage(side: Side, name: str) -> Iterator[str]:
         yield element_html("p", f"{name}{line}", "dim")
 
 
-def _drawn(tree: OpenCheckpoint) -> Iterator[str]:
+def _figure(tree: OpenCheckpoint) -> Iterator[str]:
     try:
         picture = draw(tree).picture
         # The bars below the tensors are those of the sizes above.

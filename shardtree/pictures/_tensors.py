@@ -54,7 +54,7 @@ class Sheet:
         heading: of the plane.
         kind: of the tensor.
         axes: the drawn ones, rows and columns; None for the rows of what has one axis.
-        fixed: the elements along the other axes.
+        others: the elements along the other axes.
         regions: of the plane.
         holders: of each region, ascending, int64.
         lead: of each region, its first main holder; -1 where none holds it.
@@ -64,7 +64,7 @@ class Sheet:
     heading: str
     kind: TensorKind
     axes: tuple[int | None, int]
-    fixed: dict[int, slice]
+    others: dict[int, slice]
     regions: Regions
     holders: tuple[Column, ...]
     lead: tuple[int, ...]
@@ -166,13 +166,13 @@ def _sheet(
     pieces: _Pieces,
     kind: TensorKind,
     axes: tuple[int | None, int],
-    fixed: dict[int, slice],
+    others: dict[int, slice],
     span_of: dict[int, slice],
     most: int,
 ) -> Sheet:
     """Return the plane of two axes at one place of all others."""
     bad_begin, bad_end, is_double = pieces.faults
-    here, bad = (_meeting(begin, end, fixed) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
+    here, bad = (_meeting(begin, end, others) for begin, end in ((pieces.begin, pieces.end), (bad_begin, bad_end)))
     begin, end = (_on_plane(column[here], axes, fill) for column, fill in ((pieces.begin, 0), (pieces.end, 1)))
     low, high = (_on_plane(column[bad], axes, fill) for column, fill in ((bad_begin, 0), (bad_end, 1)))
     whole = kind.global_shape or (1,)
@@ -189,12 +189,12 @@ def _sheet(
         lead.append(min((pieces.lead[each] for each in mine), default=-1))
         faults.append("" if not wrong.size else "overlap" if is_double[bad[wrong]].all() else "hole")
     heading = ", ".join(f"[{span.start}:{span.stop}] of axis {axis}" for axis, span in span_of.items())
-    return Sheet(heading, kind, axes, fixed, plane, tuple(holders), tuple(lead), tuple(faults))
+    return Sheet(heading, kind, axes, others, plane, tuple(holders), tuple(lead), tuple(faults))
 
 
-def _meeting(begin: Column, end: Column, fixed: dict[int, slice]) -> Column:
+def _meeting(begin: Column, end: Column, spans: dict[int, slice]) -> Column:
     meets = np.ones(len(begin), dtype=np.bool_)
-    for axis, span in fixed.items():
+    for axis, span in spans.items():
         meets &= (begin[:, axis] < span.stop) & (end[:, axis] > span.start)
     return np.flatnonzero(meets)
 
@@ -293,7 +293,7 @@ def digit(holder: int) -> str:
 def _box(sheet: Sheet, region: Region) -> tuple[slice, ...]:
     """Return a region's place in the global tensor."""
     rows, columns = sheet.regions.place(region)
-    spans = sheet.fixed | {sheet.axes[1]: columns} | ({} if sheet.axes[0] is None else {sheet.axes[0]: rows})
+    spans = sheet.others | {sheet.axes[1]: columns} | ({} if sheet.axes[0] is None else {sheet.axes[0]: rows})
     return tuple(spans[axis] for axis in range(len(sheet.kind.global_shape or (1,))))
 
 

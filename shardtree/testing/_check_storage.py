@@ -55,11 +55,11 @@ def check_storage(
         try:
             check(storage, partial(reopen, storage))
         except Exception as error:
-            problems.append(f"{str(check.__doc__).rstrip('.')}: {_said(error)}")
+            problems.append(f"{str(check.__doc__).rstrip('.')}: {_error_line(error)}")
     try:
         check_strategy("safetensors", 1, directory=new_storage, only=_OF_SAVES)
     except Exception as error:
-        problems.append(f"Saves are all or nothing: {_said(error)}")
+        problems.append(f"Saves are all or nothing: {_error_line(error)}")
     assert not problems, "a storage breaks its promises\n  " + "\n  ".join(shorten(problems, shown=12))
 
 
@@ -70,7 +70,7 @@ _OF_SAVES = (
 )
 
 
-def _said(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
 
 
@@ -162,12 +162,12 @@ def _look(storage: Storage) -> dict[str, object]:
     for name in (*_FILES, "many/100", "many/x"):
         answers[f"length({name!r})"] = storage.length(name)
         answers[f"changed({name!r})"] = "a time" if storage.changed(name) is not None else None
-        answers[f"read({name!r})"] = _told(partial(storage.read, name))
-        answers[f"what open({name!r}) reads"] = _told(partial(_read_in_pieces, storage, name))
+        answers[f"read({name!r})"] = _answer(partial(storage.read, name))
+        answers[f"what open({name!r}) reads"] = _answer(partial(_read_in_pieces, storage, name))
     return answers
 
 
-def _told(call: Callable[[], Any]) -> Any:
+def _answer(call: Callable[[], Any]) -> Any:
     """Return what a call returns, in few characters, or the error that it raises."""
     try:
         result = call()
@@ -181,11 +181,11 @@ def _read_in_pieces(storage: Storage, name: str) -> tuple[object, ...]:
         length, whole = reader.length, reader.read()
         room = memoryview(bytearray(length))
         reader.read_into(0, [room[: length // 3], room[length // 3 :]])
-        beyond = _told(lambda: reader.read_into(length // 2, [memoryview(bytearray(length))])) if length else None
-        ends = beyond, _told(lambda: bytes(reader.read(length // 2, length + 1)))
-        part = _told(lambda: bytes(reader.read(length // 3, length // 2)))
+        beyond = _answer(lambda: reader.read_into(length // 2, [memoryview(bytearray(length))])) if length else None
+        ends = beyond, _answer(lambda: bytes(reader.read(length // 2, length + 1)))
+        part = _answer(lambda: bytes(reader.read(length // 3, length // 2)))
         whole[:1] = bytes(whole.nbytes and 1)  # it may be written to, and the file stays as it is
-    return length, _told(lambda: bytes(room)), part, ends
+    return length, _answer(lambda: bytes(room)), part, ends
 
 
 # What memory can't show.
@@ -236,7 +236,7 @@ def _is_replaced(storage: Storage, seen: Seen) -> None:
                 data = other.read("m")
                 wrong.update(() if data in contents else (f"{len(data)} bytes of a mixture",))
             except Exception as error:
-                wrong.add(_said(error))
+                wrong.add(_error_line(error))
 
     readers = [threading.Thread(target=watch, args=(seen(),), daemon=True) for _ in range(2)]
     for reader in readers:

@@ -170,7 +170,7 @@ def check_lens(
     tensors = assemble([shards])
     wholes = _wholes(tensors, {shard.key: shard.prepend_axis_num for shard in shards})
     pairs = [(factory, factory.build()) for factory in (lenses.as_factory(whole, lens) for whole in wholes)]
-    expected = _stored([tree for _, tree in pairs])
+    expected = _assemble([tree for _, tree in pairs])
     merges = assemble([[replace(whole, data=_merge(*each)) for whole, each in zip(wholes, pairs, strict=True)]])
     if lossy is not None:
         _check_errors(merges, tensors, lossy)
@@ -184,7 +184,7 @@ def check_lens(
         what = f"{law} on {_describe(shard)}"
         check_same(what, {shard.key: _merge(factory, tree)}, {shard.key: _part(merges[shard.key], shard)})
         _check_state(factory, tree)
-    check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _stored(trees), expected)
+    check_same("boxes don't agree: assembled, they aren't what is stored of the whole", _assemble(trees), expected)
     if lossy is None:
         check_build_undoes_merge(factories, expected)
     else:
@@ -258,7 +258,7 @@ def _elements(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _stored(trees: Sequence[Any]) -> dict[str, torch.Tensor]:
+def _assemble(trees: Sequence[Any]) -> dict[str, torch.Tensor]:
     return assemble([[replace(shard, replica_id=0) for shard in shards_of(tree).values()] for tree in trees])
 
 

@@ -197,15 +197,15 @@ def check_reshard(
 def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., Any]) -> None:
     found = check_pure(reshard, trees, targets)
     assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
-    wholes = assemble(_built(trees).values())
-    goals, result_trees = _built(targets), _built(found)
+    wholes = assemble(_build(trees).values())
+    goals, result_trees = _build(targets), _build(found)
     for rank, tree in goals.items():
         _check_rank(rank, tree, result_trees[rank], wholes)
-    _check_no_aliases(result_trees, [_built(trees), goals])
+    _check_no_aliases(result_trees, [_build(trees), goals])
     # Only if the targets have all elements in the same dtypes: what a cast has rounded doesn't come back.
     if _hold_all(result_trees.values(), wholes):
-        back = _built(reshard(found, _by_rank(trees)))
-        for rank, tree in _built(trees).items():
+        back = _build(reshard(found, _by_rank(trees)))
+        for rank, tree in _build(trees).items():
             # Unchanged, apart from the order of keys.
             left, right = ({path: outline(leaf) for path, leaf in leaves_with_paths(one)} for one in (tree, back[rank]))
             wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
@@ -220,7 +220,7 @@ def _ranks(trees: RankTrees) -> list[int]:
     return list(_by_rank(trees))
 
 
-def _built(trees: RankTrees) -> dict[int, Any]:
+def _build(trees: RankTrees) -> dict[int, Any]:
     return {rank: apply_factories(tree) for rank, tree in _by_rank(trees).items()}
 
 

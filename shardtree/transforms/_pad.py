@@ -107,17 +107,17 @@ def _pad(shard: ShardedTensor, length: int, axis: int, fill: _Fill) -> ShardedTe
         raise ShapeError(error_text(f"pad_tensors: {shard.key!r} is longer", found=length, expected=expected))
     if length == shard.local_shape[at]:
         return shard
-    return resized(shard, shard.key, at, length, None if shard.data is None else _padded(shard, at, length, fill))
+    return resized(shard, shard.key, at, length, None if shard.data is None else _pad_data(shard, at, length, fill))
 
 
-def _padded(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
+def _pad_data(shard: ShardedTensor, at: int, length: int, fill: _Fill) -> Any:
     data = shard.data
     shape = (*data.shape[:at], length - data.shape[at], *data.shape[at + 1 :])
-    padding = _repeated(shard, at, fill).expand(shape) if callable(fill) else padding_like(data, shape, fill)
+    padding = _fill_values(shard, at, fill).expand(shape) if callable(fill) else padding_like(data, shape, fill)
     return join_data(torch.cat, [data, padding], at)
 
 
-def _repeated(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return what a function gives for a shard's tensor, with an axis of length 1 in place of the one that it lacks."""
     data = shard.data
     shape = (*data.shape[:at], *data.shape[at + 1 :])

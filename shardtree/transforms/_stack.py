@@ -179,11 +179,11 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     for entry, match in matches.items():
         head, number, rest = match[1], int(match.groups()[-2]), match.groups()[-1]
         keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == number]
-        new[entry] = [_renumbered(entry, shards[entry], key) for key in keys]
+        new[entry] = [_renumber(entry, shards[entry], key) for key in keys]
     return replace_named(doing, tree, new)
 
 
-def _renumbered(entry: str, leaf: Any, key: str) -> tuple[str, Any]:
+def _renumber(entry: str, leaf: Any, key: str) -> tuple[str, Any]:
     """Return an entry's new name and leaf; what precedes the key in the name, as after `flat`, stays."""
     if leaf.key == key:
         return entry, leaf

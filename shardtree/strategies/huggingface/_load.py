@@ -277,10 +277,10 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
     damage = _damage(checkpoint, listing)
     untaken = () if damage else untaken_findings(read_contents(checkpoint).refusals)
-    return (*damage, *_unchecked(checkpoint, listing), *untaken)
+    return (*damage, *_unchecked_files(checkpoint, listing), *untaken)
 
 
-def _unchecked(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
+def _unchecked_files(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
     for name in dict.fromkeys([listing.name, *listing.files]):
         length = checkpoint.storage.length(name)
         if length is not None and name != METADATA_FILE:

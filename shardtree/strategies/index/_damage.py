@@ -104,7 +104,7 @@ def _region(index: Index, row: int, begin: int, end: int) -> Region:
     key = text_at(index.key_text, index.key_start, number)
     item = int(item_sizes(index)[index.key_dtype[number]])
     if item < 0:  # a dtype that this torch lacks: the whole chunk
-        return Region(key, tuple(offset), _moved(offset, tuple(shape)))
+        return Region(key, tuple(offset), _shift(offset, tuple(shape)))
     first = (max(begin, byte) - byte) // item
     last = -(-(min(end, byte + int(index.chunk_length[row])) - byte) // item) - 1
     start = int(index.chunk_start[row])
@@ -112,10 +112,10 @@ def _region(index: Index, row: int, begin: int, end: int) -> Region:
         whole = tuple(at + size for at, size in zip(offset, shape, strict=True))
         return Region(key, tuple(offset), whole, flat=(start + first, start + last + 1))
     low, high = bounding_box(tuple(shape), first, last)
-    return Region(key, _moved(offset, low), _moved(offset, high))
+    return Region(key, _shift(offset, low), _shift(offset, high))
 
 
-def _moved(offset: list[int], place: tuple[int, ...]) -> tuple[int, ...]:
+def _shift(offset: list[int], place: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(at + inner for at, inner in zip(offset, place, strict=True))
 
 

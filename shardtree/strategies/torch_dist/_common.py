@@ -111,13 +111,13 @@ def _check_lists(root: _Node) -> None:
 
 def _container(node: _Node) -> dict[Any, Any] | list[Any]:
     """Return a container as the dict or list that it is."""
-    children = {entry: _closed(child) if isinstance(child, _Node) else child for entry, child in node.items()}
+    children = {entry: _close(child) if isinstance(child, _Node) else child for entry, child in node.items()}
     if any(isinstance(entry, int) for entry in children):
         return [children.get(position) for position in range(int(max(children)) + 1)]
     return children
 
 
-def _closed(node: _Node) -> Any:
+def _close(node: _Node) -> Any:
     """Return a container that lies in another one: a hole if it holds nothing but holes."""
     container = _container(node)
     inside = container.values() if isinstance(container, dict) else container

@@ -112,13 +112,13 @@ def archives_of(
         byte=byte[order],
         length=length[order],
         files=tuple(files),
-        refusals={int(number[row]): places.refusals[place] for row, place in _refused(places, rows)},
+        refusals={int(number[row]): places.refusals[place] for row, place in _refusal_rows(places, rows)},
         virtual=StoredFile("archives", int(end[-1]) if end.size else 0),
     )
     return archives, number
 
 
-def _refused(places: Places, rows: Column) -> Iterator[tuple[int, int]]:
+def _refusal_rows(places: Places, rows: Column) -> Iterator[tuple[int, int]]:
     """Yield the positions in some places of those that can't be read, and their numbers."""
     if places.refusals:
         yield from ((row, place) for row, place in enumerate(rows.tolist()) if place in places.refusals)
@@ -238,7 +238,7 @@ def parse(checkpoint: Checkpoint) -> Listing:
     try:
         # It makes an object for each tensor and no garbage, through which the collector would look.
         with collector_paused():
-            return _listing(read_metadata_file(checkpoint), _hidden(checkpoint))
+            return _listing(read_metadata_file(checkpoint), _hidden_names(checkpoint))
     except (ValueError, OverflowError) as error:
         raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
 
@@ -266,7 +266,7 @@ def index_on_files(listing: Listing, index: Index) -> Index:
     )
 
 
-def _hidden(checkpoint: Checkpoint) -> frozenset[str]:
+def _hidden_names(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the objects that aren't the user's: the one with the common state, if that has no file of its own."""
     fields = checkpoint.fields
     in_object = (fields.get("common_backend"), fields.get("common_backend_version")) == TORCH_DIST
