@@ -18,6 +18,7 @@ from shardtree.errors import CheckpointingException
 from shardtree.interop.megatron_optimizer import model_space
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import LoadOptions
+from tests.faults.test_nothing_runs import Payload
 from tests.interop.dtensor_cases import Case
 from tests.strategies import test_deepspeed as deepspeed
 from tests.strategies import test_dp_reshardable_fixture as reshardable
@@ -117,9 +118,9 @@ def over_tensor_parallelism(_: Path) -> list[str]:
     return loaded(dtensors.folder_of_case(case), {"w": case.whole})
 
 
-def with_payload(_: Path) -> list[str]:
-    folder = folder_of(deepspeed.SAVE)
-    folder.replace("step_3/mp_rank_00_model_states.pt", archive({"note": deepspeed.Payload()}), durable=False)
+def with_payload(place: Path) -> list[str]:
+    folder, note = folder_of(deepspeed.SAVE), Payload(place / "it ran")
+    folder.replace("step_3/mp_rank_00_model_states.pt", archive({"note": note}), durable=False)
     return list(st.open_checkpoint(folder))
 
 
