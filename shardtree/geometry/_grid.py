@@ -317,8 +317,8 @@ def tiles(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Box]:
         cell: a box's, at least 1 along each axis that has elements.
 
     Examples:
-        >>> list(tiles((3, 4), (2, 4)))
-        [((0, 0), (2, 4)), ((2, 0), (1, 4))]
+        >>> list(tiles((3, 4), (2, 4))), next(tiles((2**60,), (2,)))
+        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], ((0,), (2,)))
     """
     if not prod(shape):
         return
