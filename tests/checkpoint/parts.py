@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,14 +44,6 @@ def files(folder: Storage, inside: str = "") -> list[str]:
     """Return the names of all files of a folder."""
     names = [f"{inside}/{name}" if inside else name for name in folder.names(inside)]
     return [file for name in names for file in ([name] if folder.length(name) is not None else files(folder, name))]
-
-
-def folder_of(content: Mapping[str, bytes]) -> MemoryStorage:
-    """Return a new folder with these files."""
-    folder = MemoryStorage()
-    for name, data in content.items():
-        folder.write(name, [memoryview(data)], durable=False)
-    return folder
 
 
 class NotingReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from shardtree.storage import MemoryStorage
 from shardtree.testing import random_bits
 from tests.cli.checkpoints import document, run
 from tests.options import save_keywords
+from tests.strategies.folders import archive
 from tests.trees.samples import assert_caught
 
 SPECS = [(), ("dp",), (None, "tp"), ("tp", "dp"), (("dp", "tp"),)]
@@ -167,10 +167,8 @@ def test_with_a_known_layout_each_shard_is_compared_with_its_own_replica(changed
 
 def rank_files(values: list[list[float]], folder: Any) -> None:
     for rank, value in enumerate(values):
-        out = io.BytesIO()
-        torch.save({"norm": torch.tensor(value), "same": torch.ones(2)}, out)
-        name = f"model_world_size_{len(values)}_rank_{rank}.pt"
-        folder.write(name, [out.getbuffer()], durable=False)
+        data = archive({"norm": torch.tensor(value), "same": torch.ones(2)})
+        folder.replace(f"model_world_size_{len(values)}_rank_{rank}.pt", data, durable=False)
 
 
 def test_copies_of_ranks_files_are_compared() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.storage import BLOCK_BYTES
-from tests.checkpoint.parts import folder_of
+from tests.strategies.folders import folder_of
 
 
 def saved() -> dict[str, bytes]:

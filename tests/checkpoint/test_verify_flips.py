@@ -22,8 +22,8 @@ from shardtree.errors import CheckpointingException
 from shardtree.storage import LocalStorage
 from shardtree.strategies import default_strategies, find_strategy
 from tests.checkpoint.parts import files as walk
-from tests.checkpoint.parts import folder_of
 from tests.options import load_keywords
+from tests.strategies.folders import folder_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NATIVE, TORCH_DIST, VERIFY = ("safetensors", 1), ("torch_dist", 1), st.StrategyAction.VERIFY

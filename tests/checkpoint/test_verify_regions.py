@@ -18,8 +18,9 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.index import bounding_box
-from tests.checkpoint.parts import FORMATS, folder_of
+from tests.checkpoint.parts import FORMATS
 from tests.checkpoint.parts import files as walk
+from tests.strategies.folders import folder_of
 
 ROWS, COLUMNS = 600, 700
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.int32).reshape(ROWS, COLUMNS)

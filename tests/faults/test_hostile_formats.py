@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import os
 import pickle
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
 import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.strategies._metadata import encode_metadata
+from tests.strategies.folders import archive
 
 FORMATS = {
     "safetensors": (("safetensors", 1), None),
@@ -198,7 +198,7 @@ def test_nonsense_in_metadata_json_is_an_error_of_ours(
 
 @pytest.mark.parametrize("value", [5, None, [torch.arange(4.0)], {"a": 1}])
 def test_an_archive_that_holds_no_tensor_is_damage_where_metadata_says_one(value: Any, tmp_path: Path) -> None:
-    data = _saved(value)
+    data = archive(value)
     zero, four = torch.Size([0]), torch.Size([4])
     entry = TensorStorageMetadata(TensorProperties(torch.float32), four, [ChunkStorageMetadata(zero, four)])
     place = {MetadataIndex("w", zero): _StorageInfo("__0_0.distcp", 0, len(data))}
@@ -309,9 +309,3 @@ def test_links_in_a_circle_are_walked_once(tmp_path: Path) -> None:
         (place / name).symlink_to(".")
     (place / "w2").symlink_to("w")
     assert sorted(st.load_plain_tensors(place)) == ["w", "w2"]
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -13,11 +13,11 @@ import pytest
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.strategies.archives import ValueAt
-from tests.checkpoint.parts import folder_of as stored
 from tests.faults.sampling import EXHAUSTIVE, SEED
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.fuzz.seeds import Files
 from tests.fuzz.slots import Slot, slots
+from tests.strategies.folders import folder_of as stored
 
 FORMATS = ("deepspeed", "universal", "dtensor_files")
 

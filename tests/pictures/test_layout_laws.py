@@ -10,6 +10,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 
@@ -111,30 +112,27 @@ def test_the_law_catches_a_cell_of_another_rank() -> None:
     assert_caught(check_drawn, swapped, LAYOUTS, FATES)
 
 
-def test_the_law_catches_a_fault_that_is_not_red() -> None:
-    def calm(columns: ShardColumns) -> Picture:
+def each_plane(change: Callable[[Plane], Plane]) -> Callable[[ShardColumns], Picture]:
+    def drawn(columns: ShardColumns) -> Picture:
         picture = layout_picture(columns)
-        return replace(picture, rows=tuple(tuple(map(without_red, row)) for row in picture.rows))
+        return replace(picture, rows=tuple(tuple(map(change, row)) for row in picture.rows))
 
-    assert_caught(check_drawn, calm, LAYOUTS, FATES)
+    return drawn
 
 
 def without_red(plane: Plane) -> Plane:
     return replace(plane, cells=tuple(replace(one, tone=one.tone.replace("hole", "t0")) for one in plane.cells))
 
 
-def test_the_law_catches_cells_that_change_places() -> None:
-    def mirrored(columns: ShardColumns) -> Picture:
-        picture = layout_picture(columns)
-        return replace(picture, rows=tuple(tuple(map(turned, row)) for row in picture.rows))
-
-    assert_caught(check_drawn, mirrored, LAYOUTS, FATES)
-
-
 def turned(plane: Plane) -> Plane:
     cells = [replace(one, left=1 - one.right, right=1 - one.left) for one in plane.cells]
     flipped = [replace(one, top=1 - one.bottom, bottom=1 - one.top) for one in cells]
     return replace(plane, cells=tuple(flipped))
+
+
+@pytest.mark.parametrize("fault", [without_red, turned])
+def test_the_law_catches_a_fault_that_is_not_red_and_cells_that_change_places(fault: Callable[[Plane], Plane]) -> None:
+    assert_caught(check_drawn, each_plane(fault), LAYOUTS, FATES)
 
 
 def check_text(draw: Callable[[ShardColumns], Picture], layout: Layout, fates: list[str]) -> None:
@@ -160,8 +158,4 @@ def test_a_text_has_each_element_at_its_place(layout: Layout, fates: list[str]) 
 
 
 def test_the_law_of_texts_catches_a_mirrored_plane() -> None:
-    def mirrored(columns: ShardColumns) -> Picture:
-        picture = layout_picture(columns)
-        return replace(picture, rows=tuple(tuple(map(turned, row)) for row in picture.rows))
-
-    assert_caught(check_text, mirrored, LAYOUTS, FATES)
+    assert_caught(check_text, each_plane(turned), LAYOUTS, FATES)

@@ -33,18 +33,12 @@ from shardtree.plans import (
     take_target,
     with_relays,
 )
+from tests.layouts.test_layout_messages import FULL, part
 from tests.plans.reshard_layouts import mesh_layout
 from tests.trees.messages import read_messages, said
 
 ROWS, COLUMNS = PartitionSpec("tp"), PartitionSpec(None, "tp")
-FULL = torch.arange(24.0).reshape(4, 6)
 ONE = [{"w": ShardedTensor.from_rank_offsets("w", FULL)}]
-
-
-def part(index: int, count: int, key: str = "w", replica_id: int = 0, axis: int = 0) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(
-        key, FULL.chunk(count, axis)[index], (axis, index, count), replica_id=replica_id
-    )
 
 
 def rows_to_columns(ranks: int = 2, shape: tuple[int, int] = (4, 4)) -> st.ReshardPlan:

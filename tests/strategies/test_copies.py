@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,8 @@ import shardtree as st
 from shardtree.errors import UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies.archives import _copies
+from tests.strategies import folders
+from tests.strategies.folders import archive
 from tests.trees.samples import assert_caught
 
 LENGTH = 6
@@ -33,9 +34,7 @@ def folder_of(changed: Sequence[bool], files: int = 3) -> MemoryStorage:
             whole = torch.full((LENGTH + 1,), rank)
             whole[:LENGTH] = number + (is_changed and rank == files - 1)
             state[f"w{number}"] = whole[:LENGTH]
-        out = io.BytesIO()
-        torch.save(state, out)
-        storage.write(f"model_world_size_{files}_rank_{rank}.pt", [out.getbuffer()], durable=False)
+        storage.replace(f"model_world_size_{files}_rank_{rank}.pt", archive(state), durable=False)
     return storage
 
 
@@ -123,9 +122,7 @@ def test_without_verification_nothing_is_compared(compared: list[str]) -> None:
 
 
 def test_equal_checksums_are_enough(compared: list[str]) -> None:
-    storage, out = MemoryStorage(), io.BytesIO()
-    torch.save({"w": torch.arange(4)}, out)
-    for rank in range(2):
-        storage.write(f"model_world_size_2_rank_{rank}.pt", [out.getbuffer()], durable=False)
+    data = archive({"w": torch.arange(4)})
+    storage = folders.folder_of({f"model_world_size_2_rank_{rank}.pt": data for rank in range(2)})
     assert st.load_plain_tensors(storage)["w"].tolist() == [0, 1, 2, 3]
     assert compared == []
