@@ -16,7 +16,6 @@ import shardtree as st
 from shardtree.layouts import object_columns, sharding_problems
 from shardtree.testing import Layout, cut, layouts, shapes
 from tests.layouts.test_object_problems import Ranks, objects
-from tests.peers.groups import one_process  # noqa: F401  a fixture
 from tests.trees.samples import assert_caught
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process")]

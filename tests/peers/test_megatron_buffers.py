@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shardtree.buffers import BufferPlan, flat_shards, plan_buffers
 from shardtree.mapping import ShardedTensor
-from tests.peers.groups import Group, one_process  # noqa: F401  a fixture
+from tests.peers.groups import Group
 from tests.peers.megatron_versions import buffer_of
 from tests.trees.samples import assert_caught
 

@@ -10,7 +10,6 @@ import torch
 
 import shardtree as st
 from shardtree.errors import ShapeError
-from tests.peers.groups import one_process  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process"), pytest.mark.filterwarnings("ignore")]
 megatron = pytest.importorskip("megatron.core.dist_checkpointing")

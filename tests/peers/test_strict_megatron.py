@@ -12,7 +12,6 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from tests.peers.groups import one_process  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("one_process"), pytest.mark.filterwarnings("ignore")]
 validation = pytest.importorskip("megatron.core.dist_checkpointing.validation")

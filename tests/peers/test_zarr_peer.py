@@ -20,16 +20,14 @@ from shardtree.errors import CheckpointingException, CorruptCheckpoint
 from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
     GlobalState,
-    assemble,
     even_layout,
     first_difference,
     global_states,
     layouts,
     rank_tree,
-    refilled,
     state_layouts,
-    target_tree,
 )
+from tests.strategies.zarr_nodes import load_cut
 
 zarr = pytest.importorskip("zarr")
 xarray = pytest.importorskip("xarray")
@@ -134,16 +132,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a fill value, sharded": {"fill_value": 3, "shards": (4, 6), "compressors": None},
 }
 WHOLE = torch.arange(63, dtype=torch.int32).reshape(7, 9)
-
-
-def load_cut(folder: Path, key: str, whole: torch.Tensor, layout: Any) -> torch.Tensor:
-    state = GlobalState({key: whole}, {}, {})
-
-    def load(world: st.World) -> Any:
-        target = {name: part for name, part in target_tree(state, {key: layout}, world.rank).items() if name == "model"}
-        return target, st.load(target, folder, world=world)
-
-    return assemble(refilled(*pair) for pair in st.simulate(layout.ranks, load))[key]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from uuid import uuid4
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, storage_at
+from shardtree.storage import LocalStorage, MemoryStorage, Storage, make_folder, storage_at
 
 
 class ObjectStore(MemoryFileSystem):
@@ -42,3 +42,10 @@ STORAGES: dict[str, Callable[[Path], Storage]] = {
     "objects://": lambda folder: storage_at(f"objects://bucket/{uuid4().hex}"),
     "file://": lambda folder: storage_at(f"file://{folder}/checkpoint"),
 }
+
+
+def made(kind: str, folder: Path) -> Storage:
+    """Return a storage of a kind, whose folder is there."""
+    storage = STORAGES[kind](folder)
+    make_folder(storage)
+    return storage

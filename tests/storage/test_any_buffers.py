@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shardtree.errors import StorageError
-from shardtree.storage import MemoryStorage, Storage, _object_store, block_hashes, make_folder, write_parts
+from shardtree.storage import MemoryStorage, Storage, _object_store, block_hashes, write_parts
 from shardtree.strategies import PendingSave, SaveOptions, rank_file, write_file
 from shardtree.world import one_process
 from tests.s3.environment import at, s3
-from tests.storage.storages import STORAGES
+from tests.storage.storages import STORAGES, made
 
 BUFFERS: dict[str, Any] = {
     "bytes": b"abcd",
@@ -47,9 +47,7 @@ NO_BUFFERS: dict[str, Any] = {
 @pytest.fixture(params=[*STORAGES, "s3://"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Storage]:
     if request.param != "s3://":
-        made = STORAGES[request.param](tmp_path)
-        make_folder(made)
-        yield made
+        yield made(request.param, tmp_path)
         return
     pytest.importorskip("obstore")
     with s3(monkeypatch):

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardtree.errors import StorageError
-from shardtree.storage import MemoryStorage, Storage, make_folder, move, write_parts
+from shardtree.storage import MemoryStorage, Storage, move, write_parts
 from shardtree.testing import watched
-from tests.storage.storages import STORAGES
+from tests.storage.storages import STORAGES, made
 from tests.trees.samples import assert_caught
 
 Parts = list[tuple[int, memoryview]]
@@ -38,12 +38,6 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 @pytest.fixture(params=sorted(set(STORAGES) - set(AT_PLACES)))
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return made(request.param, tmp_path)
-
-
-def made(kind: str, folder: Path) -> Storage:
-    storage = STORAGES[kind](folder)
-    make_folder(storage)
-    return storage
 
 
 @st.composite

@@ -22,10 +22,10 @@ from shardtree.codec import bit_view
 from shardtree.codec.archives import encode_archive
 from shardtree.errors import CorruptCheckpoint, KeyMismatch, ShapeError, StrategyError, UnsafeFile, UnsupportedValue
 from shardtree.storage import MemoryStorage
-from shardtree.testing import GlobalState, Layout, assemble, even_layout, layouts, random_bits, refilled, target_tree
+from shardtree.testing import Layout, even_layout, layouts, random_bits
 from tests.strategies import folders
 from tests.strategies.test_torch_dist_fixtures import FLAT_TENSORS, value
-from tests.strategies.zarr_nodes import encoded, v2_node
+from tests.strategies.zarr_nodes import encoded, load_cut, v2_node
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron_old_zarr"
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
@@ -143,21 +143,10 @@ def arrays(draw: some.DrawFn) -> tuple[torch.Tensor, tuple[int, ...], str, Layou
     return random_bits(shape, dtype, 1), chunk, draw(some.sampled_from("./")), draw(layouts(shape, 3))
 
 
-def load_cut(storage: Any, whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    state = GlobalState({"w": whole}, {}, {})
-
-    def load(world: st.World) -> Any:
-        tree = target_tree(state, {"w": layout}, world.rank)
-        target = {name: part for name, part in tree.items() if name != "local"}
-        return target, st.load(target, storage, common_strategy=lambda checkpoint: {}, world=world)
-
-    return assemble(refilled(*pair) for pair in st.simulate(layout.ranks, load))["w"]
-
-
 def check_array(case: tuple[torch.Tensor, tuple[int, ...], str, Layout], cut: Any = v2_files) -> None:
     whole, chunk, separator, layout = case
     storage = folder_of(cut("w", whole, chunk, dimension_separator=separator))
-    assert torch.equal(load_cut(storage, whole, layout), whole)
+    assert torch.equal(load_cut(storage, "w", whole, layout, common_strategy=lambda checkpoint: {}), whole)
 
 
 @given(arrays())

@@ -1,10 +1,15 @@
-"""Metadata of zarr arrays as zarr-python writes them, and of the groups around."""
+"""Metadata of zarr arrays as zarr-python writes them, and of the groups around; an array as ranks load it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+
+import shardtree as st
+from shardtree.testing import GlobalState, Layout, assemble, refilled, target_tree
 
 V2_GROUP = b'{"zarr_format": 2}'
 V3_GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
@@ -31,3 +36,14 @@ def regular(chunk: Sequence[int]) -> dict[str, Any]:
 def encoded(node: dict[str, Any]) -> bytes:
     """Return a node as a file's bytes."""
     return json.dumps(node).encode()
+
+
+def load_cut(place: Any, key: str, whole: torch.Tensor, layout: Layout, **options: Any) -> torch.Tensor:
+    """Return an array that ranks loaded in a layout, each its shards."""
+    state = GlobalState({key: whole}, {}, {})
+
+    def load(world: st.World) -> Any:
+        target = {name: part for name, part in target_tree(state, {key: layout}, world.rank).items() if name == "model"}
+        return target, st.load(target, place, world=world, **options)
+
+    return assemble(refilled(*pair) for pair in st.simulate(layout.ranks, load))[key]

@@ -27,17 +27,12 @@ from shardtree.storage import (
     wrapped,
 )
 from shardtree.testing import _check_storage, check_storage, watched
-from tests.storage.storages import STORAGES
+from tests.storage.storages import STORAGES, made
 
 
 @pytest.mark.parametrize("kind", STORAGES)
 def test_our_storages_keep_their_promises(kind: str, tmp_path: Path) -> None:
-    def new_storage() -> Storage:
-        storage = STORAGES[kind](Path(mkdtemp(dir=tmp_path)))
-        make_folder(storage, durable=False)
-        return storage
-
-    check_storage(new_storage)
+    check_storage(lambda: made(kind, Path(mkdtemp(dir=tmp_path))))
 
 
 def test_so_do_wrapped_ones_and_folders_in_them(tmp_path: Path) -> None:
