@@ -97,10 +97,6 @@ def test_of_a_run_a_step_must_be_named(tmp_path: Path) -> None:
     assert done.exit_code == 2 and f"Name one, such as {tmp_path}/step_00000300." in done.stderr
 
 
-def test_an_empty_folder_is_neither(tmp_path: Path) -> None:
-    assert run("inspect", tmp_path).exit_code == 2
-
-
 def test_layers_that_are_alike_are_one_row() -> None:
     rows = [TensorRow(f"layers.{n}.w", "float32", (2, 3 + (n == 4)), 24, None) for n in range(6)]
     labels = [cells[0] for cells in key_rows(rows)]

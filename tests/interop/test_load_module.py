@@ -43,10 +43,15 @@ def values() -> dict[str, torch.Tensor]:
     return filled | {"seen": torch.tensor(7)}
 
 
-def stored(tensors: dict[str, torch.Tensor], folder: Any) -> Any:
+def stored(tensors: dict[str, torch.Tensor], common: Any = None, folder: Any = None) -> Any:
+    """Save as a model's folder or, with a common state, as a checkpoint of ours; in memory, if nothing else is said."""
+    place = MemoryStorage() if folder is None else folder
     tree = {name: st.ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
-    st.save(tree, folder, ("huggingface", 1), options=st.SaveOptions(checksums=False))
-    return folder
+    if common is None:
+        st.save(tree, place, ("huggingface", 1), options=st.SaveOptions(checksums=False))
+    else:
+        st.save(tree | common, place)
+    return place
 
 
 def check_holds(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
@@ -60,9 +65,7 @@ def check_holds(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 def test_a_module_is_filled_by_its_own_names() -> None:
     model = Model()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
-    assert load_module(model, stored(values() | {"rotary": torch.ones(2)}, MemoryStorage())) == ModuleKeys(
-        (), ("rotary",)
-    )
+    assert load_module(model, stored(values() | {"rotary": torch.ones(2)})) == ModuleKeys((), ("rotary",))
     check_holds(model, values())
     assert before == {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     assert model.head.weight is model.embed.weight
@@ -71,7 +74,7 @@ def test_a_module_is_filled_by_its_own_names() -> None:
 
 def test_the_check_catches_a_changed_tensor() -> None:
     model = Model()
-    load_module(model, stored(values(), MemoryStorage()))
+    load_module(model, stored(values()))
     with torch.no_grad():
         model.up.weight[3, 2] += 1
     with pytest.raises(AssertionError, match=r"up\.weight"):
@@ -82,17 +85,17 @@ def test_the_check_catches_a_changed_tensor() -> None:
 def test_a_tied_weight_needs_one_of_its_names(name: str) -> None:
     tensors = values()
     model = Model()
-    load_module(model, stored(tensors | {name: tensors.pop("embed.weight")}, MemoryStorage()))
+    load_module(model, stored(tensors | {name: tensors.pop("embed.weight")}))
     check_holds(model, values())
 
 
 def test_names_of_one_tensor_that_are_stored_twice_have_to_be_equal() -> None:
     twice = values() | {"head.weight": values()["embed.weight"]}
     model = Model()
-    assert load_module(model, stored(twice, MemoryStorage())) == ModuleKeys((), ())
+    assert load_module(model, stored(twice)) == ModuleKeys((), ())
     check_holds(model, values())
     with pytest.raises(IntegrityError, match=r"head\.weight"):
-        load_module(model, stored(twice | {"head.weight": torch.zeros(WORDS, WIDTH)}, MemoryStorage()))
+        load_module(model, stored(twice | {"head.weight": torch.zeros(WORDS, WIDTH)}))
 
 
 def test_what_is_not_stored_is_named_and_nothing_is_changed() -> None:
@@ -100,26 +103,21 @@ def test_what_is_not_stored_is_named_and_nothing_is_changed() -> None:
     lacking = {name: tensor for name, tensor in values().items() if name not in ("up.bias", "embed.weight")}
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(KeyMismatch) as caught:
-        load_module(model, stored(lacking, MemoryStorage()))
+        load_module(model, stored(lacking))
     assert caught.value.unexpected == ("embed.weight = head.weight", "up.bias")
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_what_is_not_stored_may_keep_its_values() -> None:
     model = Model()
-    folder = stored({name: tensor for name, tensor in values().items() if name != "seen"}, MemoryStorage())
+    folder = stored({name: tensor for name, tensor in values().items() if name != "seen"})
     assert load_module(model, folder, strict=False) == ModuleKeys(("seen",), ())
     check_holds(model, values() | {"seen": torch.tensor(0)})
 
 
 def test_other_names_and_dtypes() -> None:
-    folder = stored(
-        {
-            f"model.{name}": tensor.double() if tensor.is_floating_point() else tensor
-            for name, tensor in values().items()
-        },
-        MemoryStorage(),
-    )
+    doubles = {name: each.double() if each.is_floating_point() else each for name, each in values().items()}
+    folder = stored({f"model.{name}": each for name, each in doubles.items()})
     model = Model()
     with pytest.raises(ShapeError, match="float64"):
         load_module(model, folder, key="model.{}".format)
@@ -130,7 +128,7 @@ def test_other_names_and_dtypes() -> None:
 def test_a_module_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = Model()
-    folder = stored(values(), MemoryStorage())
+    folder = stored(values())
     with pytest.raises(UnsupportedValue, match=r"to_empty"):
         load_module(model, folder)
     model.to_empty(device="cpu")  # which gives each name of a tied weight memory of its own
@@ -179,7 +177,7 @@ def loads(world: World, *, sizes: dict[str, int], folder: str) -> int:
     ("ranks", "sizes"), [(3, {"dp": 3}), (2, {"tp": 2}), (4, {"dp": 2, "tp": 2})], ids=["fsdp2", "tp", "fsdp2-tp"]
 )
 def test_processes_fill_their_parts(ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
-    folder = stored(values(), str(tmp_path / "model"))
+    folder = stored(values(), folder=str(tmp_path / "model"))
     whole = sum(tensor.nbytes for tensor in values().values())
     for nbytes in run_processes(ranks, partial(loads, sizes=sizes, folder=folder)):
         assert nbytes < whole
@@ -213,10 +211,10 @@ class Scaled(torch.nn.Linear):
 def test_extra_states_and_scales_go_through_the_modules_own_hooks_in_any_size() -> None:
     model = Scaled()
     tree = {"weight": torch.ones(2, 3), "weight.absmax": torch.arange(5.0), "_extra_state": torch.arange(7.0)}
-    assert load_module(model, stored(tree, MemoryStorage())) == ModuleKeys((), ())
+    assert load_module(model, stored(tree)) == ModuleKeys((), ())
     assert torch.equal(model.weight.data, torch.ones(2, 3))
     assert torch.equal(model.absmax, torch.arange(5.0)) and torch.equal(model.amax, torch.arange(7.0))
-    bare = stored({"weight": torch.ones(2, 3)}, MemoryStorage())
+    bare = stored({"weight": torch.ones(2, 3)})
     with pytest.raises(KeyMismatch) as caught:
         load_module(model, bare)
     assert caught.value.unexpected == ("_extra_state", "weight.absmax")
@@ -235,22 +233,22 @@ def test_what_a_hook_transposes_comes_back_through_the_other_hook() -> None:
     model._register_state_dict_hook(transposed)
     model.register_load_state_dict_pre_hook(transposed)
     saved = torch.arange(6.0).view(3, 2)
-    assert load_module(model, stored({"weight": saved}, MemoryStorage())) == ModuleKeys((), ())
+    assert load_module(model, stored({"weight": saved})) == ModuleKeys((), ())
     assert torch.equal(model.weight.data, saved.t())
 
 
 def test_parameters_of_one_memory_are_filled() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False), "b": torch.nn.Linear(2, 2, bias=False)})
     model["b"].weight = torch.nn.Parameter(model["a"].weight.data)
-    assert load_module(model, stored({"a.weight": torch.ones(2, 2)}, MemoryStorage())) == ModuleKeys((), ())
+    assert load_module(model, stored({"a.weight": torch.ones(2, 2)})) == ModuleKeys((), ())
     assert torch.equal(model["b"].weight.data, torch.ones(2, 2))
     fused = torch.nn.ParameterDict({"whole": torch.zeros(4)})
     fused["part"] = torch.nn.Parameter(fused["whole"].data[:2])
     tree = {"whole": torch.arange(4.0), "part": torch.arange(2.0)}
-    assert load_module(fused, stored(tree, MemoryStorage())) == ModuleKeys((), ())
+    assert load_module(fused, stored(tree)) == ModuleKeys((), ())
     assert torch.equal(fused["whole"].data, torch.arange(4.0))
     with pytest.raises(IntegrityError, match="stored with different values"):
-        load_module(fused, stored({**tree, "part": torch.ones(2)}, MemoryStorage()))
+        load_module(fused, stored({**tree, "part": torch.ones(2)}))
 
 
 def test_a_buffer_of_the_common_state_is_loaded() -> None:
@@ -266,12 +264,6 @@ def test_a_buffer_of_the_common_state_is_loaded() -> None:
 
 
 # What hooks rename, clone and nest, and names that meet.
-
-
-def saved(folder: Path, tensors: dict[str, torch.Tensor], common: Any = None) -> str:
-    shards = {name: st.ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
-    st.save(shards | (common or {}), str(folder))
-    return str(folder)
 
 
 class Hooked(nn.Module):
@@ -304,11 +296,11 @@ def renames(state: dict[str, Any]) -> None:
     state["turned"] = state.pop("weight").detach().clone()
 
 
-def test_weights_that_to_empty_took_apart_are_filled_with_one_stored_tensor(tmp_path: Path) -> None:
+def test_weights_that_to_empty_took_apart_are_filled_with_one_stored_tensor() -> None:
     with torch.device("meta"):
         model = Model()
     model.to_empty(device="cpu")
-    folder = stored(values(), str(tmp_path / "model"))
+    folder = stored(values())
     assert load_module(model, folder, key=lambda name: name.replace("head", "embed")) == ModuleKeys((), ())
     assert model.head.weight is not model.embed.weight
     check_holds(model, values())
@@ -316,8 +308,8 @@ def test_weights_that_to_empty_took_apart_are_filled_with_one_stored_tensor(tmp_
         load_module(model, folder, key=lambda name: name.replace("head", "embed").replace("up.bias", "norm.bias"))
 
 
-def test_what_a_hook_renames_without_an_inverse_is_refused_or_named(tmp_path: Path) -> None:
-    model, folder = Hooked(renames), saved(tmp_path, {"turned": torch.ones(2), "bias": torch.ones(2)})
+def test_what_a_hook_renames_without_an_inverse_is_refused_or_named() -> None:
+    model, folder = Hooked(renames), stored({"turned": torch.ones(2), "bias": torch.ones(2)})
     with pytest.raises(KeyMismatch, match=r"nothing of it was loaded\n  turned\n"):
         load_module(model, folder)
     assert load_module(model, folder, strict=False) == ModuleKeys(("weight",), ("turned",))
@@ -332,8 +324,8 @@ def test_what_a_hook_renames_without_an_inverse_is_refused_or_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("hook", [clones, deletes, deletes_and_clones])
-def test_a_parameter_that_a_hook_hides_and_nothing_fills_is_missing(hook: Any, tmp_path: Path) -> None:
-    model, folder = Hooked(hook), saved(tmp_path, {"bias": torch.ones(2)})
+def test_a_parameter_that_a_hook_hides_and_nothing_fills_is_missing(hook: Any) -> None:
+    model, folder = Hooked(hook), stored({"bias": torch.ones(2)})
     with pytest.raises(KeyMismatch, match="weight") as caught:
         load_module(model, folder)
     assert caught.value.unexpected == ("weight",)
@@ -342,9 +334,9 @@ def test_a_parameter_that_a_hook_hides_and_nothing_fills_is_missing(hook: Any, t
 
 
 @pytest.mark.parametrize("in_common", [False, True])
-def test_through_hooks_another_dtype_is_converted_on_request_alone(in_common: bool, tmp_path: Path) -> None:
+def test_through_hooks_another_dtype_is_converted_on_request_alone(in_common: bool) -> None:
     other, bias = {"weight": torch.ones(2, dtype=torch.float64)}, {"bias": torch.ones(2)}
-    folder = saved(tmp_path, bias, other) if in_common else saved(tmp_path, bias | other)
+    folder = stored(bias, other) if in_common else stored(bias | other)
     model = Hooked(clones)
     with pytest.raises(ShapeError, match=r"(?s)weight.*float64.*cast=True"):
         load_module(model, folder)
@@ -368,28 +360,28 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("extra", [{"amax": [1.5], "step": 3}, {"history": torch.arange(3.0)}, {}])
 @pytest.mark.parametrize("kind", ["flat", "nested", "object"])
-def test_an_extra_state_that_is_a_dict_is_loaded(extra: Any, kind: str, tmp_path: Path) -> None:
+def test_an_extra_state_that_is_a_dict_is_loaded(extra: Any, kind: str) -> None:
     common: dict[str, Any] = {
         "flat": {"0._extra_state": extra},
         "nested": {"0": {"_extra_state": extra}},
         "object": {"rng": st.ShardedObject("0._extra_state", extra, (1,), (0,))},
     }[kind]
     layer = Counted({"step": 0})
-    assert load_module(nn.Sequential(layer), saved(tmp_path, {"0.weight": torch.ones(2)}, common)) == ModuleKeys((), ())
+    assert load_module(nn.Sequential(layer), stored({"0.weight": torch.ones(2)}, common)) == ModuleKeys((), ())
     assert repr(layer.extra) == repr(extra)
 
 
-def test_an_extra_state_whose_tensors_are_stored_by_themselves_is_not_given_in_part(tmp_path: Path) -> None:
+def test_an_extra_state_whose_tensors_are_stored_by_themselves_is_not_given_in_part() -> None:
     history = st.ShardedTensor.from_rank_offsets("_extra_state.history", torch.ones(3))
-    folder = saved(tmp_path, {"weight": torch.ones(2)}, {"_extra_state": {"history": history, "step": 3}})
+    folder = stored({"weight": torch.ones(2)}, {"_extra_state": {"history": history, "step": 3}})
     model = Counted({"history": torch.zeros(3), "step": 0})
     named = ModuleKeys(("_extra_state",), ("_extra_state.history",))
     assert load_module(model, folder, strict=False) == named
     assert model.extra["step"] == 0
 
 
-def test_a_buffer_of_the_common_state_may_have_a_stored_tensor_below_its_name(tmp_path: Path) -> None:
+def test_a_buffer_of_the_common_state_may_have_a_stored_tensor_below_its_name() -> None:
     model = Scaled()
     tree = {"weight.absmax": torch.arange(5.0), "_extra_state": torch.zeros(1)}
-    assert load_module(model, saved(tmp_path, tree, {"weight": torch.ones(2, 3)})) == ModuleKeys((), ())
+    assert load_module(model, stored(tree, {"weight": torch.ones(2, 3)})) == ModuleKeys((), ())
     assert model.weight.equal(torch.ones(2, 3)) and model.absmax.equal(torch.arange(5.0))
