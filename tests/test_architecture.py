@@ -75,13 +75,19 @@ def is_pure(module: str) -> bool:
 
 
 @cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Return a module and all that it is made of; what each rule looks through is made once."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@cache
 def imports(source: str, module: str = "x") -> list[str]:
     """Return the dotted name of whatever a module imports, ours as `.package.name`, wherever the import stands."""
     return list(_imports(source, module))
 
 
 def _imports(source: str, module: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("shardtree") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -107,7 +113,7 @@ def file_calls(source: str) -> list[str]:
     """Return every place where a module could touch a file, as `line: code`."""
     found = [name for name in imports(source) if any(reaches(name, bad) for bad in FILE_MODULES)]
     found += [name for name in imports(source) if name.startswith("os.") and name.split(".")[1] not in NO_FILE]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         opens = isinstance(node, ast.Call) and ast.unparse(node.func) in {"open", "io.open", "np.memmap", "np.load"}
         via_os = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr not in NO_FILE
         via_path = isinstance(node, ast.Attribute) and node.attr in FILE_METHODS
@@ -180,14 +186,16 @@ CHANGERS = {"append", "add", "update", "setdefault", "pop", "clear", "discard", 
 
 def kept_by_a_process(source: str) -> set[str]:
     """Return the module-level names whose values change, or that are assigned anew, while the program runs."""
-    tree, changed = ast.parse(source), set[str]()
+    module, *others = nodes(source)
+    assert isinstance(module, ast.Module)
+    changed = set[str]()
     pairs = [
         (node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value)
-        for node in tree.body
+        for node in module.body
         if isinstance(node, ast.Assign | ast.AnnAssign)
     ]
     values = {target.id: value for target, value in pairs if isinstance(target, ast.Name) and value is not None}
-    for node in ast.walk(tree):
+    for node in others:
         if isinstance(node, ast.Global):
             changed.update(node.names)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in CHANGERS:
@@ -229,7 +237,7 @@ MAKERS = {
 
 def made_anywhere(source: str) -> list[str]:
     """Return where a tensor is made on whatever device is torch's default, as `line: code`."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(source) if isinstance(node, ast.Call)]
     makers = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in MAKERS]
     made = [call for call in makers if ast.unparse(call.func.value) == "torch"]
     bare = [call for call in made if not {"device", None} & {word.arg for word in call.keywords}]

@@ -57,7 +57,8 @@ class MemoryStorage:
     def write(self, name: str, buffers: Iterable[AnyBuffer], *, durable: bool) -> int:
         """Write a new file from buffers, in order, and return its length."""
         # Joined before the lock is taken: a save may produce its buffers slowly, and others write meanwhile.
-        plain, data = _plain(name), bytearray().join(byte_view(buffer, self.where(name)) for buffer in buffers)
+        plain, where = _plain(name), self.where(name)
+        data = bytearray().join(byte_view(buffer, where) for buffer in buffers)
         with self.lock:
             self._files[plain] = (data, next(self._ticks))
         return len(data)
@@ -100,8 +101,8 @@ class MemoryStorage:
         """Return the names of what is directly inside a folder, sorted."""
         start = f"{plain}/" if (plain := _plain(folder)) else ""
         with self.lock:
-            paths = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
-        return tuple(sorted({name.split("/")[0] for name in paths if name}))
+            inside = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
+        return tuple(sorted({name.partition("/")[0] for name in inside} - {""}))
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder; the storage's own is always there."""
@@ -111,7 +112,8 @@ class MemoryStorage:
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name."""
-        return _plain(name) in {"", *self._folders} or bool(self.names(name))
+        plain = _plain(name)
+        return not plain or plain in self._folders or bool(self.names(name))
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there."""

@@ -200,7 +200,7 @@ class Sibling(Protocol):
 
 # Names within a storage: relative paths that stay inside its folder.
 
-_PLAIN = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)
+_PLAIN = re.compile(r"(?:(?:[\w-][\w.-]*/)*[\w-][\w.-]*)?", re.ASCII)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.DOTALL)
 
 

@@ -56,13 +56,13 @@ def test_the_law_catches_a_glance_that_overlooks_dots_and_slashes(glance: str) -
     assert_caught(is_as_taken_apart, hasty, NAMES)
 
 
-@pytest.mark.parametrize("name", ["w.safetensors", "save-1/00000-of-00002.safetensors", "a/b/c_d", "a..b", "-/0"])
+@pytest.mark.parametrize("name", ["", "w.safetensors", "save-1/00000-of-00002.safetensors", "a/b/c_d", "a..b", "-/0"])
 def test_names_that_are_seen_at_a_glance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_storage, "PurePosixPath", None)
     assert inside(name, "root") == name
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/a", "a/", "a//b", "a/.b", ".a", "a/../b", "é", "٣", "a\n", "\0"])
+@pytest.mark.parametrize("name", [".", "..", "/a", "a/", "a//b", "a/.b", ".a", "a/../b", "é", "٣", "a\n", "\0"])
 def test_names_that_are_taken_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_storage, "PurePosixPath", None)
     with pytest.raises(TypeError):
