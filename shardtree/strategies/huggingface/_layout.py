@@ -13,7 +13,7 @@ from ...errors import UnsupportedValue, error_text
 from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
 from ...layouts import TensorKind
 from ...mapping import ShardedTensor
-from ...storage import Buffer, read_ahead, tensor_buffers
+from ...storage import Buffer, tensor_buffers
 from .._checks import checked_data
 
 HEADER_BYTES = 64 * 1024 * 1024
@@ -134,7 +134,7 @@ def shard_pieces(shard: ShardedTensor, begin: int) -> Iterator[tuple[int, Buffer
         >>> [(byte, bytes(piece)) for byte, piece in shard_pieces(right, 100)]
         [(101, b'\x01'), (103, b'\x02')]
     """
-    buffers = read_ahead(tensor_buffers(checked_data(shard)), 1)  # made one ahead, where they are computed
+    buffers = tensor_buffers(checked_data(shard))
     buffer, at = memoryview(b""), 0
     for byte, length in shard_runs(shard):
         place, end = begin + byte, begin + byte + length
