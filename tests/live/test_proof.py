@@ -182,7 +182,7 @@ def check_many(faults: int, run: Callable[..., Any] = redistribute) -> None:
 
 
 def test_what_a_transport_does_to_bytes_is_found() -> None:
-    check_many(200)
+    check_many(100)
 
 
 @pytest.mark.exhaustive
