@@ -84,10 +84,9 @@ def is_the_memory(buffer_of: Callable[[torch.Tensor], memoryview], tensor: torch
     return same and buffer.tolist() == bits.tolist()
 
 
-@pytest.mark.parametrize("variant", CONTIGUOUS)
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
-def test_byte_buffer_is_the_memory_of_bit_view(dtype: torch.dtype, variant: str) -> None:
-    assert is_the_memory(byte_buffer, CONTIGUOUS[variant](example(dtype)))
+def test_byte_buffer_is_the_memory_of_bit_view(dtype: torch.dtype) -> None:
+    assert [name for name, view in CONTIGUOUS.items() if not is_the_memory(byte_buffer, view(example(dtype)))] == []
 
 
 def test_the_law_catches_a_buffer_of_a_copy() -> None:
@@ -98,10 +97,9 @@ def test_byte_buffer_is_detached() -> None:
     assert byte_buffer(torch.ones(2, 3, requires_grad=True)).nbytes == 24
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
-def test_row_major_bits_are_those_of_the_elements_in_order(dtype: torch.dtype, variant: str) -> None:
-    assert is_row_major(row_major_bits, dtype, variant)
+def test_row_major_bits_are_those_of_the_elements_in_order(dtype: torch.dtype) -> None:
+    assert [variant for variant in VARIANTS if not is_row_major(row_major_bits, dtype, variant)] == []
 
 
 def test_row_major_bits_catches_the_order_of_memory() -> None:
