@@ -168,7 +168,7 @@ class ObjectStorage:
         """Return when a file, or the newest one in a folder, was put, in seconds since 1970 by the store's clock."""
         meta = self._head(name)
         if meta is not None:
-            return float(meta["last_modified"].timestamp())
+            return _seconds(meta)
         return max((entry.changed for entry in self.entries(name).values()), default=None)
 
     def _head(self, name: str) -> Any:
@@ -205,10 +205,7 @@ class ObjectStorage:
                 level = obstore.list_with_delimiter(self.store, prefix=path or None)
                 folders, objects = level["common_prefixes"], list(level["objects"])
         return {each.removeprefix(path).strip("/") + "/": Entry(0, 0.0) for each in folders} | {
-            each["path"].removeprefix(path).lstrip("/"): Entry(
-                int(each["size"]), float(each["last_modified"].timestamp())
-            )
-            for each in objects
+            each["path"].removeprefix(path).lstrip("/"): Entry(int(each["size"]), _seconds(each)) for each in objects
         }
 
     # Writing
@@ -377,6 +374,11 @@ _honours: dict[str, bool] = {}
 
 _latencies: dict[str, float] = {}
 """How long the last small request took, in seconds, by host or bucket."""
+
+
+def _seconds(meta: Any) -> float:
+    """Return when an object was put: whole seconds, as HTTP tells them of one; a listing may have fractions."""
+    return float(int(meta["last_modified"].timestamp()))
 
 
 class _TooShort(Exception):

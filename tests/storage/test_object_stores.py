@@ -11,6 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.storage import SizedBuffers, _object_store, storage_at
+from shardtree.testing import check_storage
 from tests.s3.environment import ROOT, s3
 from tests.s3.server import serving
 
@@ -60,6 +61,12 @@ def value_of(place: object) -> float:
     found = st.load(tree(0.0), place)
     assert bool((found["w"] == found["step"]).all())
     return float(found["step"])
+
+
+@pytest.mark.slow
+def test_storages_there_keep_their_promises(root: str) -> None:
+    names = count(1)
+    check_storage(lambda: storage_at(f"{root}/{next(names)}"))
 
 
 def test_saves_overwrites_and_series(root: str) -> None:
