@@ -246,7 +246,7 @@ class OneOfMany(World):
         if outcome.phase == self._last:
             raise Enough
         self._begin = time.process_time()
-        return [value, *(replace(outcome, packed=packed) for packed in others)]
+        return [value, *(replace(outcome, data=packed) for packed in others)]
 
     def broadcast(self, value: T, root: int = 0) -> T:
         """Return the value, which only rank 0 has."""
