@@ -27,6 +27,7 @@ def parameter_shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]
         MetadataError: something has no shape, is a flat range, or dtypes are mixed; names each of them.
 
     Examples:
+        >>> import torch
         >>> parameter_shapes({"w": (2, 3), "b": torch.zeros(3)})
         {'w': (2, 3), 'b': (3,)}
     """
