@@ -101,8 +101,8 @@ class MemoryStorage:
         """Return the names of what is directly inside a folder, sorted."""
         start = f"{plain}/" if (plain := _plain(folder)) else ""
         with self.lock:
-            inside = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
-        return tuple(sorted({name.partition("/")[0] for name in inside} - {""}))
+            paths = [name[len(start) :] for name in (*self._files, *self._folders) if name.startswith(start)]
+        return tuple(sorted({name.partition("/")[0] for name in paths} - {""}))
 
     def make_folder(self, name: str = "", *, durable: bool = True) -> None:
         """Make a folder; the storage's own is always there."""
