@@ -60,7 +60,7 @@ from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_note, process_token, release
 from ._requests import fetch_cost
 from ._storage import AnyBuffer, Buffer, Reader, Sibling, SizedBuffers, Storage, byte_view, is_left_over, is_temporary
-from ._threads import Task, background_threads, in_threads, in_turn, read_ahead, usual_threads
+from ._threads import Task, background_threads, in_threads, in_turn, usual_threads, write_behind
 from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
 __all__ = [

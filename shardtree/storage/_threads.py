@@ -1,20 +1,18 @@
-"""A few threads for reads and checksums, which run without Python's global lock: they share a list, or read ahead."""
+"""A few threads for reads and checksums, which run without Python's global lock: they share a list, or write behind."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
-from threading import Lock
-from time import perf_counter
+from itertools import chain, islice
+from queue import SimpleQueue
+from threading import Lock, Semaphore
 from typing import Generic, TypeVar
 
 import torch
-
-from ._storage import Buffer
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
@@ -177,49 +175,72 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pools.clear)
 
 
-_QUICK_BYTES = 2 * 1024**3  # a second: memory and the page cache give several times as many, few disks or networks do
-_QUICK_SECONDS = 0.0005  # for a few bytes: about what waking a thread takes
+_GROUP_BYTES = 1024 * 1024  # what is less is written by the thread that makes it: handing it over takes longer
+_GROUPS = 2
 
 
-def read_ahead(
-    buffers: Iterable[Buffer], nbytes: int, clock: Callable[[], float] = perf_counter
-) -> Generator[Buffer, None, None]:
-    r"""Yield buffers that another thread makes while this one's caller uses those before, where making them takes long.
+def write_behind(
+    write: Callable[[Iterator[Work]], Result], pieces: Iterable[Work], nbytes: Callable[[Work], int]
+) -> Result:
+    """Return what a function returns that writes pieces in another thread, while this one makes those that follow.
+
+    It isn't the writer that is the calling thread: the C library keeps for a thread what that thread has allocated.
 
     Args:
-        buffers: made one after the other, never by two threads at once; each must stay as it is.
-        nbytes: about how much is made ahead, so that twice as much may be in memory.
-        clock: returns seconds.
+        write: takes the pieces, in order; gets the error that making them has raised, so that it can clean up.
+        pieces: made by this thread; each must stay as it is. A few MiB of them are in memory at a time.
+        nbytes: returns a piece's length.
+
+    Raises:
+        BaseException: what making the pieces or writing them has raised.
 
     Examples:
-        >>> [bytes(buffer) for buffer in read_ahead(map(memoryview, [b"a", b"bc"]), 1024)]
-        [b'a', b'bc']
+        >>> write_behind(b"".join, [b"a", b"bc"], len)
+        b'abc'
     """
-    source, has_grad = iter(buffers), torch.is_grad_enabled()
+    groups = _groups(iter(pieces), nbytes)
+    begin = [*islice(groups, 2)]
+    if len(begin) < 2:
+        return write(chain.from_iterable(begin))
+    ready, room = SimpleQueue[list[Work] | BaseException | None](), Semaphore(_GROUPS)
 
-    def some(most: int) -> tuple[list[Buffer], bool]:
-        batch, size, begin = list[Buffer](), 0, clock()
-        # Lazy data may be computed, under the mode in which it would have been.
-        with torch.set_grad_enabled(has_grad):
-            for buffer in source:
-                batch.append(buffer)
-                size += buffer.nbytes
-                if size >= most:
+    def taken() -> Iterator[Work]:
+        while (group := ready.get()) is not None:
+            if isinstance(group, BaseException):
+                raise group
+            yield from group
+            room.release()
+
+    with ThreadPoolExecutor(1, "shardtree-write") as pool:
+        try:
+            writing = pool.submit(write, taken())
+        except RuntimeError:  # while the interpreter ends no thread can start
+            return write(chain.from_iterable(chain(begin, groups)))
+        writing.add_done_callback(lambda _: room.release())  # so that its end is noticed
+        try:
+            for group in chain(begin, groups):
+                room.acquire()
+                if writing.done():
                     break
-        return batch, clock() - begin > _QUICK_SECONDS + size / _QUICK_BYTES
+                ready.put(group)
+        except BaseException as error:
+            ready.put(error)
+            raise
+        ready.put(None)
+        return writing.result()
 
-    following: Task[tuple[list[Buffer], bool]] | None = None
-    try:
-        while True:
-            batch, is_slow = some(1) if following is None else following.result()
-            if not batch:
-                return
-            # What comes quickly is used by the core that made it: from another's cache it would come half as fast.
-            following = Task(partial(some, nbytes)) if is_slow else None
-            yield from batch
-    finally:
-        if following is not None:
-            following.drop()
+
+def _groups(pieces: Iterator[Work], nbytes: Callable[[Work], int]) -> Iterator[list[Work]]:
+    """Yield pieces in groups that are worth another thread's while."""
+    group, size = list[Work](), 0
+    for piece in pieces:
+        group.append(piece)
+        size += nbytes(piece)
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def in_turn(progress: Callable[[int], None]) -> Callable[[int], None]:

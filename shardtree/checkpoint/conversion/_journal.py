@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -20,7 +21,6 @@ from ...errors import CheckpointingException
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
-    Buffer,
     Function,
     SizedBuffers,
     Storage,
@@ -31,10 +31,10 @@ from ...storage import (
     in_threads,
     listed,
     make_folder,
-    read_ahead,
     remove_files,
     remove_folder,
     threads_of,
+    write_behind,
 )
 from ...strategies import Checkpoint, Strategies, table_of
 from ...trees import HOLE, Record
@@ -338,10 +338,14 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
         if kind in ("sibling", "siblings"):
             return None  # a conversion replaces nothing, and what other saves have left beside it isn't its own
         if kind == "write":
-            return lambda name, buffers, **options: noting(call, name)(name, _ahead(buffers), **options)
+            return lambda name, buffers, **options: _behind(partial(noting(call, name), name), buffers, options)
+        if kind == "write_parts":
+            return lambda name, length, parts, **options: _behind(
+                partial(noting(call, name), name, length), parts, options
+            )
         if kind == "move":
             return lambda old, new: noting(call, new)(old, new)
-        if kind in ("write_parts", "replace", "replace_if"):
+        if kind in ("replace", "replace_if"):
             return lambda name, *rest, **options: noting(call, name)(name, *rest, **options)
         return call
 
@@ -356,12 +360,12 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
     return recorder, names
 
 
-_AHEAD_BYTES = 4 * 1024 * 1024
+def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) -> Any:
+    """Write buffers, or parts, while those that follow are read; what is in memory already is written at once."""
+    if isinstance(pieces, Sequence):
+        return write(pieces, **options)
 
+    def take(handed: Iterable[Any]) -> Any:
+        return write(replace(pieces, buffers=handed) if isinstance(pieces, SizedBuffers) else handed, **options)
 
-def _ahead(buffers: Iterable[Buffer]) -> Iterable[Buffer]:
-    """Return buffers that are read from the source while those before are written; what is in memory as it is."""
-    if isinstance(buffers, Sequence):
-        return buffers
-    parts = read_ahead(buffers, _AHEAD_BYTES)
-    return SizedBuffers(buffers.nbytes, parts) if isinstance(buffers, SizedBuffers) else parts
+    return write_behind(take, pieces, lambda piece: (piece[1] if isinstance(piece, tuple) else piece).nbytes)
