@@ -18,16 +18,22 @@ def floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return FP8 values as float32."""
     if tensor.dtype is not FP8 or not _is_plain(tensor):
         return tensor.to(torch.float32)
-    # Sign, exponent and mantissa are moved to where float16 has them, whose exponents are less by 8: torch converts
-    # FP8 one by one, ten times slower.
-    codes = tensor.view(torch.int8)
-    halves = codes.to(torch.int16).mul_(1 << 7).bitwise_and_(~(1 << 14))  # a product takes half a shift's time
-    values = halves.view(torch.float16).to(torch.float32).mul_(256.0)
-    # NaN, of which float16 makes a number, is 127 or, as a byte, 255: two maxima, and no tensor of sizes.
-    if codes.numel() and 127 in (int(codes.max()), int(tensor.view(torch.uint8).max()) - 128):
-        nan = codes & 127 == 127
-        values[nan] = tensor[nan].to(torch.float32)
-    return values
+    # Looked up, two at a time where they are pairs: torch converts FP8 one by one, eight times slower.
+    if tensor.ndim and tensor.stride(-1) == 1 and tensor.shape[-1] % 2 == 0:
+        pairs = tensor.view(torch.uint8).numpy().view(np.uint16)
+        return torch.from_numpy(_float_pairs().take(pairs)).view(torch.float32)
+    return torch.from_numpy(_floats().take(tensor.view(torch.uint8).numpy()))
+
+
+@cache
+def _floats() -> np.ndarray[Any, Any]:
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8).to(torch.float32).numpy()
+
+
+@cache
+def _float_pairs() -> np.ndarray[Any, Any]:
+    bytes_of_pairs = np.arange(2**16, dtype=np.uint16).view(np.uint8).reshape(-1, 2)
+    return _floats().take(bytes_of_pairs).view(np.float64)[:, 0]
 
 
 def fours(tensor: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,7 @@ if hasattr(os, "register_at_fork"):
 
 
 _GROUP_BYTES = 1024 * 1024  # what is less is written by the thread that makes it: handing it over takes longer
-_GROUPS = 2
+_GROUPS = 8
 
 
 def write_behind(
@@ -202,7 +202,7 @@ def write_behind(
     begin = [*islice(groups, 2)]
     if len(begin) < 2:
         return write(chain.from_iterable(begin))
-    ready, room = SimpleQueue[list[Work] | BaseException | None](), Semaphore(_GROUPS)
+    ready, room = SimpleQueue(), Semaphore(_GROUPS)
 
     def taken() -> Iterator[Work]:
         while (group := ready.get()) is not None:
