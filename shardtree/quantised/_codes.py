@@ -16,7 +16,7 @@ MOST = {FP8: 448.0, "fp4": 6.0}
 
 def floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return FP8 values as float32."""
-    if tensor.dtype is not FP8 or not _is_plain(tensor):
+    if tensor.dtype is not FP8 or not is_plain(tensor):
         return tensor.to(torch.float32)
     # Looked up, two at a time where they are pairs: torch converts FP8 one by one, eight times slower.
     if tensor.ndim and tensor.stride(-1) == 1 and tensor.shape[-1] % 2 == 0:
@@ -38,7 +38,7 @@ def _float_pairs() -> np.ndarray[Any, Any]:
 
 def fours(tensor: torch.Tensor) -> torch.Tensor:
     """Return FP4 values (sign, two bits of exponent, one of mantissa), two in each byte, low bits first, as float32."""
-    if _is_plain(tensor):
+    if is_plain(tensor):
         return torch.from_numpy(_fours_table().take(tensor.numpy())).view(torch.float32)
     return _fours(tensor)
 
@@ -77,7 +77,7 @@ def nibbles(*places: int, axis: int = -1, above: int = 0) -> Callable[[torch.Ten
     return unpacked
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether NumPy may read a tensor's memory: a tensor that is traced has none."""
     return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
 

@@ -11,6 +11,7 @@ from ._codes import FP8, MOST, floats, fours, nearest_fp4, nearest_fp8, nibbles,
 from ._encode import Encode
 from ._form import Form
 from ._part import Part
+from ._products import as_stored, fp8_products
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 _POWERS = [torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []  # torch 2.6 hasn't
@@ -115,8 +116,8 @@ def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, a
 
 
 def _fp8(name: str, scale: str, dtypes: tuple[torch.dtype, ...], block: tuple[int, int], encode: Encode) -> Form:
-    parts = (Part("", (FP8,), floats), Part(scale, dtypes, scales, per=block))
-    return Form(name, parts, block=block, encode=encode)
+    parts = (Part("", (FP8,), as_stored), Part(scale, dtypes, scales, per=block))
+    return Form(name, parts, block=block, join=fp8_products, encode=encode)
 
 
 _ORDER = nibbles(0, 4, 1, 5, 2, 6, 3, 7)

@@ -28,7 +28,7 @@ class Part:
     Attributes:
         name: what its key has at the end, beside the weight's.
         dtypes: that it may have; the first is written.
-        read: from stored elements to float32.
+        read: from stored elements to those that the weight is made of, mostly float32.
         per: how many of the weight's elements, along its last two axes, share one of the part's; 0 is all of them, -n
             is one for each n, of which any element may need any. One number for a part without the last of these axes,
             None for one without any axis of the weight.
@@ -116,7 +116,7 @@ def inside(box: Box, base: Sequence[int]) -> Box:
 
 
 Join = Callable[..., torch.Tensor]
-"""From the parts' elements, as float32, to the weight's."""
+"""From the parts' elements, as they are read, to the weight's, as float32."""
 
 
 def scaled(values: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,68 @@
+"""FP8 values by their scales, as one compiled loop where numba is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, no_type_check
+
+import numpy as np
+import torch
+
+from ._codes import FP8, floats, is_plain
+
+_WORTH = 1 << 29  # elements, for which torch takes a second: compiling takes as long
+_seen = [0]
+
+Loop = Callable[..., None]
+
+
+def as_stored(values: torch.Tensor) -> torch.Tensor:
+    """Return values that `fp8_products` reads."""
+    return values
+
+
+def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return FP8 values by a scale of their shape, or of one row or column for all, as float32."""
+    loop = _loop_for(values.numel()) if values.dtype is FP8 and is_plain(values) else None
+    if loop is None:
+        return floats(values) * scale
+    products = torch.empty(values.shape, device="cpu", dtype=torch.float32)
+    wide = scale.expand(*scale.shape[:-1], values.shape[-1]).contiguous()
+    # Windows are of one matrix: their axes in front are of one element, and this copies nothing.
+    rows = [each.flatten(0, -2).numpy() for each in (values.view(torch.uint8), wide, products)]
+    loop(rows[0], _table(), *rows[1:])
+    return products
+
+
+def _loop_for(elements: int) -> Loop | None:
+    """Return the compiled loop, None while this process has read too little for it to pay, or without numba."""
+    _seen[0] += elements  # not exact where threads meet, which matters to nobody
+    return _loop() if _seen[0] >= _WORTH else None
+
+
+@cache
+def _loop() -> Loop | None:
+    try:
+        numba = import_module("numba")
+    except ImportError:
+        return None
+    array = numba.types.Array
+    codes, table = array(numba.uint8, 2, "A", readonly=True), array(numba.float32, 1, "C", readonly=True)
+    scales, products = array(numba.float32, 2, "C", readonly=True), array(numba.float32, 2, "C")
+    loop: Loop = numba.njit(numba.void(codes, table, scales, products), nogil=True)(_multiply)
+    return loop
+
+
+@cache
+def _table() -> np.ndarray[Any, Any]:
+    return floats(torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8)).numpy()
+
+
+@no_type_check
+def _multiply(codes, table, scales, products):  # compiled: no checker of types may wrap it
+    for row in range(codes.shape[0]):
+        scale = scales[row % scales.shape[0]]
+        for column in range(codes.shape[1]):
+            products[row, column] = table[codes[row, column]] * scale[column]
