@@ -184,7 +184,7 @@ def write_behind(
 ) -> Result:
     """Return what a function returns that writes pieces in another thread, while this one makes those that follow.
 
-    It isn't the writer that is the calling thread: the C library keeps for a thread what that thread has allocated.
+    The calling thread makes them, and not the other one: what other threads allocate, the C library doesn't give back.
 
     Args:
         write: takes the pieces, in order; gets the error that making them has raised, so that it can clean up.

@@ -21,7 +21,9 @@ from ...errors import CheckpointingException
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
+    Buffer,
     Function,
+    HostMemory,
     SizedBuffers,
     Storage,
     abort_open_uploads,
@@ -360,12 +362,26 @@ def recording(storage: Storage, announce: Callable[[str], None]) -> tuple[Storag
     return recorder, names
 
 
+_KEPT = range(256 * 1024, 16 * 1024 * 1024)
+"""Bytes of buffers that are copied: smaller ones cost less than that, and larger ones are mostly whole tensors."""
+
+
 def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) -> Any:
     """Write buffers, or parts, while those that follow are read; what is in memory already is written at once."""
     if isinstance(pieces, Sequence):
         return write(pieces, **options)
+    memory = HostMemory()
 
     def take(handed: Iterable[Any]) -> Any:
         return write(replace(pieces, buffers=handed) if isinstance(pieces, SizedBuffers) else handed, **options)
 
-    return write_behind(take, pieces, lambda piece: (piece[1] if isinstance(piece, tuple) else piece).nbytes)
+    def kept(buffer: Buffer) -> Buffer:
+        """Return a buffer in memory that is lent again and again: new memory, freed late, leaves holes in the heap."""
+        if buffer.nbytes not in _KEPT:
+            return buffer
+        copy = memoryview(memory.lend(buffer.nbytes).numpy())
+        copy[:] = buffer
+        return copy
+
+    in_place = ((piece[0], kept(piece[1])) if isinstance(piece, tuple) else kept(piece) for piece in pieces)
+    return write_behind(take, in_place, lambda piece: (piece[1] if isinstance(piece, tuple) else piece).nbytes)
