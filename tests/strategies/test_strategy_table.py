@@ -208,3 +208,24 @@ def test_a_bare_name_for_the_common_state_and_a_table_of_ones_own():
     fields = st.open_checkpoint(storage, strategies=table).checkpoint.fields
     assert (fields["sharded_backend"], fields["sharded_backend_version"]) == ("own", 7)
     assert (fields["common_backend"], fields["common_backend_version"]) == NATIVE
+    with pytest.raises(StrategyError, match="backend 'own', version 7"):
+        st.load({"step": 0}, storage)
+
+
+# -- functions in the place of rows
+
+
+def native(action):
+    return default_strategies[action, *NATIVE]
+
+
+@pytest.mark.parametrize("choice", [NATIVE, native(StrategyAction.SAVE_SHARDED)])
+def test_a_strategy_is_a_pair_or_a_function(choice):
+    folder = MemoryStorage()
+    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "step": 5}
+    st.save(tree, folder, choice, native(StrategyAction.SAVE_COMMON))
+    load_sharded, load_common = native(StrategyAction.LOAD_SHARDED), native(StrategyAction.LOAD_COMMON)
+    for chosen in ((NATIVE, NATIVE), (load_sharded, load_common), (None, load_common)):
+        loaded = st.load(st.without_data(tree), folder, *chosen)
+        assert torch.equal(loaded["w"], torch.arange(4.0)) and loaded["step"] == 5
+    assert st.load({}, folder, None, lambda checkpoint: {"from": "a function"}) == {"from": "a function"}
