@@ -15,7 +15,6 @@ from shardtree.strategies import StrategyAction, formats_with
 from shardtree.testing import Call, watched
 
 Format = tuple[str, int]
-NATIVE = ("safetensors", 1)
 FORMATS = formats_with(StrategyAction.SAVE_SHARDED)
 in_every_format = pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: str(backend[0]))
 with_objects = pytest.mark.parametrize("backend", [each for each in FORMATS if each[0] != "huggingface"], ids=str)
@@ -134,16 +133,3 @@ def test_keys_are_any_text_and_never_a_path(backend: Format, tmp_path: Path) -> 
     found = {key: tensor.tolist() for key, tensor in st.load_plain_tensors(folder).items()}
     assert found == {key: [number] * 2 for number, key in enumerate(KEYS)}
     assert [*tmp_path.iterdir()] == [folder.parent] and [*folder.parent.iterdir()] == [folder]
-
-
-@in_every_format
-def test_values_and_objects_may_go_into_native_files_beside_the_tensors(backend: Format) -> None:
-    def own(rank: int) -> dict[str, Any]:
-        rng = st.ShardedObject("rng", {"seed": 7}, (1,), (0,), replica_id=rank)
-        return tree(backend, rank, 2) | {"rng": rng, "step": 5}
-
-    storage = MemoryStorage()
-    st.simulate(2, lambda world: st.save(own(world.rank), storage, backend, NATIVE, world=world))
-    for loaded in st.simulate(2, lambda world: st.load(own(world.rank), storage, world=world)):
-        assert (loaded["rng"], loaded["step"]) == ({"seed": 7}, 5)
-    assert is_there(storage) and st.load_common_state_dict(storage) == {"step": 5}

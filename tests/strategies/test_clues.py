@@ -35,14 +35,6 @@ def test_a_folder_is_called_what_it_seems_to_be(name: str) -> None:
     assert FOLDERS[name] in str(caught.value)
 
 
-def test_a_file_is_called_what_it_seems_to_be(tmp_path: object) -> None:
-    path = f"{tmp_path}/model.pt"
-    with open(path, "wb"):
-        pass
-    with pytest.raises(NotACheckpoint, match="a file in no format that is recognised: pickled weights or states"):
-        st.open_checkpoint(path)
-
-
 @pytest.mark.parametrize("backend", [("dcp", 1), ("huggingface", 1)], ids=str)
 def test_a_metadata_file_of_another_program_is_let_be(backend: tuple[str, int]) -> None:
     storage = MemoryStorage()

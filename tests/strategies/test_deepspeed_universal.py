@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
 from tests.strategies.folders import archive
-from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
+from tests.strategies.optimizer_formats import FIXTURES
 from tests.strategies.test_deepspeed import SAVE
 from tests.strategies.zero_folders import Save, model_file, put, saves, universal_of
 
@@ -28,13 +28,6 @@ def wrong_tensors(save: Save, *, is_flat: bool) -> list[str]:
 @given(saves(), some.booleans())
 def test_whatever_was_converted_loads_whole(save: Save, is_flat: bool) -> None:
     assert wrong_tensors(save, is_flat=is_flat) == []
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("is_flat", [False, True], ids=["from ZeRO-1", "from ZeRO-3"])
-def test_it_loads_in_another_layout(layout: str, is_flat: bool) -> None:
-    known = {key: tensor for key, tensor in SAVE.expected().items() if tensor.ndim}
-    assert wrong_in_layout(universal_of(SAVE, is_flat=is_flat), known, layout) == []
 
 
 def test_where_both_lie_the_folder_opens_as_the_one_that_was_saved() -> None:

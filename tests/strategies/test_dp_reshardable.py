@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
@@ -103,15 +102,8 @@ def test_an_order_that_unique_tensors_contradict_is_refused():
         check_states(Job([kinds[1], kinds[0], *reversed(kinds[2:])]))
 
 
-# Each width with each number of replicas; moments are zero in every second, of each width and of each number in some.
-@pytest.mark.parametrize(
-    ("hidden", "dp", "moments"),
-    [
-        (hidden, dp, None if (first + second) % 2 else 0.0)
-        for first, hidden in enumerate([16, 32, 64])
-        for second, dp in enumerate([1, 2, 4])
-    ],
-)
+@pytest.mark.parametrize("hidden", [16, 32, 64])
+@pytest.mark.parametrize(("dp", "moments"), [(1, 0.0), (2, None), (4, 0.0)])
 def test_a_zero_bias_isnt_read_with_its_padding_of_zeros(hidden, dp, moments):
     kinds = layer_kinds(hidden, bias=True)
     check_states(Job(kinds, hidden=hidden, tp=2, dp=dp, exact=True, padding=0.0, moments=moments, bucket_size=300))
@@ -202,84 +194,28 @@ def test_unique_weights_in_an_unknown_order_are_read_where_a_slice_ends_between_
     check_states(Job(kinds, layers=1, hidden=hidden, dp=dp, bucket_size=300))
 
 
-class Adapters(NamedTuple):
-    """Modules that no order has, of equal weights, and of states that are equal or differ.
-
-    Attributes:
-        fill: the weight; at 1 they are as norms are.
-        places: of the adapters among a layer's modules.
-        changes: for each adapter and layer the state, by number, that has another value; 3 for none.
-        tp: tensor-parallel ranks.
-        dp: data-parallel ranks.
-    """
-
-    fill: float
-    places: list[int]
-    changes: list[list[int]]
-    tp: int
-    dp: int
-
-
-@some.composite
-def adapters(draw: some.DrawFn) -> Adapters:
-    count, layers = draw(some.integers(2, 3)), draw(some.integers(1, 2))
-    changes = draw(some.sampled_from([some.just(3), some.integers(0, 3)]))
-    return Adapters(
-        fill=draw(some.sampled_from([0.5, 1.0])),
-        places=draw(some.lists(some.integers(0, 7), min_size=count, max_size=count)),
-        changes=[draw(some.lists(changes, min_size=layers, max_size=layers)) for _ in range(count)],
-        tp=draw(some.integers(1, 2)),
-        dp=draw(some.integers(1, 2)),
-    )
-
-
-def with_adapters(case: Adapters) -> Job:
-    kinds, layers = layer_kinds(16), len(case.changes[0])
-    for number, place in enumerate(case.places):
-        kinds.insert(place, Kind(f"adapter_{number}.weight", (16,), fill=case.fill))
-    job = Job(kinds, layers=layers, tp=case.tp, dp=case.dp)
-    for number, changes in enumerate(case.changes):
-        for each, state in enumerate(STATES):
-            values = [case.fill + (change == each) * 1e-4 for change in changes]
-            key = f"optimizer.state.{state}.decoder.layers.adapter_{number}.weight"
-            job.truth[key] = torch.tensor(values)[:, None].expand(layers, 16).contiguous()
+def with_adapters(change: int) -> Job:
+    """Modules that no order has, of equal weights, and of states that are equal but for one in the second layer."""
+    kinds = layer_kinds(16)
+    for place, name in ((0, "a"), (3, "b")):
+        kinds.insert(place, Kind(f"adapter_{name}.weight", (16,), fill=0.5))
+    job = Job(kinds, tp=2, dp=2)
+    for name in "ab":
+        for number, state in enumerate(STATES):
+            values = torch.tensor([0.5, 0.5 + (name == "b" and number == change) * 1e-4])
+            key = f"optimizer.state.{state}.decoder.layers.adapter_{name}.weight"
+            job.truth[key] = values[:, None].expand(2, 16).contiguous()
     return job
 
 
-def check_right_or_refused(case: Adapters) -> bool:
-    """Whether the states were given, and not refused."""
-    try:
-        check_states(with_adapters(case))
-    except UnsupportedValue as error:
-        assert "equal weights" in str(error)
-        return False
-    return True
+def test_equal_weights_are_read_where_all_states_are_equal():
+    check_states(with_adapters(change=len(STATES)))
 
 
-@pytest.mark.slow
-@given(adapters())
-def test_equal_weights_with_swapped_states_are_right_or_refused(case):
-    check_right_or_refused(case)
-
-
-@pytest.mark.parametrize("change", range(4))
-def test_equal_weights_are_read_where_all_states_are_equal(change):
-    assert check_right_or_refused(Adapters(0.5, [0, 3], [[3, 3], [3, change]], tp=2, dp=2)) == (change == 3)
-
-
-@pytest.mark.slow
-def test_the_law_catches_states_that_are_not_compared(monkeypatch):
-    decide = _optimizer.decide
-    monkeypatch.setattr(_optimizer, "decide", lambda groups, orders, _: decide(groups, orders, lambda unit: 0))
-
-    def caught(case: Adapters) -> bool:
-        try:
-            check_right_or_refused(case)
-        except AssertionError:
-            return True
-        return False
-
-    find(adapters(), caught, settings=settings(max_examples=300, phases=[Phase.generate]))
+@pytest.mark.parametrize("change", range(len(STATES)))
+def test_equal_weights_are_refused_where_a_state_differs(change):
+    with pytest.raises(UnsupportedValue, match="equal weights"):
+        check_states(with_adapters(change))
 
 
 EXPERTS = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -310,18 +246,6 @@ def test_equal_experts_of_several_ranks_are_refused_where_moments_differ_or_one_
     for place in (stored_experts(0.75, 0.5), stored_experts(0.75, 0.75, copies=2)):
         with pytest.raises(UnsupportedValue, match=r"layers\.0\.mlp\.experts"):
             list(st.open_checkpoint(place))
-
-
-def test_ranks_that_differ_are_refused():
-    job, other = Job(layer_kinds(16), tp=2), Job(layer_kinds(16), tp=2)
-    name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
-    other.truth[name] = -job.truth[name]
-    second = [shard for shard in other.shards() if "dp_group_idx_1" in shard.key]
-    first = [shard for shard in job.shards() if "dp_group_idx_1" not in shard.key]
-    place = MemoryStorage()
-    st.save([*first, *second], place, sharded_strategy=("torch_dist", 1), common_strategy=("torch", 1))
-    with pytest.raises(CorruptCheckpoint, match="copies of optimizer states differ"):
-        list(st.open_checkpoint(place))
 
 
 class Narrow(Job):

@@ -29,11 +29,9 @@ from tests.strategies import folders
 from tests.strategies.folders import archive
 from tests.strategies.optimizer_formats import (
     FIXTURES,
-    LAYOUTS,
     parameters,
     resumed,
     truth,
-    wrong_in_layout,
     wrong_states,
 )
 
@@ -76,11 +74,6 @@ def test_every_tensor_is_what_the_model_had() -> None:
         EXPECTED, True
     )
     assert set(EXPECTED) == {key for key in opened if not key.startswith("rng/")}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_tensor_loads_in_another_layout(layout: str) -> None:
-    assert wrong_in_layout(FOLDER, EXPECTED, layout, NAMED) == []
 
 
 def test_a_fresh_optimizer_resumes() -> None:

@@ -67,14 +67,6 @@ WRONG = ["decoder.layers.mlp.linear_fc1.weight", "norm.weight"]
 BROKEN = shifted(HONEST, WRONG)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("master", ["param", "fp32_param"])
-def test_an_honest_optimizer_loads(dtype: torch.dtype, master: str) -> None:
-    tree = job(SHAPES, dtype, master)
-    loaded = st.load(targets(tree), saved(tree))
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in tree.items())
-
-
 def test_masters_that_arent_the_weights_are_refused_by_name() -> None:
     with pytest.raises(CorruptCheckpoint, match=r"Megatron-Core 0\.15\.0") as error:
         st.load(targets(HONEST, "exp_avg_sq.embedding"), saved(BROKEN))

@@ -202,20 +202,6 @@ def open_all(folder):
     return st.load_plain_tensors(folder), [opened[key] for key in opened]
 
 
-FIELDS = {
-    "another backend": {"sharded_backend": "punch cards"},
-    "a later version": {"sharded_backend_version": 2},
-    "a version of no kind": {"sharded_backend_version": True},
-    "a backend of no kind": {"common_backend": ["safetensors"]},
-}
-
-
-@pytest.mark.parametrize("case", FIELDS)
-def test_another_format_is_refused(case):
-    with pytest.raises(CheckpointingException):
-        read_all(folder_of(with_fields(**FIELDS[case])))
-
-
 def test_an_index_of_an_unknown_name_can_be_replaced():
     entry = index_entry()
     other = entry["name"].replace("index-0", "another")

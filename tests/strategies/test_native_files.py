@@ -191,15 +191,3 @@ def test_progress_is_told_by_one_thread_at_a_time() -> None:
             options=st.SaveOptions(progress=tell),
         )
     assert sum(told) >= 50 * FILE
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_the_safetensors_package_reads_each_file(tmp_path: Path, threads: int) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    with several_files(threads):
-        st.save(tree_of([(FILE, torch.float32)] * 9, filled=True), tmp_path)
-    held = [safetensors.load_file(tmp_path / name) for name in data_files(tmp_path)]
-    assert len(held) == threads
-    assert sorted(key for file in held for key in file) == sorted(
-        [*(f"w{number}.0" for number in range(9)), "o/shard_0_1"]
-    )

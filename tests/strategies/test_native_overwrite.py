@@ -10,7 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointReplaced, StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, wrapped
+from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import remove_save
 from shardtree.strategies._save_folders import remove_orphaned
 
@@ -82,17 +82,6 @@ def test_the_save_that_counts_is_kept_however_old_it_is(tmp_path):
     assert value_in(tmp_path) == 1
 
 
-def test_an_open_checkpoint_says_that_it_was_replaced(tmp_path):
-    st.save(tree(1) | {"o": st.ShardedObject("o", 5, (1,), (0,))}, tmp_path)
-    opened = st.open_checkpoint(tmp_path)
-    lazy = opened["w"].data
-    st.save(tree(2), tmp_path, overwrite=True)
-    for read in (lazy.read, opened.common, lambda: opened["o/shard_0_1"], lazy[1:2].read):
-        with pytest.raises(CheckpointReplaced, match="Open the checkpoint again"):
-            read()
-    assert st.open_checkpoint(tmp_path)["w"].data.read().tolist() == [2] * 4
-
-
 def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():
     folder = MemoryStorage()
     st.save(tree(1), folder)
@@ -117,20 +106,6 @@ def test_a_folder_that_ranks_do_not_share_is_noticed(tmp_path):
 
     assert st.simulate(4, save_apart) == [True] * 4
     assert not st.is_checkpoint(tmp_path / "one") and not st.is_checkpoint(tmp_path / "other")
-
-
-def test_a_file_that_rank_zero_does_not_see_is_noticed():
-    shared = MemoryStorage()
-
-    apart = wrapped(shared, write=MemoryStorage().write)
-
-    def save_apart(world):
-        with pytest.raises(StorageError, match="doesn't see"):
-            st.save(tree(1, world.rank, 2), apart if world.rank == 1 else shared, world=world)
-        return True
-
-    assert st.simulate(2, save_apart) == [True, True]
-    assert not st.is_checkpoint(shared)
 
 
 def test_a_note_of_its_owner_that_a_crash_left_means_nothing(tmp_path):

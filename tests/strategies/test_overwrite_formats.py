@@ -242,15 +242,6 @@ def test_the_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     assert value_in(".") == OLD and os.listdir(tmp_path) == ["step"]
 
 
-def test_where_folders_can_not_be_exchanged_nothing_is_written() -> None:
-    where = f"memory://{os.getpid()}/no-exchange"
-    save(where, OLD, "native")
-    for form in FOREIGN:
-        with pytest.raises(StrategyError, match="Save to a new folder"):
-            save(where, NEW, form, overwrite=True)
-    assert value_in(where) == OLD
-
-
 def test_a_file_system_that_can_not_exchange_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,13 +253,6 @@ def test_a_file_system_that_can_not_exchange_is_found_before_anything_is_written
     with pytest.raises(StrategyError, match="can't exchange two folders"):
         save(tmp_path / "step", NEW, "dcp", overwrite=True)
     assert value_in(tmp_path / "step") == OLD and os.listdir(tmp_path) == ["step"]
-
-
-def test_a_single_file_is_not_replaced(tmp_path: Path) -> None:
-    save(tmp_path / "step", OLD, "huggingface")
-    with pytest.raises(st.CheckpointingException, match=r"model\.safetensors"):
-        save(tmp_path / "step" / "model.safetensors", NEW, "huggingface", overwrite=True)
-    assert value_in(tmp_path / "step") == OLD
 
 
 def test_a_checkpoint_that_can_not_be_read_is_not_replaced_as_a_whole(tmp_path: Path) -> None:

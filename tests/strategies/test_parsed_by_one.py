@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CorruptCheckpoint, RemoteError
 from shardtree.strategies.huggingface import _load
 from shardtree.strategies.torch_dist import _listing
 from shardtree.world import World, simulate
@@ -93,20 +92,6 @@ def test_the_count_catches_a_format_without_the_row(tmp_path: Path, monkeypatch:
             folder,
             ranks,
         )
-
-
-def test_what_one_rank_finds_wrong_is_every_rank_s_error(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "dcp")
-    (folder / ".metadata").write_bytes(b"no pickle")
-
-    def error(world: World) -> RemoteError:
-        with pytest.raises(
-            RemoteError, match=r"load: parse the metadata: failed on 1 rank\n  rank 0: CorruptCheck"
-        ) as caught:
-            rows(world, folder)
-        return caught.value
-
-    assert all(isinstance(one, CorruptCheckpoint) for one in simulate(RANKS, error))
 
 
 def test_nothing_is_parsed_for_a_function_of_the_caller_s(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict, deque, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,16 +14,15 @@ import shardtree as st
 from shardtree.codec.archives import add_record, encode_archive
 from shardtree.codec.pickles import write_pickle
 from shardtree.errors import CheckpointingException
-from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.storage import MemoryStorage
 from shardtree.strategies import Checkpoint, LoadOptions, PendingSave, SaveOptions
 from shardtree.strategies.torch import COMMON_FILE, load_common, save_common
-from shardtree.testing import common_states, outline
+from shardtree.testing import outline
 from shardtree.trees import HOLE, common_with_holes, without_holes
 from shardtree.world import one_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 Pair = namedtuple("Pair", "left right")
 
@@ -43,20 +40,6 @@ def read(storage: Any, **options: Any) -> Any:
 
 def shard(key: str = "w") -> st.ShardedTensor:
     return st.ShardedTensor.from_rank_offsets(key, torch.arange(4))
-
-
-@pytest.mark.parametrize("name", ["megatron_0161_tp2", "megatron_0140_torch_dist_flat", "megatron_old_zarr"])
-def test_what_megatron_wrote_is_read(name: str) -> None:
-    found = read(LocalStorage(str(FIXTURES / name)))
-    assert found["iteration"] == 42
-    assert outline(found) == outline(torch.load(FIXTURES / name / COMMON_FILE, weights_only=True))
-
-
-@given(common_states())
-def test_a_common_state_comes_back_and_torch_reads_it(state: Any) -> None:
-    storage = written(state)
-    assert outline(read(storage)) == outline(state)
-    assert outline(torch.load(io.BytesIO(storage.read(COMMON_FILE)), weights_only=False)) == outline(state)
 
 
 def trees() -> some.SearchStrategy[Any]:

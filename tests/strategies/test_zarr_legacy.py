@@ -203,15 +203,6 @@ def test_arrays_in_folders_and_locks() -> None:
     assert list(plain_tensors(inner | lock | other)) == ["a/b/w"]
 
 
-def test_a_folder_of_v2_arrays_is_recognised() -> None:
-    storage = folder_of(v2_files("w", torch.arange(4), (3,)) | {".zgroup": b'{"zarr_format": 2}'})
-    storage.remove("metadata.json")
-    assert st.is_checkpoint(storage)
-    assert torch.equal(st.load_plain_tensors(storage)["w"], torch.arange(4))
-    assert st.load_common_state_dict(storage) == {}
-    assert st.verify(storage) == ()
-
-
 def test_chunks_that_are_not_stored_are_zeros_in_a_group_without_fill_value() -> None:
     whole = torch.arange(1, 13, dtype=torch.float32).reshape(3, 4)
     files = v2_files("w", whole.view(torch.int32), (2, 3), dtype="<f4", fill_value=None) | {".zgroup": b"{}"}
@@ -298,8 +289,3 @@ def test_objects_lie_beside_arrays() -> None:
     objects = {"w/shard_0.1_1.2.pt": encode_archive([1, "a"]), "w/other.pt": b"", "w/shard_x_1.pt": b""}
     storage = folder_of(v2_files("w", torch.arange(4), (4,)) | objects)
     assert list(st.load_sharded_metadata(storage)) == ["w", "w/shard_0.1_1.2"]
-
-
-def test_nothing_is_saved_in_the_old_format(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match="save_sharded"):
-        st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, tmp_path / "new", ("zarr", 1))
