@@ -19,7 +19,7 @@ from shardtree.errors import UnsafeFile
 from shardtree.strategies.torch_dist._common import nested
 from shardtree.trees import HOLE
 from shardtree.world import run_processes
-from tests.strategies.dcp_ranks import rows, save_dtensors, save_what_differs
+from tests.strategies.dcp_ranks import rows, save_what_differs
 from tests.strategies.test_torch_dist_read import SAVED
 
 
@@ -217,41 +217,8 @@ def test_a_value_of_an_unknown_class_needs_leave(tmp_path):
 # Several ranks
 
 
-@pytest.fixture(scope="module")
-def from_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dcp") / "saved"
-    run_processes(4, partial(save_dtensors, folder=str(folder)))
-    return folder
-
-
-STORED = {
-    "rows": rows(8, 6),
-    "uneven": rows(7, 5),
-    "columns": rows(8, 6).bfloat16(),
-    "blocks": rows(8, 6),
-    "few": rows(2, 3),
-    "copies": rows(3),
-    "nested.list.0": rows(4, 2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.torchrun
-def test_dtensors_of_several_ranks_open_directly(from_ranks):
-    check_loads(from_ranks, STORED)
-    assert st.verify(from_ranks) == ()
-    assert st.load_common_state_dict(from_ranks) == {"nested": {"list": [HOLE, {"step": 5}], "seed": 3}}
-
-
 @pytest.mark.torchrun
 def test_values_that_differ_between_ranks_are_all_there(tmp_path):
     run_processes(3, partial(save_what_differs, folder=str(tmp_path / "saved")))
     common = st.load_common_state_dict(tmp_path / "saved")
     assert common == {f"of rank {rank}": rank for rank in range(3)}
-
-
-def test_the_check_of_loads_sees_a_tensor_in_the_order_of_its_payload(tmp_path):
-    """The planted fault: the bytes of a transposed tensor, taken as they lie."""
-    folder = save_alone({"w": rows(4, 3).t()}, tmp_path)
-    with pytest.raises(AssertionError):
-        check_loads(folder, {"w": rows(4, 3).reshape(3, 4)})

@@ -40,11 +40,3 @@ def test_the_law_of_order_catches_bytes_of_the_next_text(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "_words_at", lambda words, at, left: words_at(words, at.clip(0, 1), left * 0 + 8))
     with pytest.raises(AssertionError):
         law_of_order(texts)
-
-
-def test_the_law_of_order_catches_parts_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_file, "_ROWS", 1)
-    law_of_order(["b", "a"])
-    monkeypatch.setattr(_file, "_with_next", lambda rows: [slice(row, row + 1) for row in range(rows)])
-    with pytest.raises(AssertionError):
-        law_of_order(["b", "a"])

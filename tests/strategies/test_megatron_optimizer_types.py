@@ -37,9 +37,7 @@ def flat_folder(states: dict[str, torch.Tensor]) -> MemoryStorage:
                 inside = part.reshape(1, 1, -1).contiguous()
                 whole = {"nd_reformulated_orig_global_shape": (4, 6)}
                 writer.add(f"optimizer.state.{name}.w", (2, 1, 12), place, inside, **whole)
-    folder = writer.folder()
-    folder.write("metadata.json", [memoryview(json.dumps(FIELDS).encode())], durable=False)
-    return folder
+    return writer.folder(**{"metadata.json": json.dumps(FIELDS).encode()})
 
 
 def test_flat_ranges_of_the_model_are_states_in_its_shapes() -> None:

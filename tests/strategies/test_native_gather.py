@@ -131,18 +131,6 @@ def test_the_law_catches_tensors_in_another_order() -> None:
 
 
 @pytest.mark.slow
-def test_the_law_catches_buffers_that_share_their_memory() -> None:
-    room = bytearray(TOGETHER)
-
-    def into_one_room(shards: Sequence[ShardedTensor]) -> Buffer:
-        data = gathered(shards)
-        room[: data.nbytes] = data
-        return memoryview(room)[: data.nbytes]
-
-    assert_caught(are_the_bytes_of_each, into_one_room, lists())
-
-
-@pytest.mark.slow
 def test_the_law_catches_memory_that_is_taken_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_plain(source: Source, item_size: int) -> bool:
         return item_size <= 8

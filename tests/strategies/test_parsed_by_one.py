@@ -83,15 +83,6 @@ def test_the_count_catches_a_format_without_the_row(tmp_path: Path, monkeypatch:
         check_one_parses(
             lambda world, place: st.load_plain_tensors(place, world=world, strategies=table), folder, ranks
         )
-    ranks.clear()
-    with pytest.raises(AssertionError):
-        check_one_parses(
-            lambda world, place: st.convert(
-                place, tmp_path / "to", backend="safetensors", world=world, strategies=table
-            ),
-            folder,
-            ranks,
-        )
 
 
 def test_nothing_is_parsed_for_a_function_of_the_caller_s(tmp_path: Path) -> None:

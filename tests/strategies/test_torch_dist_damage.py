@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFile
 from shardtree.storage import LocalStorage
 from tests.strategies.folders import archive, flipped, folder_of
+from tests.strategies.test_torch_dist_read import Writer
 
 QUICK = 20.0  # seconds of processors, which other work on the machine doesn't change
 
@@ -35,29 +35,14 @@ OBJECT = {"seed": 1, "state": torch.arange(3)}
 
 def saved():
     """Two tensors in rows, one of them large; a transposed one; an object; a plain value."""
-    parts = [
-        ("w", (0, 0), WEIGHT[:2].clone()),
-        ("w", (2, 0), WEIGHT[2:].clone()),
-        ("big", (0,), BIG),
-        ("t", (0, 0), WEIGHT.t()),
-        ("rng/shard_0_1", None, [OBJECT]),
-        ("step", None, 7),
-    ]
-    state, places, data = {}, {}, bytearray()
-    for key, offset, value in parts:
-        content = archive(value)
-        index = MetadataIndex(key, None if offset is None else torch.Size(offset))
-        places[index] = _StorageInfo("__0_0.distcp", len(data), len(content))
-        data += content
-        if offset is None:
-            state[key] = BytesStorageMetadata()
-        else:
-            sizes = {"w": (4, 3), "big": (90_000,), "t": (3, 4)}[key]
-            entry = state.setdefault(
-                key, TensorStorageMetadata(TensorProperties(dtype=value.dtype), torch.Size(sizes), [])
-            )
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(value.shape)))
-    return {".metadata": pickle.dumps(DcpMetadata(state, None, places), 4), "__0_0.distcp": bytes(data)}
+    writer = Writer()
+    writer.add("w", (4, 3), (0, 0), WEIGHT[:2].clone())
+    writer.add("w", (4, 3), (2, 0), WEIGHT[2:].clone())
+    writer.add("big", (90_000,), (0,), BIG)
+    writer.add("t", (3, 4), (0, 0), WEIGHT.t())
+    writer.add_value("rng/shard_0_1", [OBJECT])
+    writer.add_value("step", 7)
+    return writer.files()
 
 
 FILES = saved()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -22,11 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 import shardtree as st
 from shardtree.codec.pickles import Global, New, Reduced, write_pickle
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
-from shardtree.storage import MemoryStorage
 from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
 from tests.options import load_keywords
 from tests.storage.threads import torch_threads
-from tests.strategies.folders import archive
+from tests.strategies.folders import archive, folder_of
 
 # What torch.save takes; it has no storage for dtypes of fewer bits than a byte.
 SAVED = [
@@ -54,19 +54,24 @@ class Writer:
             key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(shape), [])
         )
         entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), tensor.shape))
-        content, data = archive(tensor), self.data[file]
-        place = _StorageInfo(f"__{file}_0.distcp", len(data), len(content))
-        self.metadata.storage_data[MetadataIndex(key, torch.Size(offset))] = place
+        self.put(MetadataIndex(key, torch.Size(offset)), tensor, file)
         self.metadata.mcore_data[key] = flat
+
+    def put(self, index, value, file=0):
+        content, data = archive(value), self.data[file]
+        self.metadata.storage_data[index] = _StorageInfo(f"__{file}_0.distcp", len(data), len(content))
         data += content
 
-    def folder(self, metadata=None, storage=None):
-        folder = MemoryStorage() if storage is None else storage
-        for number, data in enumerate(self.data):
-            folder.write(f"__{number}_0.distcp", [memoryview(bytes(data))], durable=False)
-        index = pickle.dumps(self.metadata, 4) if metadata is None else metadata
-        folder.write(".metadata", [memoryview(index)], durable=False)
-        return folder
+    def add_value(self, key, value):
+        self.metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        self.put(MetadataIndex(key), value)
+
+    def files(self):
+        data = {f"__{number}_0.distcp": bytes(each) for number, each in enumerate(self.data)}
+        return {".metadata": pickle.dumps(self.metadata, 4), **data}
+
+    def folder(self, **changes):
+        return folder_of(self.files() | changes)
 
 
 def store(writer, key, whole, layout):
@@ -325,7 +330,7 @@ OLD = "torch.distributed._shard.sharded_tensor.metadata"
 def test_an_index_of_another_version_is_read(module, classes, allow_pickle):
     writer = Writer()
     writer.add("w", (3,), (0,), torch.arange(3.0))
-    folder = writer.folder(old_metadata(writer, module, **classes))
+    folder = writer.folder(**{".metadata": old_metadata(writer, module, **classes)})
     target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(3))
     assert st.load({"w": target}, folder, options=st.LoadOptions(allow_pickle=allow_pickle))["w"].tolist() == [0, 1, 2]
 
@@ -333,8 +338,7 @@ def test_an_index_of_another_version_is_read(module, classes, allow_pickle):
 def test_megatrons_metadata_json_makes_the_same_files_its_own():
     writer = Writer()
     writer.add("w", (3,), (0,), torch.arange(3.0))
-    folder = writer.folder()
-    folder.write("metadata.json", [memoryview(json.dumps(TORCH_DIST).encode())], durable=False)
+    folder = writer.folder(**{"metadata.json": json.dumps(TORCH_DIST).encode()})
     assert st.load_plain_tensors(folder)["w"].tolist() == [0, 1, 2]
     with pytest.raises(CorruptCheckpoint, match="has no common state"):
         st.load_common_state_dict(folder)

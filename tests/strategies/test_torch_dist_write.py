@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import pickletools
+import zipfile
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -145,6 +146,19 @@ def test_a_file_that_rank_0_does_not_see_is_found() -> None:
     storage = wrapped(inner, length=lambda name: None if name == "__1_0.distcp" else inner.length(name))
     with pytest.raises(st.CheckpointingException, match=r"rank 0 doesn't see .*__1_0\.distcp.* as rank 1 wrote it"):
         st.simulate(2, lambda world: st.save(rows(world), storage, TORCH_DIST, world=world))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_the_checksum_of_a_large_tensor_is_that_of_all_its_bytes(transpose: bool) -> None:
+    data = torch.arange(2**18, dtype=torch.float32).view(512, 512)
+    tensor = data.T if transpose else data
+    storage = saved(lambda world: {"w": st.ShardedTensor.from_rank_offsets("w", tensor)})
+    (place,) = index_of(storage).storage_data.values()
+    assert torch.equal(archived(storage, place), tensor)
+    archive = bytearray(storage.read(place.relative_path)[place.offset : place.offset + place.length])
+    assert zipfile.ZipFile(io.BytesIO(archive)).testzip() is None
+    archive[len(archive) // 2] ^= 1
+    assert zipfile.ZipFile(io.BytesIO(archive)).testzip() == "archive/data/0"
 
 
 def test_a_folder_with_a_common_state_of_megatron_core_takes_no_plain_checkpoint() -> None:

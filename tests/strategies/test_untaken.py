@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 import shardtree as st
 from shardtree.codec import Entry, encode_header
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.strategies.folders import Files, archive, folder_of
+from tests.strategies.test_torch_dist_read import Writer
 from tests.strategies.zarr_nodes import V2_GROUP, V3_GROUP, encoded, v2_node, v3_node
 
 
@@ -51,12 +43,12 @@ def huggingface() -> Files:
 
 def dcp() -> Files:
     """Return a folder of DCP of which one tensor has a quantised dtype."""
-    data, zero, four = archive(torch.zeros(4)), torch.Size([0]), torch.Size([4])
-    kinds, chunks = {"w": torch.float32, "x": torch.qint8}, [ChunkStorageMetadata(zero, four)]
-    entries = {key: TensorStorageMetadata(TensorProperties(dtype), four, chunks) for key, dtype in kinds.items()}
-    places = {MetadataIndex(key, zero): _StorageInfo("__0_0.distcp", 0, len(data)) for key in kinds}
-    metadata: Any = Metadata(dict(entries), storage_data=places)
-    return {".metadata": pickle.dumps(metadata, 4), "__0_0.distcp": data}
+    writer = Writer()
+    for key in ("w", "x"):
+        writer.add(key, (4,), (0,), torch.zeros(4))
+    writer.metadata.state_dict_metadata["x"].properties.dtype = torch.qint8
+    files: Files = writer.files()
+    return files
 
 
 FOREIGN = {

@@ -130,20 +130,6 @@ STATE = GlobalState(
 LAYOUT = {"w": ROWS, "layers": layers(2)}
 
 
-def read_all(storage: Any) -> Any:
-    metadata = st.load_sharded_metadata(storage)
-    objects = {key: leaf for key, leaf in metadata.items() if isinstance(leaf, st.ShardedObject)}
-    local = {"local": [7, st.LocalNonpersistentObject(0)]}
-    loaded = st.load({"found": objects} | local, storage, options=st.LoadOptions(verify="all"))
-    return st.testing.outline(
-        (
-            st.load_plain_tensors(storage, options=st.LoadOptions(verify="all")),
-            loaded,
-            st.load_common_state_dict(storage),
-        )
-    )
-
-
 def copied(storage: Any, **changes: bytes | None) -> MemoryStorage:
     copy = MemoryStorage()
     for name in files_in(storage):
@@ -151,10 +137,6 @@ def copied(storage: Any, **changes: bytes | None) -> MemoryStorage:
         if data is not None:
             copy.write(name, [memoryview(data)], durable=False)
     return copy
-
-
-def save_on_two(storage: Any) -> None:
-    st.simulate(2, lambda world: save(st.testing.rank_tree(STATE, LAYOUT, world.rank), storage, world=world))
 
 
 class Killed(Exception):
@@ -192,9 +174,7 @@ def test_half_a_tensor_is_half_its_chunks() -> None:
 def test_a_store_without_places_in_files_takes_regular_layouts_only() -> None:
     from tests.storage.storages import STORAGES
 
-    storage = STORAGES["objects://"](Path())
-    save_on_two(storage)
-    assert read_all(storage) == read_all(saved(STATE, LAYOUT))
+    check_roundtrip(STATE, LAYOUT, LAYOUT, save=save, directory=STORAGES["objects://"](Path()))
     other = STORAGES["objects://"](Path())
     irregular, _, _, _ = CUTS["no regular grid"]
     state = GlobalState({"w": random_bits((3, 7), torch.float32, 3)}, {}, {})
