@@ -70,7 +70,6 @@ _TESTS = {
     r"tests/peers/test_strict_megatron\.py::.*": "Megatron-Core for this torch",
     r"tests/plans/test_fit\.py::test_scales_and_packed.*": "float4_e2m1fn_x2",
     r"tests/quantised/.*(ue8m0|exponents_of_a_block_allow).*": "float8_e8m0fnu",
-    r"tests/strategies/test_dcp_write\.py::test_its_load_fills.*": "dcp.save(no_dist=…)",
     r"tests/strategies/test_dtensor_files\.py::test_(ranks|any_mesh|the_law_catches_even|fsdp2|copies|terms|rows).*": (
         "DeviceMesh(_rank=…)"
     ),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as hs
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -112,25 +111,6 @@ def test_what_torch_would_lose_is_stored_whole() -> None:
 
 
 # -- what torch.distributed.checkpoint makes of it
-
-
-def test_its_load_fills_a_nested_state(folder: str) -> None:
-    target = {
-        "model": {"w": torch.zeros(3, 4), "step": torch.tensor(0), "layers.0.scale": 0.0},
-        "optimizer": {"param_groups": [{"lr": 0.0, "betas": None}, {"lr": 0.0}]},
-        "step": 0,
-        "tensor": torch.zeros(5, dtype=torch.int64),
-        "tensors": None,
-        "lst": [],
-    }
-    dcp.load(target, checkpoint_id=folder, no_dist=True)
-    assert torch.equal(target["model"]["w"], torch.arange(12.0).view(3, 4))
-    assert target["model"]["step"] == 5
-    assert target["model"]["layers.0.scale"] == 2.0
-    assert outline(target["optimizer"]["param_groups"]) == outline(COMMON["optimizer"]["param_groups"])
-    assert outline([target[name] for name in ("step", "tensor", "tensors", "lst")]) == outline(
-        [COMMON[name] for name in ("step", "tensor", "tensors", "lst")]
-    )
 
 
 def test_its_conversion_to_one_file_gives_the_common_state_back_and_tensors_by_key(folder: str, tmp_path: Any) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
@@ -18,6 +18,7 @@ from shardtree.plans import plan_load
 from shardtree.storage import MemoryStorage, StoredFile
 from shardtree.strategies.index import _load, build_index, chunks_of
 from tests.options import load_keywords
+from tests.trees.samples import assert_caught
 
 
 @dataclass
@@ -87,14 +88,6 @@ def test_a_run_is_what_a_plan_comes_to(case):
     check_run_is_the_plan(_load.single_run, case)
 
 
-def fails(case):
-    try:
-        check_run_is_the_plan(_load.single_run, case)
-    except AssertionError:
-        return True
-    return False
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
@@ -105,7 +98,7 @@ def fails(case):
 )
 def test_the_law_catches(name, broken, monkeypatch):
     monkeypatch.setattr(_load, name, broken)
-    find(cases(), fails, settings=settings(max_examples=2000))
+    assert_caught(check_run_is_the_plan, _load.single_run, cases())
 
 
 def rows_of(folder, **options):
