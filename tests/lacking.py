@@ -70,7 +70,7 @@ _TESTS = {
     r"tests/peers/test_strict_megatron\.py::.*": "Megatron-Core for this torch",
     r"tests/plans/test_fit\.py::test_scales_and_packed.*": "float4_e2m1fn_x2",
     r"tests/quantised/.*(ue8m0|exponents_of_a_block_allow).*": "float8_e8m0fnu",
-    r"tests/strategies/test_dtensor_files\.py::test_(ranks|any_mesh|the_law_catches_even|fsdp2|copies|terms|rows).*": (
+    r"tests/strategies/test_dtensor_files\.py::test_(ranks|any_mesh|the_law_catches_even|fsdp2|terms|rows).*": (
         "DeviceMesh(_rank=…)"
     ),
     r"tests/strategies/test_torch_dist_write\.py::test_the_index_is_what_torch_writes": "dcp.save(no_dist=…)",

@@ -109,21 +109,12 @@ def nested_state():
 
 def test_the_common_state_is_the_nested_state_without_tensors(tmp_path):
     folder = save_alone(nested_state(), tmp_path)
-    common = st.load_common_state_dict(folder)
+    common, expected = st.load_common_state_dict(folder), nested_state()
     ones, five = common.pop("tensors in a tuple")
     assert torch.equal(ones, torch.ones(2)) and five == 5
-    assert common == {
-        "model": {"layers": [HOLE, {"scale": 0.5}]},
-        "optimizer": {"param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": ["w"]}]},
-        "step": 7,
-        "name": "run",
-        "plain": [1, [2, 3]],
-        "pair": (1, "two"),
-        "nothing": None,
-        "dotted.name": {"a.b": 1},
-        "args": argparse.Namespace(lr=0.1),
-        "ordered": {"z": 1, "a": 2},
-    }
+    del expected["tensors in a tuple"], expected["optimizer"]["state"]
+    expected |= {"model": {"layers": [HOLE, {"scale": 0.5}]}, "ordered": {"z": 1, "a": 2}}
+    assert common == expected
     assert st.open_checkpoint(folder).common()["name"] == "run"
 
 

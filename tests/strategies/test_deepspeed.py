@@ -301,14 +301,3 @@ def test_a_step_that_no_float_holds_is_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedValue, match="a number that float32 can't hold"):
         st.load_plain_tensors(with_inner(change))
-
-
-def test_copies_of_a_buffer_that_differ_are_refused_by_name() -> None:
-    save = dataclasses.replace(SAVE, stage=3)
-    folder = folder_of(save)
-    for rank in range(3):
-        file = model_file(save, rank)
-        file["module"]["seen"] = torch.tensor(rank)
-        folder.replace(f"step_3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", archive(file), durable=False)
-    with pytest.raises(UnsupportedValue, match=r"'seen': .*different copies"):
-        st.load_plain_tensors(folder)

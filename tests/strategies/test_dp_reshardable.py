@@ -68,17 +68,11 @@ def test_the_law_catches_an_order_that_swaps_norms(monkeypatch):
 
 
 def test_one_changed_weight_is_refused():
-    job = Job(layer_kinds(16))
-    job.weights["decoder.layers.mlp.linear_fc2.weight"].view(-1)[-1] += 1
+    job, key = Job(layer_kinds(16)), "decoder.layers.mlp.linear_fc2.weight"
+    job.weights[key].view(-1)[-1] += 1
     with pytest.raises(UnsupportedValue, match="no parameter of the model has the values"):
         check_states(job)
-
-
-def test_the_model_of_a_changed_checkpoint_loads():
-    job = Job(layer_kinds(16))
-    key = "decoder.layers.mlp.linear_fc2.weight"
-    job.weights[key].view(-1)[-1] += 1
-    assert st.open_checkpoint(stored(job))[key].data.read().equal(job.weights[key])
+    assert st.open_checkpoint(stored(job))[key].data.read().equal(job.weights[key])  # the model loads
 
 
 def test_equal_weights_in_an_unknown_order_are_refused():

@@ -156,19 +156,6 @@ def test_fsdp2_cuts_what_tensor_parallelism_left(rows: int, sizes: tuple[int, in
     assert torch.equal(loaded["w"], case.whole)
 
 
-def test_copies_of_hsdp_count_once_and_are_compared() -> None:
-    case = Case(numbered((5, 3)), SQUARE, ("ddp", "fsdp"), (Replicate(), Shard(0)))
-    assert loads(case)
-    tensors = case.dtensors()
-    tensors[3]._local_tensor = tensors[3]._local_tensor + 1
-    folder = folder_of([{"w": tensors[rank], "fine": tensors[0]._local_tensor} for rank in sorted(tensors)])
-    target = st.load_tensors_metadata(folder)
-    assert st.load({"fine": target["fine"]}, folder)["fine"].shape == (3, 3)
-    with pytest.raises(UnsupportedValue, match=r"rank_3.pt' and .*rank_1.pt' have different copies"):
-        st.load(target, folder)
-    assert torch.equal(st.load(target, folder, options=LoadOptions(verify=None))["w"], case.whole)
-
-
 def test_terms_of_a_sum_are_refused_by_name() -> None:
     case = Case(numbered((4, 2)), torch.arange(2), None, (Replicate(),))
     tensors = [tensor for _, tensor in sorted(case.dtensors().items())]

@@ -187,12 +187,6 @@ def test_files_and_index_have_the_names_of_the_hub():
     assert index == {"metadata": {"total_size": 24}, "weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
 
 
-def test_no_tensors_are_a_model_too():
-    folder = MemoryStorage()
-    st.save([], folder, HF)
-    assert st.load_plain_tensors(folder) == {}
-
-
 def test_a_file_that_is_in_the_way_stays():
     folder = folder_of({"model-00001-of-00002.safetensors": b"somebody's"})
     with pytest.raises(AlreadyACheckpoint, match="in the way"):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, UnsupportedValue
+from shardtree.errors import CheckpointingException
 from shardtree.storage import MemoryStorage
-from shardtree.strategies.index import IndexMetadata, _file, index_problem, text_columns
+from shardtree.strategies.index import IndexMetadata, _file, index_problem
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 KEYS = [f"layers.{number:03d}.µ" for number in range(150)]
@@ -54,15 +54,6 @@ def test_all_at_once_is_each_by_its_key():
         else:
             assert shard.data == opened[key].data == {"rank": shard.global_offset[0]}
     assert opened.nested(separator="/").keys() >= {"rng"}
-
-
-def test_tensors_before_one_that_cannot_be_read_come_first():
-    text, start = text_columns(["float31", "float32", "int8"])  # in place of bfloat16
-    pairs = IndexMetadata(replace(INDEX, dtype_text=text, dtype_start=start)).items()
-    found = []
-    with pytest.raises(UnsupportedValue, match=rf"{KEYS[2]}.*other tensors can.*float31"):
-        found.extend(key for key, _ in pairs)
-    assert found == KEYS[:2]
 
 
 NUMBERS = some.sampled_from([-1, 0, 1, 2, 3, 4, 5, 2**31, 2**62, 2**63 - 1, -(2**63)])

@@ -12,7 +12,6 @@ import shardtree as st
 from shardtree.errors import CheckpointReplaced, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
 from shardtree.strategies import remove_save
-from shardtree.strategies._save_folders import remove_orphaned
 
 DEAD = "save-20200101T000000-0123456789abcdef"
 
@@ -72,14 +71,6 @@ def test_a_left_over_with_one_fresh_file_is_alive(tmp_path):
     os.utime(tmp_path / DEAD, (time.time() - 7200,) * 2)
     st.save(tree(1), tmp_path)
     assert (tmp_path / DEAD).exists()
-
-
-def test_the_save_that_counts_is_kept_however_old_it_is(tmp_path):
-    st.save(tree(1), tmp_path)
-    (kept,) = save_folders(tmp_path)
-    storage = LocalStorage(str(tmp_path))
-    remove_orphaned(storage, storage, keep=kept, before=None, stale_after=-1e9)
-    assert value_in(tmp_path) == 1
 
 
 def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():

@@ -21,7 +21,7 @@ from shardtree.errors import (
     StorageError,
     StrategyError,
 )
-from shardtree.storage import LocalStorage, MemoryStorage, claim, owner_note, wrapped
+from shardtree.storage import LocalStorage, MemoryStorage, owner_note, wrapped
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, watched
 from tests.faults.sampling import SEED, first
@@ -301,27 +301,6 @@ def left_beside(storage: Any, note: bytes) -> None:
     sibling.make(note, durable=False)
     sibling.storage.make_folder(DEAD, durable=False)
     sibling.storage.write("__0_0.distcp", [memoryview(b"half")], durable=False)
-
-
-@pytest.mark.parametrize("form", ["native", "zarr"])
-def test_what_a_dead_save_left_beside_a_checkpoint_goes_with_the_next(tmp_path: Path, form: str) -> None:
-    storage = LocalStorage(str(tmp_path / "step"))
-    save(storage, OLD, form)
-    left_beside(storage, owner_note(DEAD))  # this process knows of no such save
-    save(storage, NEW, form, overwrite=True)
-    assert os.listdir(tmp_path) == ["step"] and value_in(storage) == NEW
-
-
-def test_what_a_live_save_has_beside_a_checkpoint_stays(tmp_path: Path) -> None:
-    storage = LocalStorage(str(tmp_path / "step"))
-    save(storage, OLD, "dcp")
-    held = claim(DEAD)
-    left_beside(storage, owner_note(DEAD))
-    save(storage, NEW, "dcp", overwrite=True, stale_after=-1e9)
-    assert storage.siblings() == (DEAD,)
-    del held
-    save(storage, NEW, "dcp", overwrite=True)
-    assert storage.siblings() == ()
 
 
 def test_of_a_save_on_another_machine_its_age_tells(tmp_path: Path) -> None:

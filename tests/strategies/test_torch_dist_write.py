@@ -66,14 +66,6 @@ def test_the_folder_holds_what_megatron_core_expects_and_nothing_else() -> None:
     }
 
 
-def test_a_rank_with_nothing_to_write_writes_no_file() -> None:
-    def on_rank_one(world: World) -> dict[str, Any]:
-        shard = st.ShardedTensor.from_rank_offsets("w", torch.ones(2))
-        return {"w": shard} if world.rank == 1 else {}
-
-    assert saved(on_rank_one, ranks=3).names() == (".metadata", "__1_0.distcp", "common.pt", "metadata.json")
-
-
 def test_every_archive_is_one_that_torch_loads_and_begins_at_a_multiple_of_64() -> None:
     storage = saved(rows, ranks=2)
     places = index_of(storage).storage_data
