@@ -78,8 +78,8 @@ def test_a_tag_s_own_folder_opens() -> None:
 # Any save
 
 
-def wrong_tensors(save: Save) -> list[str]:
-    found = st.load_plain_tensors(folder_of(save))
+def wrong_tensors(save: Save, folder: MemoryStorage | None = None) -> list[str]:
+    found = st.load_plain_tensors(folder_of(save) if folder is None else folder)
     known = save.expected()
     assert found.keys() == known.keys()
     return [key for key, tensor in known.items() if not torch.equal(found[key], tensor)]

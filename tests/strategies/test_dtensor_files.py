@@ -123,8 +123,6 @@ def test_ranks_are_numbers() -> None:
 
 # Other meshes. DTensors of all ranks are made in one process, since making them communicates nothing
 
-SQUARE = torch.arange(4).view(2, 2)
-
 
 def loads(case: Case) -> bool:
     return torch.equal(st.load_plain_tensors(folder_of_case(case))["w"], case.whole)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as some
 
 import shardtree as st
@@ -65,23 +66,17 @@ def bits_of(kind):
     return some.tuples(some.just(name_of(kind)), some.integers(0, 8 * len(FILES[name_of(kind)]) - 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_flipped_bit_in_any_file_is_detected(kind):
+# The index, the common state and metadata.json are checked without `verify` too.
+CHECKED = [*product(KINDS, ["all"]), *product(KINDS[:3], [None])]
+
+
+@pytest.mark.parametrize(("kind", "verify"), CHECKED)
+def test_a_flipped_bit_in_any_file_is_detected(kind, verify):
     @given(bits_of(kind))
     @example((name_of(kind), 0))
     @example((name_of(kind), 8 * len(FILES[name_of(kind)]) - 1))
     def law(place):
-        check_detected(read_all, *place)
-
-    law()
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_index_common_and_metadata_are_checked_without_verify_too(kind):
-    @settings(max_examples=10)
-    @given(bits_of(kind))
-    def law(place):
-        check_detected(lambda folder: read_all(folder, verify=None), *place)
+        check_detected(lambda folder: read_all(folder, verify), *place)
 
     law()
 

@@ -1,4 +1,4 @@
-"""Overwriting: a save replaces a checkpoint only when asked, in one step, and removes only what saves have written."""
+"""Overwriting and removing: only when asked, in one step, and of the files only those that saves have written."""
 
 from __future__ import annotations
 
@@ -37,6 +37,22 @@ def leave_over(folder, name, age):
     (folder / name / "00000-of-00001.safetensors").write_bytes(b"half")
     for path in (folder / name / "00000-of-00001.safetensors", folder / name):
         os.utime(path, (time.time() - age,) * 2)
+
+
+def test_files_that_nothing_refers_to_go_with_the_tensors_that_are_removed(tmp_path):
+    tensors = [st.ShardedTensor.from_rank_offsets(key, torch.full((2,), rank)) for rank, key in enumerate("ab")]
+    st.simulate(2, lambda world: st.save({"s": tensors[world.rank], "step": 4}, tmp_path, world=world))
+    (save,) = save_folders(tmp_path)
+    opened = st.open_checkpoint(tmp_path)
+    st.remove_sharded_tensors(tmp_path, "b")
+    left = sorted(os.listdir(tmp_path / save))
+    assert left == ["00000-of-00002.safetensors", "common.safetensors", "index-1.safetensors"]
+    with pytest.raises(CheckpointReplaced):
+        opened["b"].data.read()
+    assert opened["a"].data.read().tolist() == [0, 0]
+    st.remove_sharded_tensors(tmp_path, "")
+    assert st.load_plain_tensors(tmp_path) == {} and st.load_common_state_dict(tmp_path) == {"step": 4}
+    assert sorted(os.listdir(tmp_path / save)) == ["common.safetensors", "index-2.safetensors"]
 
 
 def test_files_that_no_save_wrote_are_never_removed(tmp_path):

@@ -222,7 +222,6 @@ HOSTILE: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "a compressor without a name": ({"compressor": {}}, CorruptCheckpoint),
     "a codec that runs code": ({"filters": [{"id": "pickle"}]}, UnsafeFile),
     "an unknown codec": ({"compressor": {"id": "mine"}}, UnsafeFile),
-    "a trillion chunks that aren't there": ({"shape": [HUGE], "chunks": [1]}, ShapeError),
     "a trillion chunks of zeros": ({"shape": [HUGE], "chunks": [1], "fill_value": 0}, UnsupportedValue),
     "a chunk of a terabyte": ({"shape": [4], "chunks": [HUGE]}, CorruptCheckpoint),
     "a compressed chunk of a terabyte": (
@@ -242,15 +241,9 @@ def test_hostile_metadata_is_refused_quickly(name: str) -> None:
     changes, error = HOSTILE[name]
     files = v2_files("w", torch.arange(4), (4,))
     files["w/.zarray"] = json.dumps(json.loads(files["w/.zarray"]) | changes).encode()
-    target = st.ShardedTensor("w", torch.zeros(4, dtype=torch.int64), torch.int64, (4,), (HUGE,), (HUGE - 4,), None)
-    if changes.get("shape") != [HUGE]:
-        shape = (
-            changes.get("shape") if isinstance(changes.get("shape"), list) and changes["shape"] in ([8], [9]) else [4]
-        )
-        target = st.ShardedTensor.from_rank_offsets("w", torch.zeros(*shape, dtype=torch.int64))
     started = time.process_time()
     with pytest.raises(error, match="w"):
-        st.load({"w": target}, folder_of(files), common_strategy=lambda _: {}, validate_access_integrity=False)
+        plain_tensors(files)
     assert time.process_time() - started < QUICK
 
 
