@@ -62,36 +62,3 @@ def wrong_in_layout(folder: Any, expected: Tensors, layout: str, options: LoadOp
         for key, parts in held.items()
         if any(first_difference(found, part.data) for part, found in zip(parts, loaded[key], strict=True))
     ]
-
-
-def parameters(expected: Tensors, groups: list[list[str]]) -> list[dict[str, torch.nn.Parameter]]:
-    """Return fresh parameters by name, a dict for each of the optimizer's groups."""
-    return [{name: torch.nn.Parameter(torch.zeros(expected[name].shape)) for name in group} for group in groups]
-
-
-def resumed(folder: Any, groups: list[dict[str, torch.nn.Parameter]], options: LoadOptions) -> torch.optim.AdamW:
-    """Return a fresh AdamW with the states of a checkpoint, asked for by the checkpoint's metadata alone."""
-    optimizer = torch.optim.AdamW([{"params": list(group.values())} for group in groups])
-    shards = {
-        name: st.ShardedTensor.from_rank_offsets(name, param) for group in groups for name, param in group.items()
-    }
-    ids = st.optim.get_param_id_to_sharded_param_map(shards, optimizer)
-    metadata = st.load_sharded_metadata(folder, options=options)
-    target = st.optim.abstract_optim_state_from_metadata(optimizer.state_dict(), ids, metadata, exclude_keys=["param"])
-    loaded = st.load({"optimizer": target}, folder, options=options)
-    optimizer.load_state_dict(st.optim.sharding_state_to_optim_state(loaded["optimizer"]))
-    return optimizer
-
-
-def wrong_states(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, torch.nn.Parameter]], expected: Tensors
-) -> list[str]:
-    """Return the states of an optimizer that aren't those of a checkpoint."""
-    states = ("exp_avg", "exp_avg_sq", "step")
-    named = {name: param for group in groups for name, param in group.items()}
-    return [
-        f"{state} of {name}"
-        for name, param in named.items()
-        for state in states
-        if not torch.equal(optimizer.state[param][state], expected[f"optimizer.state.{state}.{name}"])
-    ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +25,10 @@ from shardtree.strategies.archives import _parts
 from tests.interop.dtensor_cases import Case, as_fsdp2, cases, numbered
 from tests.strategies import folders
 from tests.strategies.folders import archive
-from tests.strategies.optimizer_formats import (
-    FIXTURES,
-    truth,
-)
+from tests.strategies.optimizer_formats import FIXTURES, truth
 
 FOLDER = FIXTURES / "dtensor_fsdp2_w4"
+FILES = {path.stem: path.read_bytes() for path in FOLDER.glob("*.pt")}
 EXPECTED, ORDER = truth("dtensor_fsdp2_w4")
 NAMED = LoadOptions(parameter_names=ORDER)
 
@@ -45,21 +41,13 @@ def folder_of(ranks: list[dict[str, Any]], kind: str = "model") -> MemoryStorage
     return storage
 
 
+def folder_with(**changes: bytes | None) -> MemoryStorage:
+    """Return the real folder's files, some of which are others or gone."""
+    return folders.folder_of({f"{name}.pt": data for name, data in (FILES | changes).items() if data is not None})
+
+
 def folder_of_case(case: Case) -> MemoryStorage:
     return folder_of([{"w": tensor} for _, tensor in sorted(case.dtensors().items())])
-
-
-def copied(folder: Path) -> Path:
-    shutil.copytree(FOLDER, folder / "copy")
-    return folder / "copy"
-
-
-def renamed(folder: Path, **names: str) -> Path:
-    """Exchange files of a copy: each gets the bytes of the other."""
-    copy = copied(folder)
-    for new, old in names.items():
-        shutil.copy(FOLDER / f"{old}.pt", copy / f"{new}.pt")
-    return copy
 
 
 # A real folder
@@ -108,9 +96,9 @@ def test_a_stray_safetensors_file_makes_no_model_of_it() -> None:
 
 
 def test_a_flipped_bit_is_found_as_it_is_read() -> None:
-    files = {path.name: path.read_bytes() for path in FOLDER.glob("*.pt")}
+    flipped = folders.flipped(FILES, "optim_world_size_4_rank_2", 8 * 7872)
     with pytest.raises(CorruptCheckpoint):
-        st.load_plain_tensors(folders.folder_of(folders.flipped(files, "optim_world_size_4_rank_2.pt", 8 * 7872)))
+        st.load_plain_tensors(folder_with(**flipped))
 
 
 # What mergers get wrong
@@ -175,31 +163,24 @@ def test_a_tensor_that_is_stored_by_columns_is_refused_by_name() -> None:
 @given(some.permutations(range(4)))
 def test_a_permuted_rank_file_is_refused(order: list[int]) -> None:
     assume(order != [0, 1, 2, 3])
-    storage = MemoryStorage()
-    for rank, other in enumerate(order):
-        data = (FOLDER / f"model_world_size_4_rank_{other}.pt").read_bytes()
-        storage.write(f"model_world_size_4_rank_{rank}.pt", [memoryview(data)], durable=False)
+    name = "model_world_size_4_rank_{}".format
+    folder = folder_with(**{name(rank): FILES[name(other)] for rank, other in enumerate(order)})
     with pytest.raises(CorruptCheckpoint, match=r"rank_\d.pt' is another rank's file\n  found the part of rank \d"):
-        st.open_checkpoint(storage)
+        st.open_checkpoint(folder)
 
 
-def test_a_copied_optimizer_file_is_refused(tmp_path: Path) -> None:
-    copy = renamed(tmp_path, optim_world_size_4_rank_1="optim_world_size_4_rank_2")
-    with pytest.raises(CorruptCheckpoint, match="expected that of rank 1"):
-        st.open_checkpoint(copy)
-
-
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    copy = copied(tmp_path)
-    (copy / "model_world_size_4_rank_2.pt").unlink()
-    with pytest.raises(CorruptCheckpoint, match=r"lacks ranks' files\n  model_world_size_4_rank_2.pt"):
-        st.open_checkpoint(copy)
-
-
-def test_files_of_two_world_sizes_are_refused(tmp_path: Path) -> None:
-    copy = renamed(tmp_path, model_world_size_8_rank_0="model_world_size_4_rank_0")
-    with pytest.raises(CorruptCheckpoint, match="files of 4 ranks, of 8 ranks"):
-        st.open_checkpoint(copy)
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("optim_world_size_4_rank_1", FILES["optim_world_size_4_rank_2"], "expected that of rank 1"),
+        ("model_world_size_4_rank_2", None, r"lacks ranks' files\n  model_world_size_4_rank_2.pt"),
+        ("model_world_size_8_rank_0", FILES["model_world_size_4_rank_0"], "files of 4 ranks, of 8 ranks"),
+    ],
+    ids=["copied", "missing", "two world sizes"],
+)
+def test_files_that_are_not_one_save_s_are_refused(name: str, data: bytes | None, said: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match=said):
+        st.open_checkpoint(folder_with(**{name: data}))
 
 
 def test_rows_that_no_rank_has_are_named() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,7 @@ import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
 from shardtree.strategies.torch_checkpointing import recognize
 from shardtree.testing import first_difference
-from shardtree.trees import HOLE
+from shardtree.trees import HOLE, leaves_with_paths, path_key
 from tests.faults.test_wrong_values import foreign
 from tests.faults.wrong_values import OTHER_TYPES, value_ends, with_value
 from tests.quick_python.command import torchrun
@@ -37,17 +37,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (dict, list, tuple)):
-        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(member, (*path, key))
-    else:
-        yield ".".join(map(str, path)), value
-
-
 def truth(folder: Path) -> dict[str, torch.Tensor]:
     whole = torch.load(folder / "truth.pt", weights_only=False)
-    return {key: value for key, value in leaves(whole) if isinstance(value, torch.Tensor)}
+    pairs = leaves_with_paths(whole)
+    return {path_key(path): leaf for path, leaf in pairs if isinstance(leaf, torch.Tensor)}
 
 
 def differences(place: Any, folder: Path) -> list[str]:

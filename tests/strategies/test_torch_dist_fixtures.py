@@ -11,7 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
-from shardtree.storage import MemoryStorage
+from tests.strategies.folders import folder_of
 from tests.strategies.optimizer_formats import FIXTURES, LAYOUTS, wrong_in_layout
 
 GPT = ("megatron_0161_tp2", "megatron_main202608_tp2")
@@ -98,13 +98,9 @@ def test_the_flat_ones_objects_and_common_state_are_those_that_were_saved():
 
 
 def copied(name, **fields):
-    folder = MemoryStorage()
-    for path in (FIXTURES / name).iterdir():
-        folder.write(path.name, [memoryview(path.read_bytes())], durable=False)
-    if fields:
-        metadata = json.loads((FIXTURES / name / "metadata.json").read_text()) | fields
-        folder.write("metadata.json", [memoryview(json.dumps(metadata).encode())], durable=False)
-    return folder
+    files = {path.name: path.read_bytes() for path in (FIXTURES / name).iterdir()}
+    metadata = json.loads(files["metadata.json"]) | fields
+    return folder_of(files | {"metadata.json": json.dumps(metadata).encode()})
 
 
 def test_the_common_object_is_listed_where_it_is_not_the_common_state():

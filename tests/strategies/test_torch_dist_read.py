@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
-from shardtree.testing import assemble, cut, first_difference, layouts, refilled, tensors
-from tests.options import load_keywords
+from shardtree.testing import cut, first_difference, layouts, tensors
 from tests.strategies.folders import archive, folder_of
+from tests.strategies.zarr_nodes import load_cut
 
 # What torch.save takes; it has no storage for dtypes of fewer bits than a byte.
 SAVED = [
@@ -102,21 +102,10 @@ def has_cells(layout):
     return flat <= {False} or (flat == {True} and even)
 
 
-def loaded_in(folder, key, whole, layout, **options):
-    """Return the tensor that all ranks' shards make together."""
-
-    def load(world):
-        target = {"w": cut(layout, key, torch.zeros_like(whole), world.rank)}
-        return target, st.load(target, folder, world=world, **load_keywords(**options))
-
-    pairs = st.simulate(layout.ranks, load)
-    return assemble(refilled(target, loaded) for target, loaded in pairs)[key]
-
-
 def check_any_layout(whole, stored, asked, store=store):
     writer = Writer(files=2)
     store(writer, "w", whole, stored)
-    found = loaded_in(writer.folder(), "w", whole, asked)
+    found = load_cut(writer.folder(), "w", whole, asked)
     assert not first_difference(found, whole)
 
 

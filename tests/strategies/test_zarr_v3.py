@@ -36,6 +36,7 @@ from shardtree.testing import (
     random_bits,
     state_layouts,
 )
+from tests.strategies.folders import folder_of
 from tests.strategies.zarr_nodes import LITTLE, regular
 
 # What torch says, once, when it makes a tensor of half-precision complex numbers.
@@ -131,12 +132,8 @@ LAYOUT = {"w": ROWS, "layers": layers(2)}
 
 
 def copied(storage: Any, **changes: bytes | None) -> MemoryStorage:
-    copy = MemoryStorage()
-    for name in files_in(storage):
-        data = changes.get(name, storage.read(name))
-        if data is not None:
-            copy.write(name, [memoryview(data)], durable=False)
-    return copy
+    files = {name: storage.read(name) for name in files_in(storage)} | changes
+    return folder_of({name: data for name, data in files.items() if data is not None})
 
 
 class Killed(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import shardtree as st
-from shardtree.testing import GlobalState, Layout, assemble, refilled, target_tree
+from shardtree.testing import Layout, assemble, cut, refilled
 
 V2_GROUP = b'{"zarr_format": 2}'
 V3_GROUP = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
@@ -39,11 +39,10 @@ def encoded(node: dict[str, Any]) -> bytes:
 
 
 def load_cut(place: Any, key: str, whole: torch.Tensor, layout: Layout, **options: Any) -> torch.Tensor:
-    """Return an array that ranks loaded in a layout, each its shards."""
-    state = GlobalState({key: whole}, {}, {})
+    """Return a tensor that ranks loaded in a layout, each its shards."""
 
     def load(world: st.World) -> Any:
-        target = {name: part for name, part in target_tree(state, {key: layout}, world.rank).items() if name == "model"}
+        target = {key: cut(layout, key, torch.zeros_like(whole), world.rank)}
         return target, st.load(target, place, world=world, **options)
 
     return assemble(refilled(*pair) for pair in st.simulate(layout.ranks, load))[key]
