@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.storage import Buffer, LocalStorage
+from shardtree.storage import Buffer
 from shardtree.strategies.safetensors import _layout, _write
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.options import save_keywords
@@ -32,15 +31,10 @@ def several_files(threads: int, *, least: int = FILE) -> Iterator[None]:
         yield
 
 
-def data_files(folder: Any) -> list[str]:
-    storage = LocalStorage(str(folder)) if isinstance(folder, Path) else folder
-    return [
-        f"{save}/{name}"
-        for save in storage.names()
-        if save.startswith("save-")
-        for name in storage.names(save)
-        if name[0].isdigit()
-    ]
+def data_files(folder: st.storage.MemoryStorage) -> dict[str, bytes]:
+    """Return the files of tensors and objects that a save left, by their names in its folder."""
+    (save,) = [name for name in folder.names() if name.startswith("save-")]
+    return {name: folder.read(f"{save}/{name}") for name in folder.names(save) if name[0].isdigit()}
 
 
 # Trees.

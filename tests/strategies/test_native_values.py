@@ -15,6 +15,7 @@ import shardtree as st
 from shardtree.storage import MemoryStorage
 from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, random_bits
+from tests.strategies.test_native_files import data_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -27,11 +28,6 @@ def stored(tree):
     folder = MemoryStorage()
     st.save(tree, folder)
     return folder
-
-
-def data_files(folder):
-    (save,) = [name for name in folder.names() if name.startswith("save-")]
-    return {name: folder.read(f"{save}/{name}") for name in folder.names(save) if name[0].isdigit()}
 
 
 def header_of(data):

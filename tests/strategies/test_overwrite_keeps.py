@@ -8,16 +8,12 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shardtree as st
 from shardtree.errors import CheckpointReplaced, StorageError, StrategyError
-from tests.strategies.test_overwrite_formats import FOREIGN, NEW, OLD, PAIRS, sampled, save, tree, value_in
-
-FORMATS: dict[str, Any] = {"native": None, "dcp": ("dcp", 1), "torch_dist": ("torch_dist", 1), "zarr": ("zarr", 3)}
-
+from tests.strategies.test_overwrite_formats import FOREIGN, FORMATS, NEW, OLD, PAIRS, sampled, save, tree, value_in
 
 # -- files with other names
 
@@ -126,7 +122,7 @@ def far_away(folder: Path) -> None:
 @pytest.mark.parametrize("first", ["native", "dcp", "zarr"])
 def test_a_checkpoint_that_came_meanwhile_is_not_replaced(tmp_path: Path, first: str, later: str) -> None:
     folder = tmp_path / "step"
-    slow = st.save(tree(OLD, "native"), folder, FORMATS[first], async_sharded_save=True)
+    slow = st.save(tree(OLD, "native"), folder, FORMATS[first][0], async_sharded_save=True)
     far_away(folder)
     assert slow is not None
     written = slow.async_fn()
