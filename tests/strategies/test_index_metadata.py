@@ -12,17 +12,11 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from shardtree.storage import MemoryStorage
 from shardtree.strategies.index import IndexMetadata, _file, index_problem
+from tests.checkpoint.parts import saved
 
 DTYPES = [torch.int8, torch.float32, torch.bfloat16]
 KEYS = [f"layers.{number:03d}.µ" for number in range(150)]
-
-
-def saved():
-    folder = MemoryStorage()
-    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in tensors().items()] + objects(), folder)
-    return folder
 
 
 def tensors():
@@ -34,7 +28,8 @@ def objects():
     return [st.ShardedObject("rng", {"rank": rank}, (3,), (rank,)) for rank in range(3)]
 
 
-FOLDER = saved()
+SHARDS = [st.ShardedTensor.from_rank_offsets(*item) for item in tensors().items()]
+FOLDER = saved(SHARDS + objects())
 INDEX = st.open_checkpoint(FOLDER).metadata.index
 
 
@@ -76,14 +71,8 @@ def check_refused_or_sound(problem, index):
             assert key == shard.key and replace(shard) == shard
 
 
-def small():
-    """An index of few tensors, so that a change of any number is soon met."""
-    folder = MemoryStorage()
-    st.save([st.ShardedTensor.from_rank_offsets(*item) for item in [*tensors().items()][:6]], folder)
-    return st.open_checkpoint(folder).metadata.index
-
-
-SMALL = small()
+# Of few tensors, so that a change of any number is soon met.
+SMALL = st.open_checkpoint(saved(SHARDS[:6])).metadata.index
 
 
 def sure(index):

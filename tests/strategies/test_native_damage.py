@@ -14,9 +14,10 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
-from shardtree.storage import LocalStorage, MemoryStorage, digest
+from shardtree.storage import LocalStorage, digest
 from shardtree.strategies import decode_metadata, encode_metadata
 from shardtree.strategies.index import decode_index, encode_index, text_columns
+from tests.checkpoint.parts import saved_by
 from tests.strategies.folders import flipped, folder_of
 
 QUICK = 10.0  # seconds of processors, which other work on the machine doesn't change
@@ -32,13 +33,8 @@ def tree(rank=0):
     }
 
 
-def saved():
-    folder = MemoryStorage()
-    st.simulate(2, lambda world: st.save(tree(world.rank), folder, world=world))
-    return {name: folder.read(name) for name in folder.all_names()}
-
-
-FILES = saved()
+FOLDER = saved_by([tree(rank) for rank in range(2)])
+FILES = {name: FOLDER.read(name) for name in FOLDER.all_names()}
 KINDS = ("metadata.json", "index", "common", "00000", "00001")
 
 

@@ -15,6 +15,7 @@ import shardtree as st
 from shardtree.storage import MemoryStorage
 from shardtree.strategies.safetensors._layout import parts
 from shardtree.testing import STORABLE_DTYPES, random_bits
+from tests.checkpoint.parts import saved
 from tests.strategies.test_native_files import data_files
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -24,19 +25,13 @@ def whole(key, tensor, *cuts, **fields):
     return st.ShardedTensor.from_rank_offsets(key, tensor, *cuts, **fields)
 
 
-def stored(tree):
-    folder = MemoryStorage()
-    st.save(tree, folder)
-    return folder
-
-
 def header_of(data):
     (length,) = struct.unpack("<Q", data[:8])
     return json.loads(data[8 : 8 + length]), 8 + length
 
 
 def test_dtypes_that_the_format_lacks_are_bytes_there():
-    folder = stored([whole("c", torch.ones(2, 3, dtype=torch.complex128)), whole("f", torch.ones(2))])
+    folder = saved([whole("c", torch.ones(2, 3, dtype=torch.complex128)), whole("f", torch.ones(2))])
     (data,) = data_files(folder).values()
     header, _ = header_of(data)
     assert header["c"]["dtype"] == "U8" and header["c"]["shape"] == [96]
@@ -45,7 +40,7 @@ def test_dtypes_that_the_format_lacks_are_bytes_there():
 
 def test_many_keys_go_to_several_parts_when_a_header_would_be_too_long():
     keys = [f"{number:02d}" + "k" * 1_000_000 for number in range(12)]
-    folder = stored([whole(key, torch.tensor(number)) for number, key in enumerate(keys)])
+    folder = saved([whole(key, torch.tensor(number)) for number, key in enumerate(keys)])
     assert list(data_files(folder)) == ["00000-of-00001-1.safetensors", "00000-of-00001.safetensors"]
     loaded = st.load_plain_tensors(folder)
     assert [int(loaded[key]) for key in keys] == list(range(12))
