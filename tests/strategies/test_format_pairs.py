@@ -205,7 +205,7 @@ def test_the_law_catches(change: Any) -> None:
 
     native = ("safetensors", 1)
     state = GlobalState(PLAIN, {"rng": ["seed"]}, {"name": "x"})
-    layouts = [{"plain": even_layout((4, 6), ranks, axis=0)} for ranks in (1, 2)]
-    check_pair((native, native), state, *layouts, load_from)
+    first, second = ({"plain": even_layout((4, 6), ranks, axis=0)} for ranks in (1, 2))
+    check_pair((native, native), state, first, second, load_from)
     with pytest.raises(AssertionError):
-        check_pair((native, native), state, *layouts, changed)
+        check_pair((native, native), state, first, second, changed)

@@ -43,7 +43,7 @@ def huggingface() -> Files:
 
 def dcp() -> Files:
     """Return a folder of DCP of which one tensor has a quantised dtype."""
-    writer = Writer()
+    writer: Any = Writer()
     for key in ("w", "x"):
         writer.add(key, (4,), (0,), torch.zeros(4))
     writer.metadata.state_dict_metadata["x"].properties.dtype = torch.qint8
