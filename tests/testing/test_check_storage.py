@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -14,9 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from shardtree.errors import StorageError
 from shardtree.storage import (
-    BytesReader,
     Entry,
     LocalStorage,
     MemoryStorage,
@@ -73,49 +70,6 @@ def appends(inner: MemoryStorage) -> Any:
     return wrapped(inner, write=write)
 
 
-def believes_what_it_is_told(inner: MemoryStorage) -> Any:
-    def write(name: str, buffers: Any, *, durable: bool) -> int:
-        data = b"".join(buffers)
-        return inner.write(name, [memoryview(data[: getattr(buffers, "nbytes", len(data))])], durable=durable)
-
-    return wrapped(inner, write=write)
-
-
-def with_reader(inner: MemoryStorage, reader_of: Callable[[bytes], Any]) -> Any:
-    @contextmanager
-    def opened(name: str) -> Iterator[Any]:
-        yield reader_of(inner.read(name))
-
-    return wrapped(inner, open=opened)
-
-
-def reads_short(inner: MemoryStorage) -> Any:
-    class Short(BytesReader):
-        def read_into(self, byte: int, buffers: Any) -> None:
-            for buffer in buffers:
-                part = self.data[byte : byte + len(buffer)]
-                buffer[: len(part)] = part
-                byte += len(buffer)
-
-        def read(self, begin: int = 0, end: int | None = None) -> memoryview:
-            return memoryview(bytearray(self.data[begin:end]))
-
-    return with_reader(inner, lambda data: Short(memoryview(data), "f"))
-
-
-def gives_its_own_memory(inner: MemoryStorage) -> Any:
-    kept: dict[bytes, bytearray] = {}
-
-    def reader_of(data: bytes) -> Any:
-        memory = memoryview(kept.setdefault(data, bytearray(data)))
-        plain = BytesReader(memory, "f")
-        return SimpleNamespace(
-            length=len(data), read_into=plain.read_into, read=lambda begin=0, end=None: memory[begin:end]
-        )
-
-    return wrapped(with_reader(inner, reader_of), read=lambda name: bytes(kept.get(inner.read(name), inner.read(name))))
-
-
 def is_empty_where_nothing_is(inner: MemoryStorage) -> Any:
     return wrapped(inner, length=lambda name: inner.length(name) or 0)
 
@@ -124,23 +78,8 @@ def lists_one_page(inner: MemoryStorage) -> Any:
     return wrapped(inner, names=lambda folder="": inner.names(folder)[:100])
 
 
-def lists_nothing_hidden(inner: MemoryStorage) -> Any:
-    return wrapped(
-        inner, names=lambda folder="": tuple(name for name in inner.names(folder) if not name.startswith("."))
-    )
-
-
 def keeps_what_is_removed(inner: MemoryStorage) -> Any:
     return wrapped(inner, remove=lambda name: None)
-
-
-def minds_what_is_gone(inner: MemoryStorage) -> Any:
-    def remove(name: str) -> None:
-        if inner.length(name) is None:
-            raise StorageError(f"no {name!r}")
-        inner.remove(name)
-
-    return wrapped(inner, remove=remove)
 
 
 def has_no_clock(inner: MemoryStorage) -> Any:
@@ -174,31 +113,9 @@ def says_so_before_it_is_written(inner: MemoryStorage) -> Any:
     return wrapped(inner, write=write, length=lambda name: told.get(name, inner.length(name)))
 
 
-def swallows_what_buffers_raise(inner: MemoryStorage) -> Any:
-    def write(name: str, buffers: Any, *, durable: bool) -> int:
-        data = bytearray()
-        try:
-            for buffer in buffers:
-                data += buffer
-        except KeyError:
-            pass
-        return inner.write(name, [memoryview(data)], durable=durable)
-
-    return wrapped(inner, write=write)
-
-
 def replaces_in_two_steps(inner: MemoryStorage) -> Any:
     def replace(name: str, data: bytes, *, durable: bool) -> None:
         inner.remove(name)
-        time.sleep(0.002)
-        inner.write(name, [memoryview(data)], durable=durable)
-
-    return wrapped(inner, replace=replace)
-
-
-def replaces_half_by_half(inner: MemoryStorage) -> Any:
-    def replace(name: str, data: bytes, *, durable: bool) -> None:
-        inner.write(name, [memoryview(data[: len(data) // 2])], durable=durable)
         time.sleep(0.002)
         inner.write(name, [memoryview(data)], durable=durable)
 
@@ -211,15 +128,6 @@ def leaves_temporary_files(inner: MemoryStorage) -> Any:
         inner.replace(name, data, durable=durable)
 
     return wrapped(inner, replace=replace)
-
-
-def names_no_file(inner: MemoryStorage) -> Any:
-    def read(name: str) -> bytes:
-        if inner.length(name) is None:
-            raise StorageError("no such file")
-        return inner.read(name)
-
-    return wrapped(inner, read=read)
 
 
 def raises_what_it_gets(inner: MemoryStorage) -> Any:
@@ -235,35 +143,12 @@ def says_it_can_half(inner: MemoryStorage) -> Any:
     return wrapped(inner, sibling=inner.sibling)
 
 
-def is_vague_about_what_it_can(inner: MemoryStorage) -> Any:
-    found = wrapped(inner)
-    found.capabilities = ("write_parts",)
-    return found
-
-
-def cuts_files_to_their_parts(inner: MemoryStorage) -> Any:
-    def write_parts(name: str, length: int, parts: Any, *, durable: bool) -> None:
-        inner.remove(name)
-        inner.write_parts(name, length, parts, durable=durable)
-
-    return wrapped(inner, write_parts=write_parts)
-
-
 def copies_what_it_should_move(inner: MemoryStorage) -> Any:
     return wrapped(inner, move=lambda old, new: inner.replace(new, inner.read(old), durable=True))
 
 
 def makes_no_folders(inner: MemoryStorage) -> Any:
     return wrapped(inner, make_folder=lambda name, *, durable: None)
-
-
-def removes_full_folders(inner: MemoryStorage) -> Any:
-    def remove_folder(name: str) -> None:
-        for last in inner.names(name):
-            inner.remove(f"{name}/{last}")
-        inner.remove_folder(name)
-
-    return wrapped(inner, remove_folder=remove_folder)
 
 
 def opens_another_folder(inner: MemoryStorage) -> Any:
@@ -287,7 +172,7 @@ def passes_over_conditions(inner: MemoryStorage) -> Any:
     return wrapped(inner, replace_if=replace_if, mark=lambda name, data: replace_if(name, None, data))
 
 
-def listing(inner: MemoryStorage, **own: Any) -> Any:
+def lists_deep_in_any_case(inner: MemoryStorage) -> Any:
     def entries(folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
         start = f"{folder}/" if folder else ""
         found = (name for name in inner.all_names() if name.startswith(start))
@@ -296,28 +181,16 @@ def listing(inner: MemoryStorage, **own: Any) -> Any:
     def content(name: str, most: int | None = None) -> bytes | None:
         return None if inner.length(name) is None else inner.read(name)
 
-    calls = {"entries": entries, "content": content, "remove_all": lambda names: [*map(inner.remove, names)], **own}
+    calls = {"entries": entries, "content": content, "remove_all": lambda names: [*map(inner.remove, names)]}
     return wrapped(inner, make_folder=None, is_folder=None, remove_folder=None, **calls)
 
 
-def lists_deep_in_any_case(inner: MemoryStorage) -> Any:
-    return listing(inner)
-
-
-def lists_nothing(inner: MemoryStorage) -> Any:
-    return listing(inner, entries=lambda folder="", *, deep=True: {})
-
-
-def ranged(inner: MemoryStorage, more: int) -> Any:
+def reads_too_far(inner: MemoryStorage) -> Any:
     def read_range(name: str, begin: int, end: int) -> tuple[memoryview, int]:
         data = inner.read(name)
-        return memoryview(data)[begin : end + more], len(data)
+        return memoryview(data)[begin : end + 1], len(data)
 
     return wrapped(inner, read_range=read_range)
-
-
-def reads_too_far(inner: MemoryStorage) -> Any:
-    return ranged(inner, 1)
 
 
 def writes_behind(inner: MemoryStorage) -> Any:
@@ -344,35 +217,23 @@ def writes_behind(inner: MemoryStorage) -> Any:
 
 FAULTS: dict[Fault, str] = {
     appends: "write of 'a.b' returns|after write",
-    believes_what_it_is_told: "write of 'a.b' returns 0, not 5",
-    reads_short: r"what open\('a'\) reads is",
-    gives_its_own_memory: "What is done is there",
     is_empty_where_nothing_is: r"length\('m'\) is 0, not None",
     lists_one_page: r"names\('many'\) is",
-    lists_nothing_hidden: r"names\(''\) is",
     keeps_what_is_removed: "after remove of 'a.b'",
-    minds_what_is_gone: "no 'a.b'",
     has_no_clock: r"changed\('a'\) is None, not 'a time'",
     runs_backwards: "it goes back",
     writes_through_one_buffer: "Threads write files at the same time: other bytes",
     says_so_before_it_is_written: "what is there then is told: ",
-    swallows_what_buffers_raise: "it returns 70000",
     replaces_in_two_steps: "in one step: another reads",
-    replaces_half_by_half: "of a mixture",
     leaves_temporary_files: r"in one step: there is \('m', 'm.new'\)",
-    names_no_file: "errors name the file: not no such file",
     raises_what_it_gets: "KeyError",
     says_it_can_half: r"\['sibling'\] alone of \['sibling', 'siblings'\]",
-    is_vague_about_what_it_can: "they are a tuple",
-    cuts_files_to_their_parts: "after write_parts of 'm'",
     copies_what_it_should_move: "after move of 'm'",
     makes_no_folders: "What is done is there",
-    removes_full_folders: "after remove_folder of 'b'",
     opens_another_folder: "after write_inside of 'many'",
     exchanges_nothing: "in one step: afterwards",
     passes_over_conditions: "replaces what is as it was",
     lists_deep_in_any_case: "see what is there",
-    lists_nothing: "see what is there",
     reads_too_far: "reads as far as the file goes",
     writes_behind: "(?s)all or nothing.*counts as a checkpoint, and isn't whole",
 }

@@ -17,7 +17,6 @@ from shardtree.testing import (
     assemble,
     check_factory,
     check_layout,
-    dtypes,
     even_layout,
     factories,
     first_difference,
@@ -28,7 +27,6 @@ from shardtree.testing import (
     lens_factories,
     regular_layouts,
     replicas,
-    shapes,
     sharded_trees,
 )
 from shardtree.trees import leaves_with_paths
@@ -75,21 +73,10 @@ def test_replicas_of_one_rank_are_none() -> None:
 
 
 SHRUNK: dict[str, tuple[st.SearchStrategy[Any], Any, str]] = {
-    "a regular layout": (
-        regular_layouts((4, 6), 3),
-        lambda layout: len(layout.pieces) > 1,
-        "Layout(ranks=3, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (4, 3)), Piece(0, (0, 3), (4, 3))), "
-        "grid=(1, 2))",
-    ),
     "a regular layout over ranks": (
         regular_layouts((4,), 3),
         lambda layout: len({piece.rank for piece in layout.pieces}) > 1,
         "Layout(ranks=3, global_shape=(4,), pieces=(Piece(0, (0,), (2,)), Piece(1, (2,), (2,))), grid=(2,))",
-    ),
-    "an irregular layout": (
-        irregular_layouts((4, 6), 2),
-        lambda layout: any(0 < piece.shape[0] < 4 for piece in layout.pieces),
-        "Layout(ranks=2, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (1, 6)), Piece(0, (1, 0), (3, 6))))",
     ),
     "a flat layout": (
         flat_layouts((4, 6), 2),
@@ -103,30 +90,11 @@ SHRUNK: dict[str, tuple[st.SearchStrategy[Any], Any, str]] = {
         "Layout(ranks=2, global_shape=(4,), pieces=(Piece(0, (0,), (2,)), Piece(1, (2,), (2,)), "
         "Piece(0, (2,), (2,), replica=1)), grid=(2,))",
     ),
-    "a layout of any kind": (
-        layouts((4, 6), 4),
-        lambda layout: True,
-        "Layout(ranks=4, global_shape=(4, 6), pieces=(Piece(0, (0, 0), (4, 6)),), grid=(1, 1))",
-    ),
-    "prepended axes": (
-        layouts((2, 3), 2),
-        lambda layout: layout.prepended > 0,
-        "Layout(ranks=2, global_shape=(2, 3), pieces=(Piece(0, (0, 0), (1, 3)), Piece(0, (1, 0), (1, 3))), "
-        "prepended=1, grid=(2, 1))",
-    ),
-    "trees": (
-        sharded_trees(),
-        lambda drawn: True,
-        "ShardedTrees(GlobalState(tensors={'a': 'float32 ()'}, objects={}, common={}), "
-        "{'a': Layout(ranks=1, global_shape=(), pieces=(Piece(0, (), ()),), grid=())})",
-    ),
     "trees whose tensor is cut": (
         sharded_trees(),
         lambda drawn: any(len(tree.get("model", {}).get("a", ())) > 1 for tree in drawn.trees),
         "",
     ),
-    "a dtype": (dtypes(), lambda dtype: True, "torch.float32"),
-    "a shape": (shapes(), lambda shape: math.prod(shape) > 1, "(2,)"),
 }
 
 
