@@ -123,14 +123,6 @@ def test_the_same_command_goes_on_where_it_was_stopped(folder: Path, tmp_path: P
     assert run("diff", folder, tmp_path / "b").exit_code == 0
 
 
-def test_a_destination_that_is_a_checkpoint_stays_as_it_is(folder: Path, tmp_path: Path) -> None:
-    st.save({"step": 7}, tmp_path)
-    done = run("convert", folder, tmp_path, "--to", "safetensors")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "already holds a checkpoint" in done.stderr
-    assert st.load_common_state_dict(tmp_path) == {"step": 7}
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

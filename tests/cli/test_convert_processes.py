@@ -87,9 +87,3 @@ def test_where_one_is_killed_the_other_says_so_and_one_process_resumes(folder: P
     assert (status, output) == (2, "")
     assert "can't reach its peers" in errors and "Traceback" not in errors
     check_resumed(folder, tmp_path / "b")
-
-
-def test_torchrun_ends_with_an_error_where_one_is_killed(folder: Path, tmp_path: Path) -> None:
-    done = torchrun(2, str(DYING), *words(folder, tmp_path / "b"))
-    assert done.returncode != 0 and "SIGKILL" in done.stderr, done.stderr
-    check_resumed(folder, tmp_path / "b")

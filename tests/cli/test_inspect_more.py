@@ -199,6 +199,7 @@ def test_only_one_view_is_shown_at_a_time(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
+        ("inspect", "CKPT"),
         ("inspect", "CKPT", "--tree"),
         ("inspect", "CKPT", "--common"),
         ("inspect", "CKPT", "--values", HOSTILE),

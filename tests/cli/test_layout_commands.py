@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 import shardtree as st
-from shardtree.cli._contents import matcher
-from shardtree.cli._layouts import mesh_layout, stored_trees
-from shardtree.layouts import tree_columns
+from shardtree.cli._layouts import mesh_layout
 from tests.cli.checkpoints import document, run
 
 TYPED = ("--mesh", "tp=2,dp=2", "--spec", "**.weight=tp,-")
@@ -47,13 +45,6 @@ def test_what_is_no_layout_is_told(mesh: str | None, specs: list[str], ranks: in
 def test_a_spec_may_join_axes_and_a_key_have_an_equals_sign() -> None:
     layout = mesh_layout("tp=2,dp=2", ["a=b=tp+dp,-"], None)
     assert layout is not None and layout.specs == (("a=b", st.PartitionSpec(("tp", "dp"), None)),)
-
-
-def test_stored_pieces_tile_their_tensors(folder: Path) -> None:
-    trees = list(stored_trees(st.open_checkpoint(folder), matcher([])))
-    coverage = st.coverage(tree_columns(trees))
-    assert coverage.is_complete and len(trees) == 4
-    assert {key for tree in trees for key in tree} == set(st.load_tensors_metadata(folder))
 
 
 def test_ranks_that_would_read_for_each_other_are_explained(folder: Path) -> None:
