@@ -1,4 +1,4 @@
-"""docs/api.md, made of the library itself: `python -m tests.docs.api_page` writes it anew."""
+"""docs/api.md below its introduction, made of the library itself: `python -m tests.docs.api_page` writes it anew."""
 
 from __future__ import annotations
 
@@ -17,45 +17,6 @@ import shardtree
 from shardtree._later import ROOM_OF, ROOMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-
-INTRODUCTION = """# Every public name
-
-One line for each, as its docstring begins; `help(st.save)` says the rest. What the main story needs is at the root,
-`import shardtree as st`; the rest is one dot further, in the room that is named. A room's name that is at the root too
-stands there alone.
-
-Signatures, arguments and examples of all of them are on a page a room:
-
-```{eval-rst}
-.. autosummary::
-   :toctree: reference
-   :template: room.rst
-
-   shardtree.mapping
-   shardtree.trees
-   shardtree.layouts
-   shardtree.objects
-   shardtree.traces
-   shardtree.lenses
-   shardtree.optim
-   shardtree.buffers
-   shardtree.transforms
-   shardtree.plans
-   shardtree.live
-   shardtree.retention
-   shardtree.checkpoint
-   shardtree.strategies
-   shardtree.fingerprints
-   shardtree.pictures
-   shardtree.display
-   shardtree.storage
-   shardtree.world
-   shardtree.errors
-   shardtree.testing
-   shardtree.interop.dtensor
-   shardtree.interop.megatron
-```
-"""
 
 GROUPS = {
     "Leaves": ("mapping",),
@@ -122,8 +83,7 @@ def room_of(name: str) -> str:
 
 
 def lines() -> Iterator[str]:
-    """Yield the page."""
-    yield INTRODUCTION
+    """Yield the page's lines after its introduction."""
     root = [name for name in shardtree.__all__ if not isinstance(getattr(shardtree, name), ModuleType)]
     yield "## The root: `st`"
     for heading, rooms in GROUPS.items():
@@ -140,8 +100,9 @@ def lines() -> Iterator[str]:
 
 
 def page() -> str:
-    """Return the whole page."""
-    return "\n".join(lines()) + "\n"
+    """Return the whole page, with the introduction that it has."""
+    introduction = PAGE.read_text().partition("## The root")[0]
+    return introduction + "\n".join(lines()) + "\n"
 
 
 if __name__ == "__main__":

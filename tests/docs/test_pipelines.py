@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ import pytest
 import torch
 
 import shardtree as st
+from benchmarks._measuring import peak
 from shardtree.testing import first_difference
 from tests.docs import small_llama as small
 from tests.docs.test_blocks import ROOT, fences
-from tests.options import convert_keywords
 
 PAGE = (ROOT / "docs" / "surgery.md").read_text()
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -96,12 +98,6 @@ def save_llama(source: Path, folder: Path, code: str = LLAMA_PIPELINE) -> None:
     st.save(names["to_llama"](model_of(st.open_checkpoint(source))), folder / "llama", ("huggingface", 1))
 
 
-def test_the_pipeline_is_complete_and_under_25_lines(place: Path) -> None:
-    assert len([line for line in PIPELINE.splitlines() if line.strip()]) < 25
-    run(PIPELINE, place)  # without any name from before
-    assert st.is_checkpoint(place / "hf")
-
-
 def test_the_pipeline_gives_what_numpy_makes_of_the_weights(place: Path) -> None:
     run(PIPELINE, place)
     check_model(place / "hf", PHI3)
@@ -115,8 +111,6 @@ def test_layers_that_are_stacked_give_the_same(place: Path) -> None:
 FAULTS: dict[str, tuple[str, str]] = {
     "QKV split without groups": (", groups=8", ""),
     "values before keys": ("merge_tensors, QKV,", "merge_tensors, [QKV[0], QKV[2], QKV[1]],"),
-    "padding kept": ("50)", "56)"),
-    "another dtype": ("bfloat16", "float16"),
 }
 
 
@@ -135,19 +129,6 @@ def test_the_comparison_catches_stacked_layers_split_without_groups(place: Path)
     save_llama(place / "stacked", place, LLAMA_PIPELINE.replace(", groups=8", ""))
     with pytest.raises(AssertionError, match=r"_proj\.weight differs"):
         check_model(place / "llama", LLAMA)
-
-
-@pytest.mark.slow
-def test_streamed_it_is_the_same_and_every_key_is_accounted_for(place: Path) -> None:
-    names = run(PIPELINE, place)
-    leave_out = ["optimizer.**", "**._extra_state**", "common"]
-    options: Any = {"backend": "huggingface", "transform": names["to_hf"], "leave_out": leave_out}
-    report = st.convert(
-        place / "iter_0042000", place / "streamed", **convert_keywords(**options), max_bytes_in_flight=4096
-    )
-    assert report.verified_nbytes == report.nbytes and report.batches > 10
-    assert report.unused == (("embedding.word_embeddings.weight", 384), ("output_layer.weight", 384))
-    check_model(place / "streamed", PHI3)
 
 
 def test_nothing_is_read_before_the_save(place: Path) -> None:
@@ -186,8 +167,8 @@ def loaded_at_tp2(folder: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tenso
 def check_at_tp2(folder: Path) -> None:
     """Raise unless ranks load the rounded weights, and zeros for the padding."""
     for key, found, expected in loaded_at_tp2(folder):
-        right = torch.where(expected == 7, 0, expected) if key in ("embedding.word_embeddings.weight",) else expected
-        right = torch.where(expected == 7, 0, expected) if key == "output_layer.weight" else right
+        is_padded = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+        right = torch.where(expected == 7, 0, expected) if is_padded else expected
         assert first_difference(found, right) is None, f"{key} differs"
 
 
@@ -305,35 +286,61 @@ def test_megatrons_own_checkpoints_of_8_processes_go_there_and_back(tmp_path: Pa
         megatron(tmp_path, 2, "wrong:layers")
 
 
+WIDE, FFN, WORDS = 1024, 3072, 4096
+SHAPES = {
+    "self_attention.linear_qkv.layer_norm_weight": (WIDE,),
+    "self_attention.linear_qkv.weight": (2 * WIDE, WIDE),
+    "self_attention.linear_proj.weight": (WIDE, WIDE),
+    "mlp.linear_fc1.layer_norm_weight": (WIDE,),
+    "mlp.linear_fc1.weight_w": (FFN, WIDE),
+    "mlp.linear_fc1.weight_v": (FFN, WIDE),
+    "mlp.linear_fc2.weight": (WIDE, FFN),
+}
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a checkpoint of 226 MB, whose largest matrix has 25 MB when gate and up are joined."""
+    shapes = {f"decoder.layers.{layer}.{name}": shape for layer in range(4) for name, shape in SHAPES.items()}
+    shapes |= dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), (WORDS + 64, WIDE))
+    shapes |= {"decoder.final_layernorm.weight": (WIDE,)}
     folder = tmp_path_factory.mktemp("large")
-    memory(folder, "make")
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, torch.randn(shape)) for key, shape in shapes.items()}
+    st.save(tree, folder / "iter_0042000", ("torch_dist", 1))
     return folder
 
 
-def memory(folder: Path, how: str) -> str:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pytest.skip("the peak of a process's memory can't be reset here")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "pipeline_memory.py"), str(folder), how],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+def large_pipeline(folder: Path, rank: int, ranks: int, *, reads_all: bool) -> Callable[[], int]:
+    """Return what runs the page's pipeline for a model of this size; all that is loaded for it has been used."""
+    sizes = f"sizes=[{WIDE}, {WIDE // 2}, {WIDE // 2}]"
+    code = PIPELINE.replace("sizes=[64, 32, 32]", sizes).replace(", 50)", f", {WORDS})")
+    names = run(code.partition("st.save(")[0], folder)
+    st.save(
+        [names["to_hf"](names["model"])["decoder.final_layernorm.weight"]],
+        folder / f"little-{reads_all}",
+        ("huggingface", 1),
     )
-    return done.stdout
+
+    def action() -> int:
+        tree = names["to_hf"](names["model"])
+        if reads_all:
+            tree = st.map_shards(lambda leaf: replace(leaf, data=leaf.data.read()), tree)
+        st.save(tree, folder / f"hf-{reads_all}", ("huggingface", 1))
+        return 0
+
+    return action
 
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, forks servers")
+
+
+@linux
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["save", "convert"])
-def test_a_pipeline_takes_little_memory(how: str, large: Path) -> None:
-    assert int(memory(large, how)) < 90_000_000
+def test_a_pipeline_takes_little_memory(large: Path) -> None:
+    assert peak(partial(large_pipeline, large, reads_all=False), large).own < 60_000_000
 
 
+@linux
 @pytest.mark.slow
 def test_the_bound_on_memory_catches_tensors_that_are_all_read(large: Path) -> None:
-    assert int(memory(large, "read")) > 117_000_000  # what is written
+    assert peak(partial(large_pipeline, large, reads_all=True), large).own > 117_000_000  # what is written
