@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,10 +35,6 @@ BUILD, MERGE = Function("build"), Function("merge")
 
 SHOWN: Mapping[str, tuple[Any, str]] = {
     "a whole tensor": (WHOLE, f"ShardedTensor(key='w', data=<float32 (2, 3) cpu>, dtype=torch.float32, {OF_WHOLE}"),
-    "an array": (
-        replace(WHOLE, data=np.full((2, 3), SECRET, np.float32)),  # type: ignore[arg-type]
-        f"ShardedTensor(key='w', data=<ndarray float32 (2, 3)>, dtype=torch.float32, {OF_WHOLE}",
-    ),
     "no data": (st.without_data(WHOLE), f"ShardedTensor(key='w', data=None, dtype=torch.float32, {OF_WHOLE}"),
     "meta data": (
         st.without_data(WHOLE, meta=True),
@@ -65,20 +59,11 @@ SHOWN: Mapping[str, tuple[Any, str]] = {
         st.ShardedObject("rng", {"seed": SECRET}, (2,), (1,)),
         "ShardedObject(key='rng', data=<dict>, global_shape=(2,), global_offset=(1,))",
     ),
-    "an object of a replica": (
-        st.ShardedObject("rng", None, (1,), (0,), replica_id=1),
-        "ShardedObject(key='rng', data=None, global_shape=(1,), global_offset=(0,), replica_id=1)",
-    ),
     "a factory": (
         st.ShardedTensorFactory("qkv", tensor(4), BUILD, MERGE),
         "ShardedTensorFactory(key='qkv', data=<float32 (4,) cpu>, build_fn=build, merge_fn=merge)",
     ),
-    "a factory of a flat range": (
-        st.ShardedTensorFactory("qkv", None, BUILD, MERGE, flattened_range=slice(0, 2)),
-        "ShardedTensorFactory(key='qkv', data=None, build_fn=build, merge_fn=merge, flattened_range=slice(0, 2, None))",
-    ),
     "a local value": (st.LocalNonpersistentObject({"cache": SECRET}), "LocalNonpersistentObject(<dict>)"),
-    "a local tensor": (st.LocalNonpersistentObject(tensor(3)), "LocalNonpersistentObject(<float32 (3,) cpu>)"),
     "a hole": (HOLE, "HOLE"),
 }
 
