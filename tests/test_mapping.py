@@ -20,7 +20,6 @@ from shardtree.mapping import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
-    is_main_replica,
 )
 from tests.trees.samples import assert_caught
 
@@ -44,7 +43,7 @@ def cells(draw):
     shard = ShardedTensor.from_rank_offsets(
         draw(keys), data, *draw(st.permutations(cuts)), replica_id=draw(replicas), prepend_axis_num=prepended
     )
-    return shard, whole, place
+    return shard, whole
 
 
 def values(leaf):
@@ -55,7 +54,7 @@ def values(leaf):
 
 
 def slice_finds_data(global_slice, case):
-    shard, whole, _ = case
+    shard, whole = case
     assert shard.global_shape == tuple(whole.shape)
     assert torch.equal(whole[global_slice(shard)], shard.data)
 
@@ -70,13 +69,6 @@ def test_that_law_catches_offsets_taken_for_sizes():
         return tuple(slice(0, stop) for stop in shard.global_offset)
 
     assert_caught(slice_finds_data, broken, cells())
-
-
-@given(cells().filter(lambda case: all(case[0].local_shape)))
-def test_chunk_offset_is_the_cell_s_place_and_chunks_are_boxes(case):
-    shard, _, place = case
-    assert shard.local_chunk_offset_in_global() == place
-    assert shard.max_allowed_chunks() == (1,) * shard.prepend_axis_num + shard.local_shape
 
 
 @given(cells())
@@ -150,14 +142,6 @@ def test_narrow_gives_the_view_that_torch_gives_and_changes_nothing(case, data):
     assert shard.data._version == version
 
 
-@given(cells(), st.data())
-def test_narrowing_to_everything_changes_no_metadata(case, data):
-    shard, *_ = case
-    for dim, size in enumerate(shard.local_shape):
-        [same] = shard.narrow(dim, 0, size)
-        assert values(same) == values(shard)
-
-
 @given(cells())
 def test_init_data_fills_only_what_is_empty(case):
     shard, *_ = case
@@ -169,36 +153,12 @@ def test_init_data_fills_only_what_is_empty(case):
     assert filled.without_data() == empty
 
 
-def test_init_data_of_a_flat_shard_has_the_range_s_length():
-    shard = ShardedTensor("w", None, torch.bfloat16, (4, 2), (4, 2), (0, 0), None, flattened_range=slice(3, 8))
-    assert shard.init_data("meta").data.shape == (5,)
-    assert shard.data_shape == (5,)
-
-
 # -- what is accepted
 
 
 @pytest.mark.parametrize("data", [None, (4, 2), "anything", object()], ids=["none", "shape", "text", "object"])
 def test_what_is_not_a_tensor_is_not_looked_at(data):
     assert ShardedTensor("w", data, torch.float32, (4, 2), (4, 2), (0, 0), (1, 1)).data is data
-
-
-def test_scalars_empty_boxes_and_irregular_grids_are_shards():
-    scalar = ShardedTensor.from_rank_offsets("s", torch.tensor(3.0))
-    assert (scalar.global_slice(), scalar.local_chunk_offset_in_global(), scalar.max_allowed_chunks()) == ((), (), ())
-    stacked = ShardedTensor.from_rank_offsets("s", torch.tensor(3.0), (0, 2, 4), prepend_axis_num=1)
-    assert (stacked.global_shape, stacked.global_slice()) == ((4,), (2,))
-    empty = ShardedTensor("e", torch.zeros(0, 2), torch.float32, (0, 2), (7, 2), (7, 0), None)
-    assert not empty.has_regular_grid
-    uneven = ShardedTensor("u", torch.zeros(3, 2), torch.float32, (3, 2), (7, 2), (4, 0), None)
-    assert uneven.global_slice() == (slice(4, 7), slice(0, 2))
-    assert uneven.narrow(1, 0, 1)[0].global_shape == (7, 1)
-
-
-def test_a_padded_tensor_may_leave_its_global_shape():
-    padded = ShardedTensor("p", None, torch.float32, (4,), (6,), (4,), (2,), allow_shape_mismatch=True)
-    assert padded.max_allowed_chunks() == (3,)
-    assert ShardedTensor("p", None, torch.float32, (4,), (6,), (4,), None, 0, 0, True).global_slice() == (slice(4, 8),)
 
 
 def test_a_zero_size_axis_has_a_place_only_where_it_is_not_cut():
@@ -253,15 +213,6 @@ def test_that_law_catches_parsing_from_the_left():
     assert_caught(unique_key_comes_back, from_the_left, objects())
 
 
-@given(objects().filter(lambda leaf: len(leaf.global_shape) > 0))
-def test_a_unique_key_of_the_old_form_leaves_the_last_size_open(leaf):
-    old = leaf.unique_key.rpartition("." if len(leaf.global_shape) > 1 else "_")[0]
-    old += "" if len(leaf.global_shape) > 1 else "_"
-    opened = ShardedObject.empty_from_unique_key(old)
-    assert opened == ShardedObject(leaf.key, None, (*leaf.global_shape[:-1], -1), leaf.global_offset)
-    unique_key_comes_back(ShardedObject.empty_from_unique_key, opened)
-
-
 def test_objects_compare_by_identity_of_data_and_are_hashable():
     data = {"unhashable": []}
     leaf = ShardedObject("o", data, [2], [1], [0, 1])
@@ -274,8 +225,6 @@ def test_objects_compare_by_identity_of_data_and_are_hashable():
 def test_a_factory_hands_over_what_it_holds():
     data = torch.zeros(3)
     factory = ShardedTensorFactory("f", data, lambda *given: given, lambda tree: tree, [0, 1], slice(0, 3, 1))
-    assert factory.build() == ("f", data, (0, 1), slice(0, 3))
-    assert factory.build()[1] is data
     assert factory == replace(factory)
     assert factory != replace(factory, merge_fn=print)
     assert {factory: 1}[replace(factory)] == 1
@@ -291,18 +240,3 @@ def test_a_nonpersistent_object_gives_its_value_back():
     assert wrapped == LocalNonpersistentObject(value)
     assert wrapped != LocalNonpersistentObject([1])
     assert hash(wrapped) == hash(LocalNonpersistentObject(value))
-
-
-@pytest.mark.parametrize(
-    ("replica", "main"),
-    [
-        (0, True),
-        (-1, False),
-        ((), True),
-        ((0, 0), True),
-        ((0, 1), False),
-        (np.int64(0), True),
-    ],
-)
-def test_the_main_replica_is_all_zeros(replica, main):
-    assert is_main_replica(replica) is main

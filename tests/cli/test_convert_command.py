@@ -47,26 +47,6 @@ def test_many_objects_are_left_out_by_a_pattern(tmp_path: Path) -> None:
     assert refused.stderr.endswith("--leave-out PATTERN converts without these objects\n")
 
 
-def test_rename_and_cast_and_leave_out(folder: Path, tmp_path: Path) -> None:
-    words = [
-        "--rename",
-        "model.*=decoder.*.x",
-        "--rename",
-        "step=count",
-        "--cast",
-        "bfloat16",
-        "--leave-out",
-        "rng/*1.**",
-    ]
-    found = document("convert", folder, tmp_path / "b", "--to", "safetensors", *words)
-    assert sorted(found["left_out"]) == ["rng/shard_1.0_2.2", "rng/shard_1.1_2.2"]
-    written, source = st.load_plain_tensors(tmp_path / "b"), st.load_plain_tensors(folder)
-    assert set(written) == {"count", *(f"decoder.{name}.x" for name in ("bias", "moment", "uneven", "weight"))}
-    assert torch.equal(written["decoder.weight.x"], source["model.weight"].bfloat16())
-    assert written["count"].dtype == torch.int64
-    assert document("inspect", tmp_path / "b")["totals"]["objects"] == 2
-
-
 def test_files_of_a_model_have_the_size_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
     words = ["--to", "huggingface", "--leave-out", "common", "--leave-out", "rng"]
     run("convert", folder, tmp_path / "b", *words, "--max-file-size", "300")

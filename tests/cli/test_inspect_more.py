@@ -121,19 +121,6 @@ def test_any_number_of_levels_is_shown() -> None:
     assert len(list(common_rows({"deep": deep}))) < 100
 
 
-def test_the_tree_has_every_key(folder: Path) -> None:
-    text = run("inspect", folder, "--tree").stdout
-    assert [line.split()[0] for line in text.splitlines()[2:]] == [
-        "model",
-        "bias",
-        "moment",
-        "uneven",
-        "weight",
-        "step",
-    ]
-    assert run("inspect", folder, "--tree", "--key", "step").stdout.count("\n") == 3
-
-
 def test_the_common_state_is_shown_whole(folder: Path) -> None:
     assert "  betas  " in run("inspect", folder, "--common").stdout
     assert document("inspect", folder, "--common")["common"]["args"] == {"lr": 0.001, "betas": [0.9, 0.95]}
@@ -253,11 +240,3 @@ def test_a_terminal_is_shown_what_goes_on(command: str, doing: list[str], folder
         told = one.stdout.read()
         assert all(step in shown.decode() and step not in told for step in doing)
     os.close(terminal)
-
-
-def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
-    save_training_state(tmp_path / "step-1")
-    before = document("inspect", str(tmp_path / "step-1"))["files"]
-    for name in ("back", "again"):
-        (tmp_path / "step-1" / name).symlink_to(".", target_is_directory=True)
-    assert document("inspect", str(tmp_path / "step-1"))["files"] == before

@@ -40,20 +40,6 @@ def test_a_sound_checkpoint(folder: Path) -> None:
     assert (found["bytes_unchecked"], found["unchecked"]) == (0, [])
 
 
-def test_damage_is_shown_with_file_bytes_and_keys(folder: Path) -> None:
-    path = data_file(folder)
-    flip(path, path.stat().st_size - 1)
-    name = path.relative_to(folder).as_posix()
-    (damage,) = st.verify(folder)
-    done = run("verify", folder)
-    assert done.exit_code == 1
-    assert f"{name}, bytes 0 to {path.stat().st_size:,}" in done.stdout
-    assert f"✗ {folder} is damaged in 1 file. " in done.stdout
-    assert damage.keys and damage.regions
-    for held in damage.holds:
-        assert f"\n      {held}\n" in done.stdout
-
-
 def test_json_says_what_the_library_says(folder: Path) -> None:
     path = data_file(folder)
     flip(path, 9)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import MetadataError
 from shardtree.layouts import tree_columns
 from shardtree.pictures import Picture
 from shardtree.retention import SavedStep, keep_last
@@ -71,23 +69,3 @@ def test_a_stored_tensor_that_was_changed_is_a_shard(opened: Any) -> None:
     assert st.draw(replace(HELD, data=None)).picture.title == "'w' (4, 2) float32"
     (cell,) = st.draw(half).picture.rows[0][0].cells
     assert cell.title == "[0:4, 0:6] this shard"
-
-
-@pytest.mark.parametrize(("name", "begins"), [("x.svg", "<svg"), ("x.HTML", "<!doctype html>"), ("x.txt", "'w'")])
-def test_a_drawing_is_saved_in_the_form_that_its_name_ends_in(name: str, begins: str, tmp_path: Path) -> None:
-    drawing = st.draw(TREES, "w")
-    drawing.save(tmp_path / name)
-    drawing.save(str(tmp_path / name))
-    assert (tmp_path / name).read_text().startswith(begins)
-
-
-def test_an_unknown_ending_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(MetadataError, match=r"found 'x\.png', expected \.svg, \.html, \.txt"):
-        st.draw(MESH).save(tmp_path / "x.png")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_alone_is_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    st.draw(MESH).save("mesh.svg")
-    assert Path("mesh.svg").read_text() == st.draw(MESH).svg()
