@@ -240,3 +240,11 @@ def test_a_terminal_is_shown_what_goes_on(command: str, doing: list[str], folder
         told = one.stdout.read()
         assert all(step in shown.decode() and step not in told for step in doing)
     os.close(terminal)
+
+
+def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+    save_training_state(tmp_path / "step-1")
+    before = document("inspect", str(tmp_path / "step-1"))["files"]
+    for name in ("back", "again"):
+        (tmp_path / "step-1" / name).symlink_to(".", target_is_directory=True)
+    assert document("inspect", str(tmp_path / "step-1"))["files"] == before
