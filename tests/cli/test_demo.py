@@ -13,9 +13,7 @@ from rich.console import Console
 
 import shardtree as st
 from shardtree.cli import _demo
-from shardtree.cli._demo import LOADED_AS, SAVED_AS, Moved, compare, drawn_layouts, made_up_weights, training_state
-from shardtree.layouts import SpecFunction
-from shardtree.pictures import text_of
+from shardtree.cli._demo import LOADED_AS, Moved, compare, made_up_weights, training_state
 from tests.cli.checkpoints import process, run
 
 
@@ -50,28 +48,9 @@ def test_the_exit_status_is_1_where_something_differs(status: int, monkeypatch: 
     assert run("demo").exit_code == status
 
 
-def test_two_layouts_of_a_matrix_stand_side_by_side() -> None:
-    title, headings, _, first, _, *lines = text_of(drawn_layouts(torch.empty(16, 8), 4, 2)).splitlines()
-    assert title == "One matrix: embeddings.word_embeddings.weight, 16 by 8"
-    assert headings.split("   ")[0] == "saved by 4 ranks" and headings.endswith("loaded by 2 ranks")
-    assert first[:38] == "0" * 38 and first[41:] == "0" * 19 + "1" * 19
-    assert sum(" → " in line for line in lines) == 1
-
-
 WEIGHTS = made_up_weights()
 STATES = [training_state(WEIGHTS, LOADED_AS, rank, 2) for rank in range(2)]
 ELEMENTS = sum(shard.data.numel() for shard in st.layouts.tensor_shards(training_state(WEIGHTS, LOADED_AS, 0, 1)))
-
-
-def test_every_matrix_is_cut_along_its_other_axis() -> None:
-    matrices = {name: whole for name, whole in WEIGHTS.items() if whole.dim() == 2}
-
-    def axis(layout: SpecFunction, name: str) -> int | None:
-        shard = st.layouts.shard_at({name: matrices[name]}, st.Mesh(tp=2), layout, 1)[name]
-        return next((axis for axis, start in enumerate(shard.global_offset) if start), None)
-
-    both = {(axis(SAVED_AS, name), axis(LOADED_AS, name)) for name in matrices}
-    assert {(0, 1), (1, 0)} <= both <= {(0, 1), (1, 0), (None, 1)}
 
 
 MATRIX = "encoder.layer.1.intermediate.dense.weight"

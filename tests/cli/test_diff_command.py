@@ -75,7 +75,7 @@ def test_equal_checkpoints_have_status_0(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_difference_is_shown_and_has_status_1(folder: Path, tmp_path: Path, change: Change) -> None:
+def test_a_difference_is_shown_has_status_1_and_is_the_librarys(folder: Path, tmp_path: Path, change: Change) -> None:
     other = save_changed(tmp_path / "changed", change)
     words, is_structure = CHANGES[change]
     done = run("diff", folder, other)
@@ -84,12 +84,6 @@ def test_a_difference_is_shown_and_has_status_1(folder: Path, tmp_path: Path, ch
     assert f"✗ {folder} and {other} differ: " in done.stdout
     assert run("diff", folder, other, "--structure-only").exit_code == int(is_structure)
     assert run("diff", folder, other, "--key", "model.uneven").exit_code == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_json_says_what_the_library_says(folder: Path, tmp_path: Path, change: Change) -> None:
-    other = save_changed(tmp_path / "changed", change)
     found, expected = document("diff", folder, other, status=1), compare(folder, other)
     names = "left right equal bytes_compared only_left only_right kinds values objects common"
     assert list(found) == names.split()

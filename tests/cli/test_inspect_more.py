@@ -28,9 +28,7 @@ HOSTILE = "a\x1b[2J\u202e[red]\n.w"
     "words",
     [
         ["inspect", "--key", "lm_head.weight"],
-        ["inspect", "--key", "**.w*", "--key", "x", "--tree"],
         ["inspect", "--values", "lm_head.weight[0:2]"],
-        ["inspect", "--layout", "lm_head.weight"],
         ["explain", "--key", "lm_head.weight"],
         ["plan", "--key", "lm_head.weight", "--ranks", "2"],
         ["picture", "lm_head.weight"],

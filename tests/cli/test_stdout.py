@@ -66,13 +66,6 @@ def test_without_a_command_help_is_printed() -> None:
     assert alone.exit_code == 0 and alone.stdout == run("--help").stdout and alone.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("inspct", "inspect"),
-        ("verfy", "verify"),
-    ],
-)
-def test_a_name_near_a_command_is_told(typed: str, meant: str) -> None:
-    done = run(typed, "x")
-    assert done.exit_code == 2 and f"No such command {typed!r}. Did you mean {meant!r}?" in done.stderr
+def test_a_name_near_a_command_is_told() -> None:
+    done = run("inspct", "x")
+    assert done.exit_code == 2 and "No such command 'inspct'. Did you mean 'inspect'?" in done.stderr

@@ -87,10 +87,6 @@ FAULTS = {
         'held="concatenated", tensor_parallel=4, stored="interleaved"',
         'held="interleaved", stored="interleaved"',
     ),
-    "gate and up as rows": (
-        'TRAINER_LENSES = {"**.linear_fc1.weight": st.lenses.gate_and_up(tensor_parallel=2)}',
-        "TRAINER_LENSES = {}",
-    ),
     "another order of ranks": ("st.Mesh(dp=2, tp=2)", "st.Mesh(tp=2, dp=2)"),
 }
 

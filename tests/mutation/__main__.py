@@ -4,8 +4,8 @@ A mutant is the code with one small change (`<` becomes `<=`, a value None); one
 without a test, or a change that makes no difference. It takes hours, needs `pip install 'shardtree[dev,mutation]'`,
 and goes on where it was ended. Mutants come in a seeded order, so that any first part of it is a random sample, and
 those of prose are left out. ``--seconds 1.5`` gives each only the quickest tests that reach it; ``again`` asks
-survivors with more. Records lie in `mutants/`. On 2026-11-22, 7,465 of 11,586 were tried: 94.7 % killed (layouts
-95.6, plans 93.2, trees 97.1).
+survivors with more. Records lie in `mutants/`: ``mutmut results`` names survivors, ``mutmut show NAME`` has what one
+changes. On 2026-11-22, 7,465 of 11,586 were tried: 94.7 % killed (layouts 95.6, plans 93.2, trees 97.1).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import argparse
 import os
 import sys
 from collections import Counter
-from fnmatch import fnmatch
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-from tests.mutation.mutants import SURVIVED, apart, chosen, most_telling, prepare, records
+from tests.mutation.mutants import apart, chosen, most_telling, prepare, records
 from tests.mutation.warm import WarmTests
 
 WAIT = 40.0  # seconds of wall time that mutmut adds to a mutant's tests, three times: what ends one that waits for ever
@@ -30,7 +29,7 @@ COLUMNS = ("killed", "timeout", "survived", "no tests", "skipped", "not checked"
 def main() -> int:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("what", choices=["run", "again", "show", "survivors"], help="again: what survived, too")
+    parser.add_argument("what", choices=["run", "again", "show"], help="again: what survived, too")
     parser.add_argument("only", nargs="*", help="patterns of mutants, as 'shardtree.trees.*'")
     parser.add_argument("--seconds", type=float, default=inf, help="of tests for a mutant")
     parser.add_argument("--processes", type=int, default=2)
@@ -39,8 +38,6 @@ def main() -> int:
     patterns = given.only or ["*"]
     if given.what == "show":
         return show()
-    if given.what == "survivors":
-        return survivors(patterns)
     if not apart(prepare):
         return 1
     run(patterns, given.seconds, given.processes, again=given.what == "again")
@@ -110,20 +107,6 @@ def show() -> int:
         others = {kind: count for kind, count in found.items() if kind not in COLUMNS}
         counts = " | ".join(str(found[column]) for column in COLUMNS)
         say(f"| {room} | {counts} | {dead / max(tried, 1):.1%} | {others or ''}")
-    return 0
-
-
-def survivors(patterns: list[str]) -> int:
-    """Print what each survivor changes."""
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
-
-    for path, record in records().items():
-        for name, code in record.exit_code_by_key.items():
-            if code in SURVIVED and any(fnmatch(name, pattern) for pattern in patterns):
-                say(f"## {name}")
-                say(
-                    "\n".join(line for line in get_diff_for_mutant(name, path=path).splitlines()[2:] if line[0] in "+-")
-                )
     return 0
 
 

@@ -26,13 +26,13 @@ from shardtree.testing import StrategyReport, check_strategy
 from shardtree.testing._bits import carried
 from shardtree.trees import map_shards
 from tests.faults.sampling import EXHAUSTIVE, sample, usually
-from tests.testing.archive_writers import (
+from tests.testing.writers import (
     write_deepspeed,
     write_dtensor_files,
+    write_legacy,
     write_torch_checkpointing,
     write_universal,
 )
-from tests.testing.legacy_zarr import write_legacy
 
 FORMATS = sorted({(backend, version) for _, backend, version in default_strategies})
 SOME_FORMATS = [pytest.param(each, marks=() if each in sample(FORMATS, 3) else EXHAUSTIVE) for each in FORMATS]

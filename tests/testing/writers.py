@@ -1,18 +1,54 @@
-"""Folders of torch.save's files as other programs write them, made of trees: for formats that shardtree only reads."""
+"""Folders as other programs write them, made of trees: for formats that shardtree only reads."""
 
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import torch
 from optree import tree_leaves
 
+from shardtree.codec import bit_view
+from shardtree.codec.archives import encode_archive
 from shardtree.errors import UnsupportedValue
 from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.storage import Directory, MemoryStorage, Storage, storage_at
 from shardtree.testing import assemble
 from shardtree.trees import leaves_with_paths
+
+KINDS = {
+    torch.bool: "|b1",
+    torch.uint8: "|u1",
+    torch.int8: "|i1",
+    torch.int16: "<i2",
+    torch.int32: "<i4",
+    torch.int64: "<i8",
+    torch.float16: "<f2",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+}
+FIELDS = {
+    "sharded_backend": "zarr",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def write_legacy(trees: Any, place: Directory) -> None:
+    """Write what all ranks hold as Megatron-Core did in zarr v2, each tensor as one chunk."""
+    storage = storage_at(place)
+    files: dict[str, bytes] = {"common.pt": encode_archive(plain(trees[0]))}
+    for key, tensor in assemble(trees).items():
+        files |= array_files(key, tensor)
+    for leaf in [leaf for tree in trees for _, leaf in leaves_with_paths(tree)]:
+        if isinstance(leaf, ShardedObject):
+            files[f"{leaf.unique_key}.pt"] = encode_archive(leaf.data)
+    files["metadata.json"] = json.dumps(FIELDS).encode()
+    for name, data in files.items():
+        storage.write(name, [memoryview(data)], durable=False)
 
 
 def write_dtensor_files(trees: Any, place: Directory) -> None:
@@ -44,6 +80,24 @@ def write_universal(trees: Any, place: Directory) -> None:
     """Write the same as a Universal Checkpoint of a model of which nothing is trained."""
     write_deepspeed(trees, place)
     put(storage_at(place), "zero/optimizer_state.pt", {"param_groups": []})
+
+
+def array_files(key: str, whole: torch.Tensor) -> dict[str, bytes]:
+    """Return the files of one array of zarr v2, as one chunk."""
+    if whole.dtype not in KINDS or set(key) & {"/", "%"} or len(key) > 200:
+        raise UnsupportedValue(f"{key!r} of {whole.dtype} in zarr v2")
+    document = {
+        "zarr_format": 2,
+        "shape": list(whole.shape),
+        "chunks": [max(size, 1) for size in whole.shape],
+        "dtype": KINDS[whole.dtype],
+        "compressor": None,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+    }
+    chunk = {f"{key}/{'.'.join('0' * whole.ndim) or '0'}": bit_view(whole.contiguous()).numpy().tobytes()}
+    return {f"{key}/.zarray": json.dumps(document).encode()} | (chunk if whole.numel() else {})
 
 
 def whole(trees: Any) -> dict[str, torch.Tensor]:
