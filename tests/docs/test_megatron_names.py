@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
@@ -85,14 +84,6 @@ def test_each_name_of_ours_exists(name: str) -> None:
 def test_every_row_names_something_or_says_that_it_does_not() -> None:
     cells = [cell for rows in sections().values() for _, cell, _ in rows]
     assert [cell for cell in cells if not re.fullmatch(r"`[\w.]+`|—", cell)] == []
-
-
-@pytest.mark.parametrize("leaf", ["ShardedTensor", "ShardedObject", "ShardedTensorFactory"])
-def test_fields_keep_their_names(leaf: str) -> None:
-    theirs = next(n for n in source_of("mapping").body if isinstance(n, ast.ClassDef) and n.name == leaf)
-    fields = [n.target.id for n in theirs.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
-    present = [field.name for field in dataclasses.fields(getattr(shardtree, leaf))]
-    assert [name for name in present if name in fields] == fields
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:

@@ -62,18 +62,6 @@ def test_a_storage_that_can_nothing_more_does() -> None:
 Fault = Callable[[MemoryStorage], Any]
 
 
-def appends(inner: MemoryStorage) -> Any:
-    def write(name: str, buffers: Any, *, durable: bool) -> int:
-        old = [memoryview(inner.read(name))] if inner.length(name) is not None else []
-        return inner.write(name, [*old, *buffers], durable=durable) - sum(map(len, old))
-
-    return wrapped(inner, write=write)
-
-
-def is_empty_where_nothing_is(inner: MemoryStorage) -> Any:
-    return wrapped(inner, length=lambda name: inner.length(name) or 0)
-
-
 def lists_one_page(inner: MemoryStorage) -> Any:
     return wrapped(inner, names=lambda folder="": inner.names(folder)[:100])
 
@@ -84,10 +72,6 @@ def keeps_what_is_removed(inner: MemoryStorage) -> Any:
 
 def has_no_clock(inner: MemoryStorage) -> Any:
     return wrapped(inner, changed=lambda name: None)
-
-
-def runs_backwards(inner: MemoryStorage) -> Any:
-    return wrapped(inner, changed=lambda name: None if inner.changed(name) is None else -(inner.changed(name) or 0.0))
 
 
 def writes_through_one_buffer(inner: MemoryStorage) -> Any:
@@ -151,10 +135,6 @@ def makes_no_folders(inner: MemoryStorage) -> Any:
     return wrapped(inner, make_folder=lambda name, *, durable: None)
 
 
-def opens_another_folder(inner: MemoryStorage) -> Any:
-    return wrapped(inner, folder=lambda name: MemoryStorage())
-
-
 def exchanges_nothing(inner: MemoryStorage) -> Any:
     def sibling(name: str) -> Any:
         found = inner.sibling(name)
@@ -216,12 +196,9 @@ def writes_behind(inner: MemoryStorage) -> Any:
 
 
 FAULTS: dict[Fault, str] = {
-    appends: "write of 'a.b' returns|after write",
-    is_empty_where_nothing_is: r"length\('m'\) is 0, not None",
     lists_one_page: r"names\('many'\) is",
     keeps_what_is_removed: "after remove of 'a.b'",
     has_no_clock: r"changed\('a'\) is None, not 'a time'",
-    runs_backwards: "it goes back",
     writes_through_one_buffer: "Threads write files at the same time: other bytes",
     says_so_before_it_is_written: "what is there then is told: ",
     replaces_in_two_steps: "in one step: another reads",
@@ -230,7 +207,6 @@ FAULTS: dict[Fault, str] = {
     says_it_can_half: r"\['sibling'\] alone of \['sibling', 'siblings'\]",
     copies_what_it_should_move: "after move of 'm'",
     makes_no_folders: "What is done is there",
-    opens_another_folder: "after write_inside of 'many'",
     exchanges_nothing: "in one step: afterwards",
     passes_over_conditions: "replaces what is as it was",
     lists_deep_in_any_case: "see what is there",
