@@ -99,13 +99,3 @@ def test_simple_specs_cut_evenly_along_one_axis_each(data: some.DataObject) -> N
     shards = [leaf for tree in trees for _, leaf in st.trees.leaves_with_paths(tree)]
     assert all(isinstance(leaf, ShardedTensor) for leaf in shards)
     assert (len(shards), len({leaf.local_shape for leaf in shards})) == (mesh.size, 1)
-
-
-def test_tensors_take_a_dtype_or_a_strategy_for_some() -> None:
-    for dtype in (torch.int16, some.just(torch.int16)):
-        drawn = settings(max_examples=5, database=None)(given(tensors(dtype=dtype))(_is_int16))
-        drawn()
-
-
-def _is_int16(tensor: torch.Tensor) -> None:
-    assert tensor.dtype == torch.int16

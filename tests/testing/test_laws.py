@@ -72,14 +72,6 @@ def test_the_law_of_layouts_catches_halves_described_as_rows() -> None:
             lambda local, rank, ranks: replace(as_rows(local, rank, ranks), key=f"w.{ranks}"),
             r"saved on 1 rank, loaded on 2: 'w.2' isn't stored, but \['w.1'\]",
         ),
-        (
-            lambda local, rank, ranks: (
-                ShardedTensor.from_rank_offsets("w", local, (0, 0, 1), prepend_axis_num=1)
-                if ranks == 1
-                else as_rows(local, rank, ranks)
-            ),
-            r"'w' is stored in shape \(1, 16, 3\), and asked for in shape \(16, 3\)",
-        ),
     ],
 )
 def test_the_law_of_layouts_catches(build: Any, message: str) -> None:

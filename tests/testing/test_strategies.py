@@ -67,11 +67,6 @@ def test_replicas_are_copies_on_other_ranks(data: st.DataObject) -> None:
     assert len(held) == len(set(held)) or 0 in layout.global_shape
 
 
-def test_replicas_of_one_rank_are_none() -> None:
-    layout = even_layout((4,), 1, 0)
-    assert find(replicas(layout), lambda found: True) == layout
-
-
 SHRUNK: dict[str, tuple[st.SearchStrategy[Any], Any, str]] = {
     "a regular layout over ranks": (
         regular_layouts((4,), 3),
