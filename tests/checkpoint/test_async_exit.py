@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardtree as st
+from tests.quick_python.command import quick_python
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).parent / "scripts" / "warm_exits.py"
+SCRIPT = Path(__file__).parent / "scripts" / "async_exit.py"
 BOTH = {"new", "newer"}
 
 Ends = list[tuple[int, str]]
-Run = Callable[..., Ends]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    """Yield a function that has scripts/async_exit.py run by forks of a warm process, one a rank."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(SCRIPT)]
-    warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    assert warm.stdin is not None and warm.stdout is not None
-    told, heard = warm.stdin, warm.stdout
-
-    def ask(folder: Path, what: str, environments: Sequence[dict[str, str]] = ({},)) -> Ends:
-        files = [folder / f"stderr-{rank}" for rank in range(len(environments))]
-        ranks = [
-            {"arguments": [str(folder), what], "environment": environment, "stderr": str(file)}
-            for environment, file in zip(environments, files, strict=True)
-        ]
-        told.write(json.dumps(ranks) + "\n")
-        told.flush()
-        line = heard.readline()
-        assert line, f"the warm process died of {what!r}"
-        return [(status, file.read_text()) for status, file in zip(json.loads(line), files, strict=True)]
-
-    try:
-        assert heard.readline() == "warm\n"
-        yield ask
-    finally:
-        told.close()
-        warm.wait(30)
-        heard.close()
+def run(folder: Path, what: str, environments: Sequence[dict[str, str]] = ({},)) -> Ends:
+    """Return the status of each rank's process, and what it says on stderr."""
+    command = [*quick_python(), "-W", "error", str(SCRIPT), str(folder), what]
+    processes = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | each) for each in environments
+    ]
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
 def whole(folder: Path) -> set[str]:
@@ -79,7 +56,7 @@ def whole(folder: Path) -> set[str]:
         ("hang", 1, "not done in 1 seconds\n  async save 0 to '{folder}/hung'", BOTH),
     ],
 )
-def test_a_process_ends(what: str, status: int, said: str, saved: set[str], tmp_path: Path, run: Run) -> None:
+def test_a_process_ends(what: str, status: int, said: str, saved: set[str], tmp_path: Path) -> None:
     [(ended, error)] = run(tmp_path, what)
     assert ended == status, error
     assert said.format(folder=tmp_path) in error
@@ -87,7 +64,7 @@ def test_a_process_ends(what: str, status: int, said: str, saved: set[str], tmp_
     assert whole(tmp_path) == saved
 
 
-def ends_of_two_ranks(run: Run, folder: Path, what: str) -> Ends:
+def ends_of_two_ranks(folder: Path, what: str) -> Ends:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -107,9 +84,9 @@ def value_in(folder: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-def test_ranks_that_end_together_commit(tmp_path: Path, run: Run) -> None:
+def test_ranks_that_end_together_commit(tmp_path: Path) -> None:
     old_checkpoint(tmp_path)
-    assert ends_of_two_ranks(run, tmp_path, "nothing else") == [(0, ""), (0, "")]
+    assert ends_of_two_ranks(tmp_path, "nothing else") == [(0, ""), (0, "")]
     assert value_in(tmp_path) == 2
 
 
@@ -123,10 +100,10 @@ def test_ranks_that_end_together_commit(tmp_path: Path, run: Run) -> None:
     ],
 )
 def test_what_not_all_ranks_could_commit_ends_them_with_an_error(
-    what: str, statuses: list[int], said: str, tmp_path: Path, run: Run
+    what: str, statuses: list[int], said: str, tmp_path: Path
 ) -> None:
     old_checkpoint(tmp_path)
-    ends = ends_of_two_ranks(run, tmp_path, what)
+    ends = ends_of_two_ranks(tmp_path, what)
     assert [status for status, _ in ends] == statuses, ends
     for status, error in ends:
         if status == 1:
