@@ -22,16 +22,12 @@ from shardtree.checkpoint.conversion import ConversionReport, convert
 from shardtree.errors import (
     IntegrityError,
     KeyMismatch,
-    ShapeError,
-    StrategyError,
-    TreeError,
-    UnsupportedValue,
 )
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import default_strategies
 from shardtree.strategies.index import read_index
 from shardtree.testing import first_difference, global_states, glu, rank_tree, state_layouts
-from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
+from shardtree.transforms import split_tensor, stack_layers
 from tests.checkpoint.parts import files, saved
 from tests.checkpoint.parts import whole as tensor
 from tests.options import convert_keywords
@@ -108,26 +104,10 @@ def rebuilt(tree: dict[str, Any]) -> dict[str, Any]:
 QKV = torch.stack([shard.data for shard in layers(3)])
 
 TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
-    "rename": (lambda tree: st.rename(tree, lambda key: f"model.{key}"), {"model.h.2.qkv": QKV[2]}),
-    "rename by patterns": (st.bind(partial_rename, {"h.*.qkv": "layers.*.attn"}), {"layers.1.attn": QKV[1]}),
-    "prefix": (st.bind(st.prefix, "x."), {"x.h.0.qkv": QKV[0]}),
-    "cast": (st.bind(st.cast, torch.float16), {"h.1.qkv": QKV[1].half()}),
-    "narrow": (st.bind(st.narrow, 0, 2, 4), {"h.1.qkv": QKV[1, 2:6]}),
-    "map_shards": (
-        lambda tree: st.map_shards(lambda leaf: tensor(f"{leaf.key}.t", leaf.data.T), tree),
-        {"h.2.qkv.t": QKV[2].T},
-    ),
     "apply_factories": (lambda tree: st.apply_factories(st.map_shards(halves, tree)), {"h.0.qkv": QKV[0]}),
     "factories left to the save": (lambda tree: [halves(leaf) for leaf in tree.values()], {"h.0.qkv": QKV[0]}),
     "apply_factory_merges": (rebuilt, {"h.2.qkv": QKV[2]}),
     "glu": (lambda tree: {key: glu(key, leaf.data) for key, leaf in tree.items()}, {}),
-    "stack_layers": (st.bind(stack_layers, "h"), {"h.qkv": QKV}),
-    "unstack_layers": (st.compose(st.bind(stack_layers, "h"), st.bind(unstack_layers, "h")), {"h.2.qkv": QKV[2]}),
-    "split_tensor": (st.bind(split_tensor, "h.*.qkv", ["h.*.q", "h.*.kv"], sizes=[4, 4]), {"h.1.kv": QKV[1, 4:]}),
-    "merge_tensors": (
-        st.bind(merge_tensors, [f"h.{number}.qkv" for number in (2, 0, 1)], "all", axis=1),
-        {"all": torch.cat([QKV[2], QKV[0], QKV[1]], dim=1)},
-    ),
     "a pipeline": (
         st.compose(
             st.bind(stack_layers, "h"),
@@ -339,80 +319,6 @@ def test_a_name_of_another_checkpoint_accounts_for_nothing() -> None:
         converted(saved([tensor("w", W)]), transform=lambda tree: {"w": other["w"]})
 
 
-def doubled(tree: dict[str, Any]) -> Any:
-    return [*tree.values(), tree["w"]]
-
-
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "keys that get lost": (
-        {"transform": lambda tree: {"w": tree["w"], "rng": tree["rng/shard_0_2"]}},
-        KeyMismatch,
-        r"'b'\n  'scalar'\n  'rng/shard_1_2'\n  Let the transform",
-    ),
-    "a tensor narrowed to nothing": (
-        {"transform": lambda tree: {**tree, "b": tensor("b", tree["b"].data[:0])}},
-        KeyMismatch,
-        "'b'",
-    ),
-    "a pattern for nothing": ({"leave_out": ["optimizer.*", "w"]}, KeyMismatch, r"'optimizer\.\*'"),
-    "a text for patterns": ({"leave_out": "common"}, KeyMismatch, "a list of patterns"),
-    "a pattern that is none": ({"leave_out": [7]}, KeyMismatch, r"found \[7\]"),
-    "a layout that is none": ({"layout": (2, 2)}, ShapeError, "a function from a shard, or a dict"),
-    "one key twice": ({"transform": doubled}, IntegrityError, r"'w': \[0:8, 0:6\] is held"),
-    "two keys become one": (
-        {"transform": lambda tree: [replace(leaf, key="w") if leaf.key == "b" else leaf for leaf in tree.values()]},
-        IntegrityError,
-        "shards of one key differ",
-    ),
-    "half a tensor": (
-        {"transform": lambda tree: {**tree, "w": tensor("w", tree["w"].data, (0, 0, 2))}},
-        IntegrityError,
-        "48 of 96 elements",
-    ),
-    "one object twice": (
-        {"transform": lambda tree: [*tree.values(), tree["rng/shard_0_2"]]},
-        IntegrityError,
-        "object 'rng/shard_0_2' is there twice",
-    ),
-    "a flat shard": (
-        {
-            "transform": lambda tree: {
-                **tree,
-                "w": replace(tree["w"], data=tree["w"].data.reshape(48), flattened_range=slice(0, 48)),
-            }
-        },
-        IntegrityError,
-        "'w': a flat range of a box",
-    ),
-    "a plain value": ({"transform": lambda tree: {**tree, "step": 3}}, TreeError, r"tree\['step'\]: int"),
-    "nothing": ({"transform": lambda tree: None}, TreeError, "not a tree"),
-    "no data": ({"transform": st.without_data}, st.CheckpointingException, "shards without data"),
-    "a layout for nothing": ({"layout": {"v": (1, 1)}}, KeyMismatch, "fit no key of the output\n  'v'"),
-    "a layout of too few axes": ({"layout": {"w": (2,)}}, ShapeError, "2 counts of pieces"),
-    "a layout of no pieces": ({"layout": {"w": (2, 0)}}, ShapeError, r"found \(2, 0\)"),
-    "no such version": ({"backend": (native, 7)}, StrategyError, "version 7"),
-    "an object that can't be stored": (
-        {"transform": lambda tree: {**tree, "f": st.ShardedObject("f", print, (1,), (0,))}},
-        UnsupportedValue,
-        "print|builtin",
-    ),
-    "a common state that can't be stored": (
-        {"transform_common": lambda common: {"f": print}},
-        UnsupportedValue,
-        "builtin_function",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_refused_before_anything_is_written(case: str) -> None:
-    options, error, message = REFUSED[case]
-    source, folder = saved(TREE), MemoryStorage()
-    with pytest.raises(error, match=message):
-        convert(source, folder, **convert_keywords(**{"backend": native, **options}))
-    assert files(folder) == [] and folder.names() == ()
-
-
 def test_the_folders_that_are_made_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, synced, fsync = saved(TREE), set[str](), os.fsync
 
@@ -433,18 +339,6 @@ def test_a_source_that_is_damaged_is_noticed() -> None:
     source.write(name, [memoryview(data)], durable=False)
     with pytest.raises(st.errors.CorruptCheckpoint):
         converted(source)
-
-
-def test_what_a_format_does_not_keep_is_noticed() -> None:
-    row = (st.StrategyAction.SAVE_COMMON, native, 1)
-
-    def forgetful(pending: st.strategies.PendingSave, common: Any) -> Any:
-        return default_strategies[row](pending, {**common, "args": Namespace(lr=0.3)})
-
-    broken = {**default_strategies, row: forgetful}
-    with pytest.raises(IntegrityError, match=r"the common state differs at data\['args'\]\['lr'\]"):
-        converted(saved(TREE), strategies=broken)
-    assert converted(saved(TREE), strategies=broken, verify=False)[1].verified_nbytes is None
 
 
 def zeroed(leaf: st.ShardedTensor) -> torch.Tensor:

@@ -18,20 +18,14 @@ from shardtree.checkpoint.conversion._plan import batches_of
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
-from tests.checkpoint.parts import ALL_FORMATS, Killed
+from tests.checkpoint.parts import Killed
 
 SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}
-RANK = 4
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {key: torch.randn(shape, generator=generator) for key, shape in SHAPES.items()}
-
-
-def adapter() -> dict[str, torch.Tensor]:
-    rows, columns = SHAPES["layers.0.w"]
-    return {"layers.0.w.A": torch.randn(RANK, columns), "layers.0.w.B": torch.randn(rows, RANK)}
 
 
 def saved(tensors: Mapping[str, torch.Tensor], backend: str = "safetensors") -> MemoryStorage:
@@ -50,45 +44,7 @@ def over(f: Callable[..., Any], *others: OpenCheckpoint) -> Callable[[Any], Any]
     return transform
 
 
-def merged(base: Any, down: Any, up: Any) -> Any:
-    return base + 0.5 * (up @ down)
-
-
 ONE, TWO, THREE = weights(1), weights(2), weights(3)
-SUMS: dict[str, tuple[Callable[..., Any], list[dict[str, torch.Tensor]]]] = {
-    "soup": (lambda a, b, c: (a + b + c) / 3, [TWO, THREE]),
-    "average": (lambda a, b: 0.9 * a + 0.1 * b, [TWO]),
-    "difference": (lambda a, b: a - (b - a) * 2.5, [TWO]),
-    "squared": (lambda a: st.lazy_map(torch.square, a) if isinstance(a, st.LazyTensor) else torch.square(a), []),
-}
-
-
-@pytest.mark.parametrize("backend", ALL_FORMATS)
-@pytest.mark.parametrize("name", SUMS)
-def test_what_is_computed_of_checkpoints_is_torchs_bit_for_bit(name: str, backend: tuple[str, int]) -> None:
-    f, others = SUMS[name]
-    opened = [st.open_checkpoint(saved(each)) for each in others]
-    folder = MemoryStorage()
-    report = st.convert(saved(ONE), folder, backend=backend, transform=over(f, *opened), max_bytes_in_flight=600)
-    assert report.verified_nbytes == report.nbytes == sum(tensor.nbytes for tensor in ONE.values())
-    found = st.load_plain_tensors(folder)
-    assert all(torch.equal(found[key], f(data, *(each[key] for each in others))) for key, data in ONE.items())
-
-
-@pytest.mark.parametrize("most", [300, 2**20])
-def test_an_adapter_is_merged_into_its_base(most: int) -> None:
-    low_rank = adapter()
-    opened = st.open_checkpoint(saved(low_rank))
-
-    def transform(tree: Mapping[str, st.ShardedTensor]) -> dict[str, st.ShardedTensor]:
-        base = tree["layers.0.w"]
-        data = merged(base.data, opened["layers.0.w.A"].data, opened["layers.0.w.B"].data)
-        return {**tree, "layers.0.w": replace(base, data=data)}
-
-    folder = MemoryStorage()
-    st.convert(saved(ONE), folder, backend="safetensors", transform=transform, max_bytes_in_flight=most)
-    found = st.load_plain_tensors(folder)["layers.0.w"]
-    assert torch.equal(found, merged(ONE["layers.0.w"], *low_rank.values()))
 
 
 def digest_of(f: Callable[..., Any], source: MemoryStorage, *others: MemoryStorage) -> str:

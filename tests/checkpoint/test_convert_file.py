@@ -127,33 +127,11 @@ def test_a_limit_of_files_is_refused(source: Path, tmp_path: Path) -> None:
     assert not file.parent.exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "step.pt"])
 @pytest.mark.parametrize("backend", ["huggingface", "safetensors", "dcp"])
-def test_a_save_to_the_name_of_a_file_says_what_writes_one(name: str, backend: str, tmp_path: Path) -> None:
-    tree = [st.ShardedTensor.from_rank_offsets("w", torch.ones(2))]
-    with pytest.raises(StorageError, match=rf"{name}' names a file, and a save makes a folder\n.*convert\("):
-        st.save(tree, tmp_path / "new" / name, backend)
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "new" / name).mkdir(parents=True)  # a folder of that name is one
-    st.save(tree, tmp_path / "new" / name, backend)
-    assert [*st.open_checkpoint(tmp_path / "new" / name)] == ["w"]
-
-
-@pytest.mark.parametrize(
-    ("name", "backends", "words"),
-    [
-        ("pytorch_model.bin", ("huggingface", None), "names a pickle, and none is written"),
-        ("weights.pt", ("dcp", None), "names a pickle, and none is written"),
-        ("model.safetensors", ("dcp", None), "names a file, and dcp is written as a folder"),
-        ("model.safetensors", ("huggingface", "safetensors"), "names a file, and safetensors is written as a folder"),
-    ],
-)
-def test_what_no_single_file_can_be_is_an_error(
-    name: str, backends: tuple[str, str | None], words: str, source: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(StorageError, match=words):
-        st.convert(source, tmp_path / "new" / name, backend=backends[0], common_backend=backends[1])
-    assert not (tmp_path / "new").exists()
+def test_a_save_to_a_folder_with_the_name_of_a_file_is_one(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    st.save([st.ShardedTensor.from_rank_offsets("w", torch.ones(2))], tmp_path / "model.safetensors", backend)
+    assert [*st.open_checkpoint(tmp_path / "model.safetensors")] == ["w"]
 
 
 def test_a_file_that_is_there_stays(source: Path, tmp_path: Path) -> None:

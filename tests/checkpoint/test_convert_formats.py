@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -40,13 +39,6 @@ TREE = {
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 WRITTEN_ELSEWHERE = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name[0] != "_")
-# Their values follow from keys and shapes; tests of the other formats compare what is read with what was trained.
-BY_FORMULA = {
-    "megatron_0140_torch_dist_flat",
-    "megatron_0161_tp2",
-    "megatron_main202608_tp2",
-    "megatron_old_zarr",
-}
 
 
 @cache
@@ -187,9 +179,6 @@ def test_what_other_programs_wrote_converts_to_every_format(name: str, backend: 
     assert made.keys() == source.keys()
     for key, whole in made.items():
         assert torch.equal(whole, source[key]), key
-        assert name not in BY_FORMULA or key in ("step", "common_tensor") or torch.equal(whole, expected(key, whole)), (
-            key
-        )
 
 
 @pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1)], ids=str)
@@ -204,9 +193,3 @@ def test_flat_optimizer_shards_become_boxes(backend: tuple[str, int]) -> None:
 
 def is_object(item: Any) -> bool:
     return isinstance(item, st.ShardedObject)
-
-
-def expected(key: str, whole: torch.Tensor) -> torch.Tensor:
-    """Return the values that a tensor of a fixture was given: they follow from its key."""
-    first = crc32(key.encode()) % 97
-    return (torch.arange(whole.numel()) % 251 + first).reshape(whole.shape).to(whole.dtype)

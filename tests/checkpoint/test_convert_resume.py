@@ -14,8 +14,8 @@ import torch
 import shardtree as st
 from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
-from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
-from shardtree.storage import LocalStorage, MemoryStorage
+from shardtree.errors import AlreadyACheckpoint, IntegrityError
+from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
 from tests.checkpoint.parts import Killed, files
 from tests.options import convert_keywords
@@ -110,23 +110,6 @@ def test_a_kill_while_the_journal_is_removed_leaves_a_finished_checkpoint() -> N
     assert not compare(SOURCE, folder)
 
 
-# The note of who writes is of use to others; a conversion does without.
-NEEDED = [number for number in STEPS if not CALLS[number].name.endswith("owner.json")]
-
-
-@pytest.mark.parametrize("number", NEEDED[::3])
-def test_a_conversion_that_fails_says_so_and_is_gone_on_with(number: int) -> None:
-    folder = MemoryStorage()
-    with pytest.raises(StorageError) as caught:
-        run(SOURCE, watched(folder, before=dies(number, StorageError)))
-    if any(name.endswith(".files") for name in files(folder)) and not st.is_checkpoint(folder):
-        assert "the same call resumes from it" in caught.value.__notes__[-1]
-    if number < REMOVAL:
-        assert run(SOURCE, folder).verified_nbytes
-    assert not compare(SOURCE, folder)
-    assert sorted({name.split("/")[0][:5] for name in files(folder)} - {".conv"}) == ["metad", "save-"]
-
-
 def killed_after(batches: int, **options: Any) -> MemoryStorage:
     """Return the folder of a conversion that was killed when so many batches were done."""
     folder, done = MemoryStorage(), list[str]()
@@ -208,28 +191,6 @@ def test_a_checkpoint_that_came_meanwhile_is_not_taken_for_ones_own() -> None:
     with pytest.raises(AlreadyACheckpoint):
         run(SOURCE, folder)
     assert list(st.load_plain_tensors(folder)) == ["other"]
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_gone_on_with_by_the_next(tmp_path: Path) -> None:
-    tensors = [st.ShardedTensor.from_rank_offsets(f"w{n}", torch.full((1024,), n)) for n in range(30)]
-    st.save(tensors, tmp_path / "source")
-    command = [sys.executable, str(SCRIPTS / "convert_slowly.py"), str(tmp_path / "source"), str(tmp_path / "new")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdin is not None and process.stdout is not None
-    for number in range(7):
-        process.stdin.write("go on\n" * (number > 0))
-        process.stdin.flush()
-        assert process.stdout.readline() == "done\n"
-    process.kill()
-    process.communicate()
-    assert process.returncode == -9 and not st.is_checkpoint(tmp_path / "new")
-    made: list[Call] = []
-    storage = watched(LocalStorage(str(tmp_path / "new")), after=made.append)
-    report = convert(tmp_path / "source", storage, backend="safetensors", max_bytes_in_flight=8192)
-    assert 7 <= report.resumed < 30 == report.batches
-    assert len(data_files(made)) == 30 - report.resumed
-    assert not compare(tmp_path / "source", tmp_path / "new")
 
 
 def peak(folder: Path, how: str) -> int:
