@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import RemoteError, StorageError
 from shardtree.storage import BLOCK_BYTES, MemoryStorage, Verify
-from shardtree.testing import Call, first_difference, random_bits, watched
+from shardtree.testing import first_difference, random_bits
 from tests.checkpoint.parts import ALL_FORMATS as FORMATS
 from tests.checkpoint.parts import noting
 
@@ -127,22 +126,3 @@ def test_what_is_compared_by_one_rank_is_compared_by_those_that_share_it_out(bac
     together = [report for _, report in load_on(3, saved(backend), None, "always", "all")]
     assert sum(report.blocks_checked for report in together) >= alone.blocks_checked
     assert bool(alone.blocks_unchecked) == any(report.blocks_unchecked for report in together)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
-def test_a_rank_that_can_not_read_its_part_fails_all(backend: tuple[str, int], ranks: int) -> None:
-    folder = saved(backend)
-
-    def broken(call: Call) -> None:
-        if call.method == "open" and (folder.length(call.name) or 0) > 2**18:
-            raise StorageError("the medium is gone")
-
-    def on_rank(world: st.World) -> tuple[int, ...]:
-        storage = watched(folder, before=broken) if world.rank == ranks - 1 else folder
-        target = {key: shard_of(key, world.rank, ranks, None, torch.float32) for key in WHOLE}
-        with pytest.raises(RemoteError) as error:
-            st.load(target, storage, world=world, options=st.LoadOptions(exchange="always"))
-        return tuple(error.value.failures)
-
-    assert st.simulate(ranks, on_rank) == [(ranks - 1,)] * ranks

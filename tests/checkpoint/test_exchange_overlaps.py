@@ -16,7 +16,6 @@ import shardtree as st
 from shardtree.checkpoint.loading import _exchange, _read
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.plans import ExchangePlan, plan_exchange, plan_reads
-from shardtree.plans._exchange import Cells, wanted_cells
 from shardtree.storage import MemoryStorage
 from shardtree.testing import first_difference, random_bits
 from shardtree.world import World
@@ -47,12 +46,6 @@ def shards_of(shape: tuple[int, ...], boxes: Sequence[Box], dtype: torch.dtype) 
     ]
 
 
-def columns_of(case: Case) -> ShardColumns:
-    shape, wanted = case
-    parts = [shard_columns(shards_of(shape, boxes, torch.int16), rank) for rank, boxes in enumerate(wanted)]
-    return join_columns(parts)
-
-
 def slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
@@ -64,40 +57,6 @@ def wanted_elements(case: Case) -> np.ndarray:
     for offset, size in (box for boxes in wanted for box in boxes):
         found[slices(offset, size)] = True
     return found
-
-
-def check_cells(cells_of: Callable[..., Cells], case: Case) -> None:
-    """Raise unless cells tile what is wanted, and those of a shard tile it."""
-    shape, _ = case
-    columns = columns_of(case)
-    cells = cells_of(columns, most=10**6)
-    times = np.zeros(shape, dtype=int)
-    inside = [
-        tuple(slice(*span) for span in zip(o, o + s, strict=True))
-        for o, s in zip(cells.shards.offset, cells.shards.shape, strict=True)
-    ]
-    for place in inside:
-        times[place] += 1
-    assert (times == wanted_elements(case)).all()
-    for row in range(len(columns)):
-        own = np.zeros(shape, dtype=int)
-        for number in cells.cell[cells.row == row]:
-            own[inside[number]] += 1
-        expected = np.zeros(shape, dtype=int)
-        expected[slices(columns.offset[row].tolist(), columns.shape[row].tolist())] = 1
-        assert (own == expected).all()
-
-
-@given(cases())
-def test_cells_tile_what_is_wanted_and_those_of_a_shard_tile_it(case: Case) -> None:
-    check_cells(wanted_cells, case)
-
-
-def test_the_law_of_cells_catches_shards_that_stay_whole() -> None:
-    def whole(columns: ShardColumns, *, most: int) -> Cells:
-        return wanted_cells(columns, is_cut=False)
-
-    assert_caught(check_cells, whole, cases())
 
 
 STEP_BYTES = 37
@@ -123,56 +82,72 @@ class ByAllToAll(SimulatedWorld):
 def check_load(
     load: Callable[..., Any],
     case: Case,
+    dtypes: Sequence[torch.dtype],
     stripe_bytes: int,
+    replicas: int = 1,
     kind: type[SimulatedWorld] = BytesWorld,
+    *,
     step_bytes: int = STEP_BYTES,
+    explain: Callable[..., Any] = st.explain_ranks,
 ) -> None:
-    """Raise unless every rank gets its boxes, and each wanted element is read once."""
-    shape, wanted = case
+    """Raise unless every rank gets its boxes by the bytes that were foretold, and each wanted element is read once."""
+    shape, wanted = case[0], case[1] * replicas
     full = random_bits(shape, torch.int16, 5)
     folder = MemoryStorage()
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", full)}, folder)
+    targets = [
+        dict(enumerate(shards_of(shape, boxes, dtypes[rank % len(dtypes)]))) for rank, boxes in enumerate(wanted)
+    ]
+    keywords: dict[str, Any] = {"validate_access_integrity": False, "cast": True}
 
-    def on_rank(simulated: st.World) -> int:
+    def on_rank(simulated: st.World) -> st.storage.ReadReport:
         world = kind(simulated.rank, simulated._meeting)  # type: ignore[attr-defined]
         reports: list[st.storage.ReadReport] = []
         options = st.LoadOptions(exchange="always", report=reports.append)
-        target = dict(enumerate(shards_of(shape, wanted[world.rank], torch.int16)))
-        loaded = load(target, folder, world=world, validate_access_integrity=False, options=options)
-        for number, shard in target.items():
-            slices = tuple(
-                slice(at, at + size) for at, size in zip(shard.global_offset, shard.local_shape, strict=True)
-            )
-            assert first_difference(loaded[number], full[slices]) is None
-        return reports[0].bytes_read
+        loaded = load(targets[world.rank], folder, world=world, options=options, **keywords)
+        for number, shard in targets[world.rank].items():
+            expected = full[slices(shard.global_offset, shard.local_shape)].to(shard.dtype)
+            assert first_difference(loaded[number], expected) is None
+        return reports[0]
 
     def striped(columns: ShardColumns, ranks: int, **options: Any) -> ExchangePlan:
         return plan_exchange(columns, ranks, stripe_bytes=stripe_bytes, most_cells=10**6, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_read, "plan_exchange", striped)
+        patch.setattr(_exchange, "plan_reads", partial(plan_reads, stripe_bytes=stripe_bytes, most_cells=10**6))
         patch.setattr(_exchange, "BYTES_IN_FLIGHT", step_bytes)
-        assert sum(st.simulate(len(wanted), on_rank)) == 2 * wanted_elements(case).sum()
+        foretold = explain(targets, folder, options=st.LoadOptions(exchange="always"), **keywords).reads
+        found = st.simulate(len(wanted), on_rank)
+    assert [(one.cost.bytes_wanted, one.sent, one.received) for one in foretold] == [
+        (one.bytes_read, one.bytes_sent, one.bytes_received) for one in found
+    ]
+    assert len(set(dtypes)) > 1 or sum(one.bytes_read for one in found) == 2 * wanted_elements(case).sum()
 
 
-@given(cases(), some.integers(1, 30), some.sampled_from([BytesWorld, ByAllToAll]))
-def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all(
-    case: Case, stripe_bytes: int, kind: type[SimulatedWorld]
+DTYPES = some.lists(some.sampled_from([torch.int16, torch.int32]), min_size=1, max_size=3)
+CHOSEN = cases(), DTYPES, some.integers(1, 30), some.integers(1, 3)
+
+
+@given(*CHOSEN, some.sampled_from([BytesWorld, ByAllToAll]))
+def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all_as_foretold(
+    case: Case, dtypes: Sequence[torch.dtype], stripe_bytes: int, replicas: int, kind: type[SimulatedWorld]
 ) -> None:
-    check_load(st.load, case, stripe_bytes, kind)
+    check_load(st.load, case, dtypes, stripe_bytes, replicas, kind)
 
 
 def test_the_law_of_loads_catches_steps_that_send_too_much() -> None:
     large: Case = ((7, 7), [[((0, 0), (7, 7))]] * 4)  # few of those that are drawn take more than a step
-    check_load(st.load, large, 30)
-    assert_caught(partial(check_load, step_bytes=10**6), st.load, some.just(large), some.just(30))
+    check_load(st.load, large, [torch.int16], 30)
+    with pytest.raises(AssertionError):
+        check_load(st.load, large, [torch.int16], 30, step_bytes=10**6)
 
 
 def test_the_law_of_loads_catches_ranks_that_each_read_their_own() -> None:
     def alone(*arguments: Any, options: st.LoadOptions, **keywords: Any) -> Any:
         return st.load(*arguments, options=st.LoadOptions(exchange="never", report=options.report), **keywords)
 
-    assert_caught(check_load, alone, cases(), some.integers(1, 30))
+    assert_caught(check_load, alone, *CHOSEN)
 
 
 def test_the_law_of_loads_catches_a_wrong_element() -> None:
@@ -180,7 +155,16 @@ def test_the_law_of_loads_catches_a_wrong_element() -> None:
         loaded = st.load(*arguments, world=world, **keywords)
         return {number: data + (world.rank == 1) for number, data in loaded.items()}
 
-    assert_caught(check_load, wrong, cases(), some.integers(1, 30))
+    assert_caught(check_load, wrong, *CHOSEN)
+
+
+def test_the_law_of_loads_catches_boxes_that_are_taken_for_whole() -> None:
+    def uncut(*arguments: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_exchange, "plan_reads", lambda *of, alike, **_: plan_reads(*of, alike=alike, is_cut=False))
+            return st.explain_ranks(*arguments, **options)
+
+    assert_caught(partial(check_load, explain=uncut), st.load, *CHOSEN)
 
 
 def rows(*spans: tuple[int, int], width: int = 1) -> ShardColumns:
@@ -235,30 +219,3 @@ def test_boxes_of_too_many_cells_stay_whole() -> None:
     assert (few.bytes_read.sum(), many.bytes_read.sum()) == (19, 100)
     assert (len(few.reads), len(many.reads)) == (19, 10)
     assert many.bytes_sent.sum() == 0
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_flat_ranges_that_overlap_are_read_once_and_twice_on_a_rank_sent_once(cast: bool) -> None:
-    """Each also lies in a box of another rank; one rank wants the same range in two shards."""
-    full, folder = random_bits((8, 6), torch.int16, 7), MemoryStorage()
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", full)}, folder)
-    dtype = torch.int32 if cast else torch.int16
-    wanted = [[slice(0, 30)], [slice(20, 48), slice(20, 48)], [None], [slice(7, 8)]]
-
-    def on_rank(world: st.World) -> st.storage.ReadReport:
-        reports: list[st.storage.ReadReport] = []
-        target = {
-            number: st.ShardedTensor("w", None, dtype, (8, 6), (8, 6), (0, 0), None, world.rank, flattened_range=part)
-            for number, part in enumerate(wanted[world.rank])
-        }
-        options = st.LoadOptions(exchange="always", verify=None, report=reports.append)
-        loaded = st.load(target, folder, world=world, cast=cast, validate_access_integrity=False, options=options)
-        for number, part in enumerate(wanted[world.rank]):
-            expected = full if part is None else full.flatten()[part]
-            assert torch.equal(loaded[number], expected.to(dtype))
-        return reports[0]
-
-    found = st.simulate(4, on_rank)
-    assert sum(one.bytes_read for one in found) == full.nbytes
-    once = (30 + 28 + 48 + 1) * 2
-    assert sum(one.bytes_received for one in found) == sum(one.bytes_sent for one in found) == once - full.nbytes
