@@ -188,22 +188,6 @@ def test_common_values_are_kept_whatever_they_are() -> None:
     assert common["file"].getvalue() == b"abc"
 
 
-def test_a_request_that_failed_is_tried_again_with_the_same_bytes() -> None:
-    folder, failures = st.storage.MemoryStorage(), iter([True])
-
-    def once(size: int) -> None:
-        if next(failures, False):
-            raise FullDisk("no space left on device")
-
-    made = request(folder, 3.0, progress=once)
-    with pytest.raises(FullDisk):
-        made.execute_sync()
-    for number in range(4):
-        request(st.storage.MemoryStorage(), 10.0 + number)
-    made.execute_sync()
-    assert value_in(folder) == 3
-
-
 # The queue.
 
 
@@ -252,14 +236,6 @@ def test_a_result_raises_what_failed_and_then_its_own() -> None:
         with pytest.raises(FullDisk):
             bad.result()
         assert good.result()["save_id"] and value_in(folder) == 2
-
-
-def test_the_result_of_what_was_given_up_is_an_error() -> None:
-    queue = st.AsyncCallsQueue()
-    queue.schedule_async_request(made := request(st.storage.MemoryStorage()))
-    queue.close(abort=True)
-    with pytest.raises(st.CheckpointingException, match="async save 0 to 'memory:' was given up"):
-        made.result()
 
 
 def held(storage: Storage, gate: threading.Event) -> Storage:

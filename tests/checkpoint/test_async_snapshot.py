@@ -46,13 +46,6 @@ def test_a_copy_from_a_device_is_the_tensor_however_late_it_is_made(
     assert device.log == ["start", "wait"]
 
 
-def test_copies_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = LateDevice()
-    monkeypatch.setitem(copies_by_device, "cpu", lambda _: replace(device.copies(torch.device("cpu")), wait=id))
-    with pytest.raises(AssertionError):
-        test_a_copy_is_the_tensor(torch.float32)
-
-
 def test_a_device_that_fails_leaves_no_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies of one device are waited for, though another's can't be begun."""
 

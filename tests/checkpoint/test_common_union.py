@@ -14,7 +14,7 @@ from hypothesis import strategies as hypothesis
 
 import shardtree as st
 from shardtree.checkpoint.loading import _strict
-from shardtree.errors import CorruptCheckpoint, IntegrityError, KeyMismatch, MetadataError, WorldError, render_path
+from shardtree.errors import CorruptCheckpoint, IntegrityError, KeyMismatch, render_path
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import encode_metadata, read_metadata
 from shardtree.world import World
@@ -197,91 +197,12 @@ def test_an_asynchronous_save_stores_the_union_as_it_was() -> None:
     assert not st.diff({**st.load_common_state_dict(folder)["optim"], "kind": None}, {**EXPECTED, "kind": None})
 
 
-CONFLICTS: dict[str, tuple[Any, str]] = {
-    "values": (lambda rank: {"step": rank}, r"tree\['step'\]: rank 0 has 0, rank 1 has 1, rank 2 has 2, rank 3 has 3"),
-    "values of some": (
-        lambda rank: {"own": {"lr": rank // 3}} if rank else {},
-        r"tree\['own'\]\['lr'\]: ranks 1, 2 have 0, rank 3 has 1",
-    ),
-    "a bit of a tensor": (lambda rank: {"t": torch.tensor([0.0, (-0.0, 0.0)[rank > 0]])}, r"tree\['t'\]: rank 0 has"),
-    "lists": (
-        lambda rank: {"groups": [{"lr": 1}, {"lr": rank // 2}]},
-        r"tree\['groups'\]\[1\]\['lr'\]: ranks 0, 1 have 0, ranks 2, 3 have 1[\s\S]*flatten_optimizer_state_dict=True",
-    ),
-    "lists of other lengths": (lambda rank: {"groups": [1] * rank}, r"tree\['groups'\]"),
-    "a dict and a value": (
-        lambda rank: {"a": {"b": 1} if rank else 1},
-        r"tree\['a'\]: rank 0 has 1, ranks 1-3 have dict",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONFLICTS)
-def test_conflicts_are_told_on_all_ranks_and_nothing_is_left(case: str) -> None:
-    more, text = CONFLICTS[case]
-    folder = MemoryStorage()
-
-    def on_rank(world: World) -> None:
-        with pytest.raises(IntegrityError, match=text):
-            st.save({**tree(world.rank), **more(world.rank)}, folder, world=world, options=UNION)
-
-    st.simulate(RANKS, on_rank)
-    assert not folder.names()
-
-
-def test_an_error_says_that_only_rank_zeros_is_stored_and_how_to_store_all() -> None:
-    with pytest.raises(IntegrityError, match=r"common='union'\) stores all.*rank 0's are stored, and the other ranks'"):
-        save_all(MemoryStorage(), options=None)
-
-
-def test_what_would_not_be_compared_is_refused_and_so_are_ranks_that_ask_for_other_things() -> None:
-    for keywords in ({"preprocess_common_before_consistancy_check": dict}, {"validate_access_integrity": False}):
-        folder = MemoryStorage()
-        with pytest.raises(MetadataError, match="needs the whole common states compared"):
-            save_all(folder, **keywords)
-        assert not folder.names()
-
-    def on_rank(world: World) -> None:
-        with pytest.raises(WorldError, match="common"):
-            st.save(tree(world.rank), MemoryStorage(), world=world, options=UNION if world.rank else None)
-
-    st.simulate(RANKS, on_rank)
-
-
 def shard(key: str) -> st.ShardedTensor:
     return st.ShardedTensor.from_rank_offsets(key, torch.arange(2.0))
 
 
 def save_two(trees: Sequence[Any], folder: MemoryStorage) -> None:
     st.simulate(2, lambda world: st.save(trees[world.rank], folder, world=world, options=UNION))
-
-
-# What one rank has at "w", what the other one has there; where the error says so, and as what.
-MISFITS: list[tuple[Any, Any, str]] = [
-    (shard("w"), 7, r"\['w'\]: rank {} has ShardedTensor, rank {} has 7"),
-    (shard("v"), torch.ones(2), r"\['w'\]: rank {} has ShardedTensor, rank {} has Tensor \(2,\) float32"),
-    (shard("w"), {"x": 1}, r"\['w'\]: rank {} has ShardedTensor, rank {} has dict"),
-    (st.LocalNonpersistentObject(1), 5, r"\['w'\]: rank {} has LocalNonpersistentObject, rank {} has 5"),
-    ([shard("w")], [5], r"\['w'\]\[0\]: rank {} has ShardedTensor, rank {} has 5"),
-    ([shard("w")], {"x": 5}, r"\['w'\]: rank {} has list, rank {} has dict"),
-    ({"a": shard("w")}, 5, r"\['w'\]: rank {} has dict, rank {} has 5"),
-    ({"a": {"b": shard("w")}}, {"a": {"b": 5, "c": 6}}, r"\['a'\]\['b'\]: rank {} has ShardedTensor, rank {} has 5"),
-]
-
-
-@pytest.mark.parametrize("number", range(len(MISFITS)))
-@pytest.mark.parametrize("own", [0, 1])
-def test_a_value_where_another_rank_has_shards_is_refused_before_a_byte_is_written(number: int, own: int) -> None:
-    *held, text = MISFITS[number]
-    trees = [{"w": held[rank != own], "step": 3} for rank in range(2)]
-    folder = MemoryStorage()
-
-    def on_rank(world: World) -> None:
-        with pytest.raises(IntegrityError, match=text.format(own, 1 - own)):
-            st.save(trees[world.rank], folder, world=world, options=UNION)
-
-    st.simulate(2, on_rank)
-    assert not folder.names()
 
 
 def test_shards_beside_values_and_dicts_of_shards_alone_are_no_conflict() -> None:

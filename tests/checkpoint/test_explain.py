@@ -74,21 +74,6 @@ def check_foretold(
         assert (foretold.sent, foretold.received) == moved, f"{foretold}: {moved} bytes were sent and received"
 
 
-def lengthened(layout: Layout, length: int) -> Layout:
-    """Return the layout of a tensor that has one more axis, which no piece cuts."""
-    pieces = [
-        replace(
-            piece,
-            offset=(*piece.offset, 0),
-            shape=(*piece.shape, length),
-            flat=None if piece.flat is None else (piece.flat[0] * length, piece.flat[1] * length),
-        )
-        for piece in layout.pieces
-    ]
-    grid = None if layout.grid is None else (*layout.grid, 1)
-    return replace(layout, global_shape=(*layout.global_shape, length), pieces=tuple(pieces), grid=grid)
-
-
 def trees(layout: Layout, tensor: torch.Tensor) -> list[dict[str, Any]]:
     """Return each rank's tree."""
     return [
@@ -108,9 +93,9 @@ def save_as(layout: Layout, tensor: torch.Tensor) -> MemoryStorage:
 @settings(max_examples=12)
 @given(data=some.data())
 def test_explain_foretells_each_byte(verify: Any, data: some.DataObject) -> None:
-    shape, length = (4, 6), data.draw(some.sampled_from([3_000, 20_000]), label="length")
-    before, after = (lengthened(data.draw(layouts(shape, ranks)), length) for ranks in (2, 3))
-    tensor = torch.zeros((*shape, length))
+    shape = (4, 6, data.draw(some.sampled_from([3_000, 20_000]), label="length"))
+    before, after = (data.draw(layouts(shape, ranks)) for ranks in (2, 3))
+    tensor = torch.zeros(shape)
     options = {"exchange": data.draw(some.sampled_from(["never", "always"])), "verify": verify}
     check_foretold(trees(after, tensor), save_as(before, tensor), **options)
 
