@@ -357,14 +357,6 @@ def test_close_with_abort_drops_what_is_not_committed_and_says_so(caplog: pytest
     assert queue.get_num_unfinalized_calls() == 0
 
 
-def test_a_finalizer_that_fails_is_told_and_the_checkpoint_stays() -> None:
-    queue = st.AsyncCallsQueue()
-    queue.schedule_async_request(request(folder := st.storage.MemoryStorage()).add_finalize_fn(lambda: 1 // 0))
-    with pytest.raises(ZeroDivisionError):
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert queue.get_num_unfinalized_calls() == 0 and value_in(folder) == 1
-
-
 def test_a_finalizer_may_schedule_the_next_save() -> None:
     queue, folders = st.AsyncCallsQueue(), [st.storage.MemoryStorage() for _ in range(2)]
     later = request(folders[1], 2.0)

@@ -72,49 +72,34 @@ def test_all_stages_keys_are_stored_and_each_rank_gets_its_own(backend: tuple[st
     st.simulate(RANKS, on_rank)
 
 
-def test_a_load_gives_what_the_target_names_of_united_dicts_alone() -> None:
-    folder, agreed = MemoryStorage(), {"betas": {"w": 0.9, "b": 0.8}, "epoch": 3}
-
-    def on_rank(world: World) -> None:
-        own = {"lr": {f"stage.{world.rank}": world.rank / 10, "max": 1}, f"seed {world.rank}": world.rank}
-        weight = {"w": shard("w")} if world.rank == 0 else {}
-        st.save({**weight, **agreed, **own}, folder, world=world, options=UNION)
-
-    st.simulate(2, on_rank)
-    lr, seeds = {"stage.0": 0.0, "max": 1, "stage.1": 0.1}, {"seed 0": 0, "seed 1": 1}
-
-    def loaded(target: Any) -> Any:
-        target = {"w": shard("w"), **target}
-        explained, reports = st.explain(target, folder), list[Any]()
-        found = st.load(target, folder, options=st.LoadOptions(report=reports.append))
-        del found["w"]
-        lost = st.diff({**agreed, "lr": lr, **seeds}, found).only_left
-        assert explained.ok and {*explained.left_out} == {*reports[0].left_out} == {*map(render_path, lost)}
-        return found
-
-    every = {**agreed, "lr": lr, **seeds}
-    # Where it names none of the ranks' own keys, or no such dict, all is there.
-    for target in ({}, {"lr": {}}, {"epoch": 0}, {"lr": {"max": 0}}, {"lr": {"new": 0}}, {"betas": {"w": 0}}):
-        assert loaded(target) == every, target
-    assert loaded({"lr": {"stage.1": 0, "new": 0}}) == {**every, "lr": {"stage.1": 0.1, "max": 1}}
-    assert loaded({"seed 1": 0, "lr": {"stage.0": 0}}) == {**agreed, "lr": {"stage.0": 0.0, "max": 1}, "seed 1": 1}
-
-
 KEYS = hypothesis.sets(hypothesis.sampled_from("abcd"))
 TWO_LOADS = hypothesis.tuples(KEYS, KEYS, hypothesis.lists(KEYS, min_size=1, max_size=3))
 Load = Callable[..., Any]
 
 
+def tree_of(keys: set[str]) -> dict[str, Any]:
+    """Return a tree with keys at its root, and in a dict in it."""
+    own = dict.fromkeys(sorted(keys), 0.1)
+    return {**own, "lr": {**own, "max": 1}, "step": 3}
+
+
 def nothing_united_vanishes(load: Load, keys: tuple[set[str], set[str], list[set[str]]]) -> None:
-    """Each stored value is in the result of some rank, or listed as left out by all; ``raise_all`` raises for it."""
+    """Each stored value is in the result of some rank, or listed as left out by all; ``raise_all`` raises for it.
+
+    A result has what all ranks had, and what the target names of the rest, or all of it where it names none.
+    """
     *saved, asked = keys
-    folder = MemoryStorage()
-    save_two([{"lr": dict.fromkeys(sorted(each), 0.1), "step": 3} for each in saved], folder)
-    targets, reports = [{"lr": dict.fromkeys(sorted(each), 0.0)} for each in asked], list[Any]()
+    folder, every = MemoryStorage(), saved[0] | saved[1]
+    save_two([tree_of(each) for each in saved], folder)
+    targets, reports = [tree_of(each) for each in asked], list[Any]()
     options = st.LoadOptions(report=reports.append)
     found = st.simulate(len(asked), lambda world: load(targets[world.rank], folder, world=world, options=options))
-    kept = set[str]().union(*(each["lr"] for each in found))
-    lost = {render_path(("lr", key)) for key in (saved[0] | saved[1]) - kept}
+    lost = {render_path(path) for key in every for path in ((key,), ("lr", key))}
+    for names, each in zip(asked, found, strict=True):
+        named = names & (saved[0] ^ saved[1])
+        expected = saved[0] & saved[1] | named if named else every
+        assert each == tree_of(expected)
+        lost -= {render_path(path) for key in expected for path in ((key,), ("lr", key))}
     assert all({*report.left_out} == lost for report in reports), (lost, reports)
     strict = {"strict": "raise_all", "validate_access_integrity": False}
     explained = st.explain_ranks(targets, folder, **strict)

@@ -26,7 +26,7 @@ from shardtree.errors import (
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import default_strategies
 from shardtree.strategies.index import read_index
-from shardtree.testing import first_difference, global_states, glu, rank_tree, state_layouts
+from shardtree.testing import first_difference, global_states, rank_tree, state_layouts
 from shardtree.transforms import split_tensor, stack_layers
 from tests.checkpoint.parts import files, saved
 from tests.checkpoint.parts import whole as tensor
@@ -107,7 +107,6 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], dict[str, torch.Tensor]]] = {
     "apply_factories": (lambda tree: st.apply_factories(st.map_shards(halves, tree)), {"h.0.qkv": QKV[0]}),
     "factories left to the save": (lambda tree: [halves(leaf) for leaf in tree.values()], {"h.0.qkv": QKV[0]}),
     "apply_factory_merges": (rebuilt, {"h.2.qkv": QKV[2]}),
-    "glu": (lambda tree: {key: glu(key, leaf.data) for key, leaf in tree.items()}, {}),
     "a pipeline": (
         st.compose(
             st.bind(stack_layers, "h"),
@@ -363,31 +362,35 @@ def test_the_check_catches_a_tensor_that_was_not_kept(fault: Callable[[st.Sharde
         converted(saved(TREE), strategies={**default_strategies, row: wrong})
 
 
+def noting_reads(note: Callable[[Any, Any], object]) -> st.strategies.Strategies:
+    """Return a table by which loads tell of which checkpoint which shards are read."""
+    row = (st.StrategyAction.LOAD_SHARDED, native, 1)
+
+    def noted(checkpoint: st.strategies.Checkpoint, shards: Any) -> Any:
+        note(checkpoint, shards)
+        return default_strategies[row](checkpoint, shards)
+
+    return {**default_strategies, row: noted}
+
+
 @pytest.mark.parametrize("backend", [native, "torch_dist", "zarr", "huggingface"])
 def test_the_source_is_read_once(backend: str) -> None:
     source = saved([tensor("w", torch.arange(3_000_000.0).reshape(3, 1_000_000)), tensor("v", torch.ones(5))])
-    row, elements = (st.StrategyAction.LOAD_SHARDED, native, 1), []
+    elements: list[int] = []
 
-    def counted(checkpoint: st.strategies.Checkpoint, shards: Any) -> Any:
+    def note(checkpoint: st.strategies.Checkpoint, shards: Any) -> None:
         elements.extend(leaf.data.numel() for leaf in shards if checkpoint.storage is source)
-        return default_strategies[row](checkpoint, shards)
 
-    strategies = {**default_strategies, row: counted}
-    _, report = converted(source, strategies=strategies, backend=backend, leave_out=["common"])
+    _, report = converted(source, strategies=noting_reads(note), backend=backend, leave_out=["common"])
     assert sum(elements) == 3_000_005
     assert report.fingerprints == st.fingerprint(source)
 
 
 def test_small_tensors_are_read_many_at_a_time() -> None:
     calls: list[int] = []
-    row = (st.StrategyAction.LOAD_SHARDED, native, 1)
-
-    def counted(checkpoint: st.strategies.Checkpoint, shards: Any) -> Any:
-        calls.append(len(shards))
-        return default_strategies[row](checkpoint, shards)
-
     tree = [tensor(f"w{number}", torch.full((3, 2), number)) for number in range(200)]
     transform = st.compose(st.bind(st.prefix, "x."), lambda tree: st.map_shards(lambda leaf: leaf, tree))
-    folder, _ = converted(saved(tree), strategies={**default_strategies, row: counted}, transform=transform)
+    strategies = noting_reads(lambda _, shards: calls.append(len(shards)))
+    folder, _ = converted(saved(tree), strategies=strategies, transform=transform)
     assert calls == [200, 200]  # to write, and to check what was written
     assert st.load_plain_tensors(folder)["x.w7"].tolist() == [[7, 7]] * 3

@@ -12,13 +12,10 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint import OpenCheckpoint
-from shardtree.checkpoint.conversion import ConversionReport
 from shardtree.checkpoint.conversion._journal import journal_of
 from shardtree.checkpoint.conversion._plan import batches_of
 from shardtree.lazy import _computed
 from shardtree.storage import MemoryStorage
-from shardtree.testing import Call, watched
-from tests.checkpoint.parts import Killed
 
 SHAPES = {"embedding": (40, 16), "layers.0.w": (16, 24), "norm": (16,)}
 
@@ -85,26 +82,6 @@ def test_the_law_of_factors_catches_numbers_as_torch_prints_them(monkeypatch: py
     monkeypatch.setattr(_computed, "scalar_text", repr)
     with pytest.raises(AssertionError):
         tells_factors_apart(digest_of)
-
-
-def test_a_killed_soup_is_gone_on_with_and_another_begins_anew() -> None:
-    source, other, folder = saved(ONE), st.open_checkpoint(saved(TWO)), MemoryStorage()
-
-    def run(storage: Any, factor: float) -> ConversionReport:
-        transform = over(lambda a, b: a + torch.tensor(factor) * b, other)
-        return st.convert(source, storage, backend="safetensors", transform=transform, max_bytes_in_flight=600)
-
-    def dies(call: Call) -> None:
-        if call.method == "replace" and call.name.endswith("000002.done"):
-            raise Killed
-
-    for factor, resumed in [(0.12346, 0), (0.12345, 2)]:
-        with pytest.raises(Killed):
-            run(watched(folder, before=dies), 0.12345)
-        assert run(folder, factor).resumed == resumed
-        found = st.load_plain_tensors(folder)
-        assert all(torch.equal(found[key], ONE[key] + torch.tensor(factor) * TWO[key]) for key in ONE)
-        folder = MemoryStorage()
 
 
 def test_what_a_callers_function_makes_is_never_taken_for_what_another_made() -> None:

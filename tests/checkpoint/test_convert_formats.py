@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ BACKENDS = sorted(
 )
 
 SOME_BACKENDS = [pytest.param(each, marks=() if each in sample(BACKENDS, 2) else EXHAUSTIVE) for each in BACKENDS]
+NATIVE = ("safetensors", 1)
 HOLDS_TENSORS_ONLY = {"huggingface"}
 CHANGES = {"write", "write_parts", "replace", "move", "make_folder", "remove", "remove_folder", "sync_folder"}
 
@@ -109,27 +111,57 @@ def test_values_beside_the_shards_of_any_root_are_compared(root: Any, lost: Any)
         convert(start, MemoryStorage(), backend="safetensors", strategies=strategies)
 
 
+@cache
+def complete(backend: tuple[str, int]) -> list[str]:
+    """Return the names of the files that a conversion writes."""
+    folder = MemoryStorage()
+    run(backend, folder)
+    return names(folder)
+
+
+def check_killed(backend: tuple[str, int], step: Call, resume: Callable[..., Any] = run) -> None:
+    """Raise unless a conversion that is killed at a call can be gone on with, and what was done isn't done again."""
+    folder, done, again = MemoryStorage(), list[Call](), list[Call]()
+
+    def before(call: Call) -> None:
+        if call.number == step.number:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(backend, watched(folder, before=before, after=done.append))
+    if st.is_checkpoint(folder):
+        check_equal(backend, folder)
+    report = resume(backend, watched(folder, after=again.append))
+    finished, later = (
+        [call for call in calls if call.method == "replace" and call.name.endswith(".done")] for calls in (done, again)
+    )
+    assert report.resumed == len(finished), f"{report.resumed} batches were gone on with, {len(finished)} were done"
+    assert len(later) == report.batches - report.resumed and report.verified_nbytes == report.nbytes
+    check_equal(backend, folder)
+    assert names(folder) == complete(backend), f"killed at {step}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", SOME_BACKENDS, ids=str)
-def test_one_that_was_killed_is_gone_on_with(backend: tuple[str, int]) -> None:
-    complete = MemoryStorage()
-    run(backend, complete)
+def test_one_that_was_killed_is_gone_on_with_in_every_format(backend: tuple[str, int]) -> None:
     for step in steps(backend):
-        folder, done = MemoryStorage(), list[Call]()
+        check_killed(backend, step)
 
-        def before(call: Call, number: int = step.number) -> None:
-            if call.number == number:
-                raise Killed
 
-        with pytest.raises(Killed):
-            run(backend, watched(folder, before=before, after=done.append))
-        if st.is_checkpoint(folder):
-            check_equal(backend, folder)
-        report = run(backend, folder)
-        finished = len([call for call in done if call.method == "replace" and call.name.endswith(".done")])
-        assert report.resumed == finished, f"killed at {step}"
-        check_equal(backend, folder)
-        assert names(folder) == names(complete), f"killed at {step}"
+@pytest.mark.parametrize("step", steps(NATIVE), ids=lambda step: f"{step.number}-{step.method}")
+def test_a_killed_conversion_is_gone_on_with(step: Call) -> None:
+    check_killed(NATIVE, step)
+
+
+def test_the_law_catches_a_conversion_that_begins_anew() -> None:
+    def anew(backend: tuple[str, int], folder: Any) -> Any:
+        for name in [name for name in files(folder) if name.endswith(".done")]:
+            folder.inner.remove(name)
+        return run(backend, folder)
+
+    index = next(step for step in steps(NATIVE) if "index-0" in step.name)
+    with pytest.raises(AssertionError, match=r"0 batches were gone on with, \d+ were done"):
+        check_killed(NATIVE, index, anew)
 
 
 def names(folder: Any) -> list[str]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, _write, convert
-from shardtree.errors import IntegrityError, StorageError, WorldError
+from shardtree.errors import IntegrityError, StorageError
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
 from shardtree.testing import Call, global_states, rank_tree, state_layouts, watched
@@ -191,28 +191,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_gone_on_with() -> None:
     (report,) = run(1, source, folder)
     assert 0 < report.resumed < report.batches
     assert not compare(source, folder)
-
-
-def test_ranks_with_other_arguments_are_refused_before_anything_is_written() -> None:
-    folder = MemoryStorage()
-    casts = [torch.float16, torch.bfloat16]
-    with pytest.raises(WorldError, match="rank 1 would write other bytes than rank 0"):
-        simulate(
-            2,
-            lambda world: convert(
-                SOURCE,
-                folder,
-                backend="safetensors",
-                transform=partial(st.cast, dtype=casts[world.rank]),
-                world=world,
-            ),
-        )
-    assert folder.names() == ()
-
-
-def test_a_folder_that_is_not_shared_is_refused() -> None:
-    with pytest.raises(StorageError, match="is not shared: rank 1 doesn't see"):
-        simulate(2, lambda world: convert(SOURCE, MemoryStorage(), backend="safetensors", world=world))
 
 
 # Killed, and gone on with by another number of ranks.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ import shardtree as st
 from shardtree.storage import BLOCK_BYTES, MemoryStorage, Verify
 from shardtree.testing import first_difference, random_bits
 from tests.checkpoint.parts import ALL_FORMATS as FORMATS
-from tests.checkpoint.parts import noting
+from tests.checkpoint.parts import counted
 
 SHAPES = {"a": (1200, 1000), "b": (640, 1024)}
 """Of 4.8 and 2.6 MB: each of four ranks reads a part of one of them, or of both."""
@@ -22,22 +21,9 @@ SHAPES = {"a": (1200, 1000), "b": (640, 1024)}
 WHOLE = {key: random_bits(shape, torch.float32, seed) for seed, (key, shape) in enumerate(SHAPES.items())}
 
 
-def noted(inner: MemoryStorage) -> Any:
-    """Return a storage that notes which bytes are read."""
-    spans: list[tuple[str, int, int]] = []
-    found = noting(inner, lambda *span: spans.append(span))
-    found.spans = spans
-    return found
-
-
-def times_read(storage: Any) -> np.ndarray:
-    """Return how often each byte is read of the files that tensors lie in."""
-    names = sorted({name for name, begin, end in storage.spans if end - begin > 2**18})
-    counts = {name: np.zeros(storage.inner.length(name) or 0, dtype=int) for name in names}
-    for name, begin, end in storage.spans:
-        if name in counts:
-            counts[name][begin:end] += 1
-    return np.concatenate(list(counts.values()))
+def bytes_read(storage: Any) -> int:
+    """Return how much is read of the files that tensors lie in."""
+    return sum(count for name, count in storage.counts.items() if (storage.inner.length(name) or 0) > 2**18)
 
 
 def shard_of(key: str, rank: int, ranks: int, axis: int | None, dtype: torch.dtype) -> st.ShardedTensor:
@@ -94,7 +80,7 @@ def check_reads(found: Any, alone: Any, reports: Sequence[st.storage.ReadReport]
     if verify is not None:
         # A rank reads some of two tensors here: of each both ends may lie in a block that another one checks too.
         again += 4 * len(reports) * BLOCK_BYTES
-    assert times_read(found).sum() <= times_read(alone).sum() + again
+    assert bytes_read(found) <= bytes_read(alone) + again
 
 
 @pytest.mark.parametrize(("backend", "verify", "dtype", "ranks", "axis"), CASES)
@@ -102,7 +88,7 @@ def test_ranks_that_read_for_each_other_get_what_each_would_read_itself(
     backend: tuple[str, int], verify: Verify, dtype: torch.dtype, ranks: int, axis: int | None
 ) -> None:
     """Also where tensors are converted, which are cut as they are stored."""
-    alone, storage = noted(saved(backend)), noted(saved(backend))
+    alone, storage = counted(saved(backend)), counted(saved(backend))
     plain = load_on(1 if axis is None else 2, alone, axis, "never", verify, dtype)
     found = load_on(ranks, storage, axis, "always", verify, dtype)
     for rank, (loaded, _) in enumerate(found):
@@ -112,7 +98,7 @@ def test_ranks_that_read_for_each_other_get_what_each_would_read_itself(
 
 
 def test_the_check_of_reads_sees_ranks_that_each_read_all() -> None:
-    alone, storage = noted(saved(FORMATS[0])), noted(saved(FORMATS[0]))
+    alone, storage = counted(saved(FORMATS[0])), counted(saved(FORMATS[0]))
     load_on(1, alone, None, "never", None)
     reports = [report for _, report in load_on(2, storage, None, "never", None)]
     for each in (reports, [st.storage.ReadReport(TOTAL)]):
