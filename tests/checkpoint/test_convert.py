@@ -136,19 +136,6 @@ def test_tree_functions_compose_on_lazy_data(name: str, most: int) -> None:
     assert report.verified_nbytes == report.nbytes == sum(whole.nbytes for whole in found.values())
 
 
-def test_nothing_is_read_before_it_is_written() -> None:
-    source = saved(layers(3))
-
-    def transform(tree: dict[str, Any]) -> dict[str, Any]:
-        for name in list(source.names()):
-            for file in source.names(name):
-                source.remove(f"{name}/{file}")  # the index is open already
-        return tree
-
-    with pytest.raises(st.CheckpointingException):
-        converted(source, transform=transform)
-
-
 def test_objects_are_passed_on_renamed_or_made_anew() -> None:
     def transform(tree: dict[str, Any]) -> dict[str, Any]:
         assert all(not isinstance(leaf.data, dict) for leaf in tree.values())

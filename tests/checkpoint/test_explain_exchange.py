@@ -22,15 +22,6 @@ from shardtree.storage import MemoryStorage
 ALWAYS = st.LoadOptions(exchange="always", verify=None)
 
 
-def test_a_copy_that_a_rank_makes_for_itself_is_not_counted_as_sent() -> None:
-    both = {key: st.ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=1) for key in "ab"}
-    folder = MemoryStorage()
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(4))}, folder)
-    found = st.explain_ranks([both, {}], folder, validate_access_integrity=False, options=ALWAYS)
-    assert [(one.sent, one.received) for one in found.reads] == [(0, 0), (0, 0)]
-    assert "sent" not in str(found)
-
-
 class Targets(Sequence[Any]):
     """Targets of ranks that are made when they are asked for."""
 
