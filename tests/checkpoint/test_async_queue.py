@@ -58,7 +58,7 @@ class Mutating:
     def __init__(self, world: World) -> None:
         self.world = world
         self.weight = torch.zeros(64, 8)
-        self.tree = {
+        self.tree: dict[str, Any] = {
             "w": shard("w", self.weight, world.rank, world.size),
             "t": shard("t", self.weight.t(), world.rank, world.size),
             "buffer": bytearray(8),
