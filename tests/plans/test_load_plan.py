@@ -7,13 +7,12 @@ from itertools import pairwise
 from math import prod
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
-from shardtree.mapping import ShardedTensor, is_main_replica
+from shardtree.mapping import is_main_replica
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.testing import Layout, check_load_plan, cut, layouts, shapes
 
@@ -81,12 +80,6 @@ def test_a_plan_reads_every_requested_byte_once_from_where_it_is(request: Reques
     reads_every_byte_once(plan_load, request, shortest_run)
 
 
-@given(requests(complete=True), SHORTEST)
-def test_whatever_is_stored_whole_is_covered_whole(request: Request, shortest_run: int) -> None:
-    columns, chunks = request
-    assert plan_load(columns, chunks, shortest_run=shortest_run).covered.tolist() == columns.elements.tolist()
-
-
 @given(requests(), SHORTEST)
 def test_runs_are_in_file_order_and_can_not_be_joined_further(request: Request, shortest_run: int) -> None:
     runs = plan_load(*request, shortest_run=shortest_run).runs
@@ -116,38 +109,6 @@ def test_the_order_of_the_index_does_not_matter(request: Request, random: object
     assert one.bytes_read == other.bytes_read
     for name in Runs.__slots__:
         assert getattr(one.runs, name).tolist() == getattr(other.runs, name).tolist()
-
-
-def chunk(offset: tuple[int, ...], shape: tuple[int, ...], byte: int = 0) -> StoredChunks:
-    one = np.zeros(1, dtype=np.int64)
-    return StoredChunks(one, np.array([offset]), np.array([shape]), one - 1, one - 1, one, one + byte)
-
-
-def test_a_whole_tensor_is_one_run() -> None:
-    wanted = shard_columns([ShardedTensor.from_rank_offsets("w", torch.zeros(4, 5, 6))])
-    plan = plan_load(wanted, chunk((0, 0, 0), (4, 5, 6), byte=64))
-    assert (plan.runs.byte.tolist(), plan.runs.length.tolist(), plan.strided.file.size) == ([64], [480], 0)
-
-
-def test_rows_of_a_tensor_are_one_run_and_columns_are_one_strided_piece() -> None:
-    rows = shard_columns([ShardedTensor.from_rank_offsets("w", torch.zeros(2, 6), (0, 1, 2))])
-    columns = shard_columns([ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (1, 1, 2))])
-    assert plan_load(rows, chunk((0, 0), (4, 6))).runs.length.tolist() == [48]
-    plan = plan_load(columns, chunk((0, 0), (4, 6)))
-    assert (plan.runs.file.size, plan.strided.shape.tolist(), plan.strided.byte.tolist()) == (0, [[4, 3]], [12])
-
-
-@pytest.mark.parametrize("shortest_run", [1, 2**20])
-def test_a_request_that_nothing_is_stored_of_reads_nothing(shortest_run: int) -> None:
-    wanted = shard_columns([ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))])
-    plan = plan_load(wanted, chunk((0,), (2,)), shortest_run=shortest_run)
-    assert (plan.bytes_read, plan.covered.tolist()) == (0, [0])
-
-
-def test_no_request_and_no_chunk() -> None:
-    none = np.zeros(0, dtype=np.int64)
-    nothing = StoredChunks(none, none.reshape(0, 1), none.reshape(0, 1), none, none, none, none)
-    assert plan_load(shard_columns([]), nothing).bytes_read == 0
 
 
 def test_runs_by_themselves_make_a_plan() -> None:

@@ -104,6 +104,15 @@ def test_each_case_keeps_the_laws_of_plans(name: str) -> None:
         assert not with_relays(plan, shortest_cut=shortest_cut).check()
 
 
+def test_a_problem_holds_the_box_that_it_is_about() -> None:
+    plan, nothing = plan_of("nothing moves"), plan_of("nothing is wanted").transfers
+    wrong = replace(plan, transfers=replace(plan.transfers, nbytes=plan.transfers.nbytes + 1)).check()
+    assert [problem.box for problem in wrong] == [(slice(0, 2), slice(0, 4)), (slice(3, 5), slice(0, 4))]
+    assert [problem.ranks for problem in wrong] == [(0,), (1,)]
+    (unfilled, *_) = replace(plan_of("boxes to flat ranges"), transfers=nothing).check()
+    assert (unfilled.box, unfilled.flat) == ((slice(0, 6), slice(0, 4)), slice(0, 7))
+
+
 def test_every_plan_has_its_text() -> None:
     assert list(CASES) == list(SAID)
 

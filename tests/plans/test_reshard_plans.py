@@ -148,14 +148,6 @@ def test_a_checkpoint_is_planned_against_by_its_metadata(tmp_path: Path) -> None
         assert plan.links == {(2, 0): 96, (2, 1): 96} and plan.check() == ()
 
 
-def test_scalars_and_empty_shards_are_planned_too() -> None:
-    source = [{"s": shard("s", torch.tensor(1.0)), "e": shard("e", torch.zeros(0, 3))}]
-    plan = st.plan_reshard(source, {0: source[0], 3: source[0]})
-    check_reshard_plan(plan)
-    assert (plan.bytes_moved, plan.bytes_kept, plan.links) == (4, 4, {(0, 3): 4})
-    assert plan.explain("s").origins[1].box == () and plan.explain("e").origins == ()
-
-
 def test_ranks_without_main_replicas_are_enough() -> None:
     plan = st.plan_reshard({3: [shard("w", torch.zeros(6), replica=1)]}, {4: [shard("w", torch.zeros(6))]})
     check_reshard_plan(plan)
