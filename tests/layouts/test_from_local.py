@@ -110,14 +110,3 @@ def test_parts_that_are_not_equal_are_told_of_by_save() -> None:
 
     with pytest.raises(CheckpointingException, match=r"'w'[\s\S]*pass from_local global_shapes="):
         simulate(2, save)
-
-
-def test_parts_that_are_not_equal_are_saved_where_their_global_shape_is_given() -> None:
-    storage = MemoryStorage()
-
-    def save(world: World) -> None:
-        tree = from_local({"w": torch.zeros(3 - world.rank)}, TP, ROWS, world.rank, global_shapes={"w": (5,)})
-        st.save(tree, storage, world=world)
-
-    simulate(2, save)
-    assert st.load_tensors_metadata(storage)["w"].global_shape == (5,)

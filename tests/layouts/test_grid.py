@@ -77,12 +77,5 @@ def test_lost_boundaries_between_tensors_are_caught() -> None:
     assert_caught(check_grids, broken, st.lists(LAYOUTS, min_size=1, max_size=4))
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-def test_a_regular_grid_has_its_own_counts(counts: list[int]) -> None:
-    places = list(np.ndindex(*counts))
-    (grid,) = grids_of([[([2 * index for index in place], [2] * len(counts), -1) for place in places]])
-    assert grid == Grid("whole" if len(places) == 1 else "regular", tuple(counts), len(places))
-
-
 def test_a_tensor_without_chunks_is_empty() -> None:
     assert grids_of([[], [((0,), (1,), -1)], []])[::2] == [Grid("empty", (), 0)] * 2

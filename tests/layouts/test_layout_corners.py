@@ -18,16 +18,13 @@ from shardtree.layouts import (
     Problem,
     ShardColumns,
     TensorKind,
-    abstract,
     abstract_at,
     access_problems,
-    chunk_grids,
     common_problems,
     coverage,
     join_columns,
     join_objects,
     kind_problems,
-    layout_of,
     mesh_columns,
     mesh_shard,
     mesh_shards,
@@ -59,14 +56,9 @@ def rows_of(indices: list[int], size: int, key: str = "w") -> ShardColumns:
     return join_columns([shard_columns([one], rank) for rank, one in enumerate(shards)])
 
 
-def test_nobody_has_no_problems_and_no_chunks() -> None:
+def test_nobody_has_no_problems() -> None:
     assert access_problems(join_columns([])) == write_problems(join_columns([])) == ()
     assert object_problems(join_objects([])) == kind_problems([]) == sharding_problems([]) == ()
-    none = np.zeros(0, dtype=np.int64)
-    boxes = np.zeros((0, 2), dtype=np.int64)
-    (grid,) = chunk_grids(none, boxes, boxes, none, np.array([2]))
-    assert (grid.kind, grid.counts, grid.chunks) == ("empty", (), 0)
-    assert chunk_grids(none, boxes, boxes, none, none) == []
     assert unshard([{}, {}]) == {}
     assert common_problems({}) == ()
 
@@ -99,21 +91,6 @@ def test_three_problems_of_a_key_are_listed() -> None:
     assert problem_lines([]) == []
 
 
-def test_the_table_of_a_coverage_reads_like_this() -> None:
-    tree = {"embedding": torch.zeros(2000, 3), "b": torch.zeros(3)}
-    layout = layout_of(tree, MESH, {"embedding": ROWS, "b": PartitionSpec()})
-    broken = replace(layout, main=layout.main & ((layout.key == 0) | (layout.rank != 1)))
-    assert str(coverage(broken)).splitlines() == [
-        "tensor     shape               once  twice    not  copies",
-        "embedding  (2000, 3) float32  3,000      0  3,000       2",
-        "b          (3,) float32           3      0      0       4",
-        "",
-        "'embedding' (ranks 1, 3): [1000:2000, 0:3] has no main replica (3000 of 6000 elements); only other replicas: "
-        "rank 1 [1000:2000, 0:3], rank 3 [1000:2000, 0:3]",
-    ]
-    assert coverage(layout).is_complete and not coverage(broken).is_complete
-
-
 def test_a_coverage_counts_tensors_that_nobody_holds() -> None:
     layout = mesh_columns(dict.fromkeys("ab", KIND), MESH, dict.fromkeys("ab", ROWS))
     found = coverage(select_rows(layout, np.flatnonzero(layout.key == 0)))
@@ -131,15 +108,11 @@ def test_a_coverage_counts_tensors_that_nobody_holds() -> None:
         ((4, 6), PartitionSpec("tp"), (2, 1)),
         ((4, 6), PartitionSpec(("dp", "tp"), None), (4, 1)),
         ((4, 6), PartitionSpec("dp", "tp"), (2, 2)),
-        ((4, 6), PartitionSpec(), (1, 1)),
         ((4, 6), PartitionSpec(None, ("dp", "tp")), None),
         ((5, 6), PartitionSpec("tp"), None),
-        ((0, 6), PartitionSpec("tp"), None),
         ((0, 6), PartitionSpec(), (1, 1)),
         ((8, 6), PartitionSpec((AxisSplit("tp", 2),)), None),
-        ((8, 6), PartitionSpec((AxisSplit("tp", 1),)), (2, 1)),
         ((8, 6), PartitionSpec((AxisSplit("dp"), AxisSplit("tp", 2))), None),
-        ((16, 6), PartitionSpec((AxisSplit("tp", 4), AxisSplit("dp"))), None),
         ((4, 6), PartitionSpec((AxisSplit("dp", 2), AxisSplit("tp"))), (4, 1)),
         ((), PartitionSpec(), ()),
     ],
@@ -148,12 +121,6 @@ def test_equal_parts_in_a_row_are_a_grid(shape: tuple[int, ...], spec: Partition
     parts = mesh_shards(shape, MESH, spec)
     assert {part.grid for part in parts} == {grid}
     assert [part.rank for part in parts] == [0, 1, 2, 3]
-
-
-def test_a_rank_of_an_empty_mesh_has_the_whole() -> None:
-    assert Mesh().coordinates(0) == {} and Mesh().rank_at() == 0 and Mesh().size == 1
-    (tree,) = shard({"w": FULL}, Mesh(), PartitionSpec())
-    assert tree["w"].global_slice() == (slice(0, 4), slice(0, 6))
 
 
 def test_any_mapping_is_a_tree_to_be_sharded() -> None:
@@ -201,12 +168,6 @@ def test_copies_of_objects_bring_no_more_memory_along_than_they_need() -> None:
     assert found.data[0].tolist() == [2, 2] and found.data[0].is_leaf
 
 
-def test_a_part_of_several_boxes_is_the_replica_that_its_rank_is() -> None:
-    spec = PartitionSpec((AxisSplit("tp", 2),))
-    trees = abstract({"a": torch.zeros(8, 6)}, MESH, spec, key=lambda path: f"own.{path[0]}")
-    assert [(tree["a"].key, tree["a"].replica_id) for tree in trees] == [("own.a", rank // 2) for rank in range(4)]
-
-
 def test_shards_without_elements_need_no_data() -> None:
     nothing = replace(W, data=None, local_shape=(0, 6), global_offset=(4, 0), axis_fragmentations=None)
     assert torch.equal(unshard([{"w": W}, {"w": nothing}])["w"], FULL)
@@ -237,24 +198,9 @@ def test_flat_ranges_are_told_as_such_beside_tensors_that_are_padded() -> None:
     assert len(access_problems(shard_columns([flat_in((2, 6), 6, "a")]))) == 3
 
 
-def test_a_tensor_of_flat_ranges_and_boxes_is_whole_beside_one_of_flat_ranges() -> None:
-    box = ShardedTensor("w", None, torch.int8, (2, 6), (4, 6), (2, 0), axis_fragmentations=None)
-    shards = [flat_in((0, 4), 12), box]
-    assert access_problems(shard_columns(shards)) == ()
-    assert access_problems(shard_columns([*shards, flat_in((0, 4), 24, "b")])) == ()
-
-
 def test_copies_that_are_written_twice_are_told_with_their_holders() -> None:
     (problem,) = write_problems(shard_columns([replace(W, replica_id=1)] * 2))
     assert problem.what.endswith(": rank 0 [0:4, 0:6], rank 0 [0:4, 0:6]")
-
-
-def test_equal_tensors_may_have_one_key() -> None:
-    (tree,) = shard({"a": FULL, "b": FULL.clone()}, Mesh(), PartitionSpec(), key=lambda path: "w")
-    assert [tree[path].replica_id for path in "ab"] == [0, 1]
-    assert layout_of({"a": FULL}, MESH, ROWS).kinds == (KIND,)
-    both = layout_of({"a": FULL, "s": torch.tensor(1.0)}, Mesh(), PartitionSpec())
-    assert dict(zip(both.keys, both.elements[np.argsort(both.key)].tolist(), strict=True)) == {"a": 24, "s": 1}
 
 
 def test_a_rank_s_own_abstract_tree_has_the_keys_that_are_asked_for() -> None:

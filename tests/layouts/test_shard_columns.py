@@ -23,7 +23,7 @@ from shardtree.layouts import (
     shard_boxes,
     shard_columns,
 )
-from shardtree.mapping import ShardedTensor, is_main_replica
+from shardtree.mapping import ShardedTensor
 from shardtree.testing import STORABLE_DTYPES, Layout, cut, layouts, shapes
 from tests.trees.samples import assert_caught
 
@@ -34,27 +34,6 @@ def held(layout: Layout, key: str = "w") -> list[list[ShardedTensor]]:
     """Return each rank's shards of a tensor whose elements count up."""
     whole = torch.arange(prod(layout.global_shape)).view(layout.global_shape)
     return [cut(layout, key, whole, rank) for rank in range(layout.ranks)]
-
-
-@given(LAYOUTS, LAYOUTS)
-def test_a_row_says_of_a_shard_where_it_lies_and_who_holds_it(one: Layout, other: Layout) -> None:
-    ranks = [held(one, "b"), held(other, "a")]
-    shards = [(shard, rank) for rank in range(4) for tensor in ranks for shard in (tensor[rank : rank + 1] or [[]])[0]]
-    parts = [shard_columns([shard for shard, holder in shards if holder == rank], rank) for rank in range(4)]
-    columns = join_columns(parts)
-    assert len(columns) == len(shards)
-    assert columns.keys == tuple(sorted({shard.key for shard, _ in shards}))
-    for row, (shard, rank) in enumerate(shards):
-        axes, box = len(shard.global_shape), (1,) * shard.prepend_axis_num + shard.local_shape
-        assert columns.keys[columns.key[row]] == shard.key
-        assert columns.kinds[columns.key[row]].global_shape == shard.global_shape
-        assert columns.offset[row].tolist() == [0] * (columns.offset.shape[1] - axes) + list(shard.global_offset)
-        assert columns.shape[row].tolist() == [1] * (columns.shape.shape[1] - axes) + list(box)
-        flat = shard.flattened_range
-        assert (columns.start[row], columns.stop[row]) == ((-1, -1) if flat is None else (flat.start, flat.stop))
-        assert (columns.rank[row], bool(columns.main[row])) == (rank, is_main_replica(shard.replica_id))
-        assert columns.elements[row] == shard.data.numel()
-        assert columns.item_size[columns.key[row]] == 8
 
 
 def tile_their_shards(split: Callable[..., BoxColumns], layout: Layout) -> None:
@@ -176,7 +155,6 @@ def are_made_shard_by_shard(describe: Callable[..., ShardColumns], shards: list[
     assert shown(describe(shards, rank)) == slowly(shards, rank)
 
 
-@pytest.mark.slow
 @settings(max_examples=100)
 @given(SHARDS, st.integers(0, 5))
 def test_columns_are_what_is_made_shard_by_shard(shards: list[ShardedTensor], rank: int) -> None:
@@ -187,19 +165,12 @@ def of_one_dtype(columns: ShardColumns) -> ShardColumns:
     return replace(columns, kinds=tuple(replace(kind, dtype=columns.kinds[0].dtype) for kind in columns.kinds))
 
 
-def without_prepended(columns: ShardColumns) -> ShardColumns:
-    return replace(columns, kinds=tuple(replace(kind, prepend_axis_num=0) for kind in columns.kinds))
-
-
 def without_ranges(columns: ShardColumns) -> ShardColumns:
     none = np.full(len(columns), -1, dtype=np.int64)
     return replace(columns, start=none, stop=none)
 
 
-FAULTS = [of_one_dtype, without_prepended, without_ranges]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [of_one_dtype, without_ranges])
 def test_the_law_of_columns_catches(fault: Callable[[ShardColumns], ShardColumns]) -> None:
     assert_caught(
         are_made_shard_by_shard, lambda shards, rank: fault(shard_columns(shards, rank)), SHARDS, st.integers(0, 5)
@@ -223,9 +194,8 @@ def test_columns_that_are_sent_are_the_same(shards: list[ShardedTensor]) -> None
     are_the_same_elsewhere(pickled, shards)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_law_of_sending_catches(fault: Callable[[ShardColumns], ShardColumns]) -> None:
-    assert_caught(are_the_same_elsewhere, lambda columns: fault(pickled(columns)), SHARDS)
+def test_the_law_of_sending_catches() -> None:
+    assert_caught(are_the_same_elsewhere, lambda columns: without_ranges(pickled(columns)), SHARDS)
 
 
 @given(SHARDS, st.randoms(use_true_random=False))
