@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardtree
-from shardtree.buffers import buffer_slices, flat_shards, flat_targets
-from shardtree.mapping import ShardedTensor
-from shardtree.storage import MemoryStorage
+from shardtree.buffers import buffer_slices, flat_shards
 from shardtree.testing import first_difference
 from shardtree.world import World, simulate
-from tests.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, same, saved_flat
+from tests.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, saved_flat
 from tests.trees.samples import assert_caught
-
-MEGATRON = {"align": 64, "bucket_align": 128, "bucket_size": 100}
 
 
 @st.composite
@@ -77,78 +72,6 @@ def reversed_data(plan: Any, rank: int, slices: Any, parameters: Any, **options:
 @pytest.mark.parametrize("broken", [{"buffer_slices": of_the_last_rank}, {"flat_shards": reversed_data}])
 def test_the_law_catches(broken: dict[str, Callable[..., Any]]) -> None:
     assert_caught(check_journey, broken, journeys())
-
-
-MODEL = Model(
-    {"embedding": (13, 8), "norm": (8,), "fc1": (24, 8), "fc2": (8, 12), "scale": (), "unused": (0, 8)},
-    {"embedding": 0, "norm": None, "fc1": 0, "fc2": 1, "scale": None, "unused": None},
-    gated="fc1",
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (Layout(8, 1, MEGATRON), Layout(3, 1, MEGATRON)),
-        (Layout(8, 2, MEGATRON), Layout(3, 3, {"order": reversed(MODEL.shapes)})),
-        (Layout(3, 2), Layout(8, 1, MEGATRON)),
-        (Layout(30, 1), Layout(1, 1)),
-        (Layout(1, 1), Layout(30, 1)),
-    ],
-    ids=lambda layout: f"dp{layout.data_parallel}-tp{layout.tensor_parallel}",
-)
-def test_a_state_of_8_data_parallel_ranks_is_loaded_by_3(before: Layout, after: Layout) -> None:
-    before, after = (
-        replace(each, options={**each.options, "order": list(each.options.get("order", MODEL.shapes))})
-        for each in (before, after)
-    )
-    check_loaded_flat(MODEL, after, saved_flat(MODEL, before))
-
-
-def whole_target(state: str) -> dict[str, ShardedTensor]:
-    return {
-        name: ShardedTensor.from_rank_offsets(
-            f"optimizer.state.{state}.{name}", torch.empty(shape, dtype=torch.float32, device="meta")
-        )
-        for name, shape in MODEL.shapes.items()
-    }
-
-
-def test_flat_ranges_are_loaded_as_boxes() -> None:
-    place = saved_flat(MODEL, Layout(8, 2, MEGATRON))
-    loaded = shardtree.load({state: whole_target(state) for state in STATES}, place)
-    for state in STATES:
-        for name, tensor in loaded[state].items():
-            assert first_difference(tensor, MODEL.whole(state, name)) is None, (state, name)
-
-
-def test_boxes_are_loaded_as_flat_ranges() -> None:
-    place = MemoryStorage()
-    boxes = {
-        state: {
-            name: ShardedTensor.from_rank_offsets(f"optimizer.state.{state}.{name}", MODEL.whole(state, name))
-            for name in MODEL.shapes
-        }
-        for state in STATES
-    }
-    shardtree.save(boxes, place)
-    layout = Layout(3, 2, MEGATRON)
-
-    def load_rank(world: World) -> Any:
-        data, tensor = layout.place(world.rank)
-        plan, parameters = layout.plan(MODEL, world.rank), MODEL.parameters(tensor, 2)
-        targets = {
-            state: flat_targets(plan, data, parameters, prefix=f"optimizer.state.{state}", replica_id=same)
-            for state in STATES
-        }
-        loaded = shardtree.load(targets, place, world=world)
-        return {state: buffer_slices(plan, data, loaded.get(state, {})) for state in STATES}
-
-    for rank, found in enumerate(simulate(layout.ranks, load_rank)):
-        for state in STATES:
-            for part, expected in zip(found[state], layout.slices(MODEL, state)[rank], strict=True):
-                assert first_difference(part, expected) is None
 
 
 def test_a_donated_slice_is_filled_where_it_is() -> None:

@@ -59,16 +59,7 @@ def without_last(*args: Any, **options: Any) -> Any:
     return dict(list(flat_shards(*args, **options).items())[:-1])
 
 
-def zeroing(plan: Any, rank: int, slices: Any, parameters: Any, **options: Any) -> Any:
-    for part in slices:
-        part.zero_()
-    return flat_shards(plan, rank, slices, parameters, **options)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [shards_with(from_the_front), without_last, zeroing],
-)
+@pytest.mark.parametrize("broken", [shards_with(from_the_front), without_last])
 def test_the_law_catches_shards(broken: Callable[..., Any]) -> None:
     assert_caught(check_shards, {"shards": broken}, buffer_options(), DTYPES)
 
@@ -128,18 +119,6 @@ def test_all_ranks_main_replicas_tile_the_tensors(ranks: int, data_parallel: int
 def test_a_data_parallel_part_that_is_kept_is_a_problem() -> None:
     trees = all_shards(2, 3, replica_id=lambda replica: replica)
     assert problems(trees)
-
-
-def test_a_replica_id_that_is_lost_is_a_problem() -> None:
-    trees = all_shards(2, 3, replica_id=lambda replica: 0)
-    assert problems(trees)
-
-
-def test_replicas_are_counted_by_the_function_that_is_given() -> None:
-    held = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=3)}
-    plan = plan_buffers(held, data_parallel=2)
-    target = flat_targets(plan, 0, held, replica_id=lambda replica: (0, replica))["w"]
-    assert target.replica_id == (0, 3)
 
 
 def test_a_moment_of_a_low_precision_parameter_has_its_own_dtype() -> None:

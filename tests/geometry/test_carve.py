@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.geometry import Column, Cuts, carve_boxes
+from shardtree.geometry import Column, Cuts, carve_boxes, flat_boxes
 from tests.trees.samples import assert_caught
 
 Carve = Callable[[Column, Column, Column, Column, Column], Cuts]
@@ -79,3 +79,8 @@ def test_cuts_that_are_apart_are_taken_whole() -> None:
     assert carved.pair.tolist() == list(range(begin.size))
     assert np.array_equal(carved.offset, offset) and np.array_equal(carved.shape, shape)
     assert np.array_equal(carved.rest_offset[:, 0], begin + 2) and (carved.rest_shape == [1, 5]).all()
+
+
+def test_a_huge_box_is_not_walked_over() -> None:
+    row, _, shape, _ = flat_boxes(np.array([[2**20, 2**20]]), np.array([1]), np.array([2**40 - 1]))
+    assert (row.size, int(shape.prod(axis=1).sum())) == (3, 2**40 - 2)
