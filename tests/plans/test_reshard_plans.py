@@ -214,3 +214,24 @@ def test_a_hundred_thousand_chunk_pairs_move_no_more_than_they_must(name: str) -
     source, target = (many(mesh_layout(*layout, shape), tensors) for layout in ((mesh, spec), (other_mesh, other_spec)))
     plan = st.plan_reshard(source, target)
     assert len(plan.transfers) >= 100_000 and plan.bytes_moved == plan.lower_bound
+
+
+def test_what_leaves_a_group_of_ranks_goes_to_others() -> None:
+    plan = st.plan_reshard(*(mesh_layout(Mesh(tp=4), spec) for spec in (ROWS, COLUMNS)))
+    each = plan.bytes_moved // 12
+    groups: list[Any] = [[], [0], [0, 1], [1, 0, 1], [0, 1, 2], range(4), [7]]
+    assert [plan.leaving(ranks) // each for ranks in groups] == [0, 3, 4, 4, 3, 0, 0]
+
+
+def test_a_problem_holds_the_box_that_it_is_about() -> None:
+    plan = st.plan_reshard([[shard("w", torch.zeros(4, 2))]], [[shard("w", torch.zeros(4, 2))]])
+    (problem,) = replace(plan, transfers=replace(plan.transfers, nbytes=plan.transfers.nbytes + 1)).check()
+    assert (problem.box, problem.flat, problem.ranks) == ((slice(0, 4), slice(0, 2)), None, (0,))
+    flat = st.ShardedTensor.from_rank_offsets_flat("w", torch.zeros(7), (4, 2), flattened_range=slice(0, 7))
+    wanted = st.plan_reshard([[shard("w", torch.zeros(4, 2))]], [[flat]])
+    (problem,) = replace(wanted, transfers=select_none(wanted.transfers)).check()
+    assert (problem.box, problem.flat) == ((slice(0, 4), slice(0, 2)), slice(0, 7))
+
+
+def select_none(transfers: st.plans.Transfers) -> st.plans.Transfers:
+    return replace(transfers, **{field.name: getattr(transfers, field.name)[:0] for field in fields(transfers)})
