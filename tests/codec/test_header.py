@@ -63,11 +63,6 @@ def test_decode_undoes_encode(specs: dict[str, tuple[str, list[int]]], metadata:
     assert decode_header_and_metadata(header, length)[2] == metadata
 
 
-def test_decode_undoes_encode_catches_a_header_without_padding() -> None:
-    text = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    assert not is_inverse([Entry("w", "U8", (1,), 0, 1)], len(text).to_bytes(8, "little") + text)
-
-
 @pytest.mark.peers
 @given(SPECS, st.dictionaries(NAMES, NAMES, max_size=2))
 def test_the_safetensors_package_reads_what_we_write(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,22 +176,8 @@ ATOMS = (
 )
 
 
-def ends_well(decode: Callable[[bytes], Any], file: bytes) -> bool:
-    """The law: a value, or an error of ours."""
-    try:
-        decode(file)
-    except CheckpointingException:
-        return True
-    except Exception:
-        return False
-    return True
-
-
 @settings(max_examples=300)
 @given(st.recursive(ATOMS, _nodes, max_leaves=10))
 def test_any_structure_is_a_value_or_an_error(structure: Any) -> None:
-    assert ends_well(decode_tree, file_of(structure, ABC, FOUR))
-
-
-def test_any_structure_is_a_value_or_an_error_catches_a_reader_without_checks() -> None:
-    assert not ends_well(lambda file: json.loads(file[64:])["items"], file_of({"$": "tuple"}))
+    with contextlib.suppress(CheckpointingException):
+        decode_tree(file_of(structure, ABC, FOUR))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from shardtree.errors import IntegrityError
 from shardtree.layouts import (
-    BoxColumns,
     ShardColumns,
     TensorKind,
     join_columns,
@@ -36,12 +35,13 @@ def held(layout: Layout, key: str = "w") -> list[list[ShardedTensor]]:
     return [cut(layout, key, whole, rank) for rank in range(layout.ranks)]
 
 
-def tile_their_shards(split: Callable[..., BoxColumns], layout: Layout) -> None:
+@given(LAYOUTS)
+def test_boxes_of_a_shard_hold_its_elements_in_order(layout: Layout) -> None:
     """Read the boxes from the whole tensor: in order, they must be the shards' own data."""
     whole = torch.arange(prod(layout.global_shape)).view(layout.global_shape)
     shards = [shard for rank in held(layout) for shard in rank]
     columns = shard_columns(shards)
-    boxes = split(columns.offset, columns.shape, columns.start, columns.stop)
+    boxes = shard_boxes(columns.offset, columns.shape, columns.start, columns.stop)
     whole = whole.view((1,) * (columns.offset.shape[1] - whole.ndim) + layout.global_shape)
     for row, shard in enumerate(shards):
         own = np.flatnonzero(boxes.shard == row)
@@ -52,18 +52,6 @@ def tile_their_shards(split: Callable[..., BoxColumns], layout: Layout) -> None:
             found += whole[tuple(slice(low, low + size) for low, size in spans)].reshape(-1).tolist()
         assert found == shard.data.reshape(-1).tolist()
     assert boxes.shard.tolist() == sorted(boxes.shard.tolist())
-
-
-@given(LAYOUTS)
-def test_boxes_of_a_shard_hold_its_elements_in_order(layout: Layout) -> None:
-    tile_their_shards(shard_boxes, layout)
-
-
-def test_boxes_catch_flat_ranges_that_forget_their_offset() -> None:
-    def at_the_origin(offset: np.ndarray, *rest: np.ndarray) -> BoxColumns:
-        return shard_boxes(np.where(rest[1][:, None] >= 0, 0, offset), *rest)
-
-    assert_caught(tile_their_shards, at_the_origin, LAYOUTS)
 
 
 @given(LAYOUTS, st.randoms(use_true_random=False))

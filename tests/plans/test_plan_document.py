@@ -15,42 +15,19 @@ from shardtree.errors import MetadataError
 from shardtree.layouts import Mesh, PartitionSpec, ShardColumns
 from shardtree.plans import ReshardPlan, plan_reshard, with_relays
 from tests.plans.reshard_layouts import Case, mesh_layout, reshards
-from tests.trees.samples import assert_caught
 
 PLAN = plan_reshard(mesh_layout(Mesh(dp=2), PartitionSpec("dp")), mesh_layout(Mesh(tp=3), PartitionSpec(None, "tp")))
 
 
-def is_the_same(way: Callable[[ReshardPlan], ReshardPlan], plan: ReshardPlan) -> None:
-    again = way(plan)
+@given(reshards())
+def test_a_plan_that_is_written_and_read_is_the_same(case: Case) -> None:
+    plan = with_relays(plan_reshard(case.source, case.target, shortest_cut=case.shortest_cut, cast=True))
+    again = ReshardPlan.from_json(plan.to_json())
     pairs = [(plan.source, again.source), (plan.target, again.target), (plan.transfers, again.transfers)]
     for before, after in pairs:
         for one in fields(before):
             np.testing.assert_equal(getattr(after, one.name), getattr(before, one.name), one.name)
     assert (again.names, str(again)) == (dict(plan.names), str(plan))
-
-
-def there_and_back(plan: ReshardPlan) -> ReshardPlan:
-    return ReshardPlan.from_json(plan.to_json())
-
-
-def of_case(case: Case) -> ReshardPlan:
-    return with_relays(plan_reshard(case.source, case.target, shortest_cut=case.shortest_cut, cast=True))
-
-
-@given(reshards())
-def test_a_plan_that_is_written_and_read_is_the_same(case: Case) -> None:
-    is_the_same(there_and_back, of_case(case))
-
-
-def without_flat_ranges(plan: ReshardPlan) -> ReshardPlan:
-    document = json.loads(plan.to_json())
-    for name in ("start", "stop"):
-        document["target"]["shards"][name] = [-1] * len(plan.target)
-    return ReshardPlan.from_json(json.dumps(document))
-
-
-def test_a_plan_that_loses_a_column_is_caught() -> None:
-    assert_caught(is_the_same, without_flat_ranges, reshards().map(of_case))
 
 
 def test_a_plan_has_types_that_every_reader_knows() -> None:
@@ -92,4 +69,4 @@ def test_what_is_not_a_document_is_refused(text: str) -> None:
 
 def test_an_empty_plan_is_read_too() -> None:
     nothing = mesh_layout(Mesh(dp=1), PartitionSpec())
-    assert isinstance(there_and_back(plan_reshard(nothing, [[]])).target, ShardColumns)
+    assert isinstance(ReshardPlan.from_json(plan_reshard(nothing, [[]]).to_json()).target, ShardColumns)

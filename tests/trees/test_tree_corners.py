@@ -14,7 +14,6 @@ from shardtree.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import (
     HOLE,
     Difference,
-    apply_factories,
     apply_factory_merges,
     as_integers,
     combine,
@@ -56,12 +55,6 @@ def test_pruning_takes_out_holes_and_what_holds_nothing_else(tree: Any, pruned: 
     assert found == pruned and type(found) is type(tree)
 
 
-def test_what_has_no_holes_is_shared_by_pruning() -> None:
-    tree = {"a": [1, {}], "b": {"c": HOLE, "d": 2}}
-    assert prune(tree)["a"] is tree["a"]
-    assert prune(tree["a"]) is tree["a"]
-
-
 def test_a_difference_of_any_kind_is_true() -> None:
     path = ("a",)
     assert not Difference()
@@ -83,13 +76,6 @@ def test_memory_is_made_and_joined_bit_for_bit_in_every_size(dtype: torch.dtype)
     assert (joined.dtype, tuple(joined.shape)) == (dtype, (2, 6))
     assert torch.equal(as_integers(joined[:, 3:]), as_integers(bits))
     assert tuple(join_data(torch.stack, [bits, bits], 2).shape) == (2, 3, 2)
-
-
-def test_lazily_conjugated_bits_are_resolved() -> None:
-    data = torch.tensor([1 + 2j], dtype=torch.complex64)
-    assert as_integers(data.conj()).view(torch.complex64).tolist() == [1 - 2j]
-    negated = torch._neg_view(torch.tensor([3.0], requires_grad=True))
-    assert as_integers(negated).view(torch.float32).tolist() == [-3.0]
 
 
 def nested(levels: int) -> Options:
@@ -131,16 +117,6 @@ def test_quantized_tensors_differ_where_their_values_do() -> None:
     )
     assert not diff({"q": one}, {"q": same})
     assert diff({"q": one}, {"q": other})
-
-
-def test_thirty_two_factories_may_come_out_of_each_other() -> None:
-    def build(key: str, data: Any, *_: Any) -> Any:
-        left = int(key)
-        return ShardedTensorFactory(str(left - 1), data, build, lambda built: built) if left else W
-
-    assert apply_factories({"a": ShardedTensorFactory("31", W.data, build, lambda built: built)})["a"] is W
-    with pytest.raises(TreeError, match="chain of 32 factories"):
-        apply_factories({"a": ShardedTensorFactory("32", W.data, build, lambda built: built)})
 
 
 def test_what_is_not_a_tensor_is_joined_by_the_function_itself() -> None:

@@ -152,27 +152,10 @@ def test_metadata_is_flat_by_key() -> None:
     assert metadata[RNG.unique_key] == RNG.without_data()
 
 
-def reads_left_to_right(compose_: Callable[..., Any], numbers: list[int]) -> None:
-    steps = [bind(lambda seen, number: (*seen, number), number) for number in numbers]
-    assert compose_(*steps)(()) == tuple(numbers)
-
-
 @given(st.lists(st.integers()))
 def test_compose_reads_left_to_right(numbers: list[int]) -> None:
-    reads_left_to_right(compose, numbers)
-
-
-def test_compose_reads_left_to_right_catches_the_other_way() -> None:
-    assert_caught(
-        lambda f, numbers: reads_left_to_right(f, numbers), lambda *f: compose(*f[::-1]), st.lists(st.integers())
-    )
-
-
-def test_a_pipeline() -> None:
-    to_serving = compose(
-        bind(rename, {"w": "weight"}), bind(cast, torch.bfloat16), partial(map_data, torch.neg), without_data
-    )
-    assert to_serving({"w": W})["w"] == replace(W, key="weight", dtype=torch.bfloat16, data=None)
+    steps = [bind(lambda seen, number: (*seen, number), number) for number in numbers]
+    assert compose(*steps)(()) == tuple(numbers)
 
 
 def scaled(state: int, by: int, tree: int = 0) -> tuple[int, int, int]:

@@ -103,18 +103,10 @@ def dicts() -> st.SearchStrategy[Any]:
     )
 
 
-def unites(merge_: Callable[[Any, Any], Any], tree: Any) -> None:
-    for path, _ in leaves_with_paths(tree):
-        assert merge_(cut(tree, path), only(tree, path)) == tree == merge_(only(tree, path), cut(tree, path))
-
-
 @given(dicts())
 def test_merge_gives_back_what_was_cut_out(tree: Any) -> None:
-    unites(merge, tree)
-
-
-def test_merge_gives_back_catches_a_shallow_union() -> None:
-    assert_caught(unites, lambda left, right: {**left, **right}, dicts())
+    for path, _ in leaves_with_paths(tree):
+        assert merge(cut(tree, path), only(tree, path)) == tree == merge(only(tree, path), cut(tree, path))
 
 
 def test_merge_keeps_kind_order_and_shares_the_rest() -> None:
@@ -156,21 +148,9 @@ def test_select_refuses_a_pattern_that_a_shell_reads_otherwise(pattern: str) -> 
     assert repr(pattern) in str(caught.value)
 
 
-def keeps(select_: Callable[[Any, Any], Any], tree: Any, predicate: Callable[[Any], bool]) -> None:
-    kept = dict(leaves_with_paths(select_(tree, lambda path, leaf: predicate(leaf))))
+@given(trees().filter(lambda tree: isinstance(tree, (dict, list))), PREDICATES)
+def test_select_keeps_each_wanted_leaf_at_its_path(tree: Any, predicate: Callable[[Any], bool]) -> None:
+    kept = dict(leaves_with_paths(select(tree, lambda path, leaf: predicate(leaf))))
     wanted = [path for path, leaf in leaves_with_paths(tree) if predicate(leaf)]
     assert [path for path, leaf in kept.items() if leaf is not HOLE] == wanted
     assert all(kept[path] is at(tree, path) for path in wanted)
-
-
-@given(trees().filter(lambda tree: isinstance(tree, (dict, list))), PREDICATES)
-def test_select_keeps_each_wanted_leaf_at_its_path(tree: Any, predicate: Callable[[Any], bool]) -> None:
-    keeps(select, tree, predicate)
-
-
-def test_select_keeps_each_catches_shifted_positions() -> None:
-    def shifts(tree: Any, wanted: Any) -> Any:
-        kept = select(tree, wanted)
-        return [leaf for leaf in kept if leaf is not HOLE] if isinstance(kept, list) else kept
-
-    assert_caught(keeps, shifts, trees().filter(lambda tree: isinstance(tree, (dict, list))), PREDICATES)
