@@ -86,11 +86,6 @@ def test_what_pickle_writes_is_read(value: Any, protocol: int) -> None:
     assert repr(found) == repr(value) or "{" in repr(value)  # sets have no order
 
 
-@given(values())
-def test_the_slow_python_pickler_writes_the_same(value: Any) -> None:
-    assert read(pickle._dumps(value, 2)) == value  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("data", "value"),
     [
@@ -312,12 +307,6 @@ def test_flipped_bytes_are_read_or_refused(changes: list[tuple[int, int]]) -> No
         data[place] = byte
     with suppress(CheckpointingException):
         read(bytes(data))
-
-
-@given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    with suppress(CheckpointingException):
-        read(data + b".")
 
 
 OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
