@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, IntegrityError, ShapeError
+from shardtree.errors import CheckpointingException, IntegrityError
 from shardtree.layouts import (
     AxisSplit,
     Mesh,
     PartitionSpec,
     abstract,
     layout_of,
-    mesh_shard,
     shard,
     shard_at,
     sharding_problems,
@@ -106,32 +105,6 @@ def test_one_tensor_under_one_key_twice_has_one_main_replica() -> None:
     assert torch.equal(whole["head"], embed) and whole["head"] is whole["embed"]
 
 
-def test_scalars_tensors_without_elements_and_meshes_of_one() -> None:
-    tree = {"s": torch.tensor(5), "e": torch.zeros(0, 3), "w": matrix()}
-    for mesh in (Mesh(), Mesh(tp=1), Mesh(tp=1, dp=3)):
-        trees = shard(tree, mesh, {"s": WHOLE, "e": WHOLE if mesh == Mesh() else ROWS, "w": WHOLE})
-        assert not diff(unshard(trees), tree)
-        assert [own["s"].replica_id for own in trees] == list(range(mesh.size))
-    empty = mesh_shard((0, 8), Mesh(dp=2, tp=2), PartitionSpec(None, (AxisSplit("dp", 2), AxisSplit("tp"))), 1)
-    assert empty is not None and len(empty.boxes) == 1 and empty.boxes[0].shape == empty.shape == (0, 2)
-
-
-def test_a_rank_with_several_boxes_has_a_factory_that_two_ways_equal() -> None:
-    trees = shard({"w": matrix(8, 2)}, Mesh(dp=2, tp=1), FSDP_OVER_TP)
-    factory = trees[1]["w"]
-    assert isinstance(factory, st.ShardedTensorFactory)
-    built = factory.build()
-    assert [part.global_offset for part in built] == [(2, 0), (6, 0)]
-    assert torch.equal(factory.merge_fn([part.data for part in built]), factory.data)
-    assert torch.equal(factory.data, matrix(8, 2)[[2, 3, 6, 7]])
-    assert factory.without_data().build() == [part.without_data() for part in built]
-    assert (
-        factory.without_data() == shard_at({"w": matrix(8, 2)}, Mesh(dp=2, tp=1), FSDP_OVER_TP, 1)["w"].without_data()
-    )
-    with pytest.raises(ShapeError, match="flat"):
-        replace(factory, flattened_range=slice(0, 3)).build()
-
-
 def test_objects_are_replicas_and_other_values_stay() -> None:
     tree = {"rng": st.ShardedObject("rng", [1], (1,), (0,)), "local": st.LocalNonpersistentObject(5), "none": None}
     trees = shard(tree, TWO, ROWS)
@@ -149,24 +122,6 @@ def test_lazy_tensors_are_cut_without_a_read(tmp_path: Any) -> None:
         [list(range(18, 24))],
     ]
     assert torch.equal(unshard(trees)["w"], matrix())
-
-
-def test_what_one_mesh_saves_another_loads_with_nothing_but_the_checkpoint(tmp_path: Any) -> None:
-    tree = {"layers": [{"w": matrix(7, 6)}, {"w": matrix(8, 3)}], "step": 3, "s": torch.tensor(5)}
-    first, second = Mesh(pp=2, dp=2), Mesh(dp=2, tp=2)
-    stages = {"layers": [PartitionSpec("dp", at={"pp": stage}) for stage in range(2)], "s": WHOLE}
-    saved = shard(tree, first, stages)
-    st.simulate(4, lambda world: st.save(saved[world.rank], tmp_path / "c", world=world))
-    specs = specs_by_pattern({"s": WHOLE}, default=FSDP_OVER_TP)
-    targets = abstract(st.load_tensors_metadata(tmp_path / "c"), second, specs)
-    loaded = st.simulate(4, lambda world: st.load({"flat": targets[world.rank]}, tmp_path / "c", world=world))
-    for rank, own in enumerate(loaded):
-        expected = shard_at(tree, second, specs, rank)
-        assert torch.equal(own["flat"]["layers.0.w"], expected["layers"][0]["w"].data)
-        assert own["flat"]["s"] == 5 and own["step"] == 3
-    nested = abstract(tree, second, specs)
-    again = st.simulate(4, lambda world: st.load(nested[world.rank], tmp_path / "c", world=world))
-    assert torch.equal(again[2]["layers"][1]["w"], shard_at(tree, second, specs, 2)["layers"][1]["w"].data)
 
 
 def refused(error: type[CheckpointingException], words: str, call: Any, *args: Any, **options: Any) -> None:

@@ -118,7 +118,6 @@ PRINTED: dict[str, Callable[[], Any]] = {
     "where a tensor comes from": lambda: with_relays(plan_reshard([ONE[0], [], []], [[], *(ONE[0], ONE[0])])).explain(
         "w"
     ),
-    "an explanation of a load that fits": lambda: Explanation((), (), (RankReads(0, 1, 0, COST),)),
     "an explanation of a load that doesn't": lambda: Explanation(
         tuple(f"key.{number}" for number in range(12)),
         (

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from shardtree.layouts import Mesh, PartitionSpec, TensorKind, mesh_columns
 from shardtree.plans import ReshardPlan, Transfers, plan_reshard, with_relays
-from shardtree.plans.resharding._transfers import Routes, as_transfers
 from shardtree.testing import check_relayed, check_schedule
 from tests.plans.reshard_layouts import mesh_layout, reshards
 
@@ -90,46 +89,6 @@ def test_what_comes_is_passed_on_before_all_of_it_is_there(ranks: int, engines: 
     assert later.steps >= schedule.steps
 
 
-@pytest.mark.parametrize("room", [48, 100, 500])
-def test_nothing_is_passed_on_before_it_came(room: int) -> None:
-    kinds = {f"w{number}": TensorKind(torch.float32, (6,), 0) for number in range(24)}
-    specs = dict.fromkeys(kinds, PartitionSpec())
-    one, other = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(), Mesh(dp=3).on_ranks(range(1, 4))))
-    passed_on = with_relays(plan_reshard(one, other), shortest_cut=1)
-    check_schedule(passed_on, passed_on.schedule(max_bytes_in_flight=room))
-    check_schedule(in_halves(passed_on), in_halves(passed_on).schedule(max_bytes_in_flight=room))
-
-
-def in_halves(plan: ReshardPlan) -> ReshardPlan:
-    """Return a plan with what is passed on cut in two, so that it isn't what came, box by box."""
-    every = plan.transfers
-    later = np.flatnonzero(every.hop == 1)
-    rows, second = np.concatenate([np.arange(len(every)), later]), np.arange(len(every) + later.size) >= len(every)
-    shape, offset = every.shape[rows].copy(), every.offset[rows].copy()
-    half = shape[:, -1] // 2
-    begin = np.where(second, half, 0)
-    shape[:, -1] = np.where(second, shape[:, -1] - half, np.where(every.hop[rows] == 1, half, shape[:, -1]))
-    offset[:, -1] += begin
-    changed = {name: getattr(every, name)[rows] for name in Transfers.__slots__}
-    changed |= {"shape": shape, "offset": offset, "nbytes": shape.prod(axis=1) * 4}
-    changed |= {name: changed[name] + begin for name in ("source_element", "target_element")}
-    order = np.argsort(changed["hop"], kind="stable")
-    return replace(plan, transfers=Transfers(**{name: column[order] for name, column in changed.items()}))
-
-
-def test_each_of_several_senders_sends_its_share() -> None:
-    kinds = {name: TensorKind(torch.float32, (8, 4), 0) for name in ("v", "w")}
-    specs = dict.fromkeys(kinds, PartitionSpec())
-    source, target = (mesh_columns(kinds, mesh, specs) for mesh in (Mesh(dp=2), Mesh(dp=2).on_ranks([2, 3])))
-    # Of v rank 2 would get all from rank 0 and rank 3 from rank 1, of w the other way round.
-    row, whole = np.arange(4), np.full((4, 2), [8, 4])
-    routes = Routes(row * 0, np.array([0, 1, 3, 2]), row, whole * 0, whole)
-    plan = ReshardPlan(source, target, as_transfers(source, target, routes))
-    passed_on = with_relays(plan, shortest_cut=1)
-    check_relayed(plan, passed_on)
-    assert (plan.sent, passed_on.sent) == ({0: 256, 1: 256, 2: 0, 3: 0}, dict.fromkeys(range(4), 128))
-
-
 def split_off_one(plan: ReshardPlan) -> Transfers:
     """Return a plan's transfers, what is passed on to the last rank coming from a source again."""
     every = plan.transfers
@@ -172,14 +131,6 @@ def test_the_law_of_schedules_catches_what_is_passed_on_from_the_wrong_place() -
     wrong = replace(passed_on, transfers=replace(passed_on.transfers, source_element=begin))
     with pytest.raises(AssertionError, match="of target shard"):
         check_schedule(wrong, wrong.schedule(max_bytes_in_flight=10**6))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_parts_of_one_box_differ_by_one_row(ranks: int) -> None:
-    passed_on = with_relays(broadcast(ranks, (16, 3)), shortest_cut=1)
-    first = passed_on.transfers.hop == 0
-    parts = np.bincount(passed_on.transfers.to_rank[first], passed_on.transfers.nbytes[first])[1:]
-    assert parts.sum() == 16 * 3 * 4 and parts.max() - parts.min() <= 3 * 4
 
 
 def test_uneven_parts_of_many_boxes_make_up_for_each_other() -> None:
