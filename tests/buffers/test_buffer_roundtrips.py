@@ -6,15 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardtree
 from shardtree.buffers import buffer_slices, flat_shards
-from shardtree.testing import first_difference
-from shardtree.world import World, simulate
-from tests.buffers.zero_states import STATES, Layout, Model, check_loaded_flat, saved_flat
+from tests.buffers.zero_states import Layout, Model, check_loaded_flat, saved_flat
 from tests.trees.samples import assert_caught
 
 
@@ -72,23 +68,3 @@ def reversed_data(plan: Any, rank: int, slices: Any, parameters: Any, **options:
 @pytest.mark.parametrize("broken", [{"buffer_slices": of_the_last_rank}, {"flat_shards": reversed_data}])
 def test_the_law_catches(broken: dict[str, Callable[..., Any]]) -> None:
     assert_caught(check_journey, broken, journeys())
-
-
-def test_a_donated_slice_is_filled_where_it_is() -> None:
-    plain = Model({"w": (5, 4), "b": (7,)}, {"w": 0, "b": None})
-    place, layout = saved_flat(plain, Layout(4, 1)), Layout(3, 1, {"align": 4})
-
-    def load_rank(world: World) -> Any:
-        plan, parameters = layout.plan(plain, world.rank), plain.parameters(0, 1)
-        own = {state: [torch.zeros(length) for length in plan.slice_lengths] for state in STATES}
-        tree = {
-            state: flat_shards(plan, world.rank, own[state], parameters, prefix=f"optimizer.state.{state}")
-            for state in STATES
-        }
-        shardtree.load(tree, place, donate=True, world=world)
-        return own
-
-    for rank, found in enumerate(simulate(3, load_rank)):
-        for state in STATES:
-            [expected] = layout.slices(plain, state)[rank]
-            assert first_difference(found[state][0], expected) is None

@@ -15,9 +15,10 @@ from shardtree.layouts import AxisSplit, Mesh, PartitionSpec, from_local, shard_
 from shardtree.lazy import stored
 from shardtree.mapping import ShardedTensor, ShardedTensorFactory
 from shardtree.storage import MemoryStorage
+from shardtree.testing import MeshCase as Case
+from shardtree.testing import mesh_cases, outline
 from shardtree.trees import apply_factories, leaves_with_paths, map_shards
 from shardtree.world import World, simulate
-from tests.layouts.mesh_cases import Case, cases, same
 from tests.trees.samples import assert_caught
 
 ROWS = PartitionSpec("tp")
@@ -45,10 +46,10 @@ def check_same_as_cut(describe: Callable[..., Any], case: Case) -> None:
         specs = {key: case.specs[key] for key in local}
         tree = describe(local, case.mesh, specs, rank, global_shapes=shapes)
         assert described(tree) == described(cut)
-        assert same(map_shards(held, tree), local)
+        assert outline(map_shards(held, tree)) == outline(local)
 
 
-@given(cases())
+@given(mesh_cases())
 def test_it_is_what_is_cut_from_the_whole_tensors(case: Case) -> None:
     check_same_as_cut(from_local, case)
 
@@ -57,7 +58,7 @@ def test_the_law_catches_ranks_that_are_taken_for_the_first() -> None:
     def first(tree: Any, mesh: Mesh, specs: Any, rank: int, **options: Any) -> Any:
         return from_local(tree, mesh, specs, mesh.ranks[0])
 
-    assert_caught(check_same_as_cut, first, cases())
+    assert_caught(check_same_as_cut, first, mesh_cases())
 
 
 def test_equal_parts_need_no_global_shape() -> None:

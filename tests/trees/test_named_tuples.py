@@ -140,16 +140,6 @@ def test_fields_that_python_renamed_and_keys_beside_them() -> None:
         shards(state)
 
 
-def test_a_named_tuple_in_a_subclass_of_dict_that_is_read_as_a_dict() -> None:
-    class Config(dict[str, Any]):
-        pass
-
-    assert [path_key(path) for path, _ in leaves_with_paths({"c": Config(o=Pair(1, Config(x=2)))})] == [
-        "c.o.first",
-        "c.o.second.x",
-    ]
-
-
 # The state of an optax chain is saved, loaded and converted there and back.
 
 

@@ -95,11 +95,6 @@ def test_merge_at_a_position(loaded: Any, tree: Any) -> None:
     assert torch.equal(merged[1], DATA)
 
 
-def test_a_factory_may_be_the_whole_tree() -> None:
-    assert torch.equal(apply_factory_merges(PARTS, FACTORY), DATA)
-    assert outline(apply_factories(without_data([W]))) == outline([W.without_data()])
-
-
 def test_what_a_factory_raises_says_where() -> None:
     broken = ShardedTensorFactory("f", DATA, lambda *_: 1 // 0, lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError) as caught:

@@ -15,13 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.errors import TreeError
-from shardtree.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from shardtree.mapping import ShardedTensor
 from shardtree.trees import (
     HOLE,
     Hole,
     combine,
-    extract_nonpersistent,
-    extract_sharded,
     leaves_with_paths,
     map_shards,
     merge,
@@ -65,16 +63,6 @@ def test_combine_of_three_parts_and_none() -> None:
     assert combine({"a": HOLE}, {"a": HOLE}) == {"a": HOLE}
     assert combine() is HOLE
     assert combine([HOLE, 1], [[W, W], HOLE]) == [[W, W], 1]
-
-
-def test_extracts_name_their_leaves() -> None:
-    rng, local = ShardedObject("rng", 1, (1,), (0,)), LocalNonpersistentObject(2)
-    tree = {"w": W, "rng": [rng, local], "step": 3}
-    assert extract_sharded(tree) == (
-        {"w": W, "rng": [rng, HOLE], "step": HOLE},
-        {"w": HOLE, "rng": [HOLE, local], "step": 3},
-    )
-    assert extract_nonpersistent(tree)[0] == {"w": HOLE, "rng": [HOLE, local], "step": HOLE}
 
 
 def test_a_hole_is_one_object() -> None:
