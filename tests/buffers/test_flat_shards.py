@@ -68,15 +68,8 @@ def shifted(plan: Any, rank: int, tree: Any, **options: Any) -> Any:
     return [part.roll(1) if part.dtype.itemsize > 1 else part for part in buffer_slices(plan, rank, tree, **options)]
 
 
-def unpadded(plan: Any, rank: int, tree: Any, **options: Any) -> Any:
-    parts = buffer_slices(plan, rank, tree, **options)
-    held = [sum(part.taken.stop - part.taken.start for part in plan.ranges(rank) if part.bucket == n) for n in (0, 1)]
-    return [part if n > 1 or held[n] == len(part) else part[: held[n]] for n, part in enumerate(parts)]
-
-
-@pytest.mark.parametrize("broken", [shifted, unpadded])
-def test_the_law_catches_slices(broken: Callable[..., Any]) -> None:
-    assert_caught(check_shards, {"slices": broken}, buffer_options(), st.just(torch.float32))
+def test_the_law_catches_slices() -> None:
+    assert_caught(check_shards, {"slices": shifted}, buffer_options(), st.just(torch.float32))
 
 
 def parameters(tensor: int, ranks: int, data: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from shardtree.geometry import Column, overlapping_pairs
 from shardtree.geometry._pairs import GroupedBoxes, _candidates, _cut_into_slabs
-from tests.trees.samples import assert_caught
 
 Side = tuple[Column, Column, Column]  # group, offset, shape
 
@@ -36,28 +34,10 @@ def share_an_element(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
     return bool(group == other_group and (begin < end).all())
 
 
-def are_all_overlaps(pairs: Callable[..., tuple[Column, Column]], sides: tuple[Side, Side]) -> None:
-    left, right = pairs(*sides[0], *sides[1])
-    expected = [
-        (i, j)
-        for i, one in enumerate(zip(*sides[0], strict=True))
-        for j, other in enumerate(zip(*sides[1], strict=True))
-        if share_an_element(one, other)
-    ]
-    assert list(zip(left.tolist(), right.tolist(), strict=True)) == expected
-
-
 @given(two_sides())
 def test_pairs_are_those_that_share_an_element_in_order(sides: tuple[Side, Side]) -> None:
-    are_all_overlaps(overlapping_pairs, sides)
-
-
-def test_pairs_catch_boxes_that_only_touch() -> None:
-    def touching(*columns: Column) -> tuple[Column, Column]:
-        group, offset, shape, other_group, other_offset, other_shape = columns
-        return overlapping_pairs(group, offset, shape + 1, other_group, other_offset, other_shape)
-
-    assert_caught(are_all_overlaps, touching, two_sides())
+    pairs = overlapping_pairs(*sides[0], *sides[1])
+    assert list(zip(*(column.tolist() for column in pairs), strict=True)) == all_pairs(*sides)
 
 
 @pytest.mark.parametrize("axes", [1, 2])
