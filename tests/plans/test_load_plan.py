@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 import torch
@@ -12,39 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
-from shardtree.mapping import is_main_replica
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
-from shardtree.testing import Layout, check_load_plan, cut, layouts, shapes
+from shardtree.testing import check_load_plan, cut, layouts, shapes
+from tests.laws.test_plan_laws import columns_of, stored_chunks
 
 SMALL = shapes(max_axes=3, sizes=(1, 2, 3, 4, 0))
 DTYPES = st.sampled_from([torch.int8, torch.int16, torch.complex64])
 Request = tuple[ShardColumns, StoredChunks]
-
-
-def columns_of(key: str, layout: Layout, dtype: torch.dtype, rank: int) -> ShardColumns:
-    return shard_columns(cut(layout, key, torch.zeros(layout.global_shape, dtype=dtype), rank), rank)
-
-
-def stored(parts: list[tuple[Layout, torch.dtype]], order: list[int], files: int) -> StoredChunks:
-    """Return the main replicas one after the other, in some order, over some files; each file begins with 24 bytes."""
-    rows = [
-        (number, piece, prod(piece.shape) if piece.flat is None else piece.flat[1] - piece.flat[0], dtype.itemsize)
-        for number, (layout, dtype) in enumerate(parts)
-        for piece in layout.pieces
-        if is_main_replica(piece.replica)
-    ]
-    rows = [rows[place % len(rows)] for place in dict.fromkeys(place % len(rows) for place in order)] if rows else []
-    ends, found = [24] * files, []
-    for place, (number, piece, elements, size) in enumerate(rows):
-        file = place % files
-        found.append((number, file, ends[file], *((-1, -1) if piece.flat is None else piece.flat)))
-        ends[file] += elements * size
-    key, file, byte, start, stop = np.array(found, dtype=np.int64).reshape(-1, 5).T
-    axes = max([1, *(len(piece.shape) for _, piece, _, _ in rows)])
-    offset = [[0] * (axes - len(piece.offset)) + list(piece.offset) for _, piece, _, _ in rows]
-    shape = [[1] * (axes - len(piece.shape)) + list(piece.shape) for _, piece, _, _ in rows]
-    boxes = (np.array(column, dtype=np.int64).reshape(-1, axes) for column in (offset, shape))
-    return StoredChunks(key, *boxes, start, stop, file, byte)
 
 
 @st.composite
@@ -53,14 +26,17 @@ def requests(draw: st.DrawFn, *, complete: bool = False) -> Request:
     wanted, kept = [], []
     for key in "ab"[: draw(st.integers(1, 2))]:
         shape, dtype = draw(SMALL), draw(DTYPES)
-        wanted.append(columns_of(key, draw(layouts(shape, 2)), dtype, 0))
-        kept.append((draw(layouts(shape, 3)), dtype))
-    order = draw(st.permutations(range(24)))
-    if not complete:
-        order = order[: draw(st.integers(1, 24))]
+        whole = torch.zeros(shape, dtype=dtype)
+        wanted.append(shard_columns(cut(draw(layouts(shape, 2)), key, whole, 0)))
+        kept.append(columns_of(draw(layouts(shape, 3)), dtype, key))
     columns = join_columns(wanted)
-    named = [part for key, part in zip("ab", kept, strict=False) if key in columns.keys]
-    return columns, stored(named, list(range(1000)) if complete else order, draw(st.integers(1, 2)))
+    chunks = stored_chunks(join_columns([each for each in kept if {*each.keys} <= {*columns.keys}]))
+    rows = [row for row in draw(st.permutations(range(len(chunks.key)))) if complete or draw(st.booleans())]
+    return columns, of_rows(chunks, rows)
+
+
+def of_rows(chunks: StoredChunks, rows: list[int]) -> StoredChunks:
+    return StoredChunks(*(getattr(chunks, name)[np.array(rows, dtype=np.int64)] for name in StoredChunks.__slots__))
 
 
 SHORTEST = st.sampled_from([1, 4, 16, 2**20])
@@ -104,7 +80,7 @@ def test_the_order_of_the_index_does_not_matter(request: Request, random: object
     columns, chunks = request
     rows = list(range(len(chunks.key)))
     random.shuffle(rows)  # type: ignore[attr-defined]
-    shuffled = StoredChunks(*(getattr(chunks, name)[np.array(rows, dtype=np.int64)] for name in StoredChunks.__slots__))
+    shuffled = of_rows(chunks, rows)
     one, other = plan_load(columns, chunks, shortest_run=8), plan_load(columns, shuffled, shortest_run=8)
     assert one.bytes_read == other.bytes_read
     for name in Runs.__slots__:
