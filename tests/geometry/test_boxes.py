@@ -37,6 +37,6 @@ INTEGERS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 300) | 
 def test_integers_are_sent_in_the_narrowest_type_that_holds_them(values: list[int]) -> None:
     sent = narrowed(np.array(values, dtype=np.int64))
     back = as_int64(sent)
-    assert (back.dtype, back.tolist(), back.flags.writeable) == (np.int64, values, True)
+    assert back.dtype == np.int64 and back.tolist() == values and back.flags.writeable
     smaller = [np.dtype(kind) for kind in "bBhHiI" if np.dtype(kind).itemsize < sent.dtype.itemsize]
     assert not any(all(np.iinfo(kind).min <= each <= np.iinfo(kind).max for each in values) for kind in smaller)

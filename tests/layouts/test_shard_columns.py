@@ -45,7 +45,7 @@ def test_boxes_of_a_shard_hold_its_elements_in_order(layout: Layout) -> None:
     whole = whole.view((1,) * (columns.offset.shape[1] - whole.ndim) + layout.global_shape)
     for row, shard in enumerate(shards):
         own = np.flatnonzero(boxes.shard == row)
-        found = []
+        found: list[int] = []
         for box in own:
             assert boxes.position[box] == len(found)
             spans = zip(boxes.offset[box].tolist(), boxes.shape[box].tolist(), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
+from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
 from shardtree.testing import check_load_plan, cut, layouts, shapes
 from tests.laws.test_plan_laws import columns_of, stored_chunks
@@ -26,8 +28,7 @@ def requests(draw: st.DrawFn, *, complete: bool = False) -> Request:
     wanted, kept = [], []
     for key in "ab"[: draw(st.integers(1, 2))]:
         shape, dtype = draw(SMALL), draw(DTYPES)
-        whole = torch.zeros(shape, dtype=dtype)
-        wanted.append(shard_columns(cut(draw(layouts(shape, 2)), key, whole, 0)))
+        wanted.append(shard_columns(cut(draw(layouts(shape, 2)), key, torch.zeros(shape, dtype=dtype), 0)))
         kept.append(columns_of(draw(layouts(shape, 3)), dtype, key))
     columns = join_columns(wanted)
     chunks = stored_chunks(join_columns([each for each in kept if {*each.keys} <= {*columns.keys}]))
@@ -36,7 +37,8 @@ def requests(draw: st.DrawFn, *, complete: bool = False) -> Request:
 
 
 def of_rows(chunks: StoredChunks, rows: list[int]) -> StoredChunks:
-    return StoredChunks(*(getattr(chunks, name)[np.array(rows, dtype=np.int64)] for name in StoredChunks.__slots__))
+    columns: Any = (getattr(chunks, name)[np.array(rows, dtype=np.int64)] for name in StoredChunks.__slots__)
+    return StoredChunks(*columns)
 
 
 SHORTEST = st.sampled_from([1, 4, 16, 2**20])
@@ -85,6 +87,15 @@ def test_the_order_of_the_index_does_not_matter(request: Request, random: object
     assert one.bytes_read == other.bytes_read
     for name in Runs.__slots__:
         assert getattr(one.runs, name).tolist() == getattr(other.runs, name).tolist()
+
+
+def test_tensors_of_few_axes_are_loaded_beside_those_of_many() -> None:
+    vector, matrix = (
+        ShardedTensor.from_rank_offsets(key, torch.zeros(size)) for key, size in (("v", 4), ("w", (6, 4)))
+    )
+    few, many = shard_columns([vector]), shard_columns([vector, matrix])
+    assert plan_load(few, stored_chunks(many)).covered.tolist() == [4]
+    assert plan_load(many, stored_chunks(few)).covered.tolist() == [4, 0]
 
 
 def test_runs_by_themselves_make_a_plan() -> None:

@@ -45,7 +45,7 @@ def test_every_rank_computes_the_same_writers_whatever_the_order_of_rows(case: C
     random.shuffle(order)  # type: ignore[attr-defined]
     rows = np.array(order, dtype=np.int64)
     one, other = (
-        {(int(each.rank[row]), box(each, row)) for row in np.flatnonzero(level_writes(each, ranks))}
+        {(int(each.rank[row]), box(each, row)) for row in np.flatnonzero(level_writes(each, ranks)).tolist()}
         for each in (columns, select_rows(columns, rows))
     )
     assert one == other
