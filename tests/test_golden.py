@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import io
-import itertools
 import re
-import struct
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +15,7 @@ from safetensors import safe_open
 import shardtree as st
 from shardtree.codec import decode_tree, encode_tree
 from shardtree.codec._tree import _DECODERS
+from shardtree.testing import bits, outline
 from tests.golden import make
 
 FOLDER = Path(__file__).parent / "golden" / "v1"
@@ -28,31 +24,15 @@ PAGE = Path(__file__).parents[1] / "docs" / "format.md"
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")  # torch's own
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def same(left: Any, right: Any) -> bool:
     """Return whether two values are of one type and equal to the bit, NaN and the sign of zero included."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, torch.Tensor):
-        return (left.dtype, left.shape, bits(left)) == (right.dtype, right.shape, bits(right))
-    if isinstance(left, np.ndarray | np.generic):
-        return (left.dtype.str, left.shape, left.tobytes()) == (right.dtype.str, right.shape, right.tobytes())
-    if isinstance(left, float):
-        return struct.pack("d", left) == struct.pack("d", right)
-    if isinstance(left, complex):
-        return same((left.real, left.imag), (right.real, right.imag))
-    if isinstance(left, dict):
-        factories = [getattr(value, "default_factory", None) for value in (left, right)]
-        return factories[0] is factories[1] and same(list(left.items()), list(right.items()))
-    if isinstance(left, list | tuple | collections.deque) and not isinstance(left, torch.Size):
-        limits = [getattr(value, "maxlen", None) for value in (left, right)]
-        return limits[0] == limits[1] and len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, io.BytesIO):
-        return (left.getvalue(), left.tell()) == (right.getvalue(), right.tell())
-    return same(vars(left), vars(right)) if isinstance(left, Namespace) else bool(left == right)
+    return bool(outline(left) == outline(right))
+
+
+def seen(common: dict[Any, Any]) -> dict[Any, Any]:
+    """Return plain values with a buffer as its content and place."""
+    buffer = common["io.BytesIO"]
+    return {**common, "io.BytesIO": (buffer.getvalue(), buffer.tell())}
 
 
 def page_reader() -> tuple[str, Callable[[Path, str], np.ndarray[Any, Any]]]:
@@ -82,14 +62,6 @@ def test_the_pages_reader_has_thirty_lines_and_needs_numpy_alone() -> None:
     text, _ = page_reader()
     assert len([line for line in text.splitlines() if line.strip()]) <= 30
     assert re.findall(r"^ *(?:import|from) (.+)$", text, re.MULTILINE) == ["itertools, json, pathlib", "numpy as np"]
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("key", ["box", "flat", "irregular", "uneven"])
-def test_every_slice_of_a_tensor(key: str, axis: int) -> None:
-    lazy, whole = st.open_checkpoint(FOLDER)[key].data, make.tensors()[key]
-    for begin, end in itertools.combinations(range(whole.shape[axis] + 1), 2):
-        assert same(lazy.narrow(axis, begin, end - begin).read(), whole.narrow(axis, begin, end - begin))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -126,14 +98,14 @@ def test_load_what_each_rank_saved() -> None:
         expected = st.unbox(saved)
         assert same(list(found["model"].items()), list(expected["model"].items()))
         assert same(found["objects"], expected["objects"])
-        assert same(found["common"], expected["common"])
+        assert same(seen(found["common"]), seen(expected["common"]))
         assert same(found["mixed"], expected["mixed"])
 
 
 @pytest.mark.parametrize("name", make.common())
 def test_common_state(name: str) -> None:
     found = st.load_common_state_dict(FOLDER, options=st.LoadOptions(types=make.RECORDS))
-    assert same(found["common"][name], make.common()[name])
+    assert same(seen(found["common"])[name], seen(make.common())[name])
 
 
 def test_records_without_their_classes() -> None:
@@ -158,12 +130,6 @@ def test_what_is_in_it() -> None:
         st.open_checkpoint(FOLDER)["pickled/shard_0_1"]
 
 
-@pytest.mark.parametrize("key", make.objects())
-def test_objects(key: str) -> None:
-    item = st.open_checkpoint(FOLDER, options=st.LoadOptions(allow_pickle=True))[key]
-    assert same(item.data, make.objects()[key])
-
-
 def test_every_kind_of_the_codec_is_in_it() -> None:
     text = b"".join(path.read_bytes() for path in FOLDER.rglob("*.safetensors"))
     found = {kind.decode() for kind in re.findall(rb'"\$":"([^"]+)"', text)}
@@ -185,23 +151,3 @@ def test_safetensors_reads_every_file() -> None:
 def test_the_same_common_state_gives_the_same_bytes() -> None:
     (kept,) = FOLDER.rglob("common.safetensors")
     assert encode_tree(decode_tree(kept.read_bytes(), types=make.RECORDS)) == kept.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        (0.0, -0.0),
-        (1, True),
-        ((1,), [1]),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        (torch.zeros(1), torch.zeros(1, 1)),
-        (torch.zeros(1), torch.zeros(1).int()),
-        (np.float32(0), np.float64(0)),
-        (collections.deque([1]), collections.deque([1], 2)),
-        (io.BytesIO(b"a"), io.BytesIO(b"b")),
-    ],
-)
-def test_what_is_not_the_same_is_told_apart(left: Any, right: Any) -> None:
-    assert same(left, left)
-    assert same(right, right)
-    assert not same(left, right)
