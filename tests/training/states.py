@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardtree.buffers import BufferPlan, buffer_slices, flat_shards, flat_targets, plan_buffers
+from shardtree.buffers import BufferPlan, buffer_slices, flat_shards, flat_targets
 from shardtree.lenses import Lens, attention_qkv, factories_by_pattern, gate_and_up, padded_axis
 from shardtree.mapping import ShardedObject, ShardedTensor
 from shardtree.optim import (
@@ -19,7 +19,7 @@ from shardtree.optim import (
     sharding_state_to_optim_state,
 )
 from tests.training.transformer import Config, cut_axis, held_weight
-from tests.training.zero import ALIGNED, BUCKET, BUCKET_ALIGNED, Trainer
+from tests.training.zero import Trainer
 
 MASTER = "optimizer.state.fp32_param"
 ADAM = {"step": torch.tensor(0.0), "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -52,19 +52,6 @@ def sharded_model(trainer: Trainer, lenses: Mapping[str, Lens]) -> dict[str, Any
         replica = (0, place.tp_rank if axis is None else 0, place.dp_rank)
         shards[name] = ShardedTensor.from_rank_offsets(name, parameter.detach(), *cuts, replica_id=replica)
     return factories_by_pattern(shards, lenses, absent=["output_layer.weight"])
-
-
-def buffer_plan(trainer: Trainer) -> BufferPlan:
-    """Return the plan of a trainer's buffer."""
-    shapes = {name: parameter.shape for name, parameter in trainer.parameters.items()}
-    return plan_buffers(
-        shapes,
-        data_parallel=trainer.place.layout.dp,
-        bucket_size=BUCKET,
-        align=ALIGNED,
-        bucket_align=BUCKET_ALIGNED,
-        order=reversed(shapes),
-    )
 
 
 def named_optimizer(trainer: Trainer) -> tuple[dict[int, str], Any]:
@@ -121,7 +108,7 @@ def resume(trainer: Trainer, loaded: Mapping[str, Any], plan: BufferPlan) -> Non
 
 def described(trainer: Trainer) -> tuple[dict[str, Lens], BufferPlan]:
     """Return what there is to say of a trainer: how its fused tensors are stored, and how its buffer lies."""
-    return model_lenses(trainer.model.config, trainer.place.layout.tp), buffer_plan(trainer)
+    return model_lenses(trainer.model.config, trainer.place.layout.tp), trainer.plan
 
 
 def differences(trainer: Trainer, stored: Mapping[str, torch.Tensor]) -> list[str]:
@@ -144,9 +131,9 @@ def _held(trainer: Trainer, prefix: str, whole: dict[str, torch.Tensor]) -> dict
         }
     key = prefix.split(".")[-2]
     found = {}
-    for piece in trainer.pieces:
-        master = trainer.masters[piece.name]
+    for part in trainer.plan.ranges(trainer.place.dp_rank):
+        master = trainer.masters[part.name]
         own = master.detach() if key == "fp32_param" else trainer.optimizer.state[master][key]
-        should = held_weight(trainer.model, piece.name, whole).flatten()[piece.begin : piece.end]
-        found[piece.name] = (own, should)
+        should = held_weight(trainer.model, part.name, whole).flatten()[part.flattened_range]
+        found[part.name] = (own, should)
     return found

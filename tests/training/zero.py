@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from math import lcm
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardtree.buffers import plan_buffers
 from tests.training.place import Place, summed
 from tests.training.transformer import Config, Transformer, fill_model
 
@@ -23,63 +21,34 @@ DECAY, NO_DECAY = {"lr": 0.015, "weight_decay": 0.1}, {"lr": 0.005, "weight_deca
 SHRINK = 0.93  # each step's learning rate, times the one before
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """Where each parameter lies. Buckets follow one another; each is cut into equal parts over data-parallel ranks."""
-
-    starts: dict[str, int]
-    bounds: tuple[int, ...]  # of the buckets
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a rank steps of one parameter: [begin, end) of it, flattened, which lies in the rank's part of a bucket."""
-
-    name: str
-    begin: int
-    end: int
-    bucket: int
-    at: int
-
-
-def packed(model: nn.Module, ranks: int) -> Buffer:
-    """Return the buffer of a model's parameters: the last ones first, as their gradients come first."""
-    at, starts, bounds, end = 0, {}, [0], lcm(ranks, BUCKET_ALIGNED)
-    for name, parameter in reversed(list(model.named_parameters())):
-        starts[name] = at = -(-at // ALIGNED) * ALIGNED
-        at += parameter.numel()
-        if at - bounds[-1] >= BUCKET:
-            at = -(-at // end) * end
-            bounds.append(at)
-    if at > bounds[-1]:
-        bounds.append(-(-at // end) * end)
-    return Buffer(starts, tuple(bounds))
-
-
 class Trainer:
     """A model, its optimizer and its data, on one rank.
 
     Attributes:
-        buffer: where parameters lie in `weights` and `gradients`.
-        pieces: what this rank steps.
+        plan: where parameters lie in `weights` and `gradients`, the last ones first, as their gradients come first.
         parts: this rank's part of each bucket, in float32.
-        masters: the pieces of `parts`, by name: the optimizer's parameters.
+        masters: what this rank steps of each parameter, in `parts`, by name: the optimizer's parameters.
     """
 
     def __init__(self, config: Config, place: Place) -> None:
         self.place = place
         self.model = Transformer(config, place)
         self.parameters = dict(self.model.named_parameters())
-        self.buffer = packed(self.model, place.layout.dp)
-        self.weights = torch.zeros(self.buffer.bounds[-1], dtype=config.dtype)
-        self.gradients = torch.zeros(self.buffer.bounds[-1])
+        self.plan = plan_buffers(
+            self.parameters,
+            data_parallel=place.layout.dp,
+            bucket_size=BUCKET,
+            align=ALIGNED,
+            bucket_align=BUCKET_ALIGNED,
+            order=reversed(self.parameters),
+        )
+        length = self.plan.buckets[-1][1]
+        self.weights, self.gradients = torch.zeros(length, dtype=config.dtype), torch.zeros(length)
         for name, parameter in self.parameters.items():
             parameter.data = self._of(self.weights, name).view(parameter.shape)
-        self.pieces = self._pieces()
-        self.parts = [torch.zeros((end - begin) // place.layout.dp) for begin, end in pairwise(self.buffer.bounds)]
+        self.parts = [torch.zeros(length) for length in self.plan.slice_lengths]
         self.masters = {
-            piece.name: nn.Parameter(self.parts[piece.bucket][piece.at : piece.at + piece.end - piece.begin])
-            for piece in self.pieces
+            part.name: nn.Parameter(self.parts[part.bucket][part.taken]) for part in self.plan.ranges(place.dp_rank)
         }
         self.optimizer = torch.optim.AdamW(self._groups(), foreach=False)
         self.draw = torch.Generator().manual_seed(SEED)
@@ -88,8 +57,8 @@ class Trainer:
     def start(self, weights: dict[str, torch.Tensor]) -> None:
         """Take whole weights."""
         fill_model(self.model, weights)
-        for piece in self.pieces:
-            self.masters[piece.name].data.copy_(self._of(self.weights, piece.name)[piece.begin : piece.end])
+        for part in self.plan.ranges(self.place.dp_rank):
+            self.masters[part.name].data.copy_(self._of(self.weights, part.name)[part.flattened_range])
 
     def train(self, steps: int) -> list[float]:
         """Return the mean loss of each of some steps, over the whole batch."""
@@ -108,8 +77,8 @@ class Trainer:
             assert parameter.grad is not None
             self._of(self.gradients, name).copy_(parameter.grad.flatten())
         self.gradients = summed(self.gradients, self.place.dp_group)
-        for piece in self.pieces:
-            self.masters[piece.name].grad = self._of(self.gradients, piece.name)[piece.begin : piece.end]
+        for part in self.plan.ranges(self.place.dp_rank):
+            self.masters[part.name].grad = self._of(self.gradients, part.name)[part.flattened_range]
         self.optimizer.step()
         shrink(self.optimizer)
         self._gather()
@@ -118,7 +87,7 @@ class Trainer:
 
     def _gather(self) -> None:
         """Put what this rank stepped into the buffer, and what the others did."""
-        for bucket, (first, last) in enumerate(pairwise(self.buffer.bounds)):
+        for bucket, (first, last) in enumerate(self.plan.buckets):
             whole, own = self.weights[first:last], self.parts[bucket].to(self.weights.dtype)
             if self.place.dp_group is None:
                 whole.copy_(own)
@@ -126,20 +95,8 @@ class Trainer:
                 dist.all_gather(list(whole.chunk(self.place.layout.dp)), own, group=self.place.dp_group)
 
     def _of(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        start = self.buffer.starts[name]
-        return buffer[start : start + self.parameters[name].numel()]
-
-    def _pieces(self) -> list[Piece]:
-        pieces, ranks = [], self.place.layout.dp
-        for bucket, (first, last) in enumerate(pairwise(self.buffer.bounds)):
-            length = (last - first) // ranks
-            begin = first + self.place.dp_rank * length
-            for name, start in self.buffer.starts.items():
-                low = max(begin, start)
-                high = min(begin + length, start + self.parameters[name].numel())
-                if low < high:
-                    pieces.append(Piece(name, low - start, high - start, bucket, low - begin))
-        return pieces
+        (place,) = (each for each in self.plan.places if each.name == name)
+        return buffer[place.start : place.stop]
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups: matrices decay, vectors don't."""
