@@ -188,16 +188,6 @@ def test_the_law_catches_what_looks_at_elements() -> None:
     assert_caught(gives_the_same_of_meta_tensors, without_zeros, drawn_trees())
 
 
-def test_the_law_catches_flat_ranges_that_get_their_box_s_shape() -> None:
-    def unflattened(tree: Any) -> Any:
-        return st.map_shards(lambda leaf: as_box(leaf) if isinstance(leaf, ShardedTensor) else leaf, tree)
-
-    def as_box(leaf: ShardedTensor) -> Any:
-        return torch.empty(leaf.local_shape) if leaf.data.is_meta else leaf.data
-
-    assert_caught(gives_the_same_of_meta_tensors, unflattened, drawn_trees())
-
-
 @pytest.mark.parametrize("dtype", ["quint8", "complex32", "uint4", "bits1x8", "float8_e8m0fnu", "float4_e2m1fn_x2"])
 def test_each_dtype_has_its_meta_tensor(dtype: str) -> None:
     kind = getattr(torch, dtype)

@@ -163,18 +163,6 @@ def test_the_law_catches_a_load_that_gives_back_the_target_s_own_tensors() -> No
         nothing_is_lost(partial(plain, FORMATS[0]), [("tensor", 0)], load)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_megatron_s_leaves_are_refused_on_every_rank_with_what_converts_them(ranks: int) -> None:
-    def save(world: Any) -> None:
-        tree, _ = tree_of(["Megatron's tensor"], [1])
-        tree["leaf0"]["x"].global_offset = (world.rank,)
-        with pytest.raises(CheckpointingException, match="from_megatron"):
-            st.save(tree, folder, world=world)
-
-    folder = MemoryStorage()
-    st.simulate(ranks, save)
-
-
 @pytest.mark.peers
 def test_megatron_s_own_leaves_are_told_as_those_that_look_like_them() -> None:
     mapping: Any = pytest.importorskip("megatron.core.dist_checkpointing.mapping")

@@ -343,19 +343,12 @@ def trying_alone(tree: Any, storage: Storage, *, world: World) -> None:
     shardtree.save(tree, storage, world=world)
 
 
-def looking_alone(tree: Any, storage: Storage, *, world: World) -> Any:
-    """The planted fault: a load that reads by itself first."""
-    shardtree.load(tree, storage, validate_access_integrity=False, world=one_process())
-    return shardtree.load(tree, storage, world=world)
-
-
-@pytest.mark.parametrize("fault", SPOILT)
+@pytest.mark.parametrize("fault", [fault for fault in SPOILT if fault.startswith("save")])
 def test_the_law_catches_who_fails_alone(fault: str) -> None:
-    alone = trying_alone if fault.startswith("save") else looking_alone
-    storage = stored_for(fault)
-    assert outcomes(lambda world: alone(tree(world), storage, world=world)) == [None] * RANKS
+    storage = MemoryStorage()
+    assert outcomes(lambda world: trying_alone(tree(world), storage, world=world)) == [None] * RANKS
     with pytest.raises(AssertionError, match="rank 0: None"):
-        check_spoilt(alone, fault)
+        check_spoilt(trying_alone, fault)
 
 
 DISKS = [("write", "save: write"), ("is_folder", "save: see the folder")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from shardtree.testing import (
     check_roundtrip,
     even_layout,
     global_states,
-    layouts,
     random_bits,
     state_layouts,
 )
@@ -112,26 +110,6 @@ def test_files_do_what_memory_does(data: st.DataObject, tmp_path_factory: pytest
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("save_ranks", "load_ranks"), [(1, 64), (64, 1), (64, 48)])
-def test_64_ranks_reshard(save_ranks: int, load_ranks: int, tmp_path: Path) -> None:
-    shape = (64, 48 * 64)
-    state = GlobalState(
-        {"w": random_bits(shape, torch.bfloat16, 1), "norm": random_bits((7,), torch.float32, 2)}, {}, {}
-    )
-    one, other = (
-        {"w": even_layout(shape, ranks, axis), "norm": even_layout((7,), ranks)}
-        for ranks, axis in ((save_ranks, 0), (load_ranks, 1))
-    )
-    check_roundtrip(
-        state,
-        one,
-        other,
-        directory=tmp_path,
-        save=partial(shardtree.save, options=shardtree.SaveOptions(durable=False)),
-    )
-
-
 def negated(tree: Any, directory: Any, **options: Any) -> Any:
     """Load with one element's bits flipped."""
     loaded = shardtree.load(tree, directory, **load_keywords(**options))
@@ -172,15 +150,6 @@ def test_the_law_catches_a_lost_object() -> None:
 
     with pytest.raises(AssertionError, match="rng/shard_1_2"):
         check_roundtrip(state, layout, layout, load=first_objects_only)
-
-
-@given(data=st.data())
-def test_layouts_tile_their_tensor(data: st.DataObject) -> None:
-    """The strategy itself: what it draws must be legal, or the laws prove nothing."""
-    shape, ranks = data.draw(st.sampled_from([(), (0,), (4, 6), (3, 5, 2), (2, 0, 3)])), data.draw(st.integers(1, 8))
-    layout = data.draw(layouts(shape, ranks))
-    assert (layout.global_shape, layout.ranks) == (shape, ranks)
-    check_layout(layout)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -126,21 +124,6 @@ def without_steps(world: World, phase: str, fn: Callable[[], Any], *, steps: Any
 def test_the_law_catches_steps_that_are_not_told_apart() -> None:
     with pytest.raises(AssertionError):
         check_all_hear_of_the_first(["look", "open"], without_steps)
-
-
-@dataclass(frozen=True)
-class Frozen(Exception):
-    what: str
-
-
-def test_a_step_can_fail_by_an_exception_that_takes_no_attribute() -> None:
-    def work(rank: int) -> None:
-        with step("look"):
-            if rank:
-                raise Frozen("cold")
-
-    with pytest.raises(RemoteError, match="look: failed on 1 rank"):
-        simulate(2, lambda world: agree(world, "all of it", partial(work, world.rank), steps=STEPS))
 
 
 def test_others_get_what_is_told_and_a_rank_keeps_its_own() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardtree.errors import WorldError
+from shardtree.errors import NotACheckpoint, RemoteNotACheckpoint, WorldError
 from shardtree.world import World, agree, current_world, run_processes
 
 pytestmark = pytest.mark.torchrun
@@ -48,7 +48,11 @@ def hangs(world: World) -> None:
 
 
 def agrees_to_fail(world: World) -> None:
-    agree(world, "divide", lambda: 1 // (world.rank - 1))
+    def look() -> None:
+        if world.rank == 1:
+            raise NotACheckpoint("nothing there")
+
+    agree(world, "look", look)
 
 
 def test_each_rank_returns_a_value() -> None:
@@ -73,8 +77,9 @@ def test_an_error_that_cannot_be_rebuilt_is_told_in_words() -> None:
 
 
 def test_a_phase_that_fails_is_one_error() -> None:
-    with pytest.raises(WorldError, match="rank 1: ZeroDivisionError"):
+    with pytest.raises(NotACheckpoint, match="rank 1: NotACheckpoint: nothing there") as caught:
         run_processes(3, agrees_to_fail)
+    assert type(caught.value) is RemoteNotACheckpoint
 
 
 def test_a_rank_that_is_killed_is_the_error() -> None:
