@@ -35,6 +35,7 @@ class Block(nn.Module):
         self.register_buffer("seen", torch.tensor(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
         return x + self.scale * self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
@@ -78,11 +79,15 @@ def trained(seed: int, sizes: dict[str, int], steps: int) -> tuple[nn.Module, to
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    train(model, optimizer, steps)
+    return model, optimizer, mesh
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
         optimizer.step()
-    return model, optimizer, mesh
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def whole(tree: Any) -> dict[str, torch.Tensor]:
     """Return every tensor whole, by path."""
     leaves = ((".".join(map(str, path)), leaf) for path, leaf in st.trees.leaves_with_paths(tree))
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return {path: leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf for path, leaf in tensors.items()}
+    return {path: getattr(leaf, "full_tensor", leaf.clone)().clone() for path, leaf in tensors.items()}
 
 
 def save_it(world: World, folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, bool]:

@@ -79,17 +79,6 @@ def test_both_laws_catch_forgotten_fields() -> None:
     assert_caught(to_then_from_is_identity, forgetful, OURS)
 
 
-@pytest.mark.slow
-def test_both_laws_catch_functions_that_are_wrapped_twice() -> None:
-    def wrapped(leaf: Any) -> Any:
-        return replace(leaf, build_fn=lambda *a: leaf.build_fn(*a)) if hasattr(leaf, "build_fn") else leaf
-
-    wrapping: Both = (lambda tree: map_shards(wrapped, from_megatron(tree))), to_old
-    theirs = OURS.map(lambda tree: as_megatrons(old_megatron, tree))
-    assert_caught(from_then_to_is_identity, wrapping, theirs)
-    assert_caught(to_then_from_is_identity, wrapping, OURS)
-
-
 # -- purity
 
 
