@@ -121,21 +121,13 @@ def test_buckets_and_ranges_are_those_of_megatron(question: Question) -> None:
     check_as_megatron(ours, question)
 
 
-def in_order(question: Question) -> BufferPlan:
-    shapes = {f"p{n}": shape for n, shape in enumerate(question.shapes)}
-    return plan_buffers(
-        shapes, data_parallel=question.data_parallel, bucket_size=question.bucket_size, align=64, bucket_align=128
-    )
-
-
 def without_alignment(question: Question) -> BufferPlan:
     shapes = {f"p{n}": shape for n, shape in enumerate(question.shapes)}
     return plan_buffers(shapes, data_parallel=question.data_parallel, bucket_align=128, order=reversed(shapes))
 
 
-@pytest.mark.parametrize("broken", [in_order, without_alignment])
-def test_the_comparison_catches(broken: Any) -> None:
-    assert_caught(check_as_megatron, broken, questions())
+def test_the_comparison_catches() -> None:
+    assert_caught(check_as_megatron, without_alignment, questions())
 
 
 def their_states(model: dict[str, Any], buffer: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import shardtree
 from shardtree import mapping as ours
 from shardtree.testing import check_pure
 from shardtree.trees import leaves_with_paths
-from tests.faults.sampling import usually
 from tests.peers.test_mapping_megatron import FIELDS as FIELDS_OF_SHARDS
 
 megatron = pytest.importorskip("megatron.core.dist_checkpointing.mapping")
@@ -108,21 +107,11 @@ def with_offset_of_another(state_dict: Any, params: Any, excluded: Any) -> Any:
     return shardtree.optim.optim_state_to_sharding_state(state_dict, dict.fromkeys(params, first), excluded)
 
 
-def without_exclusion(state_dict: Any, params: Any, excluded: Any) -> Any:
-    return shardtree.optim.optim_state_to_sharding_state(state_dict, params)
-
-
-def with_stored_members(state_dict: Any, params: Any, excluded: Any) -> Any:
-    found = shardtree.optim.optim_state_to_sharding_state(state_dict, params, excluded)
-    return {**found, "param_groups": state_dict["param_groups"]}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", usually([with_offset_of_another, without_exclusion, with_stored_members], 1))
-def test_states_are_sharded_as_megatron_does_catches(fault: Callable[..., Any]) -> None:
+def test_states_are_sharded_as_megatron_does_catches() -> None:
     def caught(case: Any) -> bool:
         try:
-            convert_alike(fault, case)
+            convert_alike(with_offset_of_another, case)
         except (AssertionError, shardtree.CheckpointingException):
             return True
         return False

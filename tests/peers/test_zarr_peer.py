@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.codec import dtype_name, row_major_bits
-from shardtree.errors import CheckpointingException, CorruptCheckpoint
+from shardtree.errors import CheckpointingException
 from shardtree.strategies.zarr._layout import array_name
 from shardtree.testing import (
     GlobalState,
@@ -218,22 +218,6 @@ def test_a_dataset_of_xarray_loads(zarr_format: int, tmp_path: Path) -> None:
     assert torch.equal(found["zeros"], torch.zeros(5, dtype=torch.float64))
     assert "name" not in found
     assert st.verify(tmp_path / "data") == ()
-
-
-def test_a_tensor_may_be_only_partly_asked_for(tmp_path: Path) -> None:
-    group = zarr.open_group(tmp_path, mode="w", zarr_format=3)
-    group.create_array("w", shape=(7, 9), chunks=(2, 3), dtype="int32")[:] = WHOLE.numpy()
-    for file in (tmp_path / "w" / "c" / "3").iterdir():
-        file.write_bytes(b"damaged")
-    report: list[Any] = []
-    half = st.ShardedTensor("w", None, torch.int32, (6, 4), (7, 9), (0, 5), None)
-    loaded = st.load(
-        {"w": half}, tmp_path, validate_access_integrity=False, options=st.LoadOptions(report=report.append)
-    )["w"]
-    assert torch.equal(loaded, WHOLE[:6, 5:])
-    assert (report[0].bytes_read, report[0].files) == (6 * 4 * 4, 6)
-    with pytest.raises(CorruptCheckpoint, match=r"w/c/3/"):
-        st.load_plain_tensors(tmp_path)
 
 
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])

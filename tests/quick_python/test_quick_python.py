@@ -40,13 +40,6 @@ def test_it_ends_as_python_does(code: str) -> None:
     assert quick.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
-def test_scripts_and_modules_are_the_main_module(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("print(__name__)")
-    (tmp_path / "script.py").write_text("import sys, beside; print(__name__, sys.argv[1:])")
-    assert run(quick_python(), str(tmp_path / "script.py"), "x").stdout == "beside\n__main__ ['x']\n"
-    assert run(quick_python(), "-m", "beside", cwd=tmp_path).stdout == "__main__\n"
-
-
 @pytest.mark.slow
 def test_it_has_imported_what_torch_brings_and_no_more() -> None:
     code = "import sys, torch; print(*sys.modules)"
