@@ -23,7 +23,7 @@ SCALARS = st.sampled_from([2, -3, 0.5, 1e-3, np.float32(3), torch.tensor(1.5, dt
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5]), max_size=3).map(tuple)
 
 
-@pytest.fixture(autouse=True, params=["one window", "many"])
+@pytest.fixture(params=["one window", "many"])
 def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "many":
         monkeypatch.setattr(_computed, "WINDOW_BYTES", 400)
@@ -62,6 +62,7 @@ def reads_what_torch_computes(read: Callable[[LazyTensor], torch.Tensor], drawn:
     assert bits(read(computed)) == bits(expected)
 
 
+@pytest.mark.usefixtures("windows")
 @given(formulas())
 def test_arithmetic_reads_what_torch_computes(drawn: Any) -> None:
     reads_what_torch_computes(LazyTensor.read, drawn)
@@ -72,6 +73,7 @@ def test_the_law_of_arithmetic_catches_another_dtype() -> None:
     assert_caught(reads_what_torch_computes, lambda lazy: lazy.read().double().to(lazy.dtype) + 0, formulas())
 
 
+@pytest.mark.usefixtures("windows")
 def test_a_part_of_a_sum_reads_that_part_of_each_tensor() -> None:
     left, right = Recorder(numbers((4, 6), torch.float32, 0)), Recorder(numbers((6, 4), torch.float32, 1))
     total = (left.lazy() + 2 * right.lazy().T)[1:3, 4:]
@@ -103,10 +105,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("function", ELEMENTWISE)
 @pytest.mark.parametrize("shape", [(), (7,), (200,), (5, 7), (40, 40), (2, 3, 70)])
-def test_lazy_map_reads_what_the_function_gives(
-    function: Callable[..., Any], shape: tuple[int, ...], windows: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+def test_lazy_map_reads_what_the_function_gives(function: Callable[..., Any], shape: tuple[int, ...]) -> None:
     whole = numbers(shape, torch.float32, 3)
     found, expected = lazy_map(function, Recorder(whole).lazy()), function(whole)
     assert found.dtype == expected.dtype and found.shape == expected.shape
@@ -129,6 +128,7 @@ COMPUTED: dict[str, Callable[[LazyTensor], LazyTensor]] = {
 }
 
 
+@pytest.mark.usefixtures("windows")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPUTED)
 @given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([(41, 41), (64, 64), (40, 3)]))
@@ -139,21 +139,10 @@ def test_an_element_has_the_same_bits_however_it_is_cut(
 
 
 def test_the_law_of_cuts_catches_what_torch_rounds_by_place() -> None:
-    def naive(shape: tuple[int, int], rows: int, columns: int) -> None:
-        whole = numbers(shape, torch.float32, 4).abs()
-        lazy = stored(lambda offset, box: numbers_in(whole, offset, box) ** 3.3, shape, torch.float32, name="w")
-        cut_alike(lazy, rows, columns)
-
-    def everywhere() -> None:
-        for rows in range(40):
-            naive((41, 41), rows, 40 - rows)
-
+    recorder = Recorder(numbers((41, 41), torch.float32, 4).abs())
+    naive = stored(lambda offset, box: recorder.read_box(offset, box) ** 3.3, (41, 41), torch.float32, name="w")
     with pytest.raises(AssertionError):
-        everywhere()
-
-
-def numbers_in(whole: torch.Tensor, offset: tuple[int, ...], box: tuple[int, ...]) -> torch.Tensor:
-    return whole[tuple(slice(low, low + length) for low, length in zip(offset, box, strict=True))].clone()
+        [cut_alike(naive, rows, 40 - rows) for rows in range(40)]
 
 
 def refuses_what_is_not_elementwise(map_: Callable[..., Any], name: str, shape: tuple[int, ...]) -> None:
@@ -163,15 +152,11 @@ def refuses_what_is_not_elementwise(map_: Callable[..., Any], name: str, shape: 
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("shape", [(9, 9), (64, 64)])
-def test_a_function_that_is_not_elementwise_is_caught(
-    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+def test_a_function_that_is_not_elementwise_is_caught(name: str, shape: tuple[int, ...]) -> None:
     refuses_what_is_not_elementwise(lazy_map, name, shape)
 
 
 def test_the_law_of_elementwise_functions_catches_a_map_that_does_not_try_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
     monkeypatch.setattr(_computed, "check_elementwise", lambda function, values: None)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         refuses_what_is_not_elementwise(lazy_map, "norm", (9, 9))
@@ -202,15 +187,11 @@ FIRST = [(slice(0, 1), slice(0, 1)), (slice(0, 0), slice(0, 6)), (slice(0, 4), s
 
 
 @pytest.mark.parametrize("first", FIRST, ids=["one", "none", "alike"])
-def test_a_first_window_that_shows_nothing_is_not_the_last_that_is_tried(
-    first: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+def test_a_first_window_that_shows_nothing_is_not_the_last_that_is_tried(first: tuple[slice, slice]) -> None:
     catches_after(first, half_constant())
 
 
 def test_the_law_of_first_windows_catches_a_map_that_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
     monkeypatch.setattr(_computed, "elements_tested", lambda values: 1)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         catches_after(FIRST[0], half_constant())
@@ -222,6 +203,7 @@ def test_a_map_of_one_number_has_the_dtype_that_it_says() -> None:
     assert found.dtype == found.read().dtype == torch.float32
 
 
+@pytest.mark.usefixtures("windows")
 @given(st.integers(0, 9), st.integers(0, 12), st.integers(1, 9), st.sampled_from(FLOATS))
 def test_products_round_as_sums_may(rows: int, inner: int, columns: int, dtype: torch.dtype) -> None:
     rounds_as_sums_may(lambda left, right: (left @ right).read(), rows, inner, columns, dtype)
@@ -242,8 +224,7 @@ def test_the_law_of_products_catches_sums_in_half_precision() -> None:
         )
 
 
-def test_a_product_in_one_window_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_computed, "WINDOW_BYTES", 2**24)
+def test_a_product_in_one_window_is_torchs_bit_for_bit() -> None:
     left, right, weight = (numbers(shape, torch.float32, 7) for shape in ((70, 8), (8, 90), (70, 90)))
     found = Recorder(weight).lazy() + 0.5 * (Recorder(left).lazy() @ Recorder(right).lazy())
     assert bits(found.read()) == bits(weight + 0.5 * (left @ right))
