@@ -274,6 +274,9 @@ def test_a_rank_without_parameters_loads_other_numbers_of_groups() -> None:
         "o"
     ]
     assert st.optim.sharding_state_to_optim_state(found) == one
+    as_many = loaded_by_name([{"lr": 0.7, "params": ["b"]}, {"lr": 0.7, "params": []}])
+    groups = st.optim.sharding_state_to_optim_state({**as_many, "state": {}})["param_groups"]
+    assert [group["lr"] for group in groups] == [0.2, 0.7]
 
 
 def test_a_new_parameter_by_name_starts_without_states() -> None:

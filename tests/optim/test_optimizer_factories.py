@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import ShapeError
-from shardtree.lenses import as_factory, gate_and_up
+from shardtree.lenses import as_factory, gate_and_up, padded_axis
 from shardtree.testing import check_held_once, glu
 from shardtree.testing._law_factory import stacked
 
@@ -206,3 +206,17 @@ def test_a_stack_that_one_rank_holds_has_one_number() -> None:
     storage = st.storage.MemoryStorage()
     st.save(tree, storage)
     assert st.load(tree, storage)["state"][0]["step"].item() == 3.0
+
+
+def test_a_rank_that_has_nothing_of_a_parameter_asks_for_the_states_that_others_have() -> None:
+    """The last of 3 ranks, of 4 rows that are padded to 6."""
+    moments = {"exp_avg": torch.zeros(4, 3), "step": torch.tensor(3.0)}
+    keys = {name: f"optimizer.state.{name}.w" for name in moments}
+    stored = {keys[name]: st.ShardedTensor.from_rank_offsets(keys[name], state) for name, state in moments.items()}
+    padding = as_factory(st.ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 2, 3)), padded_axis(4))
+    fresh = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    tree = st.optim.abstract_optim_state_from_metadata(fresh, {0: padding}, stored)
+    storage = st.storage.MemoryStorage()
+    st.save(stored, storage)
+    loaded = st.load(tree, storage, validate_access_integrity=False)["state"][0]
+    assert not st.diff(loaded, {"exp_avg": torch.zeros(2, 3), "step": torch.tensor(3.0)})

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.testing import random_bits
 from shardtree.transforms import merge_tensors, split_tensor
-from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, lazily, whole
+from tests.transforms.flat_trees import Tree, check_same, check_undone, flat, lazily, two_of_a_kind, whole
 
 NAMES = ["h.*.q", "h.*.k", "h.*.v"]
 Grouped = tuple[Tree, list[int], int, int]
@@ -20,18 +19,13 @@ Grouped = tuple[Tree, list[int], int, int]
 
 @some.composite
 def grouped(draw: some.DrawFn) -> Grouped:
-    """Return two layers' tensors of groups of three parts, the parts' sizes, the axis and the number of groups."""
+    """Return two layers' tensors of groups of parts, the parts' sizes, the axis and the number of groups."""
     groups, axes = draw(some.integers(1, 4)), draw(some.integers(1, 3))
     axis = draw(some.integers(-axes, axes - 1))
-    sizes = [groups * draw(some.integers(0, 3)) for _ in NAMES]
+    sizes = [groups * size for size in draw(some.lists(some.integers(0, 3), min_size=1, max_size=len(NAMES)))]
     shape = [draw(some.integers(0, 3)) for _ in range(axes)]
     shape[axis] = sum(sizes)
-    dtype = draw(DTYPES)
-    other = draw(some.sampled_from([None, *(at for at in range(axes) if at != axis % axes)]))
-    ranks = [] if other is None else [(other, 1, 3)]
-    datas = [random_bits(tuple(shape), dtype, seed=draw(some.integers(0, 99))) for _ in range(2)]
-    shards = [st.ShardedTensor.from_rank_offsets(f"h.{i}.qkv", data, *ranks) for i, data in enumerate(datas)]
-    return flat(*shards, whole("norm", torch.ones(2))), sizes, axis, groups
+    return two_of_a_kind(draw, "h.*.qkv", shape, axis), sizes, axis, groups
 
 
 def by_reshaping(tree: Tree, sizes: list[int], axis: int, groups: int) -> dict[str, list[Any]]:
@@ -55,26 +49,26 @@ def check_parts(split: Callable[[Tree], Tree], drawn: Grouped) -> None:
     expected = by_reshaping(tree, sizes, axis, groups)
     for found, read in ((split(tree), lambda data: data), (split(lazily(tree)), lambda data: data.read())):
         for layer in range(2):
-            for name, part in zip(NAMES, expected[f"h.{layer}.qkv"], strict=True):
+            for name, part in zip(NAMES, expected[f"h.{layer}.qkv"], strict=False):
                 data = read(found[name.replace("*", str(layer))].data).contiguous()
                 bits = data.view(torch.uint8).reshape(*data.shape, data.dtype.itemsize)
                 assert bits.tolist() == part, f"{name} of layer {layer} has other elements"
 
 
-@pytest.mark.slow
 @given(grouped())
-def test_merge_undoes_split_by_groups(drawn: Grouped) -> None:
+def test_merge_undoes_split_and_split_undoes_merge(drawn: Grouped) -> None:
     tree, sizes, axis, groups = drawn
-    split = st.bind(split_tensor, "h.*.qkv", NAMES, sizes=sizes, axis=axis, groups=groups)
-    check_undone(split, st.bind(merge_tensors, NAMES, "h.*.qkv", axis=axis, groups=groups), tree)
-    parts = split(tree)
-    check_undone(st.bind(merge_tensors, NAMES, "h.*.qkv", axis=axis, groups=groups), split, parts)
+    names = NAMES[: len(sizes)]
+    split = st.bind(split_tensor, "h.*.qkv", names, sizes=sizes, axis=axis, groups=groups)
+    merge = st.bind(merge_tensors, names, "h.*.qkv", axis=axis, groups=groups)
+    check_undone(split, merge, tree)
+    check_undone(merge, split, split(tree))
 
 
 @given(grouped())
 def test_split_cuts_each_group(drawn: Grouped) -> None:
     _, sizes, axis, groups = drawn
-    check_parts(st.bind(split_tensor, "h.*.qkv", NAMES, sizes=sizes, axis=axis, groups=groups), drawn)
+    check_parts(st.bind(split_tensor, "h.*.qkv", NAMES[: len(sizes)], sizes=sizes, axis=axis, groups=groups), drawn)
 
 
 QKV = torch.arange(24).reshape(12, 2)  # 2 groups of [q q q q k v]
@@ -89,14 +83,3 @@ def test_the_laws_catch_a_cut_that_ignores_groups() -> None:
     apart = split_tensor(tree, "h.*.qkv", NAMES, sizes=SIZES, groups=2)
     with pytest.raises(AssertionError, match=r"h\.0\.qkv"):
         check_same(merge_tensors(apart, NAMES, "h.*.qkv"), tree)
-
-
-def test_the_groups_of_ranks_are_the_groups_of_the_whole() -> None:
-    """What makes Megatron-Core's QKV one tensor whatever the number of ranks: whole groups lie on each."""
-    tree = flat(whole("h.0.qkv", torch.cat([QKV, QKV + 100])))
-    both = split_tensor(tree, "h.*.qkv", NAMES, sizes=[16, 4, 4], groups=4)
-    ranks = [
-        split_tensor(flat(whole("h.0.qkv", part)), "h.*.qkv", NAMES, sizes=SIZES, groups=2) for part in (QKV, QKV + 100)
-    ]
-    for key, shard in both.items():
-        assert torch.equal(shard.data, torch.cat([rank[key].data for rank in ranks]))

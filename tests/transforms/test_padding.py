@@ -11,10 +11,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import ShapeError
-from shardtree.lazy import stored
-from shardtree.testing import check_pure, first_difference, random_bits
+from shardtree.testing import check_pure, first_difference
 from shardtree.transforms import pad_tensors, transpose_tensors, unpad_tensors
-from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, lazily, whole
+from tests.transforms.flat_trees import Tree, check_same, check_undone, flat, lazily, two_of_a_kind, whole
 
 
 @some.composite
@@ -22,12 +21,8 @@ def tables(draw: some.DrawFn) -> tuple[Tree, int]:
     """Return two tensors of the same length along an axis, of which other axes may be cut, and that axis."""
     axes = draw(some.integers(1, 3))
     axis = draw(some.integers(-axes, axes - 1))
-    shape = tuple(draw(some.integers(0, 3)) for _ in range(axes))
-    other = draw(some.sampled_from([None, *(at for at in range(axes) if at != axis % axes)]))
-    ranks = [] if other is None else [(other, 1, 3)]
-    datas = [random_bits(shape, draw(DTYPES), seed=draw(some.integers(0, 99))) for _ in range(2)]
-    shards = [st.ShardedTensor.from_rank_offsets(f"{i}.table", data, *ranks) for i, data in enumerate(datas)]
-    return flat(*shards, whole("norm", torch.ones(2))), axis
+    shape = [draw(some.integers(0, 3)) for _ in range(axes)]
+    return two_of_a_kind(draw, "*.table", shape, axis), axis
 
 
 @given(tables(), some.integers(0, 3))
@@ -132,21 +127,6 @@ def test_boxes_are_transposed_with_their_places() -> None:
     found = check_pure(transpose_tensors, {"w": box}, ["w"], (1, 0))["w"]
     assert found.data.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert (found.global_shape, found.global_offset, found.axis_fragmentations) == ((12, 4), (6, 2), (4, 2))
-
-
-def test_nothing_is_read_of_lazy_tensors() -> None:
-    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        raise AssertionError("read")
-
-    lazy = flat(whole("w", stored(read_box, (4, 6), torch.float32, name="w")))
-    change = st.compose(
-        st.bind(unpad_tensors, ["w"], 3),
-        st.bind(transpose_tensors, ["w"]),
-        st.bind(pad_tensors, ["w"], 5, axis=-1),
-    )
-    assert change(lazy)["w"].global_shape == (6, 5)
-    # The padding itself is no read: only what was kept is.
-    assert change(lazy)["w"].data.nbytes_to_read - change(lazy)["w"].data[:, 3:].nbytes_to_read == 4 * 6 * 3
 
 
 def test_a_fraction_is_refused_among_lazy_integers_too() -> None:

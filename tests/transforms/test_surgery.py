@@ -37,10 +37,6 @@ def mean(shard: Any, *others: Any) -> Any:
     return replace(shard, data=total / (1 + len(others)))
 
 
-def average(shard: Any, *others: Any) -> Any:
-    return replace(shard, data=reduce(lambda left, right: 0.9 * left + 0.1 * right.data, others, shard.data))
-
-
 def merged(tree: Tree, *_: Tree) -> Tree:
     weight, low, high = (tree[key] for key in ("h.0.w", "h.0.w.A", "h.0.w.B"))
     adapted = replace(weight, data=weight.data + 0.5 * (high.data @ low.data))
@@ -65,7 +61,6 @@ def all_of_it(tree: Tree, *others: Tree) -> Tree:
 
 KINDS: dict[str, Surgery] = {
     "soup": partial(st.map_shards, mean),
-    "EMA": partial(st.map_shards, average),
     "LoRA": merged,
     "pruned": pruned,
     "grown": grown,

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.lazy import stored
 from shardtree.testing import check_pure, random_bits
 from shardtree.transforms import merge_tensors, partial_rename, split_tensor, stack_layers, unstack_layers
 from tests.transforms.flat_trees import DTYPES, Tree, check_same, check_undone, flat, whole
@@ -50,38 +49,6 @@ def test_the_stack_law_catches_layers_in_another_order() -> None:
     check_same(unstack_layers(stack_layers(tree, "h"), "h"), tree)
     with pytest.raises(AssertionError, match=r"h\.2\.w"):
         check_same(unstack_layers(by_text(tree, "h"), "h"), tree)
-
-
-@some.composite
-def fused(draw: some.DrawFn) -> tuple[Tree, list[int], int]:
-    axes = draw(some.integers(1, 3))
-    axis = draw(some.integers(-axes, axes - 1))
-    sizes = draw(some.lists(some.integers(0, 3), min_size=1, max_size=4))
-    shape = [draw(some.integers(1, 3)) for _ in range(axes)]
-    shape[axis] = sum(sizes)
-    dtype = draw(DTYPES)
-    other = draw(some.sampled_from([None, *(a for a in range(axes) if a != axis % axes)]))
-    ranks = [] if other is None else [(other, 1, 3)]
-    datas = [random_bits(tuple(shape), dtype, seed=draw(some.integers(0, 99))) for _ in range(2)]
-    shards = [st.ShardedTensor.from_rank_offsets(f"h.{i}.qkv", data, *ranks) for i, data in enumerate(datas)]
-    return flat(*shards, whole("norm", torch.ones(2))), sizes, axis
-
-
-@given(fused())
-def test_merge_undoes_split(drawn: tuple[Tree, list[int], int]) -> None:
-    tree, sizes, axis = drawn
-    names = [f"h.*.part{number}" for number in range(len(sizes))]
-    split = st.bind(split_tensor, "h.*.qkv", names, sizes=sizes, axis=axis)
-    check_undone(split, st.bind(merge_tensors, names, "h.*.qkv", axis=axis), tree)
-
-
-def test_the_split_law_catches_parts_joined_in_another_order() -> None:
-    tree = flat(whole("h.0.gate_up", torch.arange(8).reshape(4, 2)))
-    names = ["h.*.gate", "h.*.up"]
-    split = split_tensor(tree, "h.*.gate_up", names)
-    check_same(merge_tensors(split, names, "h.*.gate_up"), tree)
-    with pytest.raises(AssertionError, match="gate_up"):
-        check_same(merge_tensors(split, names[::-1], "h.*.gate_up"), tree)
 
 
 @pytest.mark.parametrize("dtype", ["bits16", "uint64", "float8_e8m0fnu", "complex64"])
@@ -126,25 +93,6 @@ def test_views_share_memory_and_stacks_do_not() -> None:
     assert parts["k"].data.data_ptr() == data[2:].data_ptr()
     assert unstack_layers(flat(whole("h.w", data)), "h")["h.3.w"].data.data_ptr() == data[3:].data_ptr()
     assert merge_tensors(parts, ["q", "k"], "qk")["qk"].data.data_ptr() != data.data_ptr()
-
-
-def test_a_pipeline_of_them_reads_nothing_of_lazy_tensors() -> None:
-    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        raise AssertionError("read")
-
-    lazy = stored(read_box, (2, 6, 4), torch.float32, name="layers.qkv.weight")
-    names = {"layers.*.qkv.weight": "model.layers.*.self_attn.qkv.weight"}
-    parts = [f"model.layers.*.self_attn.{part}_proj.weight" for part in "qkv"]
-    pipeline = st.compose(
-        st.bind(unstack_layers, "layers"),
-        st.bind(partial_rename, names),
-        st.bind(split_tensor, "model.layers.*.self_attn.qkv.weight", parts, axis=-2),
-        st.bind(st.cast, torch.bfloat16),
-    )
-    found = pipeline(flat(whole("layers.qkv.weight", lazy)))
-    assert [(key, leaf.global_shape, leaf.dtype) for key, leaf in found.items()][4:] == [
-        (f"model.layers.1.self_attn.{part}_proj.weight", (2, 4), torch.bfloat16) for part in "qkv"[1:]
-    ]
 
 
 def test_partial_rename_fills_in_stars_and_leaves_the_rest() -> None:
