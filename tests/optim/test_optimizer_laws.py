@@ -92,37 +92,24 @@ def other_groups(loaded: Any) -> Any:
     return {**found, "param_groups": [{**second, "params": first["params"]}, {**first, "params": second["params"]}]}
 
 
-def whole_numbers(loaded: Any) -> Any:
-    """Turn Python numbers into tensors."""
+def swapped_states(loaded: Any) -> Any:
+    """Of two parameters of one shape."""
     found = sharding_state_to_optim_state(loaded)
-    as_tensors = lambda value: torch.tensor(value) if isinstance(value, int) else value  # noqa: E731
-    states = {name: {key: as_tensors(value) for key, value in own.items()} for name, own in found["state"].items()}
-    return {**found, "state": states}
+    return {**found, "state": dict(zip(found["state"], reversed(found["state"].values()), strict=True))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"back": other_groups}, r"different state\['param_groups'\]\[0\]\['lr'\]".replace("state", "tree")),
-        ({"back": whole_numbers}, r"different tree\['state'\]\[1\]\['count'\]"),
+        ({"back": other_groups}, r"different tree\['param_groups'\]\[0\]\['lr'\]"),
+        ({"back": swapped_states}, r"different tree\['state'\]\[0\]\['exp_avg'\]"),
         ({"convert": every_step_is_main}, "held by more than one main replica"),
     ],
 )
-@pytest.mark.parametrize("by_name", [False, True])
-def test_the_law_catches(fault: dict[str, Any], message: str, by_name: bool) -> None:
-    check_optimizer_roundtrip(SAMPLE, FOUR, THREE, by_name=by_name)
+def test_the_law_catches(fault: dict[str, Any], message: str) -> None:
+    check_optimizer_roundtrip(SAMPLE, FOUR, THREE)
     with pytest.raises(AssertionError, match=message):
-        check_optimizer_roundtrip(SAMPLE, FOUR, THREE, by_name=by_name, **fault)
-
-
-def test_the_law_catches_states_of_two_parameters_swapped() -> None:
-    def swapped(loaded: Any) -> Any:
-        found = sharding_state_to_optim_state(loaded)
-        return {**found, "state": dict(zip(found["state"], reversed(found["state"].values()), strict=True))}
-
-    with pytest.raises(AssertionError, match=r"different tree\['state'\]\[0\]\['exp_avg'\]"):
-        check_optimizer_roundtrip(SAMPLE, FOUR, THREE, back=swapped)
+        check_optimizer_roundtrip(SAMPLE, FOUR, THREE, **fault)
 
 
 def test_the_law_catches_states_bound_by_order_where_the_order_changes() -> None:

@@ -14,7 +14,17 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.layouts import Mesh
-from shardtree.optim import OptimizerRule, OptimizerState, along, on_mesh, square_preconditioners
+from shardtree.optim import (
+    OptimizerRule,
+    OptimizerState,
+    along,
+    block_scales,
+    on_mesh,
+    one_per_parameter,
+    one_per_shard,
+    reduced_axis,
+    square_preconditioners,
+)
 from shardtree.testing import cut, irregular_layouts, regular_layouts, shapes
 from tests.trees.samples import assert_caught
 
@@ -111,11 +121,24 @@ def test_the_page_s_rule_of_ones_own_loads_on_other_ranks() -> None:
         return st.ShardedTensor(key, state.data, state.dtype, shape, (rows, 2), (first, 0), None, param.replica_id)
 
     whole = torch.arange(24.0).view(12, 2)
-    two, three = (
-        [st.ShardedTensor.from_rank_offsets("w", torch.zeros(12 // n, 6), (0, r, n)) for r in range(n)] for n in (2, 3)
-    )
-    comes_back(doubled, two, three, local_of(whole, (0, None)))
-    comes_back(along(0, None), three, two, local_of(whole, (0, None)))
+    comes_back(doubled, of_ranks(2), of_ranks(3), local_of(whole, (0, None)))
+    comes_back(along(0, None), of_ranks(3), of_ranks(2), local_of(whole, (0, None)))
+
+
+BY_FUNCTION: dict[str, tuple[OptimizerRule, Local, int]] = {
+    "rows": (reduced_axis(-1), lambda shard: torch.arange(12.0)[shard.global_slice()[0], None], 3),
+    "columns": (reduced_axis(0, where_cut="equal"), lambda shard: torch.arange(6.0)[None], 3),
+    "blocks": (block_scales(3), lambda shard: torch.arange(12.0)[shard.global_slice()[0]].repeat_interleave(2), 3),
+    "codes": (one_per_parameter, lambda shard: torch.arange(5.0), 3),
+    "seeds": (one_per_shard, lambda shard: torch.tensor([float(shard.global_offset[0])]), 2),
+}
+"""A rule, the state of each shard, and on how many ranks it is loaded that 2 have saved."""
+
+
+@pytest.mark.parametrize("name", BY_FUNCTION)
+def test_states_of_other_shapes_come_back(name: str) -> None:
+    rule, local, ranks = BY_FUNCTION[name]
+    comes_back(rule, of_ranks(2), of_ranks(ranks), local)
 
 
 def test_a_rule_that_asks_for_a_shape_fails_where_it_saves_not_where_it_loads() -> None:
@@ -234,6 +257,3 @@ def test_a_state_on_a_mesh_of_its_own_comes_back_on_another(size: int) -> None:
     st.simulate(4, save)
     for ranks in (4, 2, 1):
         st.simulate(ranks, load)
-
-
-# -- what is refused
