@@ -27,7 +27,7 @@ from shardtree import (
     redistribute,
     shard_at,
 )
-from shardtree.errors import RemoteError, WorldError
+from shardtree.errors import WorldError
 from shardtree.layouts import ShardColumns
 from shardtree.plans import peak_bytes, with_relays
 from shardtree.testing import outline
@@ -157,47 +157,6 @@ def updated(world: World, **options: Any) -> Any:
     options = {"tree": tree, "target": target, "max_bytes_in_flight": 64} | options
     got = redistribute(options.pop("tree"), options.pop("target"), world=world, **options)
     assert outline(got) == (outline(None) if world.rank < 4 else outline(own))
-
-
-def halved(world: World) -> None:
-    """Let trainers give their small tensor to the engines, which want half of its bytes."""
-    own = small(world.rank)
-    own["w"] = own["w"] if world.rank < 4 else replace(own["w"], data=own["w"].data.half(), dtype=torch.float16)
-    tree, target = (own, None) if world.rank < 4 else ({}, {"w": replace(own["w"], data=None)})
-    sent: Counter[tuple[int, int]] = Counter()
-    options = {"max_bytes_in_flight": 24, "transport": counting(world, sent), "relay": True}
-    got = redistribute(tree, target, world=world, cast=True, **options)
-    assert outline(got) == (outline(None) if world.rank < 4 else outline(own))
-    assert sum(sent.values()) == (8 * 8 * 2 // 4 if world.rank < 4 else 0)
-
-
-@pytest.mark.slow
-def test_what_is_cast_crosses_in_the_dtype_of_those_who_want_it() -> None:
-    run_processes(6, halved, timeout=300)
-
-
-def spoilt(world: World) -> tuple[list[str], tuple[str, dict[int, str]]]:
-    """Return what this rank hears when ranks have other plans, and when one can't even prepare."""
-    trees = {rank: small(rank) for rank in range(6)}
-    trainers, engines = ({rank: trees[rank] for rank in ranks} for ranks in (range(4), (4, 5)))
-    plan, other = plan_reshard(trainers, engines), plan_reshard(trainers, {4: trees[5], 5: trees[4]})
-    with pytest.raises(WorldError) as other_plans:
-        updated(world, plan=plan if world.rank != 3 else other)
-    wrong = {"tree": {"w": replace(small(2)["w"], data=None)}} if world.rank == 2 else {}
-    with pytest.raises(RemoteError) as failed:
-        updated(world, **wrong)
-    updated(world, plan=plan)  # the group is as good as before
-    return str(other_plans.value).splitlines(), (failed.value.phase, failed.value.failures)
-
-
-@pytest.mark.slow
-def test_what_is_wrong_on_one_process_is_an_error_in_all() -> None:
-    for told, (phase, failures) in run_processes(6, spoilt, timeout=300):
-        assert told[1] == "  ranks 0-5: WorldError: redistribute: the ranks have other plans"
-        assert told[2].startswith("    rank 0: hash ")
-        assert phase == "redistribute: prepare"
-        assert list(failures) == [2]
-        assert "without a tensor" in failures[2]
 
 
 def dies(world: World, heard: Any) -> None:

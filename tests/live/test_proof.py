@@ -46,20 +46,10 @@ def flip(random: Random, data: Data, before: Data) -> None:
     data[random.randrange(data.numel())] ^= 1 << random.randrange(8)
 
 
-def swap(random: Random, data: Data, before: Data) -> None:
-    one, other = two_pieces(random, data)
-    one[:], other[:] = other.clone(), one.clone()
-
-
 def repeat(random: Random, data: Data, before: Data) -> None:
-    one, other = two_pieces(random, data)
-    one[:] = other
-
-
-def two_pieces(random: Random, data: Data) -> tuple[Data, Data]:
     size = random.randint(1, max(1, data.numel() // 2))
     first = random.randint(0, data.numel() - size) // size * size
-    return data[:size], data[first : first + size]
+    data[:size] = data[first : first + size].clone()
 
 
 def stale(random: Random, data: Data, before: Data) -> None:
@@ -76,7 +66,7 @@ def exchange(random: Random, data: Data, before: Data) -> None:
     data[:half], data[-half:] = data[-half:].clone(), data[:half].clone()
 
 
-FAULTS = [flip, swap, repeat, stale, roll, exchange]
+FAULTS = [flip, repeat, stale, roll, exchange]
 
 
 @dataclass(frozen=True)
@@ -255,30 +245,6 @@ def test_unverified_nothing_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(False) == [None] * 5
     for error in told(True):
         assert isinstance(error, RemoteError) and error.phase == "redistribute: compare sums"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
-@pytest.mark.parametrize("fault", ["sign of a zero", "payload of a NaN"])
-def test_values_that_compare_alike_are_told_apart_by_their_bits(dtype: torch.dtype, fault: str) -> None:
-    value = 0.0 if fault == "sign of a zero" else float("nan")
-    sent = ShardedTensor.from_rank_offsets("w", torch.full((4, 2), value).to(dtype))
-    target = ShardedTensor.from_rank_offsets("w", torch.ones(4, 2).to(dtype))
-
-    def on_rank(world: World) -> Any:
-        def moved(outgoing: Buffers, incoming: Buffers) -> None:
-            world.exchange(outgoing, incoming)
-            for data in incoming.values():
-                # Little-endian: the sign is the highest bit of the last byte, the payload begins at the lowest one.
-                at, bit = (dtype.itemsize - 1, 0x80) if value == 0 else (0, 1)
-                data[3 * dtype.itemsize + at] ^= bit
-
-        ends = ([sent], None) if world.rank == 0 else (None, [target])
-        return redistribute(*ends, world=world, transport=moved, verify=True, donate=True)
-
-    for error in failures(on_rank, 2):
-        assert isinstance(error, IntegrityError) and "rank 0 → rank 1: 'w' [0:4, 0:2]" in str(error)
-    came, same = target.data.float(), torch.full((4, 2), value)
-    assert torch.allclose(came, same, rtol=0, atol=0, equal_nan=True), "the fault is one that values don't show"
 
 
 # The numbers of messages: sums where a device holds them on any rank, else hashes.
