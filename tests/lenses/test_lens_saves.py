@@ -18,7 +18,6 @@ from shardtree.lenses import (
     attention_qkv,
     by_pattern,
     compose,
-    expert_keys,
     factories_by_pattern,
     gate_and_up,
     padded_axis,
@@ -37,10 +36,6 @@ Cut = Callable[[torch.Tensor, int, int], torch.Tensor]  # whole, rank, ranks -> 
 
 def rows(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return whole.chunk(ranks)[rank]
-
-
-def columns(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    return whole.chunk(ranks, 1)[rank]
 
 
 def both(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -93,7 +88,6 @@ def _experts(ranks: int) -> Lens:
 
 
 LAYERS = {
-    "gate_and_up": Layer((16, 3), both, lambda ranks: gate_and_up(tensor_parallel=ranks)),
     "gate_and_up, transposed, stacked": Layer(
         (16, 3),
         both,
@@ -103,7 +97,6 @@ LAYERS = {
             stacked_layers("layers", 1, first=-3),
         ),
     ),
-    "interleaved": Layer((32, 3), by_group, lambda ranks: attention_qkv(**QKV, **APART)),
     "interleaved, rotary": Layer(
         (32, 3), by_group, lambda ranks: compose(attention_qkv(**QKV, **APART), by_pattern(_ROTARY))
     ),
@@ -114,8 +107,6 @@ LAYERS = {
     ),
     "padded": Layer((17, 3), padded, lambda ranks: padded_axis(17)),
     "experts": Layer((3, 8, 2), gated_experts, _experts, 1, "mlp.fc1"),
-    "columns": Layer((4, 8), columns, lambda ranks: transposed(), 1),
-    "expert columns": Layer((4, 8), columns, lambda ranks: expert_keys("mlp", experts=4, axis=1), 1),
 }
 
 
@@ -186,9 +177,8 @@ def test_every_format_takes_what_lenses_store(tmp_path: Path) -> None:
                 assert first_difference(found[name], factory.data) is None, (form, name)
 
 
-@pytest.mark.parametrize("name", ["gate_and_up", "rank by rank", "experts"])
-def test_the_law_catches_a_lens_that_does_not_know_the_ranks(name: str) -> None:
-    layer = LAYERS[name]
+def test_the_law_catches_a_lens_that_does_not_know_the_ranks() -> None:
+    layer = LAYERS["rank by rank"]
     blind = replace(layer, lens=lambda ranks: layer.lens(1))
     check_other_ranks(blind, 2, 2)
     with pytest.raises((AssertionError, st.errors.RemoteError), match="has another 'weight'"):

@@ -113,14 +113,6 @@ def test_lazy_tensors_are_read_last(name: str) -> None:
     assert first_difference(merged.read(), expected.merge([part.data for part in expected.shards])) is None
 
 
-@cases
-def test_meta_tensors_are_described(name: str) -> None:
-    case, shard = LENS_CASES[name], of_case(name)
-    built = case.lens(replace(shard, data=shard.data.to("meta")))
-    assert [part.data.shape for part in built.shards] == [part.local_shape for part in case.lens(shard).shards]
-    assert built.merge([part.data for part in built.shards]).shape == shard.data.shape
-
-
 @pytest.mark.parametrize("name", [name for name, case in LENS_CASES.items() if case.shape])
 def test_without_elements_there_is_nothing_but_shapes(name: str) -> None:
     """The axis that a lens is about keeps its length; another one is 0 long."""
@@ -134,6 +126,7 @@ def test_without_elements_there_is_nothing_but_shapes(name: str) -> None:
             assert "0" in str(error)
             continue
         parts = [leaf for leaf in built.values() if isinstance(leaf, st.ShardedTensor)]
+        assert parts or name == "unstacked_layers"  # of no layers
         assert all(part.data.numel() == 0 for part in parts)
         found = st.apply_factory_merges(
             st.map_shards(lambda leaf: leaf.data if isinstance(leaf, st.ShardedTensor) else leaf, {"w": built}),
@@ -142,35 +135,17 @@ def test_without_elements_there_is_nothing_but_shapes(name: str) -> None:
         assert found["w"].shape == shard.data.shape
 
 
+FOLDED = [GATED, rearranged("(a b) c -> a b c", a=2), rearranged("(a b) c -> (b a) c", a=2), expert_stack(experts=2)]
+
+
 @pytest.mark.parametrize(
-    "lens", [GATED, rearranged("(a b) c -> a b c", a=2), rotary_halves(head_size=2), expert_stack(experts=2)]
+    ("lens", "shape", "offset", "whole"),
+    [*[(lens, (0, 3), (8, 0), (8, 3)) for lens in FOLDED], (rearranged("a b -> (a b)"), (2, 0), (0, 3), (2, 3))],
 )
-def test_an_axis_of_length_0_is_stored_as_such(lens: Lens) -> None:
-    built = lens(held((0, 3)))
-    assert built.shards
-    assert all(0 in part.global_shape for part in built.shards)
-    assert built.merge([part.data for part in built.shards]).shape == (0, 3)
-
-
-def test_a_rank_without_rows_stores_nothing() -> None:
-    none = st.ShardedTensor("w", torch.zeros(0, 3), torch.float32, (0, 3), (8, 3), (8, 0), None)
-    lenses = [
-        GATED,
-        rearranged("(a b) c -> a b c", a=2),
-        rearranged("(a b) c -> (b a) c", a=2),
-        expert_stack(experts=2),
-    ]
-    for lens in lenses:
-        assert lens(none).shards == ()
-        assert lens(none).merge([]).shape == (0, 3)
-
-
-def test_a_rank_without_columns_stores_nothing_where_axes_are_folded() -> None:
-    none = st.ShardedTensor("w", torch.zeros(2, 0), torch.float32, (2, 0), (2, 3), (0, 3), None)
-    assert rearranged("a b -> (a b)")(none).shards == ()
-    empty = st.ShardedTensor("w", torch.zeros(0, 2), torch.float32, (0, 2), (0, 4), (0, 2), None)
-    [part] = rearranged("a b -> (a b)")(empty).shards
-    assert (part.global_shape, part.global_offset) == ((0,), (0,))
+def test_a_rank_without_elements_stores_nothing(lens: Lens, shape: Any, offset: Any, whole: Any) -> None:
+    none = st.ShardedTensor("w", torch.zeros(shape), torch.float32, shape, whole, offset, None)
+    assert lens(none).shards == ()
+    assert lens(none).merge([]).shape == shape
 
 
 def test_rows_of_one_box_are_views() -> None:
@@ -316,33 +291,16 @@ def test_factories_by_pattern_takes_the_first_pattern_and_leaves_the_rest() -> N
     assert factories_by_pattern(tree, {"x.**": transposed()}, absent=["x.**"]) == tree
 
 
-def test_a_pattern_without_a_lens_leaves_tensors_as_they_are() -> None:
-    """So that a `step`, which has no rows, can be left out in front of its parameter's pattern."""
-    step = held((), "optimizer.state.step.layers.0.fc1.weight")
-    tree = {"step": step, "w": held((4,), "layers.0.fc1.weight")}
-    found = factories_by_pattern(tree, {"optimizer.state.step.**": None, "**.fc1.weight": GATED})
-    assert found["step"] is step
-    assert isinstance(found["w"], st.ShardedTensorFactory)
-
-
-def test_states_of_chained_optimizers_get_their_parameter_s_lens() -> None:
-    """Megatron-Core's `ChainedOptimizer` puts its optimizers' numbers in front."""
-    keys = ["layers.0.fc1.weight", "chained_1.optimizer.state.exp_avg.layers.0.fc1.weight"]
-    found = factories_by_pattern([held((4,), key) for key in keys], {"layers.*.fc1.weight": GATED})
-    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, True]
-
-
-def test_a_tensor_isn_t_taken_for_a_state_because_of_the_end_of_its_key() -> None:
-    keys = ["fc1.weight", "layers.0.fc1.weight", "optimizer.state.fc1.weight", "state.exp_avg.fc1.weight"]
-    found = factories_by_pattern([held((4,), key) for key in keys], {"fc1.weight": GATED})
-    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, False, False, False]
-
-
-def test_states_in_a_tree_get_their_parameter_s_lens() -> None:
-    """A state that is stored as it is held, beside a parameter that isn't, would come back with rows of other ranks."""
-    keys = ["layers.0.fc1.weight", "optimizer.state.exp_avg.layers.0.fc1.weight", "layers.0.fc2.weight"]
-    found = factories_by_pattern([held((4,), key) for key in keys], {"layers.*.fc1.weight": GATED})
-    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True, True, False]
+def test_states_get_their_parameter_s_lens_and_what_ends_alike_does_not() -> None:
+    """Also those of Megatron-Core's `ChainedOptimizer`, which puts its optimizers' numbers in front."""
+    step = "optimizer.state.step.layers.0.fc1.weight"
+    parameter = "layers.0.fc1.weight"
+    states = [f"optimizer.state.exp_avg.{parameter}", f"chained_1.optimizer.state.exp_avg.{parameter}"]
+    others = [step, "layers.0.fc2.weight", "layers.0.fc1.weight.x", f"state.exp_avg.{parameter}", f"x.{parameter}"]
+    tree = [held((4,), key) for key in (parameter, *states, *others)]
+    found = factories_by_pattern(tree, {"optimizer.state.step.**": None, "layers.*.fc1.weight": GATED})
+    assert [isinstance(each, st.ShardedTensorFactory) for each in found] == [True] * 3 + [False] * 5
+    assert found[3] is tree[3]
 
 
 def test_a_state_goes_the_way_of_its_parameter_whatever_stands_before_its_key() -> None:

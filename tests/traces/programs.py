@@ -13,22 +13,6 @@ import torch
 from shardtree.traces._moves import Move
 
 Tensors = dict[str, torch.Tensor]
-MOVES = (
-    "transpose",
-    "narrow",
-    "reshape",
-    "cat",
-    "stack",
-    "split",
-    "gather",
-    "select",
-    "copy",
-    "step",
-    "flip",
-    "expand",
-)
-ONE_TO_ONE = ("transpose", "reshape", "shuffle", "split", "rejoin", "copy_whole", "widen", "negate")
-VALUES = ("widen", "negate", "scale", "add", "round", "exp", "bits", "choose")
 
 
 def places(move: Move, side: int) -> np.ndarray[Any, Any]:
@@ -54,6 +38,125 @@ def given(random: Random, dtype: torch.dtype = torch.float32) -> Tensors:
     return found
 
 
+Pool = list[torch.Tensor]
+Step = Callable[[Random, Pool], None]
+
+
+def _replaced(change: Callable[[Random, torch.Tensor], torch.Tensor]) -> Step:
+    """Return a step that puts another tensor in a tensor's place."""
+
+    def step(random: Random, pool: Pool) -> None:
+        which = random.randrange(len(pool))
+        pool[which] = change(random, pool[which])
+
+    return step
+
+
+def _added(make: Callable[[Random, torch.Tensor, int], torch.Tensor]) -> Step:
+    """Return a step that adds a tensor made of another one along one of its dimensions."""
+
+    def step(random: Random, pool: Pool) -> None:
+        one = random.choice(pool)
+        pool.append(make(random, one, random.randrange(one.ndim)))
+
+    return step
+
+
+def _value(function: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+    return _replaced(lambda _, one: function(one))
+
+
+def _joined(join: Callable[[Pool, int], torch.Tensor], more: int = 0) -> Step:
+    """Return a step that joins tensors of one kind."""
+
+    def step(random: Random, pool: Pool) -> None:
+        one = random.choice(pool)
+        like = [each for each in pool if each.shape == one.shape and each.dtype == one.dtype]
+        pool.append(join([random.choice(like) for _ in range(random.randint(1, 3))], random.randrange(one.ndim + more)))
+
+    return step
+
+
+def _narrow(random: Random, one: torch.Tensor, dim: int) -> torch.Tensor:
+    start = random.randrange(one.shape[dim])
+    return one.narrow(dim, start, random.randint(1, one.shape[dim] - start))
+
+
+def _gather(random: Random, one: torch.Tensor, dim: int) -> torch.Tensor:
+    index = [random.randrange(one.shape[dim]) for _ in range(random.randint(1, 6))]
+    return one.index_select(dim, torch.tensor(index))
+
+
+def _copy(random: Random, one: torch.Tensor, dim: int) -> torch.Tensor:
+    new = torch.zeros([size + random.randint(0, 2) for size in one.shape], dtype=one.dtype)
+    for _ in range(random.randint(1, 3)):
+        part = one[tuple(slice(0, random.randint(1, size)) for size in one.shape)]
+        offset = [random.randint(0, size - n) for size, n in zip(new.shape, part.shape, strict=True)]
+        new[tuple(slice(low, low + n) for low, n in zip(offset, part.shape, strict=True))].copy_(part)
+    return new
+
+
+def _reshape(random: Random, one: torch.Tensor) -> torch.Tensor:
+    first = random.choice([size for size in range(1, one.numel() + 1) if one.numel() % size == 0])
+    return one.reshape(first, -1) if random.random() < 0.7 else one.reshape(-1)
+
+
+def _shuffle(random: Random, one: torch.Tensor) -> torch.Tensor:
+    dim = random.randrange(one.ndim)
+    return one.index_select(dim, torch.tensor(random.sample(range(one.shape[dim]), one.shape[dim])))
+
+
+def _split(random: Random, pool: Pool) -> None:
+    one = pool.pop(random.randrange(len(pool)))
+    pool.extend(one.chunk(random.randint(1, 3), random.randrange(one.ndim)))
+
+
+def _rejoin(random: Random, pool: Pool) -> None:
+    one = pool.pop(random.randrange(len(pool))).reshape(-1)
+    like = [number for number, each in enumerate(pool) if each.dtype == one.dtype]
+    pool.append(torch.cat([one, pool.pop(random.choice(like)).reshape(-1)]) if like else one)
+
+
+def _add(random: Random, pool: Pool) -> None:
+    one = random.choice(pool)
+    pool.append(one + random.choice([each for each in pool if each.shape == one.shape]))
+
+
+_MOVING: dict[str, Step] = {
+    "transpose": _replaced(lambda random, one: one.permute(*random.sample(range(one.ndim), one.ndim))),
+    "narrow": _added(_narrow),
+    "reshape": _replaced(_reshape),
+    "cat": _joined(torch.cat),
+    "stack": _joined(torch.stack, 1),
+    "split": _split,
+    "gather": _added(_gather),
+    "select": _added(lambda random, one, dim: one.select(dim, random.randrange(one.shape[dim])).unsqueeze(0)),
+    "copy": _added(_copy),
+    "step": _added(lambda random, one, _: one[random.randrange(one.shape[0]) :: random.randint(1, 3)]),
+    "flip": _added(lambda _, one, dim: one.flip(dim)),
+    "expand": _added(lambda random, one, _: one.unsqueeze(0).expand(random.randint(1, 3), *one.shape)),
+}
+_COMPUTING: dict[str, Step] = {
+    "widen": _value(lambda one: one.to(torch.float64)),
+    "negate": _value(torch.neg),
+    "scale": _value(lambda one: one * 3),
+    "add": _add,
+    "round": _value(lambda one: one.to(torch.bfloat16)),
+    "exp": _value(lambda one: (one / 64).exp()),
+    "bits": _value(lambda one: one.view(torch.int32).view(torch.float32) if one.dtype is torch.float32 else one),
+    "choose": _value(lambda one: torch.where(one > 7, one, -one)),
+}
+_STEPS = {
+    **_MOVING,
+    **_COMPUTING,
+    "rejoin": _rejoin,
+    "shuffle": _replaced(_shuffle),
+    "copy_whole": _value(lambda one: torch.empty(one.shape, dtype=one.dtype).copy_(one)),
+}
+MOVES, VALUES = tuple(_MOVING), tuple(_COMPUTING)
+ONE_TO_ONE = ("transpose", "reshape", "shuffle", "split", "rejoin", "copy_whole", "widen", "negate")
+
+
 def program(
     seed: int, steps: tuple[str, ...] = MOVES, count: int = 6
 ) -> Callable[[Mapping[str, torch.Tensor]], Tensors]:
@@ -71,149 +174,6 @@ def program(
         return {f"out{number}": each for number, each in enumerate(chosen)}
 
     return run
-
-
-def _pick(random: Random, pool: list[torch.Tensor]) -> int:
-    return random.randrange(len(pool))
-
-
-def _transpose(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    pool[which] = pool[which].permute(*random.sample(range(pool[which].ndim), pool[which].ndim))
-
-
-def _narrow(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    one = pool[which]
-    dim = random.randrange(one.ndim)
-    start = random.randrange(one.shape[dim])
-    pool.append(one.narrow(dim, start, random.randint(1, one.shape[dim] - start)))
-
-
-def _reshape(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    one = pool[which]
-    if one.numel() > 1:
-        first = random.choice([size for size in range(1, one.numel() + 1) if one.numel() % size == 0])
-        pool[which] = one.reshape(first, -1) if random.random() < 0.7 else one.reshape(-1)
-
-
-def _cat(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    like = [each for each in pool if each.shape == one.shape and each.dtype == one.dtype]
-    pool.append(torch.cat([random.choice(like) for _ in range(random.randint(1, 3))], random.randrange(one.ndim)))
-
-
-def _stack(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    like = [each for each in pool if each.shape == one.shape and each.dtype == one.dtype]
-    pool.append(torch.stack([random.choice(like) for _ in range(random.randint(1, 3))], random.randint(0, one.ndim)))
-
-
-def _split(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    one = pool.pop(which)
-    pool.extend(one.chunk(random.randint(1, 3), random.randrange(one.ndim)))
-
-
-def _rejoin(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    one = pool.pop(which).reshape(-1)
-    like = [number for number, each in enumerate(pool) if each.dtype == one.dtype]
-    pool.append(torch.cat([one, pool.pop(random.choice(like)).reshape(-1)]) if like else one)
-
-
-def _gather(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    dim = random.randrange(one.ndim)
-    index = torch.tensor([random.randrange(one.shape[dim]) for _ in range(random.randint(1, 6))])
-    pool.append(one.index_select(dim, index))
-
-
-def _shuffle(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    dim = random.randrange(pool[which].ndim)
-    order = random.sample(range(pool[which].shape[dim]), pool[which].shape[dim])
-    pool[which] = pool[which].index_select(dim, torch.tensor(order))
-
-
-def _select(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    dim = random.randrange(one.ndim)
-    pool.append(one.select(dim, random.randrange(one.shape[dim])).unsqueeze(0))
-
-
-def _step(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    pool.append(one[random.randrange(one.shape[0]) :: random.randint(1, 3)])
-
-
-def _flip(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    pool.append(one.flip(random.randrange(one.ndim)))
-
-
-def _expand(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    pool.append(one.unsqueeze(0).expand(random.randint(1, 3), *one.shape))
-
-
-def _copy(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    new = torch.zeros([size + random.randint(0, 2) for size in one.shape], dtype=one.dtype)
-    for _ in range(random.randint(1, 3)):
-        part = one[tuple(slice(0, random.randint(1, size)) for size in one.shape)]
-        offset = [random.randint(0, size - n) for size, n in zip(new.shape, part.shape, strict=True)]
-        new[tuple(slice(low, low + n) for low, n in zip(offset, part.shape, strict=True))].copy_(part)
-    pool.append(new)
-
-
-def _copy_whole(random: Random, pool: list[torch.Tensor]) -> None:
-    which = _pick(random, pool)
-    new = torch.empty(pool[which].shape, dtype=pool[which].dtype)
-    new.copy_(pool[which])
-    pool[which] = new
-
-
-def _value(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Random, list[torch.Tensor]], None]:
-    def step(random: Random, pool: list[torch.Tensor]) -> None:
-        which = _pick(random, pool)
-        pool[which] = function(pool[which])
-
-    return step
-
-
-def _add(random: Random, pool: list[torch.Tensor]) -> None:
-    one = pool[_pick(random, pool)]
-    like = [each for each in pool if each.shape == one.shape]
-    pool.append(one + random.choice(like))
-
-
-_STEPS: dict[str, Callable[[Random, list[torch.Tensor]], None]] = {
-    "transpose": _transpose,
-    "narrow": _narrow,
-    "reshape": _reshape,
-    "cat": _cat,
-    "stack": _stack,
-    "split": _split,
-    "rejoin": _rejoin,
-    "gather": _gather,
-    "shuffle": _shuffle,
-    "select": _select,
-    "copy": _copy,
-    "copy_whole": _copy_whole,
-    "step": _step,
-    "flip": _flip,
-    "expand": _expand,
-    "add": _add,
-    "widen": _value(lambda one: one.to(torch.float64)),
-    "negate": _value(torch.neg),
-    "scale": _value(lambda one: one * 3),
-    "round": _value(lambda one: one.to(torch.bfloat16)),
-    "exp": _value(lambda one: (one / 64).exp()),
-    "bits": _value(lambda one: one.view(torch.int32).view(torch.float32) if one.dtype is torch.float32 else one),
-    "choose": _value(lambda one: torch.where(one > 7, one, -one)),
-}
 
 
 def box_of(random: Random, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

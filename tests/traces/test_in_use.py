@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, MetadataError, ShapeError, TraceError
-from shardtree.storage import LocalStorage, wrapped
 from tests.traces.loaders import LOADERS
 from tests.traces.test_loaders import QKV, given, traced
 
@@ -73,58 +71,6 @@ def test_ranks_load_their_parts_and_read_what_they_need(folder: Any, axis: int, 
             if tensor.ndim > axis:
                 assert torch.equal(loaded[key], tensor.chunk(2, axis)[number]), key
         assert read == 3 * 48 * 4 // 2 + (6 * 2 // 2 if axis == 0 else 0)
-
-
-def test_of_a_folder_of_hugging_face_s_each_rank_reads_the_bytes_that_it_needs(tmp_path: Any) -> None:
-    """Counted where the file is read: rows of experts that are stored one by one, and turned, for a fused tensor."""
-    experts, ffn, hidden = 4, 64, 512
-    stored = {
-        f"experts.{number}.{name}": torch.randn(ffn, hidden) for number in range(experts) for name in ("gate", "up")
-    }
-    stored |= {"down": torch.randn(experts, ffn, hidden)}
-    keys = {key: st.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored.items()}
-    st.save(keys, tmp_path, "huggingface")
-
-    def load_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        pairs = [
-            torch.cat([tensors[f"experts.{number}.{name}"] for name in ("gate", "up")]) for number in range(experts)
-        ]
-        return {"w13": torch.stack(pairs), "w2": tensors["down"].transpose(1, 2).contiguous()}
-
-    engine, counts = st.trace(load_experts, stored), [[0], [0]]
-
-    def rank(world: Any) -> Any:
-        mine = {
-            key: st.ShardedTensor.from_rank_offsets(key, torch.empty(2, *shape), (0, world.rank, 2))
-            for key, shape in (("w13", (2 * ffn, hidden)), ("w2", (hidden, ffn)))
-        }
-        options = st.LoadOptions(exchange="never", verify=None)
-        return st.load(mine, counting(tmp_path, counts[world.rank]), transform=engine, world=world, options=options)
-
-    whole = load_experts(stored)
-    for number, loaded in enumerate(st.simulate(2, rank)):
-        assert all(torch.equal(loaded[key], tensor.chunk(2)[number]) for key, tensor in whole.items())
-    assert counts == [[sum(tensor.nbytes for tensor in stored.values()) // 2]] * 2
-
-
-def counting(folder: Any, count: list[int]) -> Any:
-    """Return a folder's storage that counts the bytes that are read of tensors."""
-    inner = LocalStorage(str(folder))
-
-    class Counting:
-        def __init__(self, reader: Any) -> None:
-            self.length, self.read, self.reader = reader.length, reader.read, reader
-
-        def read_into(self, byte: int, buffers: Any) -> None:
-            count[0] += sum(buffer.nbytes for buffer in buffers) if byte else 0  # the header, which rank 0 reads
-            self.reader.read_into(byte, buffers)
-
-    @contextmanager
-    def opened(name: str) -> Any:
-        with inner.open(name) as reader:
-            yield Counting(reader)
-
-    return wrapped(inner, open=opened)
 
 
 def test_flat_ranges_plain_tensors_and_other_keys_load(folder: Any) -> None:

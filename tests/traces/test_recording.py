@@ -39,19 +39,13 @@ def eager_and_traced(function: Callable[[Tensors], Tensors], given: Tensors = GI
     ("name", "ask"),
     {
         "item, bool, int or float": lambda w: w[0, 0].item(),
-        "bool": lambda w: bool(w[0, 0]),
-        "any": lambda w: (w == 0).any(),
         "all": lambda w: (w != 0).all(),
         "sum": lambda w: w.sum(),
-        "max": lambda w: w.max(),
-        "sort": lambda w: w.sort(),
         "mm": lambda w: w @ w.T,
         "equal": lambda w: torch.equal(w, w),
         "isnan": lambda w: torch.isnan(w),
         "nonzero": lambda w: w.nonzero(),
-        "unique": lambda w: w.unique(),
         "tolist": lambda w: w.tolist(),
-        "numpy": lambda w: w.numpy(),
         "array": lambda w: np.asarray(w),
         "data_ptr": lambda w: w.data_ptr(),
         "untyped_storage": lambda w: w.untyped_storage(),
@@ -59,7 +53,6 @@ def eager_and_traced(function: Callable[[Tensors], Tensors], given: Tensors = GI
         "pickling": lambda w: pickle.dumps(w),
         "as_subclass": lambda w: w.as_subclass(nn.Parameter),
         "an index": lambda w: torch.arange(9)[w[0].long()],
-        "resize_": lambda w: w.clone().resize_(2),
     }.items(),
 )
 def test_what_needs_elements_is_refused_by_name(name: str, ask: Callable[[Any], Any]) -> None:
@@ -199,8 +192,9 @@ def test_what_is_empty_is_unwritten_and_what_init_functions_fill_counts() -> Non
     assert found(GIVEN, fill=-1)["init"].tolist() == [1, 1, 1, 1]
 
 
-def test_what_a_destination_held_before_counts_as_never_written() -> None:
-    model = Linear()
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_destination_held_before_counts_as_never_written(device: str) -> None:
+    model = Linear().to(device)
 
     def load(tensors: Tensors) -> None:
         with torch.no_grad():
@@ -210,21 +204,9 @@ def test_what_a_destination_held_before_counts_as_never_written() -> None:
     assert [str(each) for each in found.check() if each.kind == "unwritten"] == [
         "'weight': 3 elements are never written: [0, 0:3]"
     ]
+    assert found(GIVEN, fill=0)["weight"].tolist() == [[0, 0, 0], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     untouched = st.trace(lambda tensors: None, GIVEN, into=model.state_dict)
     assert [each.elements for each in untouched.check() if each.kind == "unwritten"] == [12]
-
-
-def test_models_on_the_meta_device_are_filled() -> None:
-    with torch.device("meta"):
-        model = Linear()
-
-    def load(tensors: Tensors) -> None:
-        with torch.no_grad():
-            model.weight[:2].copy_(tensors["w"][2:])
-            model.weight[2:].zero_()
-
-    found = st.trace(load, GIVEN, into=model.state_dict)
-    assert found(GIVEN)["weight"].tolist() == [[6, 7, 8], [9, 10, 11], [0, 0, 0], [0, 0, 0]]
 
 
 # Trap 6: in other threads the mode isn't on.
@@ -414,24 +396,17 @@ def test_the_cost_does_not_grow_with_elements() -> None:
     [
         lambda w, v: w.T.contiguous(),
         lambda w, v: w.unsqueeze(0).expand(2, 4, 3).reshape(8, 3),
-        lambda w, v: w.repeat(2, 1),
         lambda w, v: w.repeat_interleave(2, 0),
-        lambda w, v: torch.tile(w, (2, 2)),
         lambda w, v: torch.roll(w, 1, 0),
-        lambda w, v: torch.roll(w, 2),
         lambda w, v: torch.nn.functional.pad(w, (0, 1, 1, 0), value=2.0),
         lambda w, v: torch.tril(w),
-        lambda w, v: torch.rot90(w),
-        lambda w, v: w[[3, 0, 0]],
         lambda w, v: w[torch.tensor([True, False, True, False])],
-        lambda w, v: w[:, torch.tensor([2, 0])],
         lambda w, v: w[torch.tensor([0, 1]), torch.tensor([2, 0])],
         lambda w, v: w[torch.tensor([[0, 1], [3, -1]])],
         lambda w, v: torch.gather(w, 1, torch.tensor([[0], [1], [2], [0]])),
         lambda w, v: torch.where(torch.tensor([True, False, True]), w, -w),
         lambda w, v: w.clone().index_copy_(0, torch.tensor([2, 0]), w[:2] * 2),
         lambda w, v: w.new_zeros(2, 2),
-        lambda w, v: torch.full_like(w, 3.0),
         lambda w, v: torch.zeros_like(w).add_(w),
         lambda w, v: (w * v[:, None]).to(torch.float16),
         lambda w, v: w.to(torch.float16) * v[1],
@@ -439,13 +414,11 @@ def test_the_cost_does_not_grow_with_elements() -> None:
         lambda w, v: (w + torch.tensor(2.0, dtype=torch.float64)).half(),
         lambda w, v: v[2] + torch.tensor(2.0, dtype=torch.float64),
         lambda w, v: torch.exp(-w) / 3,
-        lambda w, v: 1 - w,
         lambda w, v: torch.stack([w, w]).mul(0.5).clamp(0, 4),
         lambda w, v: torch.einsum("ij->ji", w),
         lambda w, v: w.movedim(0, 1).unflatten(1, (2, 2)).swapaxes(0, 2),
         lambda w, v: torch.cat(torch.split(w, [1, 3])[::-1]).view(-1)[1:-1:2],
         lambda w, v: nn.Parameter(w).data.squeeze().detach(),
-        lambda w, v: torch.vstack([w, w]).type(torch.float64),
         lambda w, v: w.transpose(0, 1).clone().as_strided((3, 2), (2, 1)),
         lambda w, v: torch.empty_like(w).copy_(w.half()),
         lambda w, v: torch.zeros(2, 4, 3).copy_(w),
