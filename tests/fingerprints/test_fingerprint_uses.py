@@ -53,15 +53,6 @@ def index_of(folder: st.storage.MemoryStorage) -> Index:
     return read_index(st.open_checkpoint(folder).checkpoint)
 
 
-def test_trainer_and_server_hold_the_same_weights() -> None:
-    def trainer(world: st.World) -> dict[str, int]:
-        shards = [replace(shard, replica_id=world.rank // 2) for shard in rows(world.rank % 2, 2)]
-        return st.fingerprint(shards, world=world)
-
-    assert st.simulate(4, trainer) == [NUMBERS] * 4
-    assert st.simulate(1, lambda world: st.fingerprint(rows(), world=world)) == [NUMBERS]
-
-
 def test_replicas_that_differ_are_named() -> None:
     def tree(world: st.World) -> list[st.ShardedTensor]:
         shards = [replace(shard, replica_id=world.rank) for shard in rows()]
@@ -85,12 +76,6 @@ def test_tensors_without_shards_have_no_fingerprint_that_could_be_taken_for_one(
     assert st.fingerprint({"a": rows()[0], "mask": torch.ones(2)}) == {"a": NUMBERS["a"]}
     ranks = st.simulate(2, lambda world: st.fingerprint(WHOLE if world.rank else rows(), world=world))
     assert ranks == [NUMBERS] * 2
-
-
-def test_nothing_is_stored_unless_asked_for() -> None:
-    assert index_of(saved()).x_fingerprint is None
-    assert stored(saved()) == {}
-    assert stored(saved(fingerprint=True)) == NUMBERS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

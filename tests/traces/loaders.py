@@ -58,18 +58,6 @@ def fused_gate_and_up(rank: int, ranks: int):  # type: ignore[no-untyped-def]
     return {"gate_up": both}, load
 
 
-def fused_on_disk(rank: int, ranks: int):  # type: ignore[no-untyped-def]
-    each = FFN // ranks
-    both = empty(2 * each, HIDDEN)
-
-    def load(weights: Weights) -> None:
-        for _, weight in weights:
-            for number in range(2):
-                both.data.narrow(0, number * each, each).copy_(rows_of(rows_of(weight, number, FFN), rank, each))
-
-    return {"gate_up": both}, load
-
-
 def row_parallel(rank: int, ranks: int):  # type: ignore[no-untyped-def]
     down = empty(HIDDEN, FFN // ranks)
 
@@ -181,18 +169,6 @@ def grouped_qkv(rank: int, ranks: int):  # type: ignore[no-untyped-def]
     return parameters, load
 
 
-def rotary(rank: int, ranks: int):  # type: ignore[no-untyped-def]
-    each = HEADS // ranks * SIZE
-    query = empty(each, HIDDEN)
-
-    def load(weights: Weights) -> None:
-        [(_, weight)] = weights
-        heads = weight.view(HEADS, SIZE // 2, 2, HIDDEN).transpose(1, 2).reshape(HEADS * SIZE, HIDDEN)
-        query.data.copy_(rows_of(heads, rank, each))
-
-    return {"q": query}, load
-
-
 def latent_attention(rank: int, ranks: int):  # type: ignore[no-untyped-def]
     """The fused up-projection of latent attention is taken apart once it is loaded, and kept turned."""
     heads = HEADS // ranks
@@ -253,11 +229,6 @@ LOADERS = {
         {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN)},
         fused_gate_and_up,
     ),
-    "gate and up, fused on disk": Loader(
-        f"{SGLANG}/layers/linear.py @ 0079fcc: MergedColumnParallelLinear.weight_loader without a shard id",
-        {"gate_up": (2 * FFN, HIDDEN)},
-        fused_on_disk,
-    ),
     "row parallel": Loader(
         f"{VLLM}/layers/linear.py: RowParallelLinear.weight_loader", {"w": (HIDDEN, FFN)}, row_parallel
     ),
@@ -295,9 +266,6 @@ LOADERS = {
         f"{VLLM}/models/internlm2.py: InternLM2ForCausalLM.load_weights; not as of 0531c22, which splits activations",
         {"w": ((HEADS + 2 * KV) * SIZE, HIDDEN)},
         grouped_qkv,
-    ),
-    "rotary rows": Loader(
-        f"{VLLM}/models/llama.py, later mistral.py: maybe_remap_mistral", {"w": (HEADS * SIZE, HIDDEN)}, rotary
     ),
     "latent attention": Loader(
         f"{SGLANG}/models/deepseek_v2.py @ v0.3.0, in load_weights, as of 00114ae in post_load_weights",
