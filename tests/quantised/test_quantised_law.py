@@ -48,36 +48,20 @@ def test_every_form_keeps_the_laws(name: str) -> None:
     assert list(weights) == [KEY]
 
 
+@pytest.mark.parametrize("way", ["lens", "trace"])
 @pytest.mark.parametrize("name", NAMES)
 @QUICK
 @given(data=hy.data(), seed=hy.integers(0, 100))
-def test_any_layout_loads_its_boxes_dequantised(name: str, data: hy.DataObject, seed: int) -> None:
-    tensors = stored(name, seed)
-    whole = dense(name, tensors)
-    layout = data.draw(layouts(tuple(whole.shape), 3))
-    where = saved(tensors)
+def test_any_layout_loads_its_boxes_dequantised(name: str, way: str, data: hy.DataObject, seed: int) -> None:
+    form, tensors = FORMS[name], stored(name, seed)
+    whole, where = dense(name, tensors), saved(tensors)
+    layout = data.draw(layouts(tuple(whole.shape), 3, prepended=0 if way == "trace" else None))
+    found = st.trace(form.dequantise, tensors) if way == "trace" else None
 
     def load(world: st.World) -> Any:
-        lens = FORMS[name].lens
-        return st.load(
-            [st.lenses.as_factory(shard, lens) for shard in boxes(layout, whole, world.rank)], where, world=world
-        )
-
-    check(st.simulate(layout.ranks, load), layout, whole)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@QUICK
-@given(data=hy.data(), seed=hy.integers(0, 100))
-def test_any_layout_is_given_its_boxes_by_a_trace(name: str, data: hy.DataObject, seed: int) -> None:
-    tensors = stored(name, seed)
-    found = st.trace(FORMS[name].dequantise, tensors)
-    whole = dense(name, tensors)
-    layout = data.draw(layouts(tuple(whole.shape), 3, prepended=0))
-    where = saved(tensors)
-
-    def load(world: st.World) -> Any:
-        return st.load(boxes(layout, whole, world.rank), where, world=world, transform=found)
+        shards = boxes(layout, whole, world.rank)
+        target = shards if found else [st.lenses.as_factory(shard, form.lens) for shard in shards]
+        return st.load(target, where, world=world, transform=found)
 
     check(st.simulate(layout.ranks, load), layout, whole)
 

@@ -29,10 +29,16 @@ def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) ->
     )
 
 
-def check_eager(seed: int, evaluate: Callable[[Trace, Tensors], Tensors] = Trace.__call__) -> None:
-    tensors = programs.given(Random(seed))
+def drawn(seed: int) -> tuple[Random, Tensors, Callable[[Tensors], Tensors], Trace]:
+    """Return what a law draws on, some tensors, a program, and the program's trace."""
+    random = Random(seed)
+    tensors = programs.given(random)
     run = program(seed, (*MOVES, *VALUES) if seed % 2 else MOVES)
-    found = st.trace(run, tensors)
+    return random, tensors, run, st.trace(run, tensors)
+
+
+def check_eager(seed: int, evaluate: Callable[[Trace, Tensors], Tensors] = Trace.__call__) -> None:
+    _, tensors, run, found = drawn(seed)
     assert equal(evaluate(found, tensors), run(tensors))
 
 
@@ -43,8 +49,7 @@ def test_a_trace_does_what_the_code_does(seed: int) -> None:
 
 @given(seeds)
 def test_so_it_does_in_inference_mode_and_through_ordinary_buffers(seed: int) -> None:
-    tensors = programs.given(Random(seed))
-    run = program(seed, (*MOVES, *VALUES) if seed % 2 else MOVES)
+    _, tensors, run, _ = drawn(seed)
 
     def within(given: Tensors) -> Tensors:
         random = Random(seed)
@@ -85,10 +90,7 @@ def test_a_part_of_a_trace_makes_a_part_of_the_whole(seed: int) -> None:
 
 
 def check_narrow(seed: int, narrow: Callable[..., Trace]) -> None:
-    random = Random(seed)
-    tensors = programs.given(random)
-    run = program(seed, (*MOVES, *VALUES) if seed % 2 else MOVES)
-    found = st.trace(run, tensors)
+    random, tensors, _, found = drawn(seed)
     boxes = {name: box_of(random, kind.shape) for name, kind in found.outputs.items() if random.random() < 0.8}
     part, whole = narrow(found, boxes), found(tensors)
     assert equal(part(tensors), {name: cut(whole[name], box) for name, box in boxes.items()})
@@ -104,10 +106,7 @@ def test_the_law_of_parts_catches_a_box_of_the_transposed() -> None:
 
 @given(seeds)
 def test_what_is_read_in_boxes_is_what_is_needed(seed: int) -> None:
-    random = Random(seed)
-    tensors = programs.given(random)
-    run = program(seed, (*MOVES, *VALUES) if seed % 2 else MOVES)
-    found = st.trace(run, tensors)
+    random, tensors, _, found = drawn(seed)
     part = found.narrow({name: box_of(random, kind.shape) for name, kind in found.outputs.items()})
     for name, kind in part.outputs.items():
         local = localized(part, name, (0,) * len(kind.shape), kind.shape)

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -30,6 +31,14 @@ def eager_and_traced(function: Callable[[Tensors], Tensors], given: Tensors = GI
         assert outputs[name].dtype == tensor.dtype
         assert torch.equal(outputs[name], tensor), name
     return found
+
+
+def in_threads(*functions: Callable[[], Any]) -> None:
+    threads = [Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # Trap 1: Python's operators take a TypeError for "ask the other operand".
@@ -122,9 +131,7 @@ def test_a_parameter_s_data_set_in_another_thread_is_refused() -> None:
             except RuntimeError as error:
                 refused.append(str(error))
 
-        thread = Thread(target=put)
-        thread.start()
-        thread.join()
+        in_threads(put)
 
     found = st.trace(load, GIVEN, into=model.state_dict)
     assert "incompatible tensor type" in refused[0]
@@ -141,9 +148,7 @@ def test_data_may_be_set_again_and_in_any_thread_then() -> None:
         def put() -> None:
             model.weight.data = model.weight.data.t().contiguous()
 
-        thread = Thread(target=put)
-        thread.start()
-        thread.join()
+        in_threads(put)
 
     found = st.trace(load, GIVEN, into=lambda: {"weight": model.weight})
     assert torch.equal(found(GIVEN)["weight"], GIVEN["w"].t())
@@ -222,11 +227,7 @@ def test_threads_may_load() -> None:
                 halves = tensors[f"{number}.weight"].chunk(2)
                 model[str(number)].weight.copy_(torch.cat(halves[::-1]))
 
-        threads = [Thread(target=put, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(put, number) for number in range(8)))
 
     found = st.trace(load, given, into=model.state_dict)
     outputs = found(given)
