@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,26 +154,6 @@ def check_other_ranks(layer: Layer, save_ranks: int, load_ranks: int) -> None:
 @pytest.mark.parametrize(("save_ranks", "load_ranks"), [(2, 4), (4, 1), (1, 2)])
 def test_each_rank_gets_its_rows_at_another_number_of_ranks(name: str, save_ranks: int, load_ranks: int) -> None:
     check_other_ranks(LAYERS[name], save_ranks, load_ranks)
-
-
-def test_every_format_takes_what_lenses_store(tmp_path: Path) -> None:
-    """Their boxes form no regular grid."""
-    layer = LAYERS["rank by rank"]
-    formats = sorted({row[1:] for row in st.default_strategies if row[0] is st.StrategyAction.SAVE_SHARDED})
-    assert len(formats) > 3
-    for number, form in enumerate(formats):
-        storage = str(tmp_path / str(number))
-
-        def save(world: st.World, form: Any = form, storage: str = storage) -> None:
-            st.save(tree(layer, world.rank, 4, states=1), storage, form, world=world)
-
-        def load(world: st.World, storage: str = storage) -> dict[str, Any]:
-            return st.load(st.map_shards(empty, tree(layer, world.rank, 2, states=1)), storage, world=world)
-
-        st.simulate(4, save)
-        for rank, found in enumerate(st.simulate(2, load)):
-            for name, factory in tree(layer, rank, 2, states=1).items():
-                assert first_difference(found[name], factory.data) is None, (form, name)
 
 
 def test_the_law_catches_a_lens_that_does_not_know_the_ranks() -> None:
