@@ -59,7 +59,7 @@ def check_overlap(
 @given(data=some.data())
 def test_of_another_shape_the_overlap_is_loaded_and_the_rest_is_kept(data: some.DataObject) -> None:
     axes = data.draw(some.integers(0, 3))
-    sizes = some.tuples(*[some.integers(1, 5)] * axes)
+    sizes = some.tuples(*[some.integers(0, 5)] * axes)
     shape, other = data.draw(sizes, label="stored"), data.draw(sizes, label="target")
     dtype, stored_dtype = data.draw(some.sampled_from(FLOATS)), data.draw(some.sampled_from(FLOATS))
     check_overlap(
@@ -83,27 +83,13 @@ def zeroing(target: Any, folder: Any, **options: Any) -> Any:
     return st.load(st.without_data(target), folder, **load_keywords(**options))
 
 
-def rounding_twice(target: Any, folder: Any, **options: Any) -> Any:
-    """A planted fault: the target's own elements are converted there and back too."""
-    loaded = st.load(target, folder, **load_keywords(**options))
-    return {key: tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for key, tensor in loaded.items()}
-
-
-@pytest.mark.parametrize("faulty", [zeroing, rounding_twice])
-def test_the_law_catches(faulty: Load) -> None:
+def test_the_law_catches() -> None:
     check_overlap(SHORT, LONG, ALL, st.load, given_data=True, cast=True)
     with pytest.raises(AssertionError, match="isn't"):
-        check_overlap(SHORT, LONG, ALL, faulty, given_data=True, cast=True)
+        check_overlap(SHORT, LONG, ALL, zeroing, given_data=True, cast=True)
 
 
 # Shapes.
-
-
-def test_of_an_empty_tensor_nothing_is_loaded() -> None:
-    shard = whole("w", torch.full((2, 4), 7.0), allow_shape_mismatch=True)
-    assert (st.load({"w": shard}, saved_tensors(w=torch.ones(0, 4)))["w"] == 7).all()
-    shard = whole("w", torch.zeros(0, 4), allow_shape_mismatch=True)
-    assert st.load({"w": shard}, saved_tensors(w=torch.ones(2, 4)))["w"].shape == (0, 4)
 
 
 def test_no_strict_mode_hides_a_mismatch() -> None:
@@ -121,15 +107,6 @@ def test_a_left_out_key_does_not_hide_a_padded_one() -> None:
 # Dtypes.
 
 
-def test_what_can_not_be_converted_is_an_error_before_anything_is_read() -> None:
-    target = torch.full((2,), 7.0)
-    folder = saved_tensors(w=torch.ones(2, dtype=torch.complex64), v=torch.ones(2))
-    shards = {"w": whole("w", target), "v": whole("v", torch.zeros(2, dtype=torch.int32))}
-    with pytest.raises(ShapeError, match=r"float32, target asks for[\s\S]*complex64, target asks for") as error:
-        st.load(shards, folder, cast=True, donate=True)
-    assert "Load in the stored dtype" in str(error.value) and target.tolist() == [7, 7]
-
-
 @pytest.mark.parametrize("before", PRINTABLE_DTYPES, ids=str)
 def test_what_is_said_to_be_convertible_is_converted_as_torch_does(before: torch.dtype) -> None:
     dtypes = {str(dtype): dtype for dtype in PRINTABLE_DTYPES if convertible(before, dtype)}
@@ -139,15 +116,6 @@ def test_what_is_said_to_be_convertible_is_converted_as_torch_does(before: torch
     assert before in dtypes.values()
     for key, dtype in dtypes.items():
         assert loaded[key].dtype == dtype and bits(loaded[key]) == bits(source.to(dtype)), key
-
-
-def test_what_has_no_sign_takes_no_other_numbers() -> None:
-    floats = [dtype for dtype in PRINTABLE_DTYPES if dtype.is_floating_point]
-    negative = torch.tensor([-2.0])
-    for dtype in floats:
-        signed = negative.to(dtype).double().item() == -2
-        assert convertible(torch.float32, dtype) == signed, dtype
-        assert convertible(dtype, dtype)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +136,5 @@ def test_an_integer_that_does_not_fit_is_an_error(value: int, before: torch.dtyp
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_conversions_take_bounded_rounds(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_rounds, "__kwdefaults__", {"most_bytes": 20})
-    tensors = {key: values((4,), torch.float32, seed) for seed, key in enumerate("abcde")}
-    folder = saved_tensors(**tensors)
-
-    def on_rank(world: st.World) -> None:
-        keys = "abcde"[world.rank :]
-        target = {k: whole(k, torch.empty(4, dtype=torch.bfloat16), replica_id=world.rank - (k == "a")) for k in keys}
-        loaded = st.load(
-            target,
-            folder,
-            cast=True,
-            world=world,
-            options=st.LoadOptions(exchange=exchange),
-            validate_access_integrity=False,
-        )
-        assert all(bits(loaded[key]) == bits(tensors[key].to(torch.bfloat16)) for key in keys)
-
-    st.simulate(3, on_rank)
+    pieces = [Piece(number // 3, (number, 0), (1, 4)) for number in range(5)]
+    check_overlap(SHORT, LONG, Layout(2, (5, 4), tuple(pieces)), st.load, given_data=True, cast=True, exchange=exchange)

@@ -15,71 +15,12 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, UnsafeFile
 from shardtree.storage import MemoryStorage
+from tests.checkpoint import parts
 from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
 
+
 # Of the tensors, and of the common state and the objects where the first can't hold them.
-ALONE = [(("safetensors", 1),), (("torch_dist", 1),), (("dcp", 1),), (("zarr", 3),)]
-FORMATS = [*ALONE, (("huggingface", 1), ("safetensors", 1))]
-RULES: dict[str, st.objects.ObjectRule] = {
-    "rng.*": st.objects.replicate_cell((0,)),
-    "seen": st.objects.redistribute_objects,
-    "all_seen": st.objects.concatenate_objects,
-    "loader": st.objects.rules_by_field(
-        {"epoch": st.objects.replicate_objects, "consumed": st.objects.fold_objects(operator.add)}
-    ),
-    "**": st.objects.drop_objects,
-}
-
-
-def state(rank: int, ranks: int) -> dict[str, Any]:
-    """What each of some ranks holds beside its tensors."""
-    values = {
-        "rng.cpu": {"state": torch.arange(3) + rank, "seed": rank},
-        "seen": [f"{ranks}.{rank}.{number}" for number in range(3)],
-        "all_seen": torch.tensor([[ranks, rank]]),
-        "loader": {"epoch": 3, "consumed": 10 + rank},
-        "timers": {"rank": rank, "of": ranks},
-    }
-    shards = {key: st.ShardedObject(key, value, (ranks,), (rank,)) for key, value in values.items()}
-    return shards | {
-        "w": st.ShardedTensor.from_rank_offsets("w", torch.arange(24).chunk(ranks)[rank], (0, rank, ranks))
-    }
-
-
-def resaved(folder: Any, ranks: int, to: Any, formats: Any) -> list[Any]:
-    """Load with a rule for each kind of object, and save what was loaded."""
-
-    def on_rank(world: st.World) -> Any:
-        target = state(world.rank, ranks)
-        loaded = st.load(target, folder, world=world, options=st.LoadOptions(object_rules=RULES))
-        again = {key: st.ShardedObject(key, loaded[key], (ranks,), (world.rank,)) for key in loaded if key != "w"} | {
-            "w": st.ShardedTensor.from_rank_offsets("w", loaded["w"], (0, world.rank, ranks))
-        }
-        st.save(again, to, *formats, world=world)
-        return loaded
-
-    return st.simulate(ranks, on_rank)
-
-
-@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0][0])
-def test_4_ranks_then_2_then_3(formats: Any) -> None:
-    folders = [MemoryStorage() for _ in range(3)]
-    st.simulate(4, lambda world: st.save(state(world.rank, 4), folders[0], *formats, world=world))
-    two = resaved(folders[0], 2, folders[1], formats)
-    three = resaved(folders[1], 3, folders[2], formats)
-    everything = [f"4.{rank}.{number}" for rank in range(4) for number in range(3)]
-    for loaded in (two, three):
-        assert [name for one in loaded for name in one["seen"]] == everything
-        assert [len(one["seen"]) for one in loaded] == [12 // len(loaded)] * len(loaded)
-        assert all(one["rng.cpu"]["seed"] == 0 and one["rng.cpu"]["state"].tolist() == [0, 1, 2] for one in loaded)
-        assert [one["timers"] for one in loaded] == [{"rank": rank, "of": len(loaded)} for rank in range(len(loaded))]
-        assert torch.equal(torch.cat([one["w"] for one in loaded]), torch.arange(24))
-    assert [one["all_seen"].tolist() for one in two] == [[[4, rank] for rank in range(4)]] * 2
-    assert [one["loader"] for one in two] == [{"epoch": 3, "consumed": 46}] * 2
-    assert [one["loader"] for one in three] == [{"epoch": 3, "consumed": 92}] * 3
-
-
 def saved(count: int = 4, value: Any = lambda rank: [rank], **options: Any) -> MemoryStorage:
     folder = MemoryStorage()
     cells = [st.ShardedObject("seen", value(rank), (count,), (rank,)) for rank in range(count)]
@@ -99,14 +40,19 @@ def loaded(folder: Any, count: int, rule: Any = None, **options: Any) -> list[An
     return values
 
 
-def test_replicas_of_an_object_get_what_its_main_replica_gets() -> None:
+# Of the tensors, and of the objects where the first can't hold them.
+FORMATS = [*((each, None) for each in parts.FORMATS), (("huggingface", 1), ("safetensors", 1))]
+
+
+@pytest.mark.parametrize(("sharded", "common"), FORMATS, ids=lambda each: each and each[0])
+def test_replicas_of_an_object_get_what_its_main_replica_gets_in_every_format(sharded: Any, common: Any) -> None:
     def on_rank(world: st.World) -> Any:
         item = st.ShardedObject("seen", None, (2,), (world.rank % 2,), world.rank // 2)
         return st.load(
             [item], folder, world=world, options=st.LoadOptions(object_rules={"seen": st.objects.redistribute_objects})
         )
 
-    folder = saved()
+    folder = saved(sharded_strategy=sharded, common_strategy=common)
     assert st.simulate(4, on_rank) == [[[0, 1]], [[2, 3]]] * 2
 
 

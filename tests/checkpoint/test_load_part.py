@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import shardtree as st
 from shardtree.errors import KeyMismatch, TreeError
 from shardtree.storage import MemoryStorage
-from tests.checkpoint.parts import FORMATS
+from shardtree.trees import Record
+from tests.checkpoint.parts import FORMATS, saved
 
 
 class ScaleByAdam(NamedTuple):
@@ -82,3 +84,21 @@ def test_trainers_give_engines_a_model_without_the_optimizer() -> None:
     )
     assert moved[0] is None and moved[1]["model"]["w"].data.tolist() == [1, 1]
     assert moved[1].keys() == {"model", "step"}
+
+
+# What is left of a namedtuple whose class the target has, with other fields or under another identity.
+
+
+def test_a_namedtuple_class_that_got_other_fields_leaves_its_records_as_they_are() -> None:
+    Later = namedtuple("ScaleByAdam", "count mu nu decay", module=__name__)
+    target = Later(shard("w"), *(st.LocalNonpersistentObject(number) for number in range(3)))
+    loaded = st.load({"all": target}, saved({"config": ScaleByAdam(1, 2, 3), "w": shard("w")}))
+    assert isinstance(loaded["config"], Record) and type(loaded["all"]) is Later
+
+
+def test_the_caller_s_class_counts_before_one_of_that_name_in_the_target() -> None:
+    Other = namedtuple("ScaleByAdam", "count mu nu", module=__name__)
+    target = Other(shard("w"), *(st.LocalNonpersistentObject(number) for number in range(2)))
+    folder = saved({"config": ScaleByAdam(1, 2, 3), "w": shard("w")})
+    loaded = st.load({"o": target}, folder, options=st.LoadOptions(types=(ScaleByAdam,)))
+    assert type(loaded["config"]) is ScaleByAdam and type(loaded["o"]) is Other

@@ -16,18 +16,10 @@ import shardtree as st
 from shardtree.errors import KeyMismatch
 from shardtree.interop.dtensor import from_dtensors, to_dtensors
 from shardtree.storage import ReadReport
-from tests.checkpoint.parts import FORMATS, saved, whole
+from tests.checkpoint.parts import saved, whole
 from tests.options import load_keywords
 
 W, STEP = torch.arange(12.0).view(3, 4), torch.tensor(7.0)
-
-
-def module() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-
-
-def shards(state: Any, prefix: str = "model.") -> dict[str, Any]:
-    return {name: whole(prefix + name, tensor) for name, tensor in state.items()}
 
 
 def load(target: Any, folder: Any, **options: Any) -> tuple[Any, ReadReport]:
@@ -38,17 +30,8 @@ def load(target: Any, folder: Any, **options: Any) -> tuple[Any, ReadReport]:
     return loaded, reports[0]
 
 
-@pytest.mark.parametrize("backend", FORMATS)
-def test_the_state_dict_of_a_module_is_a_target(backend: tuple[str, int]) -> None:
-    state, fresh = module().state_dict(), module().state_dict()
-    folder = saved({"model": shards(state), "step": 1}, backend)
-    loaded, report = load({"model": fresh, "step": 0}, folder, strict="raise_all")
-    assert list(loaded["model"]) == list(state) and loaded["step"] == 1 and report.unfilled == ()
-    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in state.items())
-
-
 def test_what_dcp_saved_comes_back_whole_and_through_dtensors(tmp_path: Path) -> None:
-    model = module().state_dict()
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).state_dict()
     state = {"model": model, "optim": {name: {"step": torch.tensor(5.0)} for name in model}}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -71,12 +54,6 @@ def test_one_element_fills_one_element_of_any_shape(asked: Any, kept: Any, donat
     assert loaded.shape == torch.Size(asked) and loaded.item() == 7 and given.item() == (7 if donate else 0)
 
 
-def test_the_common_state_fills_what_no_tensor_does() -> None:
-    folder = saved({"w": whole("w", W), "step": STEP, "epoch": 3})
-    loaded, report = load({"w": torch.zeros(3, 4), "step": torch.zeros(()), "epoch": torch.zeros(())}, folder)
-    assert torch.equal(loaded["step"], STEP) and loaded["epoch"] == 3 and report.unfilled == ()
-
-
 # What isn't stored under the path's key.
 
 
@@ -97,16 +74,6 @@ def test_a_tensor_that_is_stored_under_another_key_is_an_error(tree: Any, said: 
     assert st.explain(target, folder, strict=strict).ok is False
     _, report = load(target, folder, strict="log_unexpected")
     assert report.unfilled == ("tree['model']['w']",)
-
-
-def test_a_buffer_that_the_model_has_since_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    folder = saved({"model": shards({"w": W})})
-    target = {"model": {"w": torch.zeros(3, 4), "since": torch.zeros(2)}}
-    loaded, report = load(target, folder)
-    assert list(loaded["model"]) == ["w"] and report.unfilled == ("tree['model']['since']",)
-    assert "tree['model']['since']" in caplog.text
-    with pytest.raises(KeyMismatch, match=r"tensors of the target, or values that hold some, that aren't stored"):
-        st.load(target, folder, strict="raise_all")
 
 
 class Holder:

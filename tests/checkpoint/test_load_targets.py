@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import KeyMismatch
+from shardtree.errors import KeyMismatch, RemoteError
 from shardtree.testing import STORABLE_DTYPES, bits, random_bits
 from tests.checkpoint.parts import saved, whole
 from tests.options import load_keywords
@@ -69,13 +69,43 @@ def test_a_donated_parameter_still_requires_grad_and_autograd_knows(contiguous):
         product.backward()
 
 
+# Memory on a device.
+
+
+CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), CUDA])
+@pytest.mark.parametrize("meta", [False, True])
+def test_tensors_of_targets_without_data_are_put_on_the_device(device, meta):
+    loaded = load({"w": st.without_data(whole("w", W), meta=meta)}, device=device)["w"]
+    assert loaded.device.type == torch.device(device or "cpu").type and torch.equal(loaded.cpu(), W)
+
+
+@pytest.mark.parametrize("options", [{"cast": True}, {"exchange": "always"}, {"donate": True}])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_conversions_and_exchanges_reach_the_device(device, options):
+    dtype = torch.float64 if "cast" in options else W.dtype
+    loaded = load({"w": replace(whole("w", W), data=None, dtype=dtype)}, device=device, **options)["w"]
+    assert loaded.device.type == device and loaded.dtype == dtype and torch.equal(loaded.cpu().float(), W)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_targets_with_tensors_keep_their_own_device(device):
+    assert load({"w": whole("w", W)}, device=device)["w"].device.type == "cpu"
+    assert load({"w": whole("w", W.to(device))}, device="cpu")["w"].device.type == device
+
+
+def test_each_rank_says_its_own_device_and_all_fail_where_one_has_none():
+    def load_on(world):
+        mine = {"w": whole("w", W, replica_id=world.rank).without_data()}
+        return load(mine, world=world, device="meta" if world.rank else "cpu")
+
+    with pytest.raises(RemoteError, match="rank 1: MetadataError: load: tensors on the meta device"):
+        st.simulate(2, load_on)
+
+
 # Padded tensors.
-
-
-def padded(data, rows=5):
-    box = data if data is not None else torch.empty(rows, 4, device="meta")
-    shard = whole("w", box, allow_shape_mismatch=True)
-    return replace(shard, data=data)
 
 
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
@@ -140,39 +170,9 @@ def test_an_object_that_is_a_container_is_given_as_it_is():
     assert loaded["o"] is not loaded["nested"]["o"]
 
 
-def test_nonpersistent_objects_are_unwrapped_and_plain_values_ignored():
-    here = object()
-    target = {
-        "local": st.LocalNonpersistentObject(here),
-        "step": 99,
-        "mine": "ignored",
-        "w": whole("w", torch.zeros(3, 4)),
-    }
-    loaded = load(target)
-    assert loaded["local"] is here and loaded["step"] == 3 and "mine" not in loaded
-    assert list(loaded) == ["w", "step", "local"]
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("make", [lambda shard: [shard], lambda shard: (shard,), lambda shard: {"w": shard}])
 def test_a_root_of_nothing_but_shards_may_be_of_any_shape(kind, make):
     folder = saved(kind(whole("w", part, (0, number, 3)) for number, part in enumerate(W.split(1))))
     loaded = load(make(whole("w", torch.zeros(3, 4))), folder)
     assert str(loaded) == str(make(W))
-
-
-def test_a_load_changes_nothing_of_its_target():
-    target = {"w": whole("w", torch.zeros(3, 4)), "list": [st.LocalNonpersistentObject(1)], "step": 0}
-    before = (list(target), id(target["w"]), list(target["list"]), target["w"].data._version)
-    load(target)
-    assert (list(target), id(target["w"]), list(target["list"]), target["w"].data._version) == before
-    assert not target["w"].data.any()
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_of_a_longer_target_the_overlap_is_loaded_and_the_rest_kept(donate):
-    target = torch.full((5, 4), 7.0)
-    loaded = load({"w": padded(target)}, donate=donate)["w"]
-    assert torch.equal(loaded[:3], W) and (loaded[3:] == 7).all()
-    assert (loaded is target) == donate
-    assert donate or (target == 7).all()
