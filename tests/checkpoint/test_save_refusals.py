@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.errors import CheckpointingException, UnsupportedValue
 from tests.checkpoint.parts import ALL_FORMATS
 from tests.options import save_keywords
 
@@ -83,3 +84,36 @@ def test_what_could_not_be_opened_is_not_committed(shards: list[st.ShardedTensor
     with pytest.raises(st.errors.IntegrityError, match=message):
         st.save(shards, folder, validate_access_integrity=False, overwrite=True)
     assert list(st.load_plain_tensors(folder)) == ["old"]
+
+
+# Tensors without memory, and parameters that aren't initialised yet: refused by path, not read.
+
+
+TREES = {
+    "a plain tensor": {"a": [1, freed(torch.zeros(3))]},
+    "a lazy module's": {"a": [1, torch.nn.LazyLinear(3).weight]},
+    "in an object": {"a": [1, st.ShardedObject("o", {"x": freed(torch.zeros(3))}, (1,), (0,))]},
+    "in a set": {"a": [1, {freed(torch.zeros(3))}]},
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tensor_without_elements_is_refused(tree: Any, later: bool) -> None:
+    folder = st.storage.MemoryStorage()
+    with pytest.raises(UnsupportedValue, match=r"tensors without elements\n  tree\['a'\]\[1\]: (its storage|not init)"):
+        st.save(tree, folder, async_sharded_save=later)
+    assert not folder.names()
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("use", [lambda tree: st.redistribute(tree, {}), lambda tree: st.plans.reshard([tree], [{}])])
+def test_nor_is_it_moved(tree: Any, use: Any) -> None:
+    with pytest.raises(UnsupportedValue, match=r"tensors without elements\n  tree\['a'\]\[1\]"):
+        use(tree)
+
+
+@pytest.mark.parametrize("tree", [TREES["a plain tensor"], TREES["a lazy module's"]])
+def test_it_is_not_cut_either(tree: Any) -> None:
+    with pytest.raises(CheckpointingException, match=r"tree\['a'\]\[1\]"):
+        st.shard(tree, st.Mesh(tp=2), st.PartitionSpec("tp"))
