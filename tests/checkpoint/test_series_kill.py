@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree.checkpoint.series import _remove
-from shardtree.storage import LocalStorage, MemoryStorage, Storage, folder_in
+from shardtree.storage import MemoryStorage, Storage, folder_in
 from shardtree.testing import Call, watched
 from tests.faults.sampling import first
 from tests.options import load_keywords
@@ -135,17 +133,6 @@ def test_a_removal_that_dies_leaves_nothing_half_done(
     template: MemoryStorage, fault: Callable[..., Any], stride: int
 ) -> None:
     assert check_removals(lambda: copy(template), remove, fault, stride) > 50
-
-
-@pytest.mark.slow
-def test_files_do_what_memory_does(tmp_path: Path) -> None:
-    begin(LocalStorage(str(tmp_path / "begin")))
-    numbers = count()
-
-    def start() -> LocalStorage:
-        return LocalStorage(shutil.copytree(tmp_path / "begin", tmp_path / str(next(numbers))).__str__())
-
-    check_removals(start, remove, stride=61)
 
 
 def interrupted(template: MemoryStorage, number: int) -> MemoryStorage:
