@@ -49,14 +49,6 @@ def trainer(root: Path) -> tuple[Path, Sequence[str]]:
     return root, ["but a run; its newest finished step", *parts]
 
 
-def nemo(root: Path) -> tuple[Path, Sequence[str]]:
-    """Save as NeMo 2 does."""
-    (root / "context").mkdir(parents=True)
-    (root / "context" / "model.yaml").write_text("layers: 2")
-    saved(root / "weights")
-    return root, ["but holds", "/weights' (torch_dist 1)"]
-
-
 def verl(root: Path) -> tuple[Path, Sequence[str]]:
     """Run verl with an actor and a critic, on FSDP."""
     for step in (2, 10):
@@ -66,12 +58,6 @@ def verl(root: Path) -> tuple[Path, Sequence[str]]:
         pickled(root / f"global_step_{step}", "data.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("10")
     return root, ["but a run", "global_step_10/actor' (dtensor_files 1)", "global_step_10/critic' (dtensor_files 1)"]
-
-
-def verl_step(root: Path) -> tuple[Path, Sequence[str]]:
-    """One step of verl's."""
-    verl(root)
-    return root / "global_step_2", ["but holds", "global_step_2/actor' (dtensor_files 1)"]
 
 
 def megatron(root: Path) -> tuple[Path, Sequence[str]]:
@@ -112,9 +98,7 @@ def own_unfinished(root: Path) -> tuple[Path, Sequence[str]]:
 ROOTS = [
     accelerate,
     trainer,
-    nemo,
     verl,
-    verl_step,
     megatron,
     unfinished,
     without_steps,
@@ -145,7 +129,7 @@ def test_a_root_names_what_can_be_opened_in_it(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("lay_out", [trainer, nemo, verl])
+@pytest.mark.parametrize("lay_out", [accelerate, trainer, verl])
 def test_what_is_named_opens(lay_out: Callable[[Path], tuple[Path, Sequence[str]]], tmp_path: Path) -> None:
     root, _ = lay_out(tmp_path / "root")
     with pytest.raises(NotACheckpoint) as caught:

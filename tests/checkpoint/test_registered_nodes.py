@@ -34,13 +34,6 @@ class TrainState:
     apply_fn: Any = None
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """A class that nobody registered."""
-
-    weight: Any
-
-
 class Node:
     """A node with any entries."""
 
@@ -48,34 +41,36 @@ class Node:
         self.held = held
 
 
-class Pair(Node):
-    """A node whose entries have no names."""
+class Params(OrderedDict[str, Any]):
+    """A dict that is registered."""
+
+
+class Stages(list[Any]):
+    """A list that is registered."""
+
+
+FIELDS = ("step", "params", "opt_state")
+FLATTEN: dict[type, Callable[[Any], Any]] = {
+    TrainState: lambda state: ([getattr(state, name) for name in FIELDS], state.apply_fn, FIELDS),
+    Node: lambda node: (list(node.held.values()), tuple(node.held), tuple(node.held)),
+    Params: lambda params: (list(params.values()), tuple(params), tuple(params)),
+    Stages: lambda stages: (list(stages), None),
+}
+BUILD: dict[type, Callable[[Any, Any], Any]] = {
+    TrainState: lambda apply_fn, children: TrainState(*children, apply_fn),
+    Node: lambda names, children: Node(dict(zip(names, children, strict=True))),
+    Params: lambda names, children: Params(zip(names, children, strict=True)),
+    Stages: lambda _, children: Stages(children),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> Iterator[None]:
-    names = ("step", "params", "opt_state")
     register: Any = optree.register_pytree_node
-    register(
-        TrainState,
-        lambda state: ([getattr(state, name) for name in names], state.apply_fn, names),
-        lambda apply_fn, children: TrainState(*children, apply_fn),
-        namespace=NAMESPACE,
-    )
-    register(
-        Node,
-        lambda node: (list(node.held.values()), tuple(node.held), tuple(node.held)),
-        lambda names, children: Node(dict(zip(names, children, strict=True))),
-        namespace=NAMESPACE,
-    )
-    register(
-        Pair,
-        lambda pair: (list(pair.held.values()), None),
-        lambda _, children: Pair(dict(zip("ab", children, strict=True))),
-        namespace=NAMESPACE,
-    )
+    for kind, flatten in FLATTEN.items():
+        register(kind, flatten, BUILD[kind], namespace=NAMESPACE)
     yield
-    for kind in (TrainState, Node, Pair):
+    for kind in FLATTEN:
         optree.unregister_pytree_node(kind, namespace=NAMESPACE)
 
 
@@ -110,14 +105,6 @@ def test_a_train_state_is_saved_and_loaded(backend: tuple[str, int], at: Callabl
     check_loaded(found[1] if isinstance(found, list) else found)
 
 
-def test_without_the_class_its_entries_are_a_dict() -> None:
-    place = MemoryStorage()
-    st.save(train_state(), place)
-    assert st.load_common_state_dict(place)["step"] == 3
-    loaded = st.load({"params": {"w": half("w", 0, 1)}}, place)
-    assert loaded["step"] == 3 and torch.equal(loaded["params"]["w"], W)
-
-
 def test_it_is_resharded_between_ranks_and_in_memory() -> None:
     sources = [train_state(rank, 2) for rank in range(2)]
     whole = st.without_data(train_state(step=0), meta=True)
@@ -130,14 +117,6 @@ def test_it_is_resharded_between_ranks_and_in_memory() -> None:
     check_loaded(st.unbox(st.simulate(2, move)[1]))
 
 
-def test_nodes_without_names_are_stored_by_position() -> None:
-    place = MemoryStorage()
-    pair = Pair({"a": half("w", 0, 1), "b": 3})
-    st.save({"pair": pair}, place)
-    loaded = st.load({"pair": Pair({"a": half("w", 0, 1), "b": 0})}, place)["pair"]
-    assert torch.equal(loaded.held["a"], W) and loaded.held["b"] == 3
-
-
 def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> None:
     place = MemoryStorage()
     st.save({"n": Node({"w": half("w", 0, 1), "gone": 1})}, place)
@@ -145,30 +124,6 @@ def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> N
         st.load({"n": Node({"w": half("w", 0, 1)})}, place)
 
 
-class Params(OrderedDict[str, Any]):
-    """A dict that is registered."""
-
-
-class Stages(list[Any]):
-    """A list that is registered."""
-
-
-@pytest.fixture
-def registered_subclasses() -> Iterator[None]:
-    register: Any = optree.register_pytree_node
-    register(
-        Params,
-        lambda params: (list(params.values()), tuple(params), tuple(params)),
-        lambda names, children: Params(zip(names, children, strict=True)),
-        namespace=NAMESPACE,
-    )
-    register(Stages, lambda stages: (list(stages), None), lambda _, children: Stages(children), namespace=NAMESPACE)
-    yield
-    for kind in (Params, Stages):
-        optree.unregister_pytree_node(kind, namespace=NAMESPACE)
-
-
-@pytest.mark.usefixtures("registered_subclasses")
 @pytest.mark.parametrize("backend", FORMATS, ids=str)
 def test_a_registered_subclass_comes_back_as_what_the_target_has(backend: tuple[str, int]) -> None:
     place = MemoryStorage()
@@ -184,12 +139,6 @@ def test_a_registered_subclass_comes_back_as_what_the_target_has(backend: tuple[
     kept, left = st.partition(tree, lambda leaf: isinstance(leaf, st.ShardedTensor))
     assert type(left["p"]) is Params and not st.diff(st.combine(kept, left), tree)
     assert type(st.trees.prune({"p": Params(a=st.trees.HOLE, b=1)})["p"]) is Params
-
-
-def test_plain_values_of_a_class_that_is_not_registered_are_records() -> None:
-    place = MemoryStorage()
-    st.save({"config": Unknown(1)}, place)
-    assert st.load({}, place, options=st.LoadOptions(types=(Unknown,))) == {"config": Unknown(1)}
 
 
 As = Callable[[Any], Any]

@@ -280,13 +280,3 @@ REAL += ["megatron_0140_torch_dist_flat", "megatron_0161_dp_reshardable_tp2dp2/c
 @pytest.mark.parametrize("name", REAL)
 def test_what_other_programs_saved_is_equal(name: str) -> None:
     assert st.check_replicas(FIXTURES / name) == ()
-
-
-@pytest.mark.parametrize("backend", ["safetensors", "torch_dist", "dcp", "zarr", "huggingface"])
-def test_formats_that_store_each_element_once_have_no_copies(backend: str) -> None:
-    version = 3 if backend == "zarr" else 1
-    tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=0)}
-    copy = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2), replica_id=1)}
-    folder = MemoryStorage()
-    st.simulate(2, lambda world: st.save([tree, copy][world.rank], folder, (backend, version), world=world))
-    assert st.check_replicas(folder) == ()
