@@ -26,7 +26,7 @@ from shardtree.layouts import (
 from shardtree.storage import MemoryStorage
 from shardtree.testing import GlobalState, check_roundtrip, global_states, rank_tree, state_layouts
 from shardtree.world import World
-from tests.checkpoint.parts import ALL_FORMATS
+from tests.checkpoint.parts import ALL_FORMATS, saved_by
 from tests.options import load_keywords, save_keywords
 from tests.trees.samples import assert_caught
 
@@ -141,51 +141,32 @@ REFUSED: dict[str, tuple[type[CheckpointingException], str, Callable[[int], Any]
 }
 
 
-def errors_by_rank(run: Callable[[World], Any]) -> list[BaseException | None]:
-    def caught(world: World) -> BaseException | None:
-        try:
-            run(world)
-        except Exception as error:
-            return error
-        return None
-
-    return st.simulate(MESH.size, caught)
-
-
 @pytest.mark.parametrize("fault", REFUSED)
 @pytest.mark.parametrize("action", ["save", "load"])
 def test_a_layout_that_is_not_the_ranks_is_refused_on_all(fault: str, action: str) -> None:
     kind, message, layout = REFUSED[fault]
-    folder = MemoryStorage()
-    if action == "load":
-        st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world))
+    folder = saved_by(TREES) if action == "load" else MemoryStorage()
     act = {"save": st.save, "load": st.load}[action]
-    errors = errors_by_rank(lambda world: act(TREES[world.rank], folder, world=world, layout=layout(world.rank)))
-    for error in errors:
-        assert isinstance(error, kind)
+
+    def refused(world: World) -> None:
         with pytest.raises(kind, match=message):
-            raise error
+            act(TREES[world.rank], folder, world=world, layout=layout(world.rank))
+
+    st.simulate(MESH.size, refused)
     assert st.is_checkpoint(folder) == (action == "load")
 
 
 def test_a_key_that_a_layout_has_no_rows_of_is_not_in_it() -> None:
-    folder, other = MemoryStorage(), MemoryStorage()
-    st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world, layout=LAYOUT))
-    fewer, selected = model(2)[0], select_rows(LAYOUT, np.flatnonzero(LAYOUT.key != LAYOUT.keys.index("w2")))
+    folder, other = saved_by(TREES, layout=LAYOUT), MemoryStorage()
+    (fewer, known), selected = model(2), select_rows(LAYOUT, np.flatnonzero(LAYOUT.key != LAYOUT.keys.index("w2")))
 
     def load(world: World) -> Any:
-        own: dict[str, Any] = {"world": world, "layout": selected if world.rank else model(2)[1]}
+        own: dict[str, Any] = {"world": world, "layout": selected if world.rank else known}
         results = [
-            st.load(
-                fewer[world.rank],
-                folder,
-                strict="return_all",
-                validate_access_integrity=checked,
-                **load_keywords(**own),
-            )
+            st.load(fewer[world.rank], folder, strict="return_all", validate_access_integrity=checked, **own)
             for checked in (True, False)
         ]
-        st.save(fewer[world.rank], other, **save_keywords(**own))
+        st.save(fewer[world.rank], other, **own)
         return [result[1:] for result in results]
 
     assert st.simulate(MESH.size, load) == [[({"w2"}, set())] * 2] * MESH.size
@@ -195,21 +176,17 @@ def test_a_key_that_a_layout_has_no_rows_of_is_not_in_it() -> None:
 
 
 def test_what_is_left_out_converted_or_padded_is_told_where_layouts_are_known() -> None:
-    folder = MemoryStorage()
-    st.simulate(MESH.size, lambda world: st.save(TREES[world.rank], folder, world=world, layout=LAYOUT))
+    folder = saved_by(TREES, layout=LAYOUT)
     more, layout = model(4)
     halved = [st.cast(tree, torch.float16) for tree in TREES]
-    as_halves = replace(LAYOUT, kinds=tuple(replace(kind, dtype=torch.float16) for kind in LAYOUT.kinds))
 
     def load(world: World) -> tuple[Any, Any, Any]:
-        own: dict[str, Any] = {"world": world, "exchange": "always"}
-        lacking = st.load(more[world.rank], folder, strict="return_all", layout=layout, **load_keywords(**own))
-        converted = st.load(halved[world.rank], folder, cast=True, layout=as_halves, **load_keywords(**own))
-        padded = {
-            key: replace(leaf, allow_shape_mismatch=world.rank == 1) if key != "step" else leaf
-            for key, leaf in TREES[world.rank].items()
-        }
-        return lacking, converted, st.load(padded, folder, layout=LAYOUT, **load_keywords(**own))
+        own: dict[str, Any] = {"world": world, "options": st.LoadOptions(exchange="always")}
+        lacking = st.load(more[world.rank], folder, strict="return_all", layout=layout, **own)
+        converted = st.load(halved[world.rank], folder, cast=True, layout=tree_columns(halved), **own)
+        shards = tensor_shards(TREES[world.rank])
+        padded = {"step": 3} | {each.key: replace(each, allow_shape_mismatch=world.rank == 1) for each in shards}
+        return lacking, converted, st.load(padded, folder, layout=LAYOUT, **own)
 
     for tree, ((loaded, missing, unexpected), converted, padded) in zip(
         TREES, st.simulate(MESH.size, load), strict=True

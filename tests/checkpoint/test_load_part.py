@@ -37,9 +37,7 @@ LEFT_OUT = ["['optimizer'][0]", "['optimizer'][1]['scale'][1]", "['mixed'][1]"]
 
 
 def stored(backend: tuple[str, int] = ("safetensors", 1)) -> MemoryStorage:
-    folder = MemoryStorage()
-    st.save(state(), folder, backend)
-    return folder
+    return saved(state(), backend)
 
 
 def in_order(paths: tuple[str, ...]) -> bool:

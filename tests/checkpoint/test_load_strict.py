@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import KeyMismatch
-from shardtree.storage import MemoryStorage
+from tests.checkpoint import parts
 
 MODES = list(st.StrictHandling)
 RAISING = {st.StrictHandling.RAISE_UNEXPECTED, st.StrictHandling.RAISE_ALL}
@@ -28,9 +28,7 @@ def leaf(key, replica_id=0):
 
 
 def saved(keys):
-    folder = MemoryStorage()
-    st.save({key: leaf(key) for key in keys} | {"step": 1}, folder)
-    return folder
+    return parts.saved({key: leaf(key) for key in keys} | {"step": 1})
 
 
 def outcome(call):
@@ -121,10 +119,8 @@ def shown_by(error):
 
 
 def check_all_named(stored, asked, named):
-    folder = MemoryStorage()
-    numbers = torch.zeros(1)
-    st.save({f"k{n}": st.ShardedTensor.from_rank_offsets(f"k{n}", numbers) for n in stored}, folder)
-    target = {f"k{n}": st.ShardedTensor.from_rank_offsets(f"k{n}", numbers) for n in asked}
+    folder = parts.saved_tensors(**{f"k{n}": torch.zeros(1) for n in stored})
+    target = {f"k{n}": parts.whole(f"k{n}", torch.zeros(1)) for n in asked}
     missing, unexpected = ({f"k{n}" for n in keys} for keys in (stored - asked, asked - stored))
     if not missing and not unexpected:
         return
@@ -154,8 +150,7 @@ def test_the_law_catches_keys_that_are_only_shown():
 
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected", "raise_all"])
 def test_keys_that_differ_by_one_prefix_are_told_of_once(strict):
-    folder = MemoryStorage()
-    st.save(st.prefix({key: leaf(key) for key in "abcd"}, "model."), folder)
+    folder = parts.saved(st.prefix({key: leaf(key) for key in "abcd"}, "model."))
     with pytest.raises(KeyMismatch, match=r"4 keys are stored with 'model\.' before them") as raised:
         st.load({key: leaf(key) for key in "abcd"}, folder, strict=strict)
     text = str(raised.value)
@@ -169,8 +164,7 @@ def test_keys_that_differ_by_one_prefix_are_told_of_once(strict):
 @pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
 @pytest.mark.parametrize("key", ["w", "model.w"])
 def test_a_tensor_of_the_common_state_is_said_to_be_there(key, strict):
-    folder = MemoryStorage()
-    st.save({"model": {"w": torch.zeros(2)}, "a": leaf("a")}, folder)
+    folder = parts.saved({"model": {"w": torch.zeros(2)}, "a": leaf("a")})
     shard = st.ShardedTensor.from_rank_offsets(key, torch.zeros(2))
     target = {"model": {"w": shard}} if key == "w" else {"elsewhere": shard}
     said = rf"'{key}' is a plain tensor of the common state at tree\['model'\]\['w'\]\n[\s\S]*Leave plain tensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,16 +96,7 @@ def own_unfinished(root: Path) -> tuple[Path, Sequence[str]]:
     return root / "step_11", ["a save that was interrupted, or is still running"]
 
 
-ROOTS = [
-    accelerate,
-    trainer,
-    verl,
-    megatron,
-    unfinished,
-    without_steps,
-    own_run,
-    own_unfinished,
-]
+ROOTS = [accelerate, trainer, verl, megatron, unfinished, without_steps, own_run, own_unfinished]
 
 
 @pytest.mark.parametrize("lay_out", ROOTS)
@@ -127,15 +119,7 @@ def test_a_root_names_what_can_be_opened_in_it(
         # Pickled files beside readable folders aren't what is to be saved anew: that would leave the folders out.
         assert "pickled" not in text
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("lay_out", [accelerate, trainer, verl])
-def test_what_is_named_opens(lay_out: Callable[[Path], tuple[Path, Sequence[str]]], tmp_path: Path) -> None:
-    root, _ = lay_out(tmp_path / "root")
-    with pytest.raises(NotACheckpoint) as caught:
-        st.open_checkpoint(root)
-    named = [line.split("'")[1] for line in str(caught.value).split("\n") if line.startswith("  '")]
-    assert named and all(len(st.open_checkpoint(each)) for each in named)
+    assert all(len(st.open_checkpoint(path)) for path in re.findall(r"'([^'\n]+)' \(\w+ \d\)", text))
 
 
 def test_the_parts_of_one_step_are_no_steps_in_the_shell(tmp_path: Path) -> None:

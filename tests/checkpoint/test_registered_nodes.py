@@ -15,10 +15,9 @@ from hypothesis import strategies as some
 
 import shardtree as st
 from shardtree.errors import TreeError
-from shardtree.storage import MemoryStorage
 from shardtree.testing import global_states, rank_tree, state_layouts, target_tree
 from shardtree.trees import NAMESPACE
-from tests.checkpoint.parts import FORMATS
+from tests.checkpoint.parts import FORMATS, saved, saved_by
 from tests.trees.samples import assert_caught
 
 W = torch.arange(6.0).view(3, 2)
@@ -98,8 +97,7 @@ def check_loaded(state: Any, rank: int = 0, size: int = 1) -> None:
     "at", [lambda state: state, lambda state: {"state": state}, lambda state: {"state": [1, state]}]
 )
 def test_a_train_state_is_saved_and_loaded(backend: tuple[str, int], at: Callable[[Any], Any]) -> None:
-    place = MemoryStorage()
-    st.simulate(2, lambda world: st.save(at(train_state(world.rank, 2)), place, backend, world=world))
+    place = saved_by([at(train_state(rank, 2)) for rank in range(2)], sharded_strategy=backend)
     loaded = st.load(at(st.without_data(train_state(step=0), meta=True)), place)
     found = loaded["state"] if isinstance(loaded, dict) else loaded
     check_loaded(found[1] if isinstance(found, list) else found)
@@ -118,17 +116,15 @@ def test_it_is_resharded_between_ranks_and_in_memory() -> None:
 
 
 def test_a_field_that_the_class_has_lost_is_an_error_that_names_the_place() -> None:
-    place = MemoryStorage()
-    st.save({"n": Node({"w": half("w", 0, 1), "gone": 1})}, place)
+    place = saved({"n": Node({"w": half("w", 0, 1), "gone": 1})})
     with pytest.raises(TreeError, match=r"target\['n'\] doesn't fit"):
         st.load({"n": Node({"w": half("w", 0, 1)})}, place)
 
 
 @pytest.mark.parametrize("backend", FORMATS, ids=str)
 def test_a_registered_subclass_comes_back_as_what_the_target_has(backend: tuple[str, int]) -> None:
-    place = MemoryStorage()
     tree = {"p": Params(b=half("b", 0, 1), a=3, rest=half("rest", 0, 1)), "s": Stages([half("v", 0, 1), {"lr": 1}])}
-    st.save(tree, place, backend)
+    place = saved(tree, backend)
     loaded = st.load(st.without_data(tree), place)
     assert type(loaded["p"]) is Params and [*loaded["p"]] == ["b", "a", "rest"] and loaded["p"]["a"] == 3
     assert type(loaded["s"]) is Stages and torch.equal(loaded["s"][0], W) and loaded["s"][1] == {"lr": 1}
@@ -163,9 +159,8 @@ def nodes_are_as_good_as_dicts(stored_as: As, drawn: Callable[[], tuple[list[Any
     trees, targets = drawn()
 
     def loaded(convert: As, form: As) -> list[Any]:
-        place = MemoryStorage()
-        saved, wanted = [with_model(form, tree) for tree in trees], [with_model(convert, tree) for tree in targets]
-        st.simulate(len(trees), lambda world: st.save(saved[world.rank], place, world=world))
+        place = saved_by([with_model(form, tree) for tree in trees])
+        wanted = [with_model(convert, tree) for tree in targets]
         return st.simulate(len(targets), lambda world: st.load(wanted[world.rank], place, world=world))
 
     found, expected = loaded(as_nodes, stored_as), loaded(lambda tree: tree, lambda tree: tree)

@@ -22,6 +22,7 @@ from shardtree.errors import CheckpointingException
 from shardtree.storage import LocalStorage
 from shardtree.strategies import default_strategies, find_strategy
 from tests.checkpoint.parts import files as walk
+from tests.checkpoint.parts import saved_by, whole
 from tests.options import load_keywords
 from tests.strategies.folders import Files, flipped, folder_of
 
@@ -38,18 +39,15 @@ class Case:
 
 
 def saved(sharded: Any, common: Any = None, *, plain: bool = True) -> Files:
-    def save(world: st.World) -> None:
-        part = torch.arange(12.0).reshape(2, 6) + world.rank
-        tree: dict[str, Any] = {
-            "w": st.ShardedTensor.from_rank_offsets("w", part, (0, world.rank, 2)),
-            "b": st.ShardedTensor.from_rank_offsets("b", torch.ones(3, dtype=torch.bfloat16), replica_id=world.rank),
+    def tree(rank: int) -> dict[str, Any]:
+        part = torch.arange(12.0).reshape(2, 6) + rank
+        shards = {
+            "w": whole("w", part, (0, rank, 2)),
+            "b": whole("b", torch.ones(3, dtype=torch.bfloat16), replica_id=rank),
         }
-        if plain:
-            tree |= {"o": st.ShardedObject("o", {"rank": world.rank}, (2,), (world.rank,)), "step": 3}
-        st.save(tree, folder, sharded, common, world=world)
+        return shards | ({"o": st.ShardedObject("o", {"rank": rank}, (2,), (rank,)), "step": 3} if plain else {})
 
-    folder = st.storage.MemoryStorage()
-    st.simulate(2, save)
+    folder = saved_by([tree(rank) for rank in range(2)], sharded_strategy=sharded, common_strategy=common)
     return {name: folder.read(name) for name in walk(folder)}
 
 

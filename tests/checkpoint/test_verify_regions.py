@@ -18,9 +18,9 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.storage import BLOCK_BYTES
 from shardtree.strategies.index import bounding_box
-from tests.checkpoint.parts import FORMATS
+from tests.checkpoint.parts import FORMATS, saved_by
 from tests.checkpoint.parts import files as walk
-from tests.strategies.folders import flipped, folder_of
+from tests.strategies.folders import Files, flipped, folder_of
 
 ROWS, COLUMNS = 600, 700
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.int32).reshape(ROWS, COLUMNS)
@@ -61,17 +61,16 @@ def test_the_law_of_boxes_catches_one_of_the_two_ends() -> None:
 # Regions.
 
 
-def rows(world: st.World) -> st.ShardedTensor:
-    return st.ShardedTensor.from_rank_offsets("w", WHOLE.chunk(2)[world.rank], (0, world.rank, 2))
+def rows(rank: int) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets("w", WHOLE.chunk(2)[rank], (0, rank, 2))
 
 
-def columns(world: st.World) -> st.ShardedTensor:
-    part = WHOLE.chunk(2, dim=1)[world.rank].contiguous()
-    return st.ShardedTensor.from_rank_offsets("w", part, (1, world.rank, 2))
+def columns(rank: int) -> st.ShardedTensor:
+    return st.ShardedTensor.from_rank_offsets("w", WHOLE.chunk(2, dim=1)[rank].contiguous(), (1, rank, 2))
 
 
-def flat(world: st.World) -> st.ShardedTensor:
-    places = slice(0, 100_001) if world.rank == 0 else slice(100_001, WHOLE.numel())
+def flat(rank: int) -> st.ShardedTensor:
+    places = slice(0, 100_001) if rank == 0 else slice(100_001, WHOLE.numel())
     part = WHOLE.reshape(-1)[places].clone()
     return st.ShardedTensor.from_rank_offsets_flat("w", part, (ROWS, COLUMNS), flattened_range=places)
 
@@ -84,9 +83,8 @@ LAYOUTS = {
 }
 
 
-def files_of(layout: Callable[[st.World], st.ShardedTensor], backend: Any) -> dict[str, bytes]:
-    folder = st.storage.MemoryStorage()
-    st.simulate(2, lambda world: st.save({"w": layout(world)}, folder, backend, world=world))
+def files_of(layout: Callable[[int], st.ShardedTensor], backend: Any) -> Files:
+    folder = saved_by([{"w": layout(rank)} for rank in range(2)], sharded_strategy=backend)
     return {name: folder.read(name) for name in walk(folder)}
 
 
