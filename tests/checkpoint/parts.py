@@ -86,5 +86,11 @@ def counted(storage: Storage) -> Any:
     return found
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its memory, as FSDP leaves those that others hold meanwhile."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 class Killed(BaseException):
     """What no handler catches, as it doesn't see a kill."""

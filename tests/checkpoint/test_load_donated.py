@@ -16,7 +16,7 @@ import shardtree as st
 from shardtree.checkpoint.loading._targets import with_memories
 from shardtree.errors import ShapeError
 from shardtree.mapping.memory import _reach, check_no_aliases
-from tests.checkpoint.parts import saved_tensors, whole
+from tests.checkpoint.parts import freed, saved_tensors, whole
 
 W = torch.arange(12.0).view(3, 4)
 
@@ -238,11 +238,6 @@ def test_columns_of_a_large_matrix_are_told_apart_by_their_blocks():
     target.append(whole("more", matrix[5:9]))
     with pytest.raises(ShapeError, match="'more' at"):
         with_memories(target, donate=True)
-
-
-def freed(tensor):
-    tensor.untyped_storage().resize_(0)
-    return tensor
 
 
 def test_what_is_too_finely_interleaved_to_tell_is_refused():

@@ -76,12 +76,7 @@ def test_a_tensor_that_is_stored_under_another_key_is_an_error(tree: Any, said: 
     assert report.unfilled == ("tree['model']['w']",)
 
 
-class Holder:
-    def __init__(self) -> None:
-        self.w = W
-
-
-@pytest.mark.parametrize("value", [Holder(), {W}, SimpleNamespace(inner=[W])], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [{W}, SimpleNamespace(inner=[W])], ids=lambda value: type(value).__name__)
 def test_a_value_that_holds_tensors_and_is_not_entered_is_named(value: Any) -> None:
     folder = saved({"w": whole("w", W), "n": 1})
     assert load({"w": W, "x": value}, folder)[1].unfilled == ("tree['x']",)

@@ -9,27 +9,25 @@ import torch
 
 import shardtree as st
 from shardtree.errors import KeyMismatch
-from shardtree.storage import MemoryStorage
-from tests.checkpoint.parts import noting
+from shardtree.testing import transposed
+from tests.checkpoint import parts
+from tests.checkpoint.parts import noting, saved_by, whole
 
 W = torch.arange(1024 * 64, dtype=torch.float32).view(1024, 64)
 
 
 def saved():
-    folder, count = MemoryStorage(), []
-
-    def save(world):
-        rows = W.chunk(4)[world.rank]
-        tree = {
-            "decoder.weight": st.ShardedTensor.from_rank_offsets("decoder.weight", rows, (0, world.rank, 4)),
-            "decoder.bias": st.ShardedTensor.from_rank_offsets("decoder.bias", torch.arange(3), replica_id=world.rank),
-            "rng": st.ShardedObject("rng", {"rank": world.rank}, (4,), (world.rank,)),
+    count = []
+    trees = [
+        {
+            "decoder.weight": whole("decoder.weight", rows, (0, rank, 4)),
+            "decoder.bias": whole("decoder.bias", torch.arange(3), replica_id=rank),
+            "rng": st.ShardedObject("rng", {"rank": rank}, (4,), (rank,)),
             "step": 7,
         }
-        st.save(tree, folder, world=world)
-
-    st.simulate(4, save)
-    watched = noting(folder, lambda name, begin, end: count.append((end - begin) * ("-of-" in name)))
+        for rank, rows in enumerate(W.chunk(4))
+    ]
+    watched = noting(saved_by(trees), lambda name, begin, end: count.append((end - begin) * ("-of-" in name)))
     watched.count = count
     return watched
 
@@ -71,6 +69,17 @@ def test_only_the_asked_for_bytes_are_read(pick, most):
     assert sum(folder.count) == 0
     assert torch.equal(lazy.read(), pick(W))
     assert sum(folder.count) == most
+
+
+def test_tree_functions_compose_over_it_before_anything_is_read():
+    folder = saved()
+    opened = st.open_checkpoint(folder, options=st.LoadOptions(verify=None))
+    tree = st.cast(st.prefix({"w": opened["decoder.weight"]}, "new."), torch.bfloat16)
+    built = st.apply_factories(tree | {"t": transposed("t", tree["w"].data[:8])})
+    assert built["t"].global_shape == (64, 8) and sum(folder.count) == 0
+    plain = st.load_plain_tensors(parts.saved(built))
+    assert torch.equal(plain["new.decoder.weight"], W.bfloat16()) and torch.equal(plain["t"], W[:8].bfloat16().t())
+    assert sum(folder.count) == (1024 + 8) * 64 * 4
 
 
 def test_a_relative_path_is_that_of_when_the_checkpoint_was_opened(tmp_path, monkeypatch):

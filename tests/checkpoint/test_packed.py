@@ -24,10 +24,10 @@ from shardtree.checkpoint._packed import (
 )
 from shardtree.errors import IntegrityError
 from shardtree.layouts import ShardColumns
-from shardtree.storage import MemoryStorage
 from shardtree.strategies import Exchange
 from shardtree.testing import GlobalState, global_states, rank_tree, state_layouts
 from shardtree.world import simulate
+from tests.checkpoint.parts import saved_by
 from tests.trees.samples import assert_caught
 
 Layouts = Mapping[str, Any]
@@ -130,15 +130,13 @@ def test_the_law_catches() -> None:
     assert_caught(lambda hear, case: check_columns_are_heard(hear, *case), with_the_first_places, cases())
 
 
-def tree(rank: int, *, wrong: bool = False) -> dict[str, Any]:
-    place = (0, 0 if wrong else rank, 2)
-    return {key: st.ShardedTensor.from_rank_offsets(key, torch.full((3,), rank), place) for key in ("a", "b")}
+def tree(rank: int) -> dict[str, Any]:
+    return {"a": st.ShardedTensor.from_rank_offsets("a", torch.full((3,), rank), (0, rank, 2))}
 
 
 @pytest.mark.parametrize("exchange", ["never", "always"])
 def test_many_ranks_save_and_load_what_few_do(monkeypatch: pytest.MonkeyPatch, exchange: Exchange) -> None:
     monkeypatch.setattr(_packed, "_TOGETHER", 0)
-    folder, options = MemoryStorage(), st.LoadOptions(exchange=exchange)
-    simulate(2, lambda world: st.save(tree(world.rank), folder, world=world))
+    folder, options = saved_by([tree(rank) for rank in range(2)]), st.LoadOptions(exchange=exchange)
     empty = simulate(2, lambda world: st.load(tree(1 - world.rank), folder, world=world, options=options))
     assert [each["a"].tolist() for each in empty] == [[1, 1, 1], [0, 0, 0]]

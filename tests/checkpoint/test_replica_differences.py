@@ -16,9 +16,7 @@ from shardtree.checkpoint._replicas import ReplicaDifference
 from shardtree.errors import IntegrityError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import random_bits
-from tests.cli.checkpoints import document, run
 from tests.options import save_keywords
-from tests.strategies.folders import archive
 from tests.trees.samples import assert_caught
 
 SPECS = [(), ("dp",), (None, "tp"), ("tp", "dp"), (("dp", "tp"),)]
@@ -141,18 +139,3 @@ def test_with_a_known_layout_each_shard_is_compared_with_its_own_replica(changed
     refused = pytest.raises(IntegrityError, match="'x': rank 3 holds other elements than rank 1")
     with refused if changed else nullcontext():
         save_all(trees, MemoryStorage(), check_replicas=True, layout=layout)
-
-
-def rank_files(values: list[list[float]], folder: Any) -> None:
-    for rank, value in enumerate(values):
-        data = archive({"norm": torch.tensor(value), "same": torch.ones(2)})
-        folder.replace(f"model_world_size_{len(values)}_rank_{rank}.pt", data, durable=False)
-
-
-@pytest.mark.parametrize("differs", [False, True])
-def test_the_command_shows_them(differs: bool, tmp_path: Any) -> None:
-    rank_files([[1.0], [2.0 if differs else 1.0]], st.storage.LocalStorage(tmp_path))
-    shown = run("verify", "--replicas", tmp_path)
-    assert shown.exit_code == differs and ("'norm'" in shown.output) == differs
-    told = document("verify", "--replicas", tmp_path, "--json", status=int(differs))
-    assert told["equal"] == (not differs) and [each["key"] for each in told["differences"]] == ["norm"] * differs

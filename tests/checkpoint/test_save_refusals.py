@@ -10,7 +10,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, UnsupportedValue
-from tests.checkpoint.parts import ALL_FORMATS
+from tests.checkpoint.parts import ALL_FORMATS, freed
 from tests.options import save_keywords
 
 shard = st.ShardedTensor.from_rank_offsets
@@ -34,12 +34,6 @@ def test_a_tensor_that_was_changed_after_its_shard_was_made_is_refused(change: A
     with pytest.raises(st.errors.ShapeError, match=r"tree\['layer'\]\[0\]: 'w' is \(2, 3\) float16, its data"):
         st.save({"layer": [change(torch.zeros(2, 3, dtype=torch.float16))]}, folder)
     assert not folder.names()
-
-
-def freed(weight: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its memory, as FSDP leaves those that others hold meanwhile."""
-    weight.untyped_storage().resize_(0)
-    return weight
 
 
 @pytest.mark.parametrize("backend", ALL_FORMATS)

@@ -31,6 +31,7 @@ from shardtree.world import World
 from tests.options import save_keywords
 
 SAVE_ID = "save-20260102T030405-0123456789abcdef"
+NOT_SYNCED = st.SaveOptions(durable=False)
 
 
 def tree(value: float = 1.0, world: World | None = None) -> dict[str, Any]:
@@ -95,17 +96,12 @@ def test_metrics_and_pins_are_noted_with_a_step_and_later(root: Storage) -> None
 )
 def test_folders_of_other_programs_are_steps(names: str, folders: dict[str, int], tmp_path: Path) -> None:
     for folder, number in folders.items():
-        st.save(
-            tree(float(number)),
-            tmp_path / folder,
-            sharded_strategy=("torch_dist", 1),
-            options=st.SaveOptions(durable=False),
-        )
+        st.save(tree(float(number)), tmp_path / folder, "torch_dist", options=NOT_SYNCED)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("42")
     series = st.CheckpointSeries(tmp_path, names)
     assert {step.folder: step.number for step in series.steps()} == folders
     assert all(abs(step.time - (tmp_path / step.folder).stat().st_mtime) < 5 for step in series.steps())
-    series.save(tree(44.0), 44, options=st.SaveOptions(durable=False))
+    series.save(tree(44.0), 44, options=NOT_SYNCED)
     assert series.load(target(), 42)["step"] == 42.0
 
 
@@ -125,20 +121,20 @@ def test_a_step_is_saved_once_unless_it_may_be_replaced_with_its_record(backend:
 
 def test_a_checkpoint_of_one_file_is_listed_and_stays(tmp_path: Path) -> None:
     weight = tree()["w"]
-    st.save([weight], tmp_path / "model", sharded_strategy=("huggingface", 1), options=st.SaveOptions(durable=False))
+    st.save([weight], tmp_path / "model", sharded_strategy=("huggingface", 1), options=NOT_SYNCED)
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "step_1.safetensors")
     series = st.CheckpointSeries(tmp_path, "step_{}.safetensors")
-    series.save(tree(), 2, options=st.SaveOptions(durable=False))
+    series.save(tree(), 2, options=NOT_SYNCED)
     assert numbers(series) == [1, 2]
     assert series.plan_removal(st.retention.keep_last(1)).kept[1] == ("can't be removed: it is a single file",)
 
 
 def test_another_spelling_of_a_step_is_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    st.save(tree(5.0), tmp_path / "step_5", options=st.SaveOptions(durable=False))
+    st.save(tree(5.0), tmp_path / "step_5", options=NOT_SYNCED)
     series = st.CheckpointSeries(tmp_path)
     with pytest.raises(st.errors.AlreadyACheckpoint):
         series.save(tree(), 5)
-    st.save(tree(6.0), tmp_path / "step_00000005", options=st.SaveOptions(durable=False))
+    st.save(tree(6.0), tmp_path / "step_00000005", options=NOT_SYNCED)
     assert [step.folder for step in series.steps()] == ["step_00000005"]
     assert "are the same step" in caplog.text
 
@@ -407,7 +403,7 @@ def test_a_new_save_into_a_half_removed_folder_counts(root: Storage) -> None:
     root.replace("step_00000001/shardtree-step.json", json.dumps(note).encode(), durable=False)
     assert numbers(series) == [2], "its removal was begun"
     root.remove("step_00000001/metadata.json")
-    st.save(tree(5.0), folder_in(root, "step_00000001"), options=st.SaveOptions(durable=False))
+    st.save(tree(5.0), folder_in(root, "step_00000001"), options=NOT_SYNCED)
     assert numbers(series) == [1, 2]
     series.clean()
     assert series.load(target(), 1)["step"] == 5.0

@@ -14,6 +14,7 @@ import shardtree as st
 from shardtree.checkpoint.series import _remove
 from shardtree.storage import MemoryStorage, Storage, folder_in
 from shardtree.testing import Call, watched
+from tests.checkpoint.test_series import NOT_SYNCED, tree
 from tests.faults.sampling import first
 from tests.options import load_keywords
 
@@ -48,15 +49,9 @@ def series(storage: Storage) -> st.CheckpointSeries:
     return st.CheckpointSeries(storage)
 
 
-def tree(value: float) -> dict[str, Any]:
-    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((2, 3), value)), "step": value}
-
-
 def begin(storage: Storage) -> Storage:
     for number, backend in BACKENDS.items():
-        series(storage).save(
-            tree(float(number)), number, sharded_strategy=backend, options=st.SaveOptions(durable=False)
-        )
+        series(storage).save(tree(float(number)), number, sharded_strategy=backend, options=NOT_SYNCED)
     storage.replace(NOTES, b"mine", durable=False)
     storage.replace("readme.txt", b"mine too", durable=False)
     return storage

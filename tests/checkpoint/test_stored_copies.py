@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import shardtree as st
 from shardtree.checkpoint._replicas import ReplicaDifference
 from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
+from tests.cli.checkpoints import document, run
 from tests.interop.dtensor_cases import Case, numbered
 from tests.strategies.buckets import Job, layer_kinds
 from tests.strategies.folders import archive
@@ -66,9 +68,9 @@ def universal(ranks: list[torch.Tensor]) -> MemoryStorage:
     return with_buffers(folder, save, ranks)
 
 
-def rank_files(ranks: list[torch.Tensor]) -> MemoryStorage:
+def rank_files(ranks: list[torch.Tensor], folder: Any = None) -> Any:
     """verl's, or a loop's over FSDP2: plain tensors in each rank's file."""
-    folder = MemoryStorage()
+    folder = MemoryStorage() if folder is None else folder
     for rank, norm in enumerate(ranks):
         put(folder, f"model_world_size_{len(ranks)}_rank_{rank}.pt", archive({"norm.running_mean": norm}))
     return folder
@@ -131,6 +133,15 @@ def test_the_law_catches_a_check_of_the_files_that_differ_alone() -> None:
         return tuple(replace(each, than=each.than[:1]) for each in st.check_replicas(folder))
 
     assert_caught(tells_who_drifted, careless, drifts())
+
+
+@pytest.mark.parametrize("ulps", [0, 1])
+def test_the_command_shows_them(ulps: int, tmp_path: Path) -> None:
+    rank_files([torch.ones(2), drifted(torch.ones(2), ulps, 0)], st.storage.LocalStorage(tmp_path))
+    shown = run("verify", "--replicas", tmp_path)
+    assert shown.exit_code == ulps and ("'norm.running_mean'" in shown.output) == bool(ulps)
+    told = document("verify", "--replicas", tmp_path, "--json", status=ulps)
+    assert told["equal"] == (not ulps) and [each["key"] for each in told["differences"]] == ["norm.running_mean"] * ulps
 
 
 # What a format has of its own

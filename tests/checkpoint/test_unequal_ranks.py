@@ -77,12 +77,6 @@ def test_metrics_are_compared_as_numbers_by_name() -> None:
     assert series(root, st.world.one_process()).latest().metrics == {"loss": 1.0, "accuracy": 0.5}  # type: ignore[union-attr]
 
 
-def linear(world: World) -> torch.nn.Module:
-    module = torch.nn.Linear(2, 1, bias=False)
-    module.weight.data = torch.full((1, 2), float(world.rank))
-    return module
-
-
 def load(root: MemoryStorage, world: World, *arguments: Any, **options: Any) -> Any:
     return st.load(tree(world), root, *arguments, world=world, **load_keywords(**options))
 
@@ -92,7 +86,8 @@ def load_all(root: MemoryStorage, world: World, **options: Any) -> Any:
 
 
 def load_module(root: MemoryStorage, world: World, **options: Any) -> Any:
-    return st.interop.dtensor.load_module(linear(world), root, world=world, key=lambda _: "w", cast=True, **options)
+    module = torch.nn.Linear(2, 1, bias=False)
+    return st.interop.dtensor.load_module(module, root, world=world, key=lambda _: "w", cast=True, **options)
 
 
 def remove(root: MemoryStorage, world: World, key: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint
 from tests.checkpoint.parts import files as walk
+from tests.checkpoint.parts import saved, whole
 from tests.options import load_keywords
 
 WHOLE = torch.arange(2 * 1024 * 1024, dtype=torch.int32).reshape(2048, 1024)  # 8 MiB: no small file
@@ -20,8 +21,7 @@ DEGREES: list[Any] = ["whole", "all", None]
 
 def damaged(backend: Any, row: int) -> st.storage.MemoryStorage:
     """A checkpoint of one tensor, with a flipped bit in one row of it."""
-    folder = st.storage.MemoryStorage()
-    st.save({"w": st.ShardedTensor.from_rank_offsets("w", WHOLE)}, folder, backend)
+    folder = saved({"w": whole("w", WHOLE)}, backend)
     needle = WHOLE[row].numpy().tobytes()
     for name in walk(folder):
         data = bytearray(folder.read(name))
