@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[type[CheckpointingException], str, Callable[[int], Any]
 def test_a_layout_that_is_not_the_ranks_is_refused_on_all(fault: str, action: str) -> None:
     kind, message, layout = REFUSED[fault]
     folder = saved_by(TREES) if action == "load" else MemoryStorage()
-    act = {"save": st.save, "load": st.load}[action]
+    act: Any = {"save": st.save, "load": st.load}[action]
 
     def refused(world: World) -> None:
         with pytest.raises(kind, match=message):

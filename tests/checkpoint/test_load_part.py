@@ -88,14 +88,14 @@ def test_trainers_give_engines_a_model_without_the_optimizer() -> None:
 
 
 def test_a_namedtuple_class_that_got_other_fields_leaves_its_records_as_they_are() -> None:
-    Later = namedtuple("ScaleByAdam", "count mu nu decay", module=__name__)
+    Later = namedtuple("ScaleByAdam", "count mu nu decay", module=__name__)  # type: ignore[name-match]
     target = Later(shard("w"), *(st.LocalNonpersistentObject(number) for number in range(3)))
     loaded = st.load({"all": target}, saved({"config": ScaleByAdam(1, 2, 3), "w": shard("w")}))
     assert isinstance(loaded["config"], Record) and type(loaded["all"]) is Later
 
 
 def test_the_caller_s_class_counts_before_one_of_that_name_in_the_target() -> None:
-    Other = namedtuple("ScaleByAdam", "count mu nu", module=__name__)
+    Other = namedtuple("ScaleByAdam", "count mu nu", module=__name__)  # type: ignore[name-match]
     target = Other(shard("w"), *(st.LocalNonpersistentObject(number) for number in range(2)))
     folder = saved({"config": ScaleByAdam(1, 2, 3), "w": shard("w")})
     loaded = st.load({"o": target}, folder, options=st.LoadOptions(types=(ScaleByAdam,)))

@@ -55,8 +55,8 @@ FLATTEN: dict[type, Callable[[Any], Any]] = {
     Params: lambda params: (list(params.values()), tuple(params), tuple(params)),
     Stages: lambda stages: (list(stages), None),
 }
-BUILD: dict[type, Callable[[Any, Any], Any]] = {
-    TrainState: lambda apply_fn, children: TrainState(*children, apply_fn),
+BUILD: dict[type, Any] = {
+    TrainState: lambda apply_fn, children: replace(TrainState(*children), apply_fn=apply_fn),
     Node: lambda names, children: Node(dict(zip(names, children, strict=True))),
     Params: lambda names, children: Params(zip(names, children, strict=True)),
     Stages: lambda _, children: Stages(children),

@@ -205,7 +205,7 @@ def test_after_going_back_a_step_stays_and_what_lies_ahead_can_be_dropped(
     assert numbers(series) == [110, 120] and not caplog.records
 
 
-POLICIES = {
+POLICIES: dict[str, Any] = {
     "last": st.retention.keep_last(1),
     "any": st.retention.keep_any(st.retention.keep_best(2, "loss"), st.retention.keep_every(300)),
     "a function": lambda steps: [steps[0].number],

@@ -137,7 +137,7 @@ def test_the_law_catches_a_check_of_the_files_that_differ_alone() -> None:
 
 @pytest.mark.parametrize("ulps", [0, 1])
 def test_the_command_shows_them(ulps: int, tmp_path: Path) -> None:
-    rank_files([torch.ones(2), drifted(torch.ones(2), ulps, 0)], st.storage.LocalStorage(tmp_path))
+    rank_files([torch.ones(2), drifted(torch.ones(2), ulps, 0)], st.storage.LocalStorage(str(tmp_path)))
     shown = run("verify", "--replicas", tmp_path)
     assert shown.exit_code == ulps and ("'norm.running_mean'" in shown.output) == bool(ulps)
     told = document("verify", "--replicas", tmp_path, "--json", status=ulps)

@@ -74,11 +74,8 @@ def test_the_law_of_requests_catches_a_copy_with_a_warning_of_its_own() -> None:
         warns_once_if_unused(lambda acts: warnings_of([]), ["run"])
 
 
-def dropped(folder: Any, world: Any = None) -> None:
-    """Make a request that nobody uses."""
-    rank, size = (0, 1) if world is None else (world.rank, world.size)
-    tree = {"w": shardtree.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, size))}
-    shardtree.save(tree, folder, async_sharded_save=True, world=world)
+def dropped(folder: Any) -> None:
+    requested(folder)
     gc.collect()
 
 
@@ -88,13 +85,6 @@ def test_it_names_the_folder_and_removes_nothing(tmp_path: Any) -> None:
     left = {path.name for path in tmp_path.iterdir()}
     shardtree.save(TREE, tmp_path)
     assert left and not left & {path.name for path in tmp_path.iterdir()}
-
-
-def test_every_rank_that_drops_its_request_warns() -> None:
-    folder = MemoryStorage()
-    with pytest.warns(ResourceWarning) as warned:
-        shardtree.simulate(2, lambda world: dropped(folder, world))
-    assert len(warned) == 2
 
 
 @pytest.mark.parametrize("backend", ALL_FORMATS)
