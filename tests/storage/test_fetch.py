@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardtree.errors import CorruptCheckpoint, MetadataError
+from shardtree.errors import CorruptCheckpoint, MetadataError, StorageError
 from shardtree.layouts import ShardColumns, shard_columns
 from shardtree.mapping import ShardedTensor
 from shardtree.plans import LoadPlan, Runs, StoredChunks, plan_load, runs_plan
@@ -25,10 +25,13 @@ from shardtree.storage import (
     ReadReport,
     StoredFile,
     Verify,
+    _fetch,
+    _requests,
     block_hashes,
     fetch,
 )
 from shardtree.testing import random_bits
+from tests.storage.threads import torch_threads
 from tests.trees.samples import assert_caught
 
 ROWS, COLUMNS = 1024, 300  # of int32: 4 blocks and a bit, in which rows of a column slice are short
@@ -87,24 +90,37 @@ def request(parts: list[tuple[Span, Span]]) -> ShardColumns:
     return shard_columns(shards)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _small_windows() -> Iterator[None]:
+    """Have several threads take turns in files of few blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (_fetch, _requests):
+            patch.setattr(module, "STEP_BYTES", BLOCK_BYTES)
+            patch.setattr(module, "WINDOW_BYTES", 2 * BLOCK_BYTES)
+        yield
+
+
 def fetched(
-    source: Stored, plan: LoadPlan, sizes: list[int], verify: Verify
+    source: Stored, plan: LoadPlan, sizes: list[int], verify: Verify, threads: int = 1
 ) -> tuple[list[torch.Tensor], ReadReport, int]:
     memories = [torch.full((size,), 0xEE, dtype=torch.uint8) for size in sizes]
     told: list[int] = []
-    report = fetch(source.storage, {0: source.file}, plan, memories, verify=verify, progress=told.append)
+    with torch_threads(threads):
+        report = fetch(source.storage, {0: source.file}, plan, memories, verify=verify, progress=told.append)
     return memories, report, sum(told)
 
 
 SHORTEST = st.sampled_from([1, 2000, 2**20])
 
 
-def fills_targets(parts: list[tuple[Span, Span]], shortest_run: int, verify: Verify, shift: int = 0) -> None:
+def fills_targets(
+    parts: list[tuple[Span, Span]], shortest_run: int, verify: Verify, threads: int = 1, shift: int = 0
+) -> None:
     source, columns = stored(), request(parts)
     plan = plan_load(columns, source.chunks, shortest_run=shortest_run)
     if shift:
         plan = replace(plan, runs=replace(plan.runs, byte=plan.runs.byte + shift))
-    memories, report, told = fetched(source, plan, [int(size) * 4 for size in columns.elements], verify)
+    memories, report, told = fetched(source, plan, [int(size) * 4 for size in columns.elements], verify, threads)
     for ((top, bottom), (left, right)), memory in zip(parts, memories, strict=True):
         expected = WHOLE[top:bottom, left:right].contiguous()
         same = memory.numpy().tobytes() == expected.numpy().tobytes()
@@ -117,16 +133,19 @@ def fills_targets(parts: list[tuple[Span, Span]], shortest_run: int, verify: Ver
         assert report.blocks_unchecked == 0
 
 
-@given(boxes(), SHORTEST, st.sampled_from(VERIFY))
+THREADS = st.sampled_from([1, 2, 4])
+
+
+@given(boxes(), SHORTEST, st.sampled_from(VERIFY), THREADS)
 def test_each_target_gets_its_bytes_and_the_report_counts_them(
-    parts: list[tuple[Span, Span]], shortest_run: int, verify: Verify
+    parts: list[tuple[Span, Span]], shortest_run: int, verify: Verify, threads: int
 ) -> None:
-    fills_targets(parts, shortest_run, verify)
+    fills_targets(parts, shortest_run, verify, threads)
 
 
 def test_filling_catches_a_plan_that_is_shifted_by_a_byte() -> None:
     def law(shift: int, parts: list[tuple[Span, Span]]) -> None:
-        fills_targets(parts, 1, None, shift)
+        fills_targets(parts, 1, None, shift=shift)
 
     assert_caught(law, 1, boxes())
 
@@ -140,7 +159,9 @@ def missing_of(plan: LoadPlan, length: int) -> dict[int, int]:
     return {number: int((~part).sum()) for number, part in enumerate(parts) if part.any()}
 
 
-def finds_flips(verify: Verify, parts: list[Span], flip: int, *, hides: bool = False, end: bytes = b"the end") -> None:
+def finds_flips(
+    verify: Verify, parts: list[Span], flip: int, *, hides: bool = False, end: bytes = b"the end", threads: int = 1
+) -> None:
     """Read rows of a file with a flipped bit, and compare what happens with what this degree promises."""
     source, columns = stored(flip, end=end), request([(rows, (0, COLUMNS)) for rows in parts])
     if hides:
@@ -152,7 +173,7 @@ def finds_flips(verify: Verify, parts: list[Span], flip: int, *, hides: bool = F
     checked: dict[Any, set[int]] = {None: set(), "whole": nearly if end is LONG else touched, "all": touched}
     damaged = flip // 8 // BLOCK_BYTES
     try:
-        _, report, _ = fetched(source, plan, [int(size) * 4 for size in columns.elements], verify)
+        _, report, _ = fetched(source, plan, [int(size) * 4 for size in columns.elements], verify, threads)
     except CorruptCheckpoint as error:
         assert damaged in checked[verify]
         assert f"bytes {damaged * BLOCK_BYTES} to" in str(error)
@@ -171,11 +192,11 @@ BITS = st.integers(0, (START + ROWS * COLUMNS * 4 + 7) * 8 - 1)
 SPANS = st.lists(st.tuples(ROW, ROW).map(lambda ends: (min(ends), max(ends))), min_size=1, max_size=3)
 
 
-@given(st.sampled_from(VERIFY), SPANS, BITS, st.sampled_from([b"the end", LONG]))
+@given(st.sampled_from(VERIFY), SPANS, BITS, st.sampled_from([b"the end", LONG]), THREADS)
 def test_each_degree_finds_the_flipped_bits_that_it_promises_and_no_others(
-    verify: Verify, parts: list[Span], flip: int, end: bytes
+    verify: Verify, parts: list[Span], flip: int, end: bytes, threads: int
 ) -> None:
-    finds_flips(verify, parts, flip, end=end)
+    finds_flips(verify, parts, flip, end=end, threads=threads)
 
 
 def test_finding_flips_catches_a_read_that_checks_nothing() -> None:
@@ -185,28 +206,31 @@ def test_finding_flips_catches_a_read_that_checks_nothing() -> None:
     assert_caught(law, True, BITS)
 
 
-@given(BITS)
-def test_a_flip_in_a_small_file_is_found_by_default_also_where_columns_are_read(flip: int) -> None:
-    source, columns = stored(flip), request([((0, ROWS), (10, 20))])
-    with pytest.raises(CorruptCheckpoint):
-        fetched(source, plan_load(columns, source.chunks), [int(columns.elements[0]) * 4], "whole")
-
-
-def test_what_few_rows_touch_of_a_large_file_is_counted_as_unchecked() -> None:
-    source, columns = stored(end=LONG), request([((500, 501), (0, COLUMNS))])
-    _, report, _ = fetched(source, plan_load(columns, source.chunks), [COLUMNS * 4], "whole")
-    assert (report.blocks_checked, report.blocks_unchecked) == (0, 1)
-
-
-@given(BITS)
-def test_checking_all_finds_any_flip_in_a_block_that_columns_are_read_from(flip: int) -> None:
+@given(BITS, st.sampled_from(["all", "whole"]))
+def test_any_flip_in_a_block_that_columns_are_read_from_is_found(flip: int, verify: Verify) -> None:
     source, columns = stored(flip), request([((0, ROWS), (10, 20))])
     plan = plan_load(columns, source.chunks)
     assert plan.strided.file.size
     damaged = flip // 8 // BLOCK_BYTES
     with pytest.raises(CorruptCheckpoint, match=f"bytes {damaged * BLOCK_BYTES} to"):
-        fetched(source, plan, [int(columns.elements[0]) * 4], "all")
+        fetched(source, plan, [int(columns.elements[0]) * 4], verify)
     fetched(source, plan, [int(columns.elements[0]) * 4], None)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_in_any_thread_is_raised(threads: int) -> None:
+    source, columns = stored(), request([((0, ROWS), (0, COLUMNS))])
+    short = MemoryStorage()
+    short.write("f", [memoryview(source.storage.read("f"))[:-100]], durable=False)
+    file = StoredFile("f", source.file.length - 100)
+    with pytest.raises(StorageError, match="ends at byte"):
+        fetched(
+            Stored(short, file, source.chunks),
+            plan_load(columns, source.chunks),
+            [int(columns.elements[0]) * 4],
+            None,
+            threads,
+        )
 
 
 def test_a_file_without_hashes_is_read_unchecked() -> None:

@@ -1,9 +1,11 @@
-"""Threads that share work stop early after an error or an interrupt, wherever it comes."""
+"""Threads that share work stop early after an error or an interrupt, wherever it comes, and may be few."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,17 @@ def test_an_error_stops_the_others_and_is_the_one_that_is_raised() -> None:
 
     with pytest.raises(ValueError, match="the first one"):
         in_threads(work, range(2), 2, stop=stopped.set)
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_work_is_done_where_no_more_threads_can_be_begun(begun: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process, while an asynchronous save adds up its fingerprints."""
+    submit, calls = ThreadPoolExecutor.submit, iter(range(3))
+
+    def refused(*arguments: Any) -> Any:
+        if next(calls) >= begun:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        return submit(*arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    assert in_threads(abs, [-1, 2, -3], threads=2) == [1, 2, 3]
