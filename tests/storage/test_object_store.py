@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +18,15 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import AlreadyACheckpoint, CorruptCheckpoint, StorageError
 from shardtree.storage import (
-    ObjectStorage,
     SizedBuffers,
     _fetch,
     _object_store,
     _object_streams,
     _requests,
     _transports,
-    is_folder,
     owner_note,
-    storage_at,
     write_parts,
 )
-from shardtree.testing import check_strategy
 from tests.cli.checkpoints import run
 from tests.s3.environment import ROOT, at, s3
 from tests.s3.server import Request, Server
@@ -75,48 +69,6 @@ def at_the_commit(fault: str, name: str = "metadata.json") -> Any:
 # -- files
 
 
-def test_files_come_and_go(server: Server) -> None:
-    storage = storage_at(ROOT)
-    assert isinstance(storage, ObjectStorage)
-    assert storage.length("a") is None and not is_folder(storage, "x") and storage.names() == ()
-    assert storage.write("x/a", [memoryview(b"abc"), memoryview(b"de")], durable=True) == 5
-    assert storage.write("x/empty", [], durable=True) == 0
-    storage.replace("b", b"123", durable=True)
-    assert storage.names() == ("b", "x") and storage.names("x") == ("a", "empty") and is_folder(storage, "x")
-    assert storage.read("x/a") == b"abcde" and storage.length("x/a") == 5 and (storage.changed("x") or 0) > 1e9
-    with storage.open("x/a") as reader:
-        part = bytearray(3)
-        reader.read_into(1, [memoryview(part)[:1], memoryview(part)[1:]])
-        assert bytes(part) == b"bcd" and bytes(reader.read(3)) == b"de"
-        with pytest.raises(StorageError, match="ends at byte 5"):
-            reader.read(3, 9)
-    storage.move("x/a", "y")
-    assert storage.names() == ("b", "x", "y") and storage.names("x") == ("empty",)
-    for name in ("b", "x/empty", "y", "never-there"):
-        storage.remove(name)
-    assert server.store.objects == {}
-    with pytest.raises(StorageError, match="no such file"):
-        storage.read("b")
-
-
-def test_a_large_file_goes_in_parts_and_comes_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_object_store, "_PART_BYTES", 1000)
-    monkeypatch.setattr(_object_store, "_IN_FLIGHT_BYTES", 4000)
-    data = np.random.default_rng(0).bytes(10_500)
-    cuts = sorted(random.Random(1).sample(range(len(data)), 7))
-    source = bytearray(len(data))
-
-    def buffers() -> Iterator[memoryview]:
-        # The same memory again and again, as staging does it: parts on their way mustn't change with it.
-        for begin, end in itertools.pairwise([0, *cuts, len(data)]):
-            source[: end - begin] = data[begin:end]
-            yield memoryview(source)[: end - begin]
-
-    assert at().write("large", SizedBuffers(len(data), buffers()), durable=True) == len(data)
-    assert server.store.objects["runs/large"].data == data
-    assert server.actions().count("UploadPart") == 11 and server.store.uploads == {}
-
-
 def test_what_is_known_to_be_long_goes_in_parts_and_what_is_short_in_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,12 +103,6 @@ def test_an_upload_that_fails_is_given_up(
 # -- checkpoints
 
 
-@pytest.mark.slow
-def test_it_keeps_a_storages_promises(server: Server) -> None:
-    numbers = itertools.count()
-    check_strategy("safetensors", 1, directory=lambda: f"{ROOT}/{next(numbers)}", examples=5)
-
-
 @pytest.mark.parametrize("form", [("huggingface", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)], ids=str)
 def test_other_formats_are_saved_and_loaded(server: Server, form: tuple[str, int]) -> None:
     st.save({"w": tree()["w"]}, ROOT, form)
@@ -176,17 +122,6 @@ def test_a_conversion_reads_each_side_once_by_large_requests(server: Server) -> 
     # 32 MiB, by 16 at a time, although the format asks for 4; headers keep the grid from fitting.
     assert len(sizes) <= 6
     assert sum(sizes) < 2 * 2**25 + 2**20
-
-
-def test_async_saves_converts_and_slices(server: Server, tmp_path: Path) -> None:
-    with st.AsyncCallsQueue() as queue:
-        queue.schedule_async_request(st.save(tree(), ROOT, async_sharded_save=True))
-    assert loaded() == (1.0, 7)
-    st.convert(ROOT, f"{ROOT}/there", backend="zarr")
-    st.convert(f"{ROOT}/there", tmp_path / "back", backend="safetensors")
-    assert torch.equal(st.load_plain_tensors(tmp_path / "back")["w"], tree()["w"].data)
-    assert torch.equal(st.open_checkpoint(ROOT)["w"].data[3:5, 2:9].read(), tree()["w"].data[3:5, 2:9])
-    assert st.verify(ROOT) == ()
 
 
 @given(data=some.data())

@@ -7,20 +7,16 @@ import traceback
 
 import fsspec
 import pytest
-import torch
 
 import shardtree as st
 from shardtree.storage import FsspecStorage, _object_errors, object_storage, storage_at
 from tests.s3.environment import KEY, ROOT, SECRET, TOKEN, at
+from tests.s3.jobs import tree
 from tests.s3.server import Server
 
 pytest.importorskip("obstore")
 
 SIGNED = f"https://me:{SECRET.replace('/', '-')}@host/run?X-Amz-Credential={KEY}&X-Amz-Signature={TOKEN}"
-
-
-def tree(value: float) -> dict[str, object]:
-    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((64, 32), value)), "step": 7}
 
 
 ACTIONS = ("GetObject", "PutObject", "ListObjectsV2", "HeadObject", "DeleteObjects")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
-import torch
 
 import shardtree as st
 from shardtree.storage import SizedBuffers, _object_store, storage_at
 from shardtree.testing import check_storage
 from tests.s3.environment import ROOT, s3
+from tests.s3.jobs import tree, value_of
 from tests.s3.server import serving
 
 pytest.importorskip("obstore")
@@ -51,16 +51,6 @@ def moto(patch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture(params=[our_s3, google, pytest.param(moto, marks=[pytest.mark.slow, pytest.mark.peers])])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield from request.param(monkeypatch)
-
-
-def tree(value: float) -> dict[str, object]:
-    return {"w": st.ShardedTensor.from_rank_offsets("w", torch.full((64, 32), value)), "step": int(value)}
-
-
-def value_of(place: object) -> float:
-    found = st.load(tree(0.0), place)
-    assert bool((found["w"] == found["step"]).all())
-    return float(found["step"])
 
 
 @pytest.mark.slow
