@@ -15,6 +15,7 @@ from shardtree.codec import Entry, encode_header
 from shardtree.storage import BLOCK_BYTES, digest
 from shardtree.strategies import encode_metadata
 from shardtree.strategies.index import Index, decode_index, encode_index, text_columns
+from tests.fuzz.seeds import write_files
 
 SAVE = "save-20260102T030405-0123456789abcdef"
 DATA = f"{SAVE}/00000-of-00001.safetensors"
@@ -105,11 +106,7 @@ def forge(
         "common": {"name": COMMON, "length": len(common), "digest": digest(common)},
     }
     made = {DATA: data, INDEX: index, COMMON: common, "metadata.json": encode_metadata(described | (fields or {}))}
-    for name, content in (made | (files or {})).items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder
+    return write_files(folder, made | (files or {}))
 
 
 def chunks(key: Any, offset: Any, shape: Any, byte: Any, item: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from shardtree.storage._local_files import LocalReader
 from shardtree.strategies import _metadata
 from tests.faults.sampling import sample
 from tests.fuzz import seeds
-from tests.fuzz.seeds import Files
+from tests.fuzz.seeds import Files, write_files
 
 FORMATS: dict[str, Callable[[], Files]] = {  # cached: a save's folder has another name each time
     "deepspeed": cache(lambda: _known(seeds.deepspeed()[0])),
@@ -39,12 +39,6 @@ def _in(files: Files) -> Files:
 def _known(files: Files) -> Files:
     """Return a checkpoint without what isn't the format's: what the tensors should be, folders of buffers."""
     return {name: data for name, data in files.items() if name != "truth.safetensors" and "zero/count/" not in name}
-
-
-def write(folder: Path, files: Files) -> None:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
 
 
 def cut(file: Path) -> None:
@@ -88,9 +82,9 @@ def opens(read: Callable[[Path], object], folder: Path, happens: Callable[[int],
 def outcomes(name: str, file: str, read: Callable[[Path], object], folder: Path) -> list[CheckpointingException]:
     """Return what is raised where a file is cut right before one is opened, at some moments."""
     found: list[CheckpointingException] = []
-    write(folder, FORMATS[name]())
+    write_files(folder, FORMATS[name]())
     for moment in sample(range(opens(read, folder, lambda _: None)), 6):
-        write(folder, FORMATS[name]())
+        write_files(folder, FORMATS[name]())
         try:
             opens(read, folder, lambda count, moment=moment: count == moment and cut(folder / file))
         except CheckpointingException as error:
@@ -117,7 +111,7 @@ def test_a_file_that_is_cut_is_named_and_not_called_replaced(name: str, number: 
         assert isinstance(error, (CorruptCheckpoint, StorageError)) or "not a checkpoint" in str(error), error
         assert not isinstance(error, CheckpointReplaced) and "replaced by a later save" not in str(error)
         assert file.rpartition("/")[2] in str(error) or file.startswith("latest"), error
-    write(tmp_path, FORMATS[name]())
+    write_files(tmp_path, FORMATS[name]())
     cut(tmp_path / file)
     with pytest.raises(CheckpointingException) as caught:
         load_and_verify(tmp_path)
@@ -143,7 +137,7 @@ def newer(file: Path) -> None:
     ],
 )
 def test_a_file_that_another_save_has_written_is_called_replaced(name: str, file: str, tmp_path: Path) -> None:
-    write(tmp_path, FORMATS[name]())
+    write_files(tmp_path, FORMATS[name]())
     (place,) = sorted(tmp_path.glob(file))[:1]
     opened = st.open_checkpoint(tmp_path)
     newer(place)

@@ -7,12 +7,11 @@ import gzip
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,64 +30,37 @@ from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
 import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.strategies._metadata import encode_metadata
+from tests.faults.entry_points import ways_to_read
+from tests.fuzz import seeds
+from tests.fuzz.seeds import Files, saved, write_files
 from tests.strategies.folders import archive
 
-FORMATS = {
-    "safetensors": (("safetensors", 1), None),
-    "safetensors and common.pt": (("safetensors", 1), ("torch", 1)),
-    "torch_dist": (("torch_dist", 1), None),
-    "dcp": (("dcp", 1), None),
-    "zarr": (("zarr", 3), None),
-    "huggingface": (("huggingface", 1), None),
+FORMATS: dict[str, Callable[[], Files]] = {
+    "safetensors": partial(saved, ("safetensors", 1)),
+    "safetensors and common.pt": partial(saved, ("safetensors", 1), ("torch", 1)),
+    "torch_dist": partial(saved, ("torch_dist", 1)),
+    "dcp": partial(saved, ("dcp", 1)),
+    "zarr": partial(saved, ("zarr", 3)),
+    "huggingface": partial(saved, ("huggingface", 1)),
+    "old zarr": lambda: seeds.zarr()[-1],
 }
-OLD_ZARR = Path(__file__).parent.parent / "fixtures" / "megatron_old_zarr"
-PLACES = [*FORMATS, "old zarr"]
 MOST_BYTES = 300_000_000
-
-
-def made(name: str, folder: Path) -> Path:
-    """Write a small checkpoint of a format."""
-    if name == "old zarr":
-        shutil.copytree(OLD_ZARR, folder)
-        return folder
-    sharded, common = FORMATS[name]
-    tree: dict[str, Any] = {
-        "w": st.ShardedTensor.from_rank_offsets("w", torch.arange(24.0).reshape(4, 6)),
-        "h": st.ShardedTensor.from_rank_offsets("h", torch.arange(6).bfloat16()),
-    }
-    if name != "huggingface":
-        tree |= {"rng": st.ShardedObject("rng", {"seed": 1}, (1,), (0,)), "step": 7, "betas": (0.9, 0.99)}
-    st.save(tree, folder, sharded, common, options=st.SaveOptions(durable=False))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("formats")
-    return {name: made(name, folder / name.replace(" ", "_").replace(".", "_")) for name in PLACES}
+    return {name: write_files(folder / name.replace(".", "_"), files()) for name, files in FORMATS.items()}
 
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
-def entry_points(path: Path) -> Iterator[Callable[[], Any]]:
-    yield partial(st.is_checkpoint, path)
-    yield partial(st.load_sharded_metadata, path)
-    yield partial(st.load_common_state_dict, path)
-    yield partial(st.load_content_metadata, path)
-    yield partial(st.load_plain_tensors, path)
-    yield lambda: [tree[key] for tree in [st.open_checkpoint(path)] for key in tree]
-    yield lambda: st.open_checkpoint(path).common()
-    yield partial(st.verify, path)
-    yield partial(st.compare, path, path)
-    yield partial(st.remove_sharded_tensors, path, "")
-
-
 def outcomes(path: Path) -> list[str]:
     """Call every entry point; what one raises must be ours, with a text. Returns those texts."""
     texts = []
-    for call in entry_points(path):
+    for _, call in [*ways_to_read(path), ("removal", partial(st.remove_sharded_tensors, path, ""))]:
         try:
             call()
         except CheckpointingException as error:
@@ -119,7 +91,7 @@ def nothing(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("instead", [pipe, device, folder, link_to_itself, nothing])
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without_end(
     name: str, instead: Callable[[Path], None], originals: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -133,28 +105,7 @@ def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without
         outcomes(place)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLACES)
-def test_random_damage_is_an_error_of_ours_or_changes_nothing(
-    name: str, originals: dict[str, Path], tmp_path: Path
-) -> None:
-    chosen = random.Random(name)
-    for number in range(12):
-        place = tmp_path / str(number)
-        shutil.copytree(originals[name], place)
-        file = chosen.choice(files_of(place))
-        data = bytearray(file.read_bytes())
-        at = chosen.randrange(len(data) + 1)
-        if chosen.random() < 0.3:
-            data = data[:at]
-        for _ in range(chosen.choice([1, 8])):
-            if data:
-                data[chosen.randrange(len(data))] = chosen.randrange(256)
-        file.write_bytes(data)
-        outcomes(place)
-
-
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_file_of_terabytes_with_holes_is_an_error_of_ours(
     name: str, originals: dict[str, Path], tmp_path: Path
 ) -> None:

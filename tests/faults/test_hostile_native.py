@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import shardtree as st
 from shardtree.cli._app import app
 from shardtree.errors import CheckpointingException, UnsupportedValue
 from shardtree.strategies.index import COLUMNS, Index
+from tests.faults.entry_points import QUICK, entry_points
 from tests.faults.forged import (
     COMMON,
     DATA,
@@ -48,50 +49,6 @@ LONGEST = 30_000
 
 MODULUS = 2**61 - 1  # integers are hashed modulo this
 HUGE = 2**63 - 1
-
-
-def entry_points(folder: Path, elsewhere: Path, sound: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield every way to read, compare, convert and change a checkpoint; what changes it last."""
-    weight = st.ShardedTensor("w", None, torch.float32, (4, 6), (4, 6), (0, 0), None)
-    yield "is_checkpoint", partial(st.is_checkpoint, folder)
-    yield "load", partial(st.load, {"w": weight, "rng": st.ShardedObject("rng", None, (1,), (0,))}, folder)
-    yield "load_sharded_metadata", lambda: list(st.load_sharded_metadata(folder).items())
-    yield "load_tensors_metadata", lambda: list(st.load_tensors_metadata(folder).items())
-    yield "load_common_state_dict", partial(st.load_common_state_dict, folder)
-    yield "load_content_metadata", partial(st.load_content_metadata, folder)
-    yield "load_plain_tensors", partial(st.load_plain_tensors, folder)
-    yield "open_checkpoint", lambda: [tree[key] for tree in [st.open_checkpoint(folder)] for key in list(tree)[:100]]
-    yield "verify", partial(st.verify, folder)
-    yield "compare", partial(st.compare, sound, folder)
-    yield "compare with itself", partial(st.compare, folder, folder)
-    yield "fingerprint", partial(st.fingerprint, folder)
-    yield "explain", lambda: repr(st.explain(dict(st.load_sharded_metadata(folder)), folder))
-    yield "draw", lambda: repr(st.draw(st.open_checkpoint(folder)))
-    yield "convert", partial(st.convert, folder, elsewhere, backend="zarr")
-    commands = (
-        ["inspect"],
-        ["inspect", "--json"],
-        ["verify"],
-        ["diff", str(sound)],
-        ["diff", str(folder)],
-        ["report"],
-        ["picture"],
-        ["convert", f"{elsewhere}-2", "--to", "safetensors"],
-    )
-    for name, *rest in commands:
-        if name == "report":
-            rest = ["-o", f"{elsewhere}.html"]
-        yield f"command {name}{' --json' * (rest == ['--json'])}", partial(command, name, str(folder), *rest)
-    yield "remove_sharded_tensors", partial(st.remove_sharded_tensors, folder, "w")
-    yield "remove_sharded_tensors, all", partial(st.remove_sharded_tensors, folder, "")
-    new = {"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
-    yield "save", partial(st.save, new, folder, overwrite=True, options=st.SaveOptions(durable=False))
-
-
-def command(*arguments: str) -> None:
-    """Run a command; nothing that it prints steers a terminal, and no traceback comes out."""
-    output = CliRunner().invoke(app, list(arguments), catch_exceptions=False).output
-    assert "\x1b" not in output and "Traceback" not in output
 
 
 def measured(call: Callable[[], Any]) -> tuple[bool, float, int]:
@@ -249,39 +206,21 @@ def within(levels: int) -> Any:
     return value
 
 
-CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
-    "same chunks": same_chunks,
-    "nested chunks": nested_chunks,
+HARMLESS: dict[str, Callable[[Path], Path]] = {
     "crossing bars": crossing_bars,
-    "one place for many": one_place_for_many,
-    "one place for many objects": one_place_for_many_objects,
-    "a file twice": a_file_twice,
     "many files": many_files,
     "256 axes": one_tensor([1] * 256, [1] * 256),
-    "an axis of 2^57, nearly empty": one_tensor([2**57], [4]),
-    "a gigabyte, nearly empty": one_tensor([2**30], [4]),
-    "rows of 2^44, nearly empty": one_tensor([2**44, 6], [4, 6]),
-    "columns of 2^44, nearly empty": one_tensor([6, 2**44], [4, 6]),
-    "planes of 2^22 squared, nearly empty": one_tensor([2**22, 2**22, 6], [1, 4, 6]),
     "nothing times 2^57": one_tensor([0, 2**57], [0, 2**57]),
-    "bytes that overflow": one_tensor([2**62, 4], [1, 4]),
-    "a dtype of no torch": one_tensor([4], [4], "float31"),
     "keys": evil_keys,
-    "object without a shape": shares("o"),
-    "object of negative shape": shares("o/shard_-1_1"),
     "object of huge shape": shares("o/shard_0_" + "9" * 30),
     "object of many digits": shares("o/shard_0_" + "9" * 5000),
     "object of many axes": shares("o/shard_" + ".".join("0" * 10_000) + "_" + ".".join("1" * 10_000)),
     "object outside of its shape": shares("o/shard_5_2"),
     "object without a key": shares("/shard_0_1"),
-    "keys of one hash": common({"$": "dict", "items": [[key, 0] for key in colliding(20_000)]}),
-    "members of one hash": common({"$": "set", "items": colliding(5_000)}),
-    "tuples of one hash": common({"$": "set", "items": [{"$": "tuple", "items": [n]} for n in colliding(5_000)]}),
     "a number of a million digits": common({"n": number("f" * 1_000_000)}),
     "a key of many digits": common({"$": "dict", "items": [[number("f" * 100_000), 1]]}),
     "a range to a far number": common({"$": "range", "start": 0, "stop": number("f" * 100_000), "step": 1}),
     "a size of many numbers": common({"$": "torch.Size", "lengths": [2**62] * 1000}),
-    "a size beyond 64 bits": common({"$": "torch.Size", "lengths": [2**70]}),
     "a cursor beyond its file": common({"$": "io.BytesIO", "position": 2**62, "entry": "0"}, ("U8", [3], b"abc")),
     "a deque without end": common({"$": "deque", "maxlen": 2**62, "items": []}),
     "an empty tensor of huge shape": common({"$": "tensor", "entry": "0"}, ("F32", [0, 2**40, 2**20], b"")),
@@ -289,8 +228,34 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "values that steer": common({"a": "[/b]", "b": "\x1b[31m", "c": "x" * 1_000_000}),
     "no dict": common(5),
     "content of no kind": common({"content_metadata": 5}),
-    "lists in lists": common(b"[" * 100_000 + b"]" * 100_000),
     "as deep as may be": common(b"[" * 99 + b"1" + b"]" * 99),
+    "a save that climbs": fields(save_id="../../x"),
+    "the folder as the save": fields(save_id="."),
+    "a deep field": fields(x=within(400)),
+}
+"""Of which every entry point may give a result."""
+
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    **HARMLESS,
+    "same chunks": same_chunks,
+    "nested chunks": nested_chunks,
+    "one place for many": one_place_for_many,
+    "one place for many objects": one_place_for_many_objects,
+    "a file twice": a_file_twice,
+    "an axis of 2^57, nearly empty": one_tensor([2**57], [4]),
+    "a gigabyte, nearly empty": one_tensor([2**30], [4]),
+    "rows of 2^44, nearly empty": one_tensor([2**44, 6], [4, 6]),
+    "columns of 2^44, nearly empty": one_tensor([6, 2**44], [4, 6]),
+    "planes of 2^22 squared, nearly empty": one_tensor([2**22, 2**22, 6], [1, 4, 6]),
+    "bytes that overflow": one_tensor([2**62, 4], [1, 4]),
+    "a dtype of no torch": one_tensor([4], [4], "float31"),
+    "object without a shape": shares("o"),
+    "object of negative shape": shares("o/shard_-1_1"),
+    "keys of one hash": common({"$": "dict", "items": [[key, 0] for key in colliding(20_000)]}),
+    "members of one hash": common({"$": "set", "items": colliding(5_000)}),
+    "tuples of one hash": common({"$": "set", "items": [{"$": "tuple", "items": [n]} for n in colliding(5_000)]}),
+    "a size beyond 64 bits": common({"$": "torch.Size", "lengths": [2**70]}),
+    "lists in lists": common(b"[" * 100_000 + b"]" * 100_000),
     "an anchor and its alias": common(b'{"a": &a [1, *a]}'),
     "a reference to itself": common({"a": {"$": "ref", "path": []}}),
     "a pickle": common({"$": "pickle", "entry": "0"}, ("U8", [4], b"cos\n")),
@@ -304,9 +269,6 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "a backend of a megabyte": fields(sharded_backend="x" * 1_000_000),
     "a backend that steers": fields(sharded_backend="[/b]\x1b[31m"),
     "a version of 4000 digits": fields(sharded_backend_version=10**4000),
-    "a save that climbs": fields(save_id="../../x"),
-    "the folder as the save": fields(save_id="."),
-    "a deep field": fields(x=within(400)),
     "metadata.json, deep": instead("metadata.json", b"[" * 100_000),
     "metadata.json, a name twice": instead("metadata.json", b'{"sharded_backend":"safetensors","sharded_backend":"x"}'),
     "metadata.json, a million digits": instead("metadata.json", b'{"a":' + b"9" * 1_000_000 + b"}"),
@@ -332,35 +294,6 @@ def test_every_entry_point_ends_within_bounds(name: str, sound: Path, tmp_path: 
     assert fine < {found for found, _ in entry_points(folder, tmp_path, sound)} or name in HARMLESS
     assert beside.read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} <= {"a", "b", "beside.txt"}
-
-
-HARMLESS = {
-    "256 axes",
-    "crossing bars",
-    "nothing times 2^57",
-    "an empty tensor of huge shape",
-    "as deep as may be",
-    "keys",
-    "many files",
-    "names of attributes",
-    "a deep field",
-    "a deque without end",
-    "a cursor beyond its file",
-    "a key of many digits",
-    "a number of a million digits",
-    "a range to a far number",
-    "a size of many numbers",
-    "object of huge shape",
-    "object of many axes",
-    "object of many digits",
-    "object without a key",
-    "object outside of its shape",
-    "the folder as the save",
-    "a save that climbs",
-    "values that steer",
-    "no dict",
-    "content of no kind",
-}
 
 
 def busy(seconds: float) -> None:
@@ -400,7 +333,7 @@ def test_no_link_leads_a_change_out_of_the_folder(name: str, tmp_path: Path) -> 
     before = contents(outside)
     for call in (partial(st.remove_sharded_tensors, folder, "w"), partial(st.remove_sharded_tensors, folder, "")):
         measured(call)
-    measured(partial(st.save, {"step": 8}, folder, overwrite=True, options=st.SaveOptions(durable=False)))
+    measured(partial(st.save, {"step": 8}, folder, overwrite=True, options=QUICK))
     if name != SAVE:  # what is in a folder that a link names, is in the checkpoint
         assert contents(outside) == before
     assert outside.exists()

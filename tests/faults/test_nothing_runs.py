@@ -9,7 +9,7 @@ import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import shardtree as st
-from shardtree.cli._app import app
 from shardtree.errors import CheckpointingException
 from tests.checkpoint.parts import FORMATS as BACKENDS
+from tests.faults.entry_points import entry_points
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -121,44 +120,18 @@ def pickled(fixture: str) -> list[str]:
     return sorted(names, key=lambda name: (name == ".metadata", name))
 
 
-def calls(folder: Path, elsewhere: Path) -> Iterator[Callable[[], Any]]:
-    """Yield every way to read a checkpoint, what changes it last."""
-
-    def load_everything() -> Any:
-        stored = st.load_sharded_metadata(folder)
-        return st.load({"leaves": list(stored.values())}, folder)
-
-    yield partial(st.is_checkpoint, folder)
-    yield partial(st.load, {}, folder)
-    yield load_everything
-    yield partial(st.load_common_state_dict, folder)
-    yield partial(st.load_content_metadata, folder)
-    yield partial(st.load_tensors_metadata, folder)
-    yield partial(st.load_sharded_metadata, folder)
-    yield partial(st.load_plain_tensors, folder)
-    yield lambda: [tree[key] for tree in [st.open_checkpoint(folder)] for key in tree]
-    yield lambda: st.open_checkpoint(folder).common()
-    yield partial(st.verify, folder)
-    yield partial(st.compare, folder, folder)
-    yield partial(st.convert, folder, elsewhere, backend="safetensors")
-    commands = (["inspect"], ["verify"], ["diff", str(folder)], ["convert", str(elsewhere), "--to", "safetensors"])
-    for name, *rest in commands:
-        yield partial(CliRunner().invoke, app, [name, str(folder), *rest], catch_exceptions=False)
-    yield partial(st.remove_sharded_tensors, folder, "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_no_entry_point_runs_what_a_file_brings(place: str, tmp_path: Path) -> None:
     folder, marker = tmp_path / "checkpoint", tmp_path / "marker"
     PLACES[place](folder, Payload(marker))
     refused = 0
-    for call in calls(folder, tmp_path / "elsewhere"):
+    for name, call in entry_points(folder, tmp_path / "elsewhere"):
         try:
             call()
         except CheckpointingException:
             refused += 1
-        assert not marker.exists(), call
+        assert not marker.exists(), name
     assert refused
 
 
@@ -172,12 +145,12 @@ def test_no_entry_point_runs_what_a_file_of_an_optimizer_brings(fixture: str, na
     shutil.copytree(FIXTURES / fixture, folder)
     planted(folder, name, marker)
     errors = []
-    for call in calls(folder, tmp_path / "elsewhere"):
+    for way, call in entry_points(folder, tmp_path / "elsewhere"):
         try:
             call()
         except CheckpointingException as error:
             errors.append(str(error))
-        assert not marker.exists(), call
+        assert not marker.exists(), way
     named = [error for error in errors if Path(name).name in error]
     assert named and any(re.search(r"(os|posix)\.mkdir", error) for error in named)
 

@@ -8,7 +8,6 @@ import json
 import struct
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,12 @@ def folder_files(folder: Path) -> Files:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def stored_files(storage: st.storage.MemoryStorage, folder: str = "") -> Files:
-    """Return the files in a storage, by name."""
-    return {name: storage.read(name) for name in _names(storage, folder)}
-
-
-def _names(storage: st.storage.MemoryStorage, folder: str) -> Iterator[str]:
-    for name in storage.names(folder):
-        path = f"{folder}/{name}" if folder else name
-        if storage.length(path) is None:
-            yield from _names(storage, path)
-        else:
-            yield path
+def write_files(folder: Path, files: Files) -> Path:
+    """Write files into a folder, and return it."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
 
 
 def saved(sharded: tuple[str, int], common: tuple[str, int] | None = None) -> Files:
@@ -59,7 +52,7 @@ def saved(sharded: tuple[str, int], common: tuple[str, int] | None = None) -> Fi
         tree |= {"step": 7, "betas": (0.9, 0.99), "seed": torch.arange(3), "name": b"ab", "args": _values()}
     storage = st.storage.MemoryStorage()
     st.save(tree, storage, sharded, common, options=st.SaveOptions(durable=False))
-    return stored_files(storage)
+    return {name: storage.read(name) for name in storage.all_names()}
 
 
 def _values() -> dict[str, Any]:

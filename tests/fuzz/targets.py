@@ -9,6 +9,7 @@ from typing import Any
 
 import shardtree as st
 from shardtree.errors import CheckpointingException
+from tests.strategies.folders import folder_of
 
 from .slots import checkpoint_of
 from .watch import Growth, watched
@@ -66,9 +67,7 @@ def _ends_well(call: Callable[[], Any]) -> bool:
 
 def _calls(files: dict[str, bytes], *, is_bounded: bool) -> Iterator[Callable[[], Any]]:
     """Yield every way to read a checkpoint in memory, what changes it last."""
-    storage = st.storage.MemoryStorage()
-    for name, data in files.items():
-        storage.write(name, [memoryview(data)], durable=False)
+    storage = folder_of(files)
     yield lambda: st.is_checkpoint(storage)
     yield lambda: repr(list(st.load_sharded_metadata(storage).items()))
     yield lambda: repr(st.load_common_state_dict(storage))

@@ -13,11 +13,11 @@ import pytest
 
 import shardtree as st
 from tests.fuzz import targets
-from tests.fuzz.__main__ import read_log
 from tests.fuzz.mutators import BY_KIND, change_bytes, changed
 from tests.fuzz.slots import FORMATS, checkpoint_of, seed_inputs, slots
 from tests.fuzz.targets import Finding, try_input
 from tests.fuzz.watch import watched
+from tests.strategies.folders import folder_of
 
 INPUTS = 40
 
@@ -43,12 +43,9 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_the_seeds_are_sound_checkpoints_whatever_place_they_fill(name: str) -> None:
     for number, data in seed_inputs(name):
         files = checkpoint_of(name, data)
-        storage = st.storage.MemoryStorage()
-        for file, content in files.items():
-            storage.write(file, [memoryview(content)], durable=False)
         assert try_input(name, data) > 5, (number, slots(name)[data[0]].name)
         if "digest" in files.get("metadata.json", b"").decode():
-            assert not st.verify(storage)
+            assert not st.verify(folder_of(files))
 
 
 @pytest.mark.slow
@@ -77,10 +74,7 @@ def test_an_input_gets_past_the_checksums() -> None:
             "metadata.json, sealed": slot.seed.replace(b'"index"', b'"indes"'),
         }
         body = change.get(place, b"\xff" * len(slot.seed))
-        files = checkpoint_of("safetensors", bytes([number]) + body)
-        storage = st.storage.MemoryStorage()
-        for file, content in files.items():
-            storage.write(file, [memoryview(content)], durable=False)
+        storage = folder_of(checkpoint_of("safetensors", bytes([number]) + body))
         try:
             st.load_common_state_dict(storage)
             st.load_sharded_metadata(storage)
@@ -121,10 +115,3 @@ def test_what_is_watched_ends_with_the_block() -> None:
     before = len(log)
     Path("/etc/hosts").open().close()
     assert before == len(log) == 1
-
-
-def test_the_figures_are_libfuzzers() -> None:
-    text = "#2\tINITED cov: 9 ft: 9 corp: 1/1b exec/s: 0\n#120\tREDUCE cov: 118 ft: 131 corp: 10/3271b lim: 16384\n"
-    assert read_log(text) == {"inputs": 120, "edges": 118, "features": 131, "kept": 10}
-    assert read_log(text + "stat::number_of_executed_units: 500\n")["inputs"] == 500
-    assert read_log("")["inputs"] == 0
