@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,17 @@ def test_other_formats_are_saved_and_loaded(server: Server, form: tuple[str, int
     with pytest.raises((AlreadyACheckpoint, st.errors.StrategyError)):  # two folders can't be exchanged there
         st.save({"w": tree(2.0)["w"]}, ROOT, form, overwrite=True)
     assert server.store.objects == before
+
+
+def test_async_saves_converts_and_slices(server: Server, tmp_path: Path) -> None:
+    with st.AsyncCallsQueue() as queue:
+        queue.schedule_async_request(st.save(tree(), ROOT, async_sharded_save=True))
+    assert loaded() == (1.0, 7)
+    st.convert(ROOT, f"{ROOT}/there", backend="zarr")
+    st.convert(f"{ROOT}/there", tmp_path / "back", backend="safetensors")
+    assert torch.equal(st.load_plain_tensors(tmp_path / "back")["w"], tree()["w"].data)
+    assert torch.equal(st.open_checkpoint(ROOT)["w"].data[3:5, 2:9].read(), tree()["w"].data[3:5, 2:9])
+    assert st.verify(ROOT) == ()
 
 
 def test_a_conversion_reads_each_side_once_by_large_requests(server: Server) -> None:
