@@ -202,7 +202,7 @@ def write_behind(
     begin = [*islice(groups, 2)]
     if len(begin) < 2:
         return write(chain.from_iterable(begin))
-    ready, room = SimpleQueue(), Semaphore(_GROUPS)
+    ready, room = SimpleQueue[list[Work] | BaseException | None](), Semaphore(_GROUPS)
 
     def taken() -> Iterator[Work]:
         while (group := ready.get()) is not None:
