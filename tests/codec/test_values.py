@@ -40,7 +40,7 @@ def told(value: Any) -> Any:  # noqa: C901
         case dict():
             return kind, str(getattr(value, "default_factory", None)), list(map(told, value.items()))
         case set() | frozenset():
-            return kind, sorted(map(repr, map(told, value)))
+            return kind, sorted(map(told, value), key=repr)
         case BytesIO():
             return kind, value.getvalue(), value.tell()
         case Namespace() | Record():
