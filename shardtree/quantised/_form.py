@@ -33,7 +33,7 @@ class Form:
         block: what is quantised together, along the last two axes of what is stored; 0 is all of an axis.
         encode: from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None where
             weights of this form are only read.
-        join: from the parts' elements, as float32, to the weight's.
+        join: from the parts' elements, as they are read, to the weight's, as float32.
     """
 
     name: str

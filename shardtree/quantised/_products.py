@@ -24,13 +24,14 @@ def as_stored(values: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return FP8 values by a scale of their shape, or of one row or column for all, as float32."""
+    """Return FP8 values, matrices, by a scale that is broadcast to their shape, as float32."""
     loop = _loop_for(values.numel()) if values.dtype is FP8 and is_plain(values) else None
     if loop is None:
         return floats(values) * scale
     products = torch.empty(values.shape, device="cpu", dtype=torch.float32)
-    wide = scale.expand(*scale.shape[:-1], values.shape[-1]).contiguous()
-    # Windows are of one matrix: their axes in front are of one element, and this copies nothing.
+    # A window's scale is mostly one row for all. Several matrices with a row each have one for each of their rows.
+    above = scale.shape[:-1] if scale.shape[:-1].numel() == 1 else values.shape[:-1]
+    wide = scale.expand(*above, values.shape[-1]).contiguous()
     rows = [each.flatten(0, -2).numpy() for each in (values.view(torch.uint8), wide, products)]
     loop(rows[0], _table(), *rows[1:])
     return products

@@ -216,17 +216,17 @@ def write_behind(
             writing = pool.submit(write, taken())
         except RuntimeError:  # while the interpreter ends no thread can start
             return write(chain.from_iterable(chain(begin, groups)))
-        writing.add_done_callback(lambda _: room.release())  # so that its end is noticed
         try:
+            writing.add_done_callback(lambda _: room.release())  # so that its end is noticed
             for group in chain(begin, groups):
                 room.acquire()
                 if writing.done():
                     break
                 ready.put(group)
-        except BaseException as error:
+            ready.put(None)
+        except BaseException as error:  # an interrupt too: the writer would wait for ever
             ready.put(error)
             raise
-        ready.put(None)
         return writing.result()
 
 

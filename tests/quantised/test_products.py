@@ -25,13 +25,16 @@ def compiled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return fp8_products(values, scale)
 
 
-def same_bits(products: Products, rows: int, columns: int, shared: tuple[bool, bool], seed: int) -> None:
+def same_bits(
+    products: Products, rows: int, columns: int, shared: tuple[bool, bool], seed: int, matrices: int = 1
+) -> None:
     """Check products of random codes, NaN among them, in a part of a larger tensor, by scales of all sizes."""
     random = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (1, rows + 1, columns + 3), dtype=torch.uint8, generator=random)
+    codes = torch.randint(0, 256, (matrices, rows + 1, columns + 3), dtype=torch.uint8, generator=random)
     values = codes.view(FP8)[:, 1:, 1 : columns + 1]
     sides = [1 if each else side for each, side in zip(shared, (rows, columns), strict=True)]
-    scale = torch.randn(1, *sides, generator=random) * 2.0 ** torch.randint(-130, 127, (1, *sides), generator=random)
+    sides = [matrices, *sides]
+    scale = torch.randn(sides, generator=random) * 2.0 ** torch.randint(-130, 127, sides, generator=random)
     plain = values.to(torch.float32) * scale
     assert torch.equal(products(values, scale).view(torch.int32), plain.view(torch.int32))
 
@@ -39,10 +42,12 @@ def same_bits(products: Products, rows: int, columns: int, shared: tuple[bool, b
 SHARED = st.tuples(st.booleans(), st.booleans())
 
 
-@given(SIDES, SIDES, SHARED, SEEDS)
-def test_compiled_or_not_it_is_what_torch_says(rows: int, columns: int, shared: tuple[bool, bool], seed: int) -> None:
-    same_bits(compiled, rows, columns, shared, seed)
-    same_bits(lambda values, scale: floats(values) * scale, rows, columns, shared, seed)
+@given(SIDES, SIDES, SHARED, SEEDS, st.integers(1, 3))
+def test_compiled_or_not_it_is_what_torch_says(
+    rows: int, columns: int, shared: tuple[bool, bool], seed: int, matrices: int
+) -> None:
+    same_bits(compiled, rows, columns, shared, seed, matrices)
+    same_bits(lambda values, scale: floats(values) * scale, rows, columns, shared, seed, matrices)
 
 
 def test_the_law_catches_a_scale_of_another_row() -> None:

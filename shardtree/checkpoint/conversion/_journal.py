@@ -383,5 +383,5 @@ def _behind(write: Function, pieces: Iterable[Any], options: Mapping[str, Any]) 
         copy[:] = buffer
         return copy
 
-    in_place = ((piece[0], kept(piece[1])) if isinstance(piece, tuple) else kept(piece) for piece in pieces)
-    return write_behind(take, in_place, lambda piece: (piece[1] if isinstance(piece, tuple) else piece).nbytes)
+    copies = ((piece[0], kept(piece[1])) if isinstance(piece, tuple) else kept(piece) for piece in pieces)
+    return write_behind(take, copies, lambda piece: (piece[1] if isinstance(piece, tuple) else piece).nbytes)
