@@ -37,7 +37,7 @@ def check_type(subject: str, field: str, value: object, kind: type, fix: str) ->
 
 
 def integer(subject: str, field: str, value: Any) -> int:
-    """Return an int-like value as an int; a bool, a float or a string raises MetadataError.
+    """Return an int-like value as an int; a bool, a float or a string raises MetadataError, and so do over 64 bits.
 
     Examples:
         >>> import numpy
@@ -49,10 +49,14 @@ def integer(subject: str, field: str, value: Any) -> int:
         if isinstance(value, bool):
             raise TypeError
         # By `__index__`, which NumPy's integers have, and floats and texts don't.
-        return int(operator.index(value))
+        number = int(operator.index(value))
     except TypeError:
         fix = "Convert it with int() where that loses nothing."
         refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
+    if not -(2**63) <= number < 2**63:
+        fix = "No size or place is so large: look where the number comes from."
+        refuse(subject, field, number, "an int of 64 bits", fix, error=MetadataError)
+    return number
 
 
 def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:

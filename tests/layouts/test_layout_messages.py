@@ -187,6 +187,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "mesh: ranks don't fit": lambda: MESH.on_ranks([0, 1, 2]),
     "mesh: a negative rank": lambda: MESH.on_ranks([-1, 1, 2, 3]),
     "mesh: not a rank": lambda: MESH.on_ranks([0, 1.5, 2, 3]),  # type: ignore[list-item]
+    "mesh: beyond 64 bits": lambda: MESH.on_ranks([0, 2**63, 2, 3]),
     "mesh: no number": lambda: MESH.coordinates(None),  # type: ignore[arg-type]
     "mesh: no such axis": lambda: MESH.rank_at(dp=1, tp=1, pp=0),
     "mesh: an axis too few": lambda: MESH.rank_at(dp=1),
