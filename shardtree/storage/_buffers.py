@@ -350,7 +350,7 @@ def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTen
     if tensor.nbytes <= most or not tensor.ndim:
         yield tensor
         return
-    rows = max(1, most * tensor.shape[0] // tensor.nbytes)
+    rows = 1 << max(1, most * tensor.shape[0] // tensor.nbytes).bit_length() - 1  # so that blocks stay whole
     for start in range(0, tensor.shape[0], rows):
         stop = min(start + rows, tensor.shape[0])
         # A single row may still be too large: without its first axis it is split along the next one.

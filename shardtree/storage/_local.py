@@ -15,6 +15,7 @@ from ._local_files import (
     BATCH_BYTES,
     MOST_BUFFERS,
     LocalReader,
+    begin_writeback,
     new_file,
     parents_of_missing,
     sync,
@@ -63,9 +64,7 @@ class LocalStorage:
         with self._storage_errors("write", final):
             descriptor = new_file(self.where(name))
             try:
-                length = write_new(descriptor, buffers, self.where(final))
-                if durable:
-                    os.fsync(descriptor)
+                length = write_new(descriptor, buffers, self.where(final), durable=durable)
             finally:
                 os.close(descriptor)
         return length
@@ -80,8 +79,11 @@ class LocalStorage:
                 groups = adjacent(
                     parts_in_file(parts, length, self.where(name)), most_bytes=BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
+                begun = 0
                 for byte, buffers in groups:
-                    write_at(descriptor, byte, buffers)
+                    end = write_at(descriptor, byte, buffers)
+                    if durable:
+                        begun = begin_writeback(descriptor, min(begun, byte), end)
                 if durable:
                     os.fsync(descriptor)
             finally:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from threading import Thread
-from typing import Self
+from typing import Any, Self
 
 from ..errors import StorageError, error_text
 from ._storage import AnyBuffer, Buffer, SizedBuffers, byte_view
@@ -148,16 +148,18 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
         yield batch
 
 
-def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
+def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str, *, durable: bool) -> int:
     """Write to an empty file, reserving space where its length is known, and return how much was written."""
     room = reserve(descriptor, buffers.nbytes) if isinstance(buffers, SizedBuffers) else 0
-    length = 0
+    length = begun = 0
     try:
         for batch in _batches(byte_view(buffer, where) for buffer in buffers):
             pending = [buffer for buffer in batch if buffer.nbytes]
             length += sum(buffer.nbytes for buffer in pending)
             while pending:
                 pending = remaining(pending, os.writev(descriptor, pending))
+            if durable:
+                begun = begin_writeback(descriptor, begun, length)
     except BaseException:
         # Space beyond the file's end stays reserved until a truncate: a full disk would stay full.
         if room:
@@ -166,26 +168,33 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str) -> int:
         raise
     if room > length:
         os.ftruncate(descriptor, length)
+    if durable:
+        os.fsync(descriptor)
     return length
 
 
-def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> None:
+def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> int:
+    """Write buffers to a place in a file, and return where they end."""
     # One call may write less than it was given: at a limit of 2 GiB, on a nearly full disk, after a signal.
     while buffers:
         count = os.pwritev(descriptor, buffers, byte) if len(buffers) > 1 else os.pwrite(descriptor, buffers[0], byte)
         byte += count
         buffers = remaining(buffers, count)
+    return byte
 
 
-# Reserving disk space for a new file.
+# What Python's `os` lacks: to reserve disk space for a new file, and to have the disk begin before the file's end.
 
 _LEAST_BYTES = 4 * 1024 * 1024
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
+_WRITEBACK_BYTES = 8 * 1024 * 1024
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: without waiting, and without taking an error that the fsync has to report
 
 
 def reserve(descriptor: int, length: int) -> int:
     """Reserve disk space at the beginning of a file and return how many bytes; 0 if it is small or can't be done."""
-    call = _fallocate()
+    # `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
+    call = _system_call("fallocate", ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if length < _LEAST_BYTES or call is None:
         return 0
     # One call for the whole file: while dirty pages wait for the disk, each further call takes milliseconds. If it
@@ -193,15 +202,24 @@ def reserve(descriptor: int, length: int) -> int:
     return 0 if call(descriptor, _KEEP_SIZE, 0, length) else length
 
 
-@cache
-def _fallocate() -> Callable[..., int] | None:
-    """Return the system call; None where there is none.
+def begin_writeback(descriptor: int, begin: int, end: int) -> int:
+    """Have the disk begin with bytes of a file, once they are many, and return where the next ones begin.
 
-    `os.posix_fallocate` won't do: where a file system can't reserve, the C library writes to every block instead.
+    While it writes them the next are made, and the fsync at the end waits for the last ones only.
     """
-    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    call = _system_call("sync_file_range", ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if end - begin < _WRITEBACK_BYTES or call is None:
+        return begin
+    call(descriptor, begin, end - begin, _WRITE)
+    return end
+
+
+@cache
+def _system_call(name: str, *types: Any) -> Callable[..., int] | None:
+    """Return a system call for a descriptor and numbers; None where there is none."""
+    call = getattr(ctypes.CDLL(None), name, None)
     if call is not None:
-        call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        call.argtypes = (ctypes.c_int, *types)
     return call
 
 

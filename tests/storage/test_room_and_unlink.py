@@ -67,6 +67,34 @@ def test_a_file_that_is_being_written_is_as_long_as_what_came(tmp_path: Path) ->
     assert all(length <= (number + 1) * 1024 * 1024 for number, length in enumerate(lengths))
 
 
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_the_disk_begins_before_a_durable_file_ends(
+    tmp_path: Path, by_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each range is named once, after it was written; a system that refuses changes nothing."""
+    asked = list[tuple[str, Any]]()
+
+    def system_call(name: str, *_: Any) -> Callable[..., int]:
+        return lambda descriptor, *rest: asked.append((name, (*rest, os.fstat(descriptor).st_size))) or -1
+
+    monkeypatch.setattr(_local_files, "_system_call", system_call)
+    mib, data = 1024 * 1024, os.urandom(1024 * 1024)
+    for durable in (False, True):
+        asked.clear()
+        storage = LocalStorage(str(tmp_path / str(durable)))
+        storage.make_folder()
+        if by_parts:
+            # Not in order: the last two lie before the others.
+            parts = [(place * mib, data) for place in (*range(2, 20), 0, 1)]
+            storage.write_parts("f", 20 * mib, parts, durable=durable)
+        else:
+            storage.write("f", [data] * 20, durable=durable)
+        assert storage.read("f") == data * 20
+        ranges = [(begin, length) for name, (begin, length, how, _) in asked if how == 2 and name == "sync_file_range"]
+        assert ranges == ([(0, 8 * mib), (8 * mib, 8 * mib)] if durable else [])
+        assert all(begin + length <= size for _, (begin, length, _, size) in asked)
+
+
 def test_no_room_is_kept_by_a_write_that_fails(tmp_path: Path) -> None:
     def buffers() -> Any:
         yield memoryview(bytes(1024 * 1024))
