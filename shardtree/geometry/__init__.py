@@ -11,6 +11,7 @@ from ._boxes import (
     distinct,
     flat_range,
     group_sums,
+    index,
     integer,
     integers,
     intersect,

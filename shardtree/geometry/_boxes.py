@@ -37,7 +37,7 @@ def check_type(subject: str, field: str, value: object, kind: type, fix: str) ->
 
 
 def integer(subject: str, field: str, value: Any) -> int:
-    """Return an int-like value as an int; a bool, a float or a string raises MetadataError, and so do over 64 bits.
+    """Return an int-like value as an int; a bool, a float or a string raises MetadataError.
 
     Examples:
         >>> import numpy
@@ -49,10 +49,20 @@ def integer(subject: str, field: str, value: Any) -> int:
         if isinstance(value, bool):
             raise TypeError
         # By `__index__`, which NumPy's integers have, and floats and texts don't.
-        number = int(operator.index(value))
+        return int(operator.index(value))
     except TypeError:
         fix = "Convert it with int() where that loses nothing."
         refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
+
+
+def index(subject: str, field: str, value: Any) -> int:
+    """Return an int-like value as an int of 64 bits, as columns hold sizes and places, or raise MetadataError.
+
+    Examples:
+        >>> index("ShardedTensor 'w'", "replica_id", 1)
+        1
+    """
+    number = integer(subject, field, value)
     if not -(2**63) <= number < 2**63:
         fix = "No size or place is so large: look where the number comes from."
         refuse(subject, field, number, "an int of 64 bits", fix, error=MetadataError)
@@ -60,7 +70,7 @@ def integer(subject: str, field: str, value: Any) -> int:
 
 
 def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
-    """Return a sequence of int-like values as a tuple of ints, or raise MetadataError.
+    """Return a sequence of int-like values as a tuple of ints of 64 bits, or raise MetadataError.
 
     Examples:
         >>> integers("ShardedTensor 'w'", "local_shape", [4, 2])
@@ -71,7 +81,7 @@ def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
     except TypeError:
         fix = "Pass one int for each axis."
         refuse(subject, field, type(values).__name__, "a tuple of ints", fix, error=MetadataError)
-    return tuple(integer(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
+    return tuple(index(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
 
 
 def flat_range(subject: str, value: Any) -> slice | None:
@@ -86,8 +96,8 @@ def flat_range(subject: str, value: Any) -> slice | None:
     fix = "Pass slice(start, stop) with 0 <= start <= stop."
     if not isinstance(value, slice) or value.step not in (None, 1):
         refuse(subject, "flattened_range", value, "a slice with step 1", fix, error=MetadataError)
-    start = integer(subject, "flattened_range.start", value.start)
-    stop = integer(subject, "flattened_range.stop", value.stop)
+    start = index(subject, "flattened_range.start", value.start)
+    stop = index(subject, "flattened_range.stop", value.stop)
     if not 0 <= start <= stop:
         refuse(subject, "flattened_range", value, "0 <= start <= stop", fix, error=MetadataError)
     return slice(start, stop)

@@ -320,6 +320,8 @@ LAZY_BYTES = 4 * 1024 * 1024
 """The most that is read at once of a lazy tensor: each read is planned, and opens its file, which takes about as long
 as reading a MiB."""
 
+_BLOCK_ROWS = 128  # of FP8 by blocks: a part that ends inside of one takes twice the work
+
 
 def tensor_buffers(tensor: torch.Tensor | LazyTensor) -> Iterator[Buffer]:
     r"""Yield the bytes of a tensor, in row-major order.
@@ -350,7 +352,9 @@ def _parts(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor | LazyTen
     if tensor.nbytes <= most or not tensor.ndim:
         yield tensor
         return
-    rows = 1 << max(1, most * tensor.shape[0] // tensor.nbytes).bit_length() - 1  # so that blocks stay whole
+    rows = max(1, most * tensor.shape[0] // tensor.nbytes)
+    if isinstance(tensor, LazyTensor) and rows > _BLOCK_ROWS:
+        rows -= rows % _BLOCK_ROWS
     for start in range(0, tensor.shape[0], rows):
         stop = min(start + rows, tensor.shape[0])
         # A single row may still be too large: without its first axis it is split along the next one.

@@ -79,11 +79,12 @@ class LocalStorage:
                 groups = adjacent(
                     parts_in_file(parts, length, self.where(name)), most_bytes=BATCH_BYTES, most_buffers=MOST_BUFFERS
                 )
-                begun = 0
+                begun = end = 0
                 for byte, buffers in groups:
+                    begun = begun if byte == end else byte  # what lies between may be another process's
                     end = write_at(descriptor, byte, buffers)
                     if durable:
-                        begun = begin_writeback(descriptor, min(begun, byte), end)
+                        begun = begin_writeback(descriptor, begun, end)
                 if durable:
                     os.fsync(descriptor)
             finally:

@@ -6,6 +6,7 @@ Reads are calls that fail where another program cuts a file short, never a mappi
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 import sys
@@ -187,8 +188,9 @@ def write_at(descriptor: int, byte: int, buffers: list[Buffer]) -> int:
 
 _LEAST_BYTES = 4 * 1024 * 1024
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the length stays that of what was written, so that a file cut short shows
-_WRITEBACK_BYTES = 8 * 1024 * 1024
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: without waiting, and without taking an error that the fsync has to report
+_WRITEBACK_BYTES = 16 * 1024 * 1024
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, without waiting for the end, and without taking what the fsync has to report
+_LOST = {errno.EIO, errno.ENOSPC, errno.EDQUOT}  # others mean that it can't be asked for
 
 
 def reserve(descriptor: int, length: int) -> int:
@@ -206,18 +208,22 @@ def begin_writeback(descriptor: int, begin: int, end: int) -> int:
     """Have the disk begin with bytes of a file, once they are many, and return where the next ones begin.
 
     While it writes them the next are made, and the fsync at the end waits for the last ones only.
+
+    Raises:
+        OSError: the disk is full or failed, which the fsync needn't say again.
     """
     call = _system_call("sync_file_range", ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if end - begin < _WRITEBACK_BYTES or call is None:
         return begin
-    call(descriptor, begin, end - begin, _WRITE)
+    if call(descriptor, begin, end - begin, _WRITE) and (code := ctypes.get_errno()) in _LOST:
+        raise OSError(code, os.strerror(code))
     return end
 
 
 @cache
 def _system_call(name: str, *types: Any) -> Callable[..., int] | None:
     """Return a system call for a descriptor and numbers; None where there is none."""
-    call = getattr(ctypes.CDLL(None), name, None)
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if call is not None:
         call.argtypes = (ctypes.c_int, *types)
     return call

@@ -110,8 +110,7 @@ def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
     """Return the union of ranks' common trees, and where they conflict.
 
     Dicts are united by key, at any depth. Whatever else several ranks have at one path must be the same bits. So must
-    lists: a position doesn't say whose value stands there. Holes agree with anything, and empty containers with what
-    holds no values.
+    lists: a position doesn't say whose value stands there. Holes and empty containers agree with anything.
 
     Args:
         trees: by rank, with or without holes.
@@ -130,8 +129,6 @@ def unite(trees: Mapping[int, Tree]) -> tuple[Tree, Conflicts]:
 def _unite(trees: Mapping[int, Tree], path: TreePath, conflicts: Conflicts) -> Tree:
     dicts = {rank: tree for rank, tree in trees.items() if _is_mapping(tree)}
     owners = {rank: tree for rank, tree in trees.items() if not is_hollow(tree)}
-    if owners:  # beside values an empty list is one; elsewhere it may be a list of shards, none of which is here
-        owners = {rank: tree for rank, tree in trees.items() if rank in owners or entries(tree) == {}}
     if dicts and owners.keys() <= dicts.keys():
         keys = dict.fromkeys(key for tree in dicts.values() for key in tree)
         parts = {key: {rank: tree[key] for rank, tree in dicts.items() if key in tree} for key in keys}

@@ -187,7 +187,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "mesh: ranks don't fit": lambda: MESH.on_ranks([0, 1, 2]),
     "mesh: a negative rank": lambda: MESH.on_ranks([-1, 1, 2, 3]),
     "mesh: not a rank": lambda: MESH.on_ranks([0, 1.5, 2, 3]),  # type: ignore[list-item]
-    "mesh: beyond 64 bits": lambda: MESH.on_ranks([0, 2**63, 2, 3]),
     "mesh: no number": lambda: MESH.coordinates(None),  # type: ignore[arg-type]
     "mesh: no such axis": lambda: MESH.rank_at(dp=1, tp=1, pp=0),
     "mesh: an axis too few": lambda: MESH.rank_at(dp=1),
@@ -205,6 +204,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "spec: unknown": lambda: check_spec("w", KIND, MESH, PartitionSpec("pp", at={"dp": 2, "ep": 0})),
     "spec: a negative place": lambda: check_spec("w", KIND, MESH, PartitionSpec(at={"dp": -1})),
     "part: unknown": lambda: mesh_shard((4, 6), MESH, PartitionSpec("pp"), 0),
+    "part: beyond 64 bits": lambda: mesh_shard((4, 2**63), MESH, ROWS, 0),
+    "leaf: a place beyond 64 bits": lambda: ShardedObject("rng", 0, (2**64,), (0,)),
+    "leaf: a replica beyond 64 bits": lambda: ShardedObject("rng", 0, (1,), (0,), replica_id=-(2**64)),
     "part: not a shape": lambda: mesh_shard((4, "6"), MESH, ROWS, 0),  # type: ignore[arg-type]
     "specs: not a default": lambda: specs_by_pattern({}, default="tp"),  # type: ignore[arg-type]
     "specs: not specs": lambda: specs_by_pattern({"**": "tp"}),  # type: ignore[dict-item]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from shardtree.errors import StorageError
 from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage, _local_files
 
 CUTS = some.lists(some.integers(0, 3000), max_size=5)
@@ -67,32 +70,56 @@ def test_a_file_that_is_being_written_is_as_long_as_what_came(tmp_path: Path) ->
     assert all(length <= (number + 1) * 1024 * 1024 for number, length in enumerate(lengths))
 
 
-@pytest.mark.parametrize("by_parts", [False, True])
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Ranges that the disk was asked to begin with, and how long the file was, by a system that refuses each."""
+    asked = list[tuple[int, int, int]]()
+
+    def refuse(name: str, descriptor: int, begin: int, length: int, *how: int) -> int:
+        if name == "sync_file_range" and how == (2,):
+            asked.append((begin, length, os.fstat(descriptor).st_size))
+        return -1
+
+    monkeypatch.setattr(_local_files, "_WRITEBACK_BYTES", 8 * MIB)
+    monkeypatch.setattr(_local_files, "_system_call", lambda name, *_: partial(refuse, name))
+    return asked
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("places", "ranges"),
+    [
+        (None, [(0, 8), (8, 8)]),
+        ([*range(20)], [(0, 8), (8, 8)]),
+        ([*range(2, 20), 0, 1], [(2, 8), (10, 8)]),
+        ([*range(9), *range(11, 20)], [(0, 8), (11, 8)]),
+        ([*range(0, 20, 2), *range(1, 20, 2)], []),
+    ],
+)
 def test_the_disk_begins_before_a_durable_file_ends(
-    tmp_path: Path, by_parts: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[tuple[int, int, int]], places: list[int] | None, ranges: list[tuple[int, int]]
 ) -> None:
-    """Each range is named once, after it was written; a system that refuses changes nothing."""
-    asked = list[tuple[str, Any]]()
-
-    def system_call(name: str, *_: Any) -> Callable[..., int]:
-        return lambda descriptor, *rest: asked.append((name, (*rest, os.fstat(descriptor).st_size))) or -1
-
-    monkeypatch.setattr(_local_files, "_system_call", system_call)
-    mib, data = 1024 * 1024, os.urandom(1024 * 1024)
+    data, storage = os.urandom(MIB), LocalStorage(str(tmp_path))
     for durable in (False, True):
-        asked.clear()
-        storage = LocalStorage(str(tmp_path / str(durable)))
-        storage.make_folder()
-        if by_parts:
-            # Not in order: the last two lie before the others.
-            parts = [(place * mib, data) for place in (*range(2, 20), 0, 1)]
-            storage.write_parts("f", 20 * mib, parts, durable=durable)
-        else:
+        if places is None:
             storage.write("f", [data] * 20, durable=durable)
-        assert storage.read("f") == data * 20
-        ranges = [(begin, length) for name, (begin, length, how, _) in asked if how == 2 and name == "sync_file_range"]
-        assert ranges == ([(0, 8 * mib), (8 * mib, 8 * mib)] if durable else [])
-        assert all(begin + length <= size for _, (begin, length, _, size) in asked)
+        else:
+            storage.write_parts("f", 20 * MIB, [(place * MIB, data) for place in places], durable=durable)
+        assert [(begin // MIB, length // MIB) for begin, length, _ in asked] == (ranges if durable else [])
+    assert all(begin + length <= size for begin, length, size in asked)
+    assert storage.read("f")[MIB * 3 : MIB * 4] == data
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fails_when_it_begins_is_an_error(
+    tmp_path: Path, asked: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(_local_files.ctypes, "get_errno", lambda: code)
+    with pytest.raises(StorageError, match=os.strerror(code)):
+        LocalStorage(str(tmp_path)).write("f", [bytes(MIB)] * 20, durable=True)
+    assert len(asked) == 1
 
 
 def test_no_room_is_kept_by_a_write_that_fails(tmp_path: Path) -> None:
