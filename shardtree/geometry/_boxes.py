@@ -55,11 +55,11 @@ def integer(subject: str, field: str, value: Any) -> int:
         refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
 
 
-def index(subject: str, field: str, value: Any) -> int:
+def integer64(subject: str, field: str, value: Any) -> int:
     """Return an int-like value as an int of 64 bits, as columns hold sizes and places, or raise MetadataError.
 
     Examples:
-        >>> index("ShardedTensor 'w'", "replica_id", 1)
+        >>> integer64("ShardedTensor 'w'", "replica_id", 1)
         1
     """
     number = integer(subject, field, value)
@@ -81,7 +81,7 @@ def integers(subject: str, field: str, values: Any) -> tuple[int, ...]:
     except TypeError:
         fix = "Pass one int for each axis."
         refuse(subject, field, type(values).__name__, "a tuple of ints", fix, error=MetadataError)
-    return tuple(index(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
+    return tuple(integer64(subject, f"{field}[{axis}]", item) for axis, item in enumerate(items))
 
 
 def flat_range(subject: str, value: Any) -> slice | None:
@@ -96,8 +96,8 @@ def flat_range(subject: str, value: Any) -> slice | None:
     fix = "Pass slice(start, stop) with 0 <= start <= stop."
     if not isinstance(value, slice) or value.step not in (None, 1):
         refuse(subject, "flattened_range", value, "a slice with step 1", fix, error=MetadataError)
-    start = index(subject, "flattened_range.start", value.start)
-    stop = index(subject, "flattened_range.stop", value.stop)
+    start = integer64(subject, "flattened_range.start", value.start)
+    stop = integer64(subject, "flattened_range.stop", value.stop)
     if not 0 <= start <= stop:
         refuse(subject, "flattened_range", value, "0 <= start <= stop", fix, error=MetadataError)
     return slice(start, stop)

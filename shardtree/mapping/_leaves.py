@@ -12,7 +12,7 @@ import torch
 
 from .._deferred import notebook_html
 from ..errors import MetadataError
-from ..geometry import flat_range, index, integers, refuse
+from ..geometry import flat_range, integer64, integers, refuse
 
 # Type aliases, as in Megatron-Core.
 
@@ -55,7 +55,7 @@ def replica(subject: str, field: str, value: Any) -> ReplicaId:
     # Bools are accepted as numbers: replica ids are often the result of comparing ranks.
     many = isinstance(value, Iterable) and not hasattr(value, "__index__")  # a tensor of one number is iterable too
     ids = [int(item) if isinstance(item, bool) else item for item in (value if many else (value,))]
-    return integers(subject, field, ids) if many else index(subject, field, ids[0])
+    return integers(subject, field, ids) if many else integer64(subject, field, ids[0])
 
 
 # The base class.

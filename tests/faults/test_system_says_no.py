@@ -150,6 +150,13 @@ def test_every_refused_call_is_an_error_and_the_old_checkpoint_stays(name: str, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("strace")
+def test_a_disk_that_fails_as_it_begins_with_a_large_file_is_an_error(saver: Saver, tmp_path: Path) -> None:
+    seen = check_refusals(saver, Job(overwrite=True, columns=2_500_000), tmp_path, 4, ["sync_file_range"])
+    assert seen["error"] and not seen["did without"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("strace")
 def test_the_law_catches_a_refused_write_that_is_taken_for_one(saver: Saver, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"\d of 10"):
         check_refusals(saver, Job(overwrite=True, storage="deaf"), tmp_path, 10, WRITES.split(","))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -15,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from shardtree.errors import StorageError
 from shardtree.storage import LocalStorage, MemoryStorage, SizedBuffers, Storage, _local_files
 
+MIB = 1024 * 1024
 CUTS = some.lists(some.integers(0, 3000), max_size=5)
 
 
@@ -85,9 +84,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return asked
 
 
-MIB = 1024 * 1024
-
-
 @pytest.mark.parametrize(
     ("places", "ranges"),
     [
@@ -110,16 +106,6 @@ def test_the_disk_begins_before_a_durable_file_ends(
         assert [(begin // MIB, length // MIB) for begin, length, _ in asked] == (ranges if durable else [])
     assert all(begin + length <= size for begin, length, size in asked)
     assert storage.read("f")[MIB * 3 : MIB * 4] == data
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_fails_when_it_begins_is_an_error(
-    tmp_path: Path, asked: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    monkeypatch.setattr(_local_files.ctypes, "get_errno", lambda: code)
-    with pytest.raises(StorageError, match=os.strerror(code)):
-        LocalStorage(str(tmp_path)).write("f", [bytes(MIB)] * 20, durable=True)
-    assert len(asked) == 1
 
 
 def test_no_room_is_kept_by_a_write_that_fails(tmp_path: Path) -> None:

@@ -136,3 +136,11 @@ def test_a_lazy_tensor_is_read_part_by_part(limit: int, monkeypatch: pytest.Monk
     assert b"".join(tensor_buffers(lazy)) == bits(tensor)
     assert b"".join(tensor_buffers(lazy.transpose(0, 1)[1:4])) == bits(tensor.T[1:4])
     assert max(part.nbytes for part in tensor_buffers(lazy)) <= max(limit, 24)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(100, [100, 100, 100]), (200, [128, 128, 44]), (299, [256, 44])])
+def test_parts_of_a_lazy_tensor_end_between_blocks(
+    rows: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAZY_BYTES", 4 * rows)
+    assert [part.nbytes // 4 for part in tensor_buffers(stored(torch.ones(300, 1)))] == sizes
