@@ -12,6 +12,7 @@ from ._checks import (
     refuse_hidden,
     refuse_too_deep,
     refuse_without_elements,
+    refuse_wrappers,
 )
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
 from ._difference import Difference, diff, value_at

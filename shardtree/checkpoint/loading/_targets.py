@@ -276,6 +276,7 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
         types = trees.namedtuple_types(tree)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
     trees.refuse_hidden("load", others)
+    trees.refuse_wrappers("load", pairs)
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])

@@ -46,6 +46,7 @@ from ...trees import (
     refuse_hidden,
     refuse_too_deep,
     refuse_without_elements,
+    refuse_wrappers,
     unite,
     united,
 )
@@ -93,6 +94,7 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     # Tree maps don't enter these values, so a shard inside one would be missed.
     refuse_hidden("save", rest)
     refuse_without_elements("save", rest)
+    refuse_wrappers("save", leaves)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     # The quick test first: with thousands of small tensors, a close look at each would be most of the step's time.
     _check_data([pair for pair in tensors if not _is_as_described(pair[1])])
