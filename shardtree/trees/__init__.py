@@ -68,6 +68,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
+from ._wrappers import factory_of, has_factories, unwrap
 
 register_nodes()
 
@@ -100,5 +101,6 @@ __all__ = [
     "restrict",
     "select",
     "unbox",
+    "unwrap",
     "without_data",
 ]

@@ -28,7 +28,6 @@ from ...mapping import (
     ShardedBase,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
     has_elements,
     lacks_memory,
 )
@@ -39,6 +38,7 @@ from ...trees import (
     check_is_tree,
     common_with_holes,
     deepest,
+    has_factories,
     is_hollow,
     leaves_with_paths,
     misfits,
@@ -49,6 +49,7 @@ from ...trees import (
     refuse_wrappers,
     unite,
     united,
+    unwrap,
 )
 from ...world import agree, gather
 from .._consistency import check_common
@@ -87,8 +88,8 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     with refuse_too_deep("save"):
         tree = with_content_metadata(tree, content_metadata)
         leaves = leaves_with_paths(tree)
-        if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in leaves}):
-            tree = apply_factories(tree)
+        if has_factories(leaves):
+            tree = apply_factories(unwrap(tree))
             leaves = leaves_with_paths(tree)
     rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
     # Tree maps don't enter these values, so a shard inside one would be missed.
