@@ -40,6 +40,7 @@ def _has(what: str) -> bool:
         # It hands all of a stored tensor's properties to torch.empty, which doesn't know those of torch 2.15.
         "Megatron-Core for this torch": lambda: not hasattr(dcp.metadata.TensorProperties(), "strides"),
         "Megatron-Core with experts in two weights": lambda: INSTALLED <= (0, 16),
+        "the package torchao": lambda: find_spec("torchao") is not None,
         "the package zarr": lambda: find_spec("zarr") is not None,
     }
     return bool(found[what]())
@@ -49,6 +50,7 @@ _MODULES = {
     "tests/benchmarks/test_every_benchmark.py": "DefaultStager",
     "tests/codec/test_values.py": "float4_e2m1fn_x2",
     "tests/interop/test_dtensor.py": "ShardOrderEntry",
+    "tests/peers/test_torchao.py": "the package torchao",
     "tests/strategies/test_dcp_read.py": "dcp.save(no_dist=…)",
     "tests/test_first_edition.py": "float8_e8m0fnu",
     "tests/test_golden.py": "float8_e8m0fnu",

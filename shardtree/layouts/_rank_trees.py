@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import TreeError, error_text
 from ..mapping import ShardedTensor
-from ..trees import apply_factories, leaves_with_paths, refuse_hidden
+from ..trees import apply_factories, leaves_with_paths, refuse_hidden, unwrap
 from ._columns import ShardColumns, shard_columns
 from ._integrity import join_columns
 
@@ -79,6 +79,6 @@ def tensor_shards(tree: Any) -> list[ShardedTensor]:
         >>> tensor_shards({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2)), "step": 3})[0].key
         'w'
     """
-    pairs = leaves_with_paths(apply_factories(tree))
+    pairs = leaves_with_paths(apply_factories(unwrap(tree)))
     refuse_hidden("layout", pairs)
     return [leaf for _, leaf in pairs if isinstance(leaf, ShardedTensor)]

@@ -20,6 +20,7 @@ from ._leaves import (
     given_tensor,
     has_elements,
     is_main_replica,
+    is_wrapper,
     lacks_memory,
 )
 from ._many import box_of, whole_tensors, with_data, with_keys

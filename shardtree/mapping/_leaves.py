@@ -183,6 +183,25 @@ def lacks_memory(data: Any) -> bool:
     return is_plain and not data.untyped_storage().nbytes() and data.numel() > 0
 
 
+def is_wrapper(data: Any) -> bool:
+    """Return whether data is a wrapper subclass: a tensor whose elements follow from other tensors that it holds.
+
+    Its own memory says nothing, so that it can't be read, filled or cut as memory. DTensors, and the quantised tensors
+    of torchao and quanto, are such; tensors without elements (meta, fake) count as what they stand for.
+
+    Examples:
+        >>> is_wrapper(torch.zeros(2)), is_wrapper(None)
+        (False, False)
+    """
+    if type(data) in (torch.Tensor, torch.nn.Parameter) or not isinstance(data, torch.Tensor) or not has_elements(data):
+        return False
+    if data.layout is not torch.strided:
+        return False
+    # Subclasses may answer for `data_ptr` themselves. No real memory begins at address 0, where these count from.
+    with torch._C.DisableTorchFunctionSubclass():
+        return data.numel() > 0 and data.data_ptr() == data.storage_offset() * data.itemsize
+
+
 # ShardedObject: one cell of a global array of Python objects.
 
 # Greedy, so that a key may itself contain "/shard_": the last one counts.

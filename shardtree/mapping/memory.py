@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import ShapeError, error_text
-from ._leaves import INTEGERS, lacks_memory
+from ._leaves import INTEGERS, is_wrapper, lacks_memory
 from ._tensor import ShardedTensor
 
 # One tensor: whether it still fits its leaf, and may be written.
@@ -50,7 +50,7 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
         tensor: its data.
 
     Raises:
-        ShapeError: the tensor isn't dense, or elements of it share memory.
+        ShapeError: the tensor isn't dense, its memory isn't its value, or elements of it share memory.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(4))
@@ -63,6 +63,10 @@ def check_writable(doing: str, shard: ShardedTensor, tensor: torch.Tensor) -> No
     if tensor.layout is not torch.strided:
         fix = "Donate a dense tensor, as .to_dense() gives, or don't donate this one."
         raise ShapeError(error_text(f"{doing}: the donated tensor of {shard.key!r} is {tensor.layout}", fix=fix))
+    if is_wrapper(tensor):
+        fix = "Donate its inner tensors, or don't donate this one."
+        what = f"{doing}: the donated tensor of {shard.key!r} is a wrapper subclass, whose memory isn't its value"
+        raise ShapeError(error_text(what, found=type(tensor).__name__, fix=fix))
     if _may_overlap(tensor):
         fix = "Donate tensors with memory of their own; expand() and unfold() make views that have none."
         raise ShapeError(error_text(f"{doing}: elements of the donated tensor of {shard.key!r} share memory", fix=fix))

@@ -14,7 +14,7 @@ import torch
 from .._ambient import shielded
 from ..errors import CheckpointingException, IntegrityError, TreeError, TreePath, error_text, render_path
 from ..layouts import RankTrees, ShardColumns, common_problems, tree_columns, trees_by_rank
-from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor
+from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
 from ..mapping.memory import check_unchanged
 from ..objects import ObjectRule, own_copy, reshard_objects
 from ..trees import (
@@ -25,6 +25,7 @@ from ..trees import (
     check_is_tree,
     common_with_holes,
     comparable,
+    factory_of,
     flatten_with_paths,
     is_plain_tensor,
     join,
@@ -36,6 +37,7 @@ from ..trees import (
     refuse_too_deep,
     refuse_without_elements,
     unfilled,
+    unwrap,
     with_data,
 )
 from ._copies import copy_transfers
@@ -108,7 +110,7 @@ def take_source(tree: Any, doing: str = "reshard") -> SourceTree:
     """
     check_is_tree(doing, tree)
     with refuse_too_deep(doing):
-        tree = apply_factories(tree)
+        tree = apply_factories(unwrap(tree))
         pairs = leaves_with_paths(tree)
     refuse_hidden(doing, pairs)
     shards = [(path, leaf) for path, leaf in pairs if isinstance(leaf, ShardedTensor)]
@@ -173,7 +175,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
     """
     check_is_tree(doing, tree)
     with refuse_too_deep(doing):
-        factories = {path for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)}
+        factories = {path for path, leaf in leaves_with_paths(tree) if factory_of(leaf) is not None}
         merge_one = merge_into_held(doing, tree) if donate and factories else merge_anew
         tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree))
         pairs, rebuild = flatten_with_paths(tree)
@@ -185,9 +187,9 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
 
 def _keep_factory(merge_one: MergeOne, leaf: Any) -> Any:
     """Return a factory that merges to itself with the merged tensor as its data; another leaf as it is."""
-    if not isinstance(leaf, ShardedTensorFactory):
+    if (factory := factory_of(leaf)) is None:
         return leaf
-    return replace(leaf, merge_fn=lambda data: replace(leaf, data=merge_one(leaf, data)))
+    return replace(factory, merge_fn=lambda data: replace(leaf, data=merge_one(factory, data)))
 
 
 def complete(

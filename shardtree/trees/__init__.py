@@ -12,6 +12,7 @@ from ._checks import (
     refuse_hidden,
     refuse_too_deep,
     refuse_without_elements,
+    refuse_wrappers,
 )
 from ._common import United, common_with_holes, comparable, restrict, unite, united, values_only, without_holes
 from ._difference import Difference, diff, value_at
@@ -67,6 +68,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
+from ._wrappers import factory_of, has_factories, unwrap
 
 register_nodes()
 
@@ -99,5 +101,6 @@ __all__ = [
     "restrict",
     "select",
     "unbox",
+    "unwrap",
     "without_data",
 ]

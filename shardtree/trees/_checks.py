@@ -16,7 +16,14 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..lazy import LazyTensor
-from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, lacks_memory
+from ..mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_wrapper,
+    lacks_memory,
+)
 from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
 
@@ -91,11 +98,12 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         TreeError: names all leaves that are another library's parts of tensors (DTensors, Megatron-Core's leaves) or
             have a state_dict, and says what to give instead.
         UnsupportedValue: names all values in which shards, such parts or local objects lie, and all instances of
-            dataclasses and attrs classes that hold tensors.
+            dataclasses and attrs classes that hold tensors; or all shards whose data is a wrapper subclass.
 
     Examples:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
     """
+    refuse_wrappers(doing, leaves)
     others = [(path, leaf) for path, leaf in leaves if type(leaf) not in _PLAIN and type(leaf) is not ShardedTensor]
     forms = {path: form for path, leaf in others if (form := _other_form(leaf))}
     if forms:
@@ -108,6 +116,30 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         fix += f" {_REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))
+
+
+def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
+    """Raise where the data of a shard is a wrapper subclass: its memory isn't its value.
+
+    Raises:
+        UnsupportedValue: names all of them with their classes.
+
+    Examples:
+        >>> refuse_wrappers("save", [(("w",), ShardedTensor.from_rank_offsets("w", torch.zeros(2)))])
+    """
+    wrappers = [
+        (path, leaf)
+        for path, leaf in leaves
+        if type(leaf) is ShardedTensor and type(leaf.data) not in _PLAIN and is_wrapper(leaf.data)
+    ]
+    if wrappers:
+        names = [f"{leaf.key!r} at {render_path(path)}: {type(leaf.data).__name__}" for path, leaf in wrappers]
+        fix = "Give their inner tensors (`__tensor_flatten__` names them) as shards of their own, or their values as"
+        fix += " plain tensors (torchao's `dequantize()`)."
+        if any(_is_dtensor(leaf.data) for _, leaf in wrappers):
+            fix += " Of DTensors, `from_dtensors` of shardtree.interop.dtensor makes shards."
+        what = f"{doing}: tensors of wrapper subclasses, whose memory isn't their value"
+        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
 
 
 def _other_form(leaf: Any) -> str:

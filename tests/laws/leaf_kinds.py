@@ -124,6 +124,28 @@ class Marked(torch.Tensor):
     """A subclass of Tensor."""
 
 
+class Wrapper(torch.Tensor):
+    """A wrapper subclass, as torchao and quanto make them: its elements are twice those of the tensor that it holds."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Wrapper(args[0].inner)
+        args = [each.inner * 2 if isinstance(each, Wrapper) else each for each in args]
+        return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Wrapper, (self.inner,)
+
+
 class Mode(Enum):
     """An enum."""
 
@@ -207,6 +229,8 @@ list that they derive from."""
 
 REFUSED: dict[str, Make] = SUBCLASSES | {
     "DTensor": lambda key, tensor: dtensor(tensor),
+    "shard of a wrapper subclass": lambda key, tensor: st.ShardedTensor.from_rank_offsets(key, Wrapper(tensor)),
+    "shard of a DTensor": lambda key, tensor: st.ShardedTensor.from_rank_offsets(key, dtensor(tensor)),
     "Megatron's tensor": lambda key, tensor: megatron_tensor(tensor),
     "Megatron's object": lambda key, tensor: megatron("ShardedObject")(
         key=key, data=[tensor], global_shape=(1,), global_offset=(0,)
@@ -238,6 +262,7 @@ PICKLED: dict[str, Make] = {
     "list subclass": lambda key, tensor: Row([tensor]),
     "mapping": lambda key, tensor: UserDict(w=tensor),
     "tensor subclass": lambda key, tensor: tensor.as_subclass(Marked),
+    "wrapper subclass": lambda key, tensor: Wrapper(tensor),
 }
 """Kinds that are refused, but for `allow_pickle=True`, with which they come back as what they were."""
 
@@ -248,6 +273,8 @@ def values_in(value: Any) -> Any:
     """Return what a leaf holds, as values that can be compared: tensors as numbers, containers by their kind."""
     if isinstance(value, (st.ShardedTensor, st.ShardedTensorFactory, st.ShardedObject, UserDict)):
         return values_in(value.data)
+    if isinstance(value, Wrapper):
+        return Wrapper, value.inner.tolist()
     if isinstance(value, (torch.Tensor, np.ndarray)):
         kind = type(value) if isinstance(value, (Marked, np.ndarray)) else torch.Tensor
         return kind, str(value.dtype), value.tolist()

@@ -31,6 +31,9 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
     Args:
         target: a rank's, taken apart.
         kinds: what is stored of the tensors that it may ask for, by key.
+
+    Raises:
+        UnsupportedValue: such a tensor is a wrapper subclass, whose memory can't be filled.
     """
     tensors = {number for number in target.plain if isinstance(target.leaves[number], torch.Tensor)}
     keys = {number: key for number in tensors if (key := path_key(target.plain[number])) in kinds}
@@ -42,6 +45,7 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
         if tensor.shape != shape and tensor.numel() == 1 == prod(shape):
             shapes[number], tensor = tensor.shape, tensor.detach().reshape(shape)
         leaves[number] = ShardedTensor.from_rank_offsets(key, tensor)
+    trees.refuse_wrappers("load", [(target.plain[number], leaves[number]) for number in keys])
     return replace(
         target,
         leaves=tuple(leaves),

@@ -269,13 +269,14 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
     with trees.refuse_too_deep("load"):
         merge: Callable[[Any], Any] = _as_it_is
         pairs, rebuild = trees.flatten_with_paths(tree)
-        if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
+        if trees.has_factories(pairs):
             merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
-            tree, merge = trees.build_factories(tree, merge_one)
+            tree, merge = trees.build_factories(trees.unwrap(tree), merge_one)
             pairs, rebuild = trees.flatten_with_paths(tree)
         types = trees.namedtuple_types(tree)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
     trees.refuse_hidden("load", others)
+    trees.refuse_wrappers("load", pairs)
     leaves = tuple([leaf for _, leaf in pairs])
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)])
     objects = tuple([leaf for _, leaf in others if isinstance(leaf, ShardedObject)])

@@ -28,7 +28,6 @@ from ...mapping import (
     ShardedBase,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
     has_elements,
     lacks_memory,
 )
@@ -39,6 +38,7 @@ from ...trees import (
     check_is_tree,
     common_with_holes,
     deepest,
+    has_factories,
     is_hollow,
     leaves_with_paths,
     misfits,
@@ -46,8 +46,10 @@ from ...trees import (
     refuse_hidden,
     refuse_too_deep,
     refuse_without_elements,
+    refuse_wrappers,
     unite,
     united,
+    unwrap,
 )
 from ...world import agree, gather
 from .._consistency import check_common
@@ -86,13 +88,14 @@ def take_apart(tree: Any, content_metadata: Mapping[str, Any] | None = None) -> 
     with refuse_too_deep("save"):
         tree = with_content_metadata(tree, content_metadata)
         leaves = leaves_with_paths(tree)
-        if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in leaves}):
-            tree = apply_factories(tree)
+        if has_factories(leaves):
+            tree = apply_factories(unwrap(tree))
             leaves = leaves_with_paths(tree)
     rest = [pair for pair in leaves if type(pair[1]) is not ShardedTensor]
     # Tree maps don't enter these values, so a shard inside one would be missed.
     refuse_hidden("save", rest)
     refuse_without_elements("save", rest)
+    refuse_wrappers("save", leaves)
     tensors = tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, ShardedTensor))
     # The quick test first: with thousands of small tensors, a close look at each would be most of the step's time.
     _check_data([pair for pair in tensors if not _is_as_described(pair[1])])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import KeyMismatch, UnsupportedValue, error_text
+from ...mapping import is_wrapper
 from ...trees import holds_tensors
 from ._convert import local_tensor
 
@@ -134,13 +135,14 @@ def overlapping(tensors: Tensors) -> list[str]:
     """Return the keys of plain tensors that share a storage with another one."""
     places: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        if not hasattr(tensor, "placements") and tensor.numel():
+        if not hasattr(tensor, "placements") and tensor.numel() and not is_wrapper(tensor):
             places.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     return [name for names in places.values() if len(names) > 1 for name in names]
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
     """Return what is equal for two parameters that are one tensor: the same object, or the same view of one memory."""
-    if hasattr(tensor, "placements") or tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
+    is_apart = hasattr(tensor, "placements") or tensor.is_meta or is_wrapper(tensor)
+    if is_apart or not tensor.numel() or tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
