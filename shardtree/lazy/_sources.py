@@ -126,8 +126,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in row-major order: a view if its memory holds them so, else a copy.
 
     Args:
-        tensor: a dense tensor of any shape and strides, on any device; not conjugated or negated lazily, and, unless it is
-            contiguous, of a dtype that torch copies, as integers are.
+        tensor: a dense tensor of any shape and strides, on any device; not conjugated or negated lazily. One that isn't
+            contiguous is of a dtype that torch copies, as integers are.
 
     Returns:
         uint8 (bytes,), of stride 1.
