@@ -19,6 +19,7 @@ from ...errors import (
     CheckpointReplaced,
     OutcomeUnknown,
     StrategyError,
+    UnsupportedValue,
     error_text,
 )
 from ...mapping import ShardedObject, ShardedTensor
@@ -58,7 +59,7 @@ from ...strategies import (
 from ...trees import United
 from ...world import step
 from .._consistency import unions_field
-from .._dispatch import Backends, Choice, strategy_of
+from .._dispatch import DEFAULT_BACKEND, Backends, Choice, objects_backend, strategy_of
 from ._replace import check_same, is_live, remove_sibling, swap_folders
 from ._start import RunningSave, beside, end, is_recognized
 
@@ -88,20 +89,9 @@ def save_request(
         strategies: the dispatch table; None for the process's.
         unions: of which dicts of the common tree ranks have keys of their own.
     """
-    tensors, objects = writes
     sharded_backend, common_backend = backends
-    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choices[0], sharded_backend, strategies)
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
-    takes_objects = find_strategy(StrategyAction.LOAD_OBJECTS, *sharded_backend, strategies=strategies) is not None
-    if takes_objects or sharded_backend == common_backend:
-        requests: tuple[Any, ...] = (save_sharded(pending, [*tensors, *objects]),)
-    else:
-        save_objects = strategy_of(StrategyAction.SAVE_SHARDED, None, common_backend, strategies)
-        requests = (save_sharded(pending, tensors), save_objects(pending, objects))
-    for request in requests:
-        if not isinstance(request, AsyncRequest):
-            fix = "Return what is still to do, as `save_with_index` does."
-            raise _misfit("a function that saves", request, "an AsyncRequest", fix)
+    requests = _requests_of_formats(pending, writes, choices[0], backends, strategies)
     fields = {
         "sharded_backend": sharded_backend[0],
         "sharded_backend_version": sharded_backend[1],
@@ -131,6 +121,28 @@ def save_request(
         ),
         state=state,
     )
+
+
+def _requests_of_formats(
+    pending: PendingSave, writes: Writes, choice: Choice, backends: Backends, strategies: Strategies | None
+) -> tuple[AsyncRequest[Any], ...]:
+    """Return the request of the shards' format, and that of the other one where objects go to it."""
+    tensors, objects = writes
+    holder = objects_backend(*backends, strategies)
+    if holder is None and objects:
+        (sharded, common), names = backends, [repr(item.unique_key) for item in objects]
+        what = f"save: {sharded[0]!r} holds tensors alone, and {common[0]!r} can't hold these objects beside it"
+        fix = f"Leave them out of the tree, or name common_strategy={DEFAULT_BACKEND!r}."
+        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
+    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choice, backends[0], strategies)
+    requests = [save_sharded(pending, [*tensors, *(objects if holder == backends[0] else ())])]
+    if holder not in (None, backends[0]):
+        requests.append(strategy_of(StrategyAction.SAVE_SHARDED, None, holder, strategies)(pending, objects))
+    for request in requests:
+        if not isinstance(request, AsyncRequest):
+            fix = "Return what is still to do, as `save_with_index` does."
+            raise _misfit("a function that saves", request, "an AsyncRequest", fix)
+    return tuple(requests)
 
 
 def _write_common(save_common: Callable[[], Fields], unions: United) -> Fields:
