@@ -270,7 +270,7 @@ def _commit(
     results: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
-    all_fields = dict(fields)
+    all_fields, of_requests = dict(fields), dict[str, Any]()
     if looks_first:
         # Fixed names may by now be another save's files, which the index and the common state would overwrite.
         with step("save: look for another checkpoint"):
@@ -280,7 +280,8 @@ def _commit(
         check_no_other = beside(pending.storage, check_no_other)
     for number, request in enumerate(requests):
         with step("save: index"):
-            all_fields |= _checked_fields(request.commit([part[number] for part in results]))
+            of_requests = _united(of_requests, _checked_fields(request.commit([part[number] for part in results])))
+    all_fields |= of_requests
     with step("save: common state"):
         common_beside, running.common = running.common, None  # a commit that is tried again writes it itself
         all_fields |= (common_beside or write_common)()
@@ -297,6 +298,15 @@ def _checked_fields(fields: Any) -> Fields:
     if not isinstance(fields, Mapping):
         raise _misfit("a commit", fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
     return fields
+
+
+def _united(fields: Fields, others: Fields) -> dict[str, Any]:
+    """Return the fields of the shards' format and those of the objects', of which neither may overwrite the other's."""
+    if both := sorted(map(repr, fields.keys() & others.keys())):
+        what = "save: the formats of the shards and of the objects beside them have the same fields of metadata.json"
+        fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
+        raise StrategyError(error_text(what, offenders=both, fix=fix))
+    return {**fields, **others}
 
 
 def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
