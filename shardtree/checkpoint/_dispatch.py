@@ -109,6 +109,16 @@ def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | 
     return common if holds_them and not has(StrategyAction.COMMIT, common) else None
 
 
+def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies | None) -> bool:
+    """Return whether a checkpoint's objects are with its common state, in another format than its shards.
+
+    Examples:
+        >>> are_objects_beside(("huggingface", 1), ("safetensors", 1), None)
+        True
+    """
+    return sharded != common and objects_backend(sharded, common, strategies) == common
+
+
 def strategy_of(
     action: StrategyAction, choice: Choice, default: tuple[str, int], strategies: Strategies | None
 ) -> Strategy:

@@ -36,10 +36,10 @@ from ..world import World, current_world, on_rank_zero, one_process, share, step
 from ._dispatch import (
     Choice,
     alike,
+    are_objects_beside,
     check_options,
     common_backend,
     given_options,
-    objects_backend,
     sharded_backend,
     strategy_of,
 )
@@ -257,11 +257,9 @@ def sharded_metadata(
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies))
-    # A format without a row for objects, such as Hugging Face's, leaves them to the common backend, if that holds any.
     beside = common_backend(checkpoint.fields)
     takes_objects = find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None
-    alone = beside == backend or objects_backend(backend, beside, strategies) is None
-    if takes_objects or (common is None and alone):
+    if takes_objects or (common is None and not are_objects_beside(backend, beside, strategies)):
         return metadata
     fallback = strategy_of(StrategyAction.LOAD_METADATA, common, beside, strategies)
     return {**dict(metadata.items()), **dict(unreplaced(checkpoint, fallback).items())}

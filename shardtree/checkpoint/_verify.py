@@ -28,7 +28,7 @@ from ..strategies import (
     unless_replaced,
 )
 from ..world import one_process
-from ._dispatch import common_backend, given_options, objects_backend, sharded_backend, strategy_of
+from ._dispatch import are_objects_beside, common_backend, given_options, sharded_backend, strategy_of
 from ._open import open_at
 
 logger = logging.getLogger("shardtree")
@@ -100,7 +100,7 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
     if common != sharded and verify_common is not None:
         beside = checkpoint
-        if objects_backend(sharded, common, strategies) == common:
+        if are_objects_beside(sharded, common, strategies):
             # The objects are that format's shards: it checks them as those of a checkpoint that is all its own.
             names = {"sharded_backend": common[0], "sharded_backend_version": common[1]}
             beside = replace(checkpoint, fields={**checkpoint.fields, **names})

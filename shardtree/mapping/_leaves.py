@@ -76,7 +76,8 @@ def refuse_subclass(derived: type) -> NoReturn:
     found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
     expected = "one of shardtree's own leaves"
     fix = "Put what it adds beside the leaf, in the same dict for example, or write functions that take leaves."
-    what = f"{derived.__module__}: a class that derives from a leaf's"
+    # A class that is made in code without a module, by `eval` for example, has no name of one.
+    what = f"{getattr(derived, '__module__', 'no module')}: a class that derives from a leaf's"
     raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
 
 

@@ -8,10 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from operator import ne
 from typing import Any, TypeVar
 
-from ..codec import canonical_json, decode_header, header_length, parse_json
+from ..codec import decode_header, header_length, parse_json
 from ..codec.archives import archive_records
 from ..errors import (
     CheckpointingException,
@@ -22,6 +21,7 @@ from ..errors import (
     error_text,
 )
 from ..storage import Buffer, Storage, StoredFile, can, digest, in_threads, is_folder, read_if_there
+from ._own_hash import encode_metadata, has_misnamed_digest
 from ._traits import METADATA_FILE, Stamp
 from ._values import Checkpoint, Fields
 
@@ -35,17 +35,6 @@ _KINDS = {
     "common_backend": str,
     "common_backend_version": int,
 }
-
-
-def encode_metadata(fields: Mapping[str, Any]) -> bytes:
-    """Return metadata.json's bytes: canonical JSON of the fields, with the hash of its own other bytes.
-
-    Examples:
-        >>> encode_metadata({"sharded_backend": "safetensors"})
-        b'{"digest":"20af11980b75f348","sharded_backend":"safetensors"}'
-    """
-    plain = {name: value for name, value in fields.items() if name != "digest"}
-    return canonical_json({**plain, "digest": digest(canonical_json(plain))})
 
 
 def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -68,20 +57,10 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
         if type(fields.get(name)) is not kind:
             entry = f"{name} = {fields.get(name)!r}"[:200]
             raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=entry, expected=kind.__name__))
-    if (fields.keys() & {"digest", "save_id"} or _has_misnamed_digest(fields)) and encode_metadata(fields) != data:
+    if (fields.keys() & {"digest", "save_id"} or has_misnamed_digest(fields)) and encode_metadata(fields) != data:
         fix = "The file was damaged or edited; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
     return fields
-
-
-def _has_misnamed_digest(fields: Mapping[str, Any]) -> bool:
-    """Return whether a field is the hash of all others, by a name that one character keeps from being `digest`.
-
-    Without this, a bit that flips in that name would leave a file that seems never to have had a hash.
-    """
-    near = [name for name in fields if len(name) == 6 and sum(map(ne, name, "digest")) == 1]
-    others = {name: value for name, value in fields.items() if name not in near}
-    return len(near) == 1 and fields[near[0]] == digest(canonical_json(others))
 
 
 def is_of_others(data: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,11 +18,8 @@ from ...errors import (
     CheckpointingException,
     CheckpointReplaced,
     OutcomeUnknown,
-    StrategyError,
-    UnsupportedValue,
     error_text,
 )
-from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
     Storage,
     can,
@@ -59,12 +56,10 @@ from ...strategies import (
 from ...trees import United
 from ...world import step
 from .._consistency import unions_field
-from .._dispatch import DEFAULT_BACKEND, Backends, Choice, objects_backend, strategy_of
+from .._dispatch import Backends, Choice, strategy_of
+from ._formats import Fields, Writes, checked_fields, requests_of_formats, united_fields
 from ._replace import check_same, is_live, remove_sibling, swap_folders
 from ._start import RunningSave, beside, end, is_recognized
-
-Fields = Mapping[str, Any]
-Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
 
 
 def save_request(
@@ -91,7 +86,7 @@ def save_request(
     """
     sharded_backend, common_backend = backends
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
-    requests = _requests_of_formats(pending, writes, choices[0], backends, strategies)
+    requests = requests_of_formats(pending, writes, choices[0], backends, strategies)
     fields = {
         "sharded_backend": sharded_backend[0],
         "sharded_backend_version": sharded_backend[1],
@@ -123,30 +118,8 @@ def save_request(
     )
 
 
-def _requests_of_formats(
-    pending: PendingSave, writes: Writes, choice: Choice, backends: Backends, strategies: Strategies | None
-) -> tuple[AsyncRequest[Any], ...]:
-    """Return the request of the shards' format, and that of the other one where objects go to it."""
-    tensors, objects = writes
-    holder = objects_backend(*backends, strategies)
-    if holder is None and objects:
-        (sharded, common), names = backends, [repr(item.unique_key) for item in objects]
-        what = f"save: {sharded[0]!r} holds tensors alone, and {common[0]!r} can't hold these objects beside it"
-        fix = f"Leave them out of the tree, or name common_strategy={DEFAULT_BACKEND!r}."
-        raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
-    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choice, backends[0], strategies)
-    requests = [save_sharded(pending, [*tensors, *(objects if holder == backends[0] else ())])]
-    if holder not in (None, backends[0]):
-        requests.append(strategy_of(StrategyAction.SAVE_SHARDED, None, holder, strategies)(pending, objects))
-    for request in requests:
-        if not isinstance(request, AsyncRequest):
-            fix = "Return what is still to do, as `save_with_index` does."
-            raise _misfit("a function that saves", request, "an AsyncRequest", fix)
-    return tuple(requests)
-
-
 def _write_common(save_common: Callable[[], Fields], unions: United) -> Fields:
-    fields = _checked_fields(save_common())
+    fields = checked_fields(save_common())
     # Formats of other programs have no fields of ours: Megatron-Core refuses a metadata.json with any.
     return {**fields, **unions_field(unions)} if "common" in fields else fields
 
@@ -280,7 +253,7 @@ def _commit(
         check_no_other = beside(pending.storage, check_no_other)
     for number, request in enumerate(requests):
         with step("save: index"):
-            of_requests = _united(of_requests, _checked_fields(request.commit([part[number] for part in results])))
+            of_requests = united_fields(of_requests, checked_fields(request.commit([part[number] for part in results])))
     all_fields |= of_requests
     with step("save: common state"):
         common_beside, running.common = running.common, None  # a commit that is tried again writes it itself
@@ -292,26 +265,6 @@ def _commit(
         release(pending.save_id)
         raise
     return all_fields
-
-
-def _checked_fields(fields: Any) -> Fields:
-    if not isinstance(fields, Mapping):
-        raise _misfit("a commit", fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
-    return fields
-
-
-def _united(fields: Fields, others: Fields) -> dict[str, Any]:
-    """Return the fields of the shards' format and those of the objects', of which neither may overwrite the other's."""
-    if both := sorted(map(repr, fields.keys() & others.keys())):
-        what = "save: the formats of the shards and of the objects beside them have the same fields of metadata.json"
-        fix = "Give the shards' format a row for LOAD_OBJECTS, or fields with names of its own."
-        raise StrategyError(error_text(what, offenders=both, fix=fix))
-    return {**fields, **others}
-
-
-def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
-    text = error_text(f"save: not what {what} returns", found=type(value).__name__, expected=expected, fix=fix)
-    return StrategyError(text)
 
 
 def _finish(
