@@ -23,7 +23,9 @@ Options = TypeVar("Options")
 Choice = str | tuple[str, int] | Strategy | None
 """A backend, whose latest version it means; a (backend, version) pair; a function; or None for the default."""
 
-Backends = tuple[tuple[str, int], tuple[str, int]]
+Backend = tuple[str, int]
+"""A format's name and version."""
+Backends = tuple[Backend, Backend]
 """The backends and versions of the shards and of the common state."""
 
 DEFAULT_BACKEND = ("safetensors", 1)
@@ -83,6 +85,38 @@ def backends_of(sharded: Choice, common: Choice, strategies: Strategies | None) 
     # A save as `torch_dist` is expected to hold a common.pt that Megatron-Core reads, not a native file.
     saves_common = find_strategy(StrategyAction.SAVE_COMMON, *sharded_backend, strategies=strategies) is not None
     return sharded_backend, backend_of(common, sharded_backend if saves_common else DEFAULT_BACKEND, strategies)
+
+
+def objects_backend(sharded: Backend, common: Backend, strategies: Strategies | None) -> Backend | None:
+    """Return the backend that a save's objects go to: that of the shards, or of the common state; None if neither.
+
+    A format without a row for loading objects holds tensors alone. Beside it, objects are another format's only
+    shards; that takes one whose files count once metadata.json is there, since the shards' format makes the commit.
+
+    Examples:
+        >>> objects_backend(("huggingface", 1), ("safetensors", 1), None)
+        ('safetensors', 1)
+        >>> objects_backend(("huggingface", 1), ("torch_dist", 1), None) is None
+        True
+    """
+
+    def has(action: StrategyAction, backend: Backend) -> bool:
+        return find_strategy(action, *backend, strategies=strategies) is not None
+
+    if sharded == common or has(StrategyAction.LOAD_OBJECTS, sharded):
+        return sharded
+    holds_them = has(StrategyAction.SAVE_SHARDED, common) and has(StrategyAction.LOAD_OBJECTS, common)
+    return common if holds_them and not has(StrategyAction.COMMIT, common) else None
+
+
+def are_objects_beside(sharded: Backend, common: Backend, strategies: Strategies | None) -> bool:
+    """Return whether a checkpoint's objects are with its common state, in another format than its shards.
+
+    Examples:
+        >>> are_objects_beside(("huggingface", 1), ("safetensors", 1), None)
+        True
+    """
+    return sharded != common and objects_backend(sharded, common, strategies) == common
 
 
 def strategy_of(

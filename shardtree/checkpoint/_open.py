@@ -33,7 +33,16 @@ from ..strategies import (
 )
 from ..trees import without_holes
 from ..world import World, current_world, on_rank_zero, one_process, share, step
-from ._dispatch import Choice, alike, check_options, common_backend, given_options, sharded_backend, strategy_of
+from ._dispatch import (
+    Choice,
+    alike,
+    are_objects_beside,
+    check_options,
+    common_backend,
+    given_options,
+    sharded_backend,
+    strategy_of,
+)
 from ._no_checkpoint import not_a_checkpoint
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
@@ -248,11 +257,11 @@ def sharded_metadata(
     """Return a checkpoint's tensors and objects; the common backend's too, where the sharded one holds no objects."""
     backend = sharded_backend(checkpoint.fields)
     metadata: Metadata = unreplaced(checkpoint, strategy_of(StrategyAction.LOAD_METADATA, sharded, backend, strategies))
-    # A format without a row for objects, such as the zarr of old Megatron-Core, leaves them to the common backend.
-    alone = common is None and common_backend(checkpoint.fields) == backend
-    if alone or find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
+    beside = common_backend(checkpoint.fields)
+    takes_objects = find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None
+    if takes_objects or (common is None and not are_objects_beside(backend, beside, strategies)):
         return metadata
-    fallback = strategy_of(StrategyAction.LOAD_METADATA, common, common_backend(checkpoint.fields), strategies)
+    fallback = strategy_of(StrategyAction.LOAD_METADATA, common, beside, strategies)
     return {**dict(metadata.items()), **dict(unreplaced(checkpoint, fallback).items())}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from .._ambient import shielded
 from ..errors import CorruptCheckpoint, StorageError, error_text, plural
@@ -27,7 +28,7 @@ from ..strategies import (
     unless_replaced,
 )
 from ..world import one_process
-from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
+from ._dispatch import are_objects_beside, common_backend, given_options, sharded_backend, strategy_of
 from ._open import open_at
 
 logger = logging.getLogger("shardtree")
@@ -95,14 +96,19 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
         # Damage, not an error of the call: finding it is what was asked for.
         return (Damage(METADATA_FILE, str(error)),)
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
-    rows = [strategy_of(StrategyAction.VERIFY, None, sharded, strategies)]
+    rows = [partial(strategy_of(StrategyAction.VERIFY, None, sharded, strategies), checkpoint)]
     verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
     if common != sharded and verify_common is not None:
-        rows.append(verify_common)
+        beside = checkpoint
+        if are_objects_beside(sharded, common, strategies):
+            # The objects are that format's shards: it checks them as those of a checkpoint that is all its own.
+            names = {"sharded_backend": common[0], "sharded_backend_version": common[1]}
+            beside = replace(checkpoint, fields={**checkpoint.fields, **names})
+        rows.append(partial(verify_common, beside))
     # A file whose hash is in the manifest was checked whole, whatever its own format can't check of it.
     with unless_replaced(checkpoint):
         by_manifest, whole = manifest_findings(checkpoint)
-        findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row(checkpoint)))
+        findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
     if any(isinstance(one, Damage) for one in findings):
         refuse_replaced(checkpoint)
     return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))

@@ -7,6 +7,7 @@ from contextlib import suppress
 import torch
 
 from ..errors import MetadataError, UnsupportedValue, error_text
+from ..lazy import flat_bytes
 from ..mapping import INTEGERS
 from ..trees import as_integers
 
@@ -160,10 +161,7 @@ def bit_view(tensor: torch.Tensor) -> torch.Tensor:
         >>> bit_view(torch.tensor([1, 256], dtype=torch.int16))
         tensor([1, 0, 0, 1], dtype=torch.uint8)
     """
-    plain = _plain(tensor)
-    # A tensor of one element counts as contiguous with any strides, but view refuses them.
-    flat = plain.as_strided((1,), (1,)) if plain.numel() == 1 else plain.view(-1)
-    return flat.view(torch.uint8)
+    return flat_bytes(_plain(tensor))
 
 
 def byte_buffer(tensor: torch.Tensor) -> memoryview:
@@ -239,9 +237,7 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
         tensor([1, 3, 2, 4], dtype=torch.uint8)
     """
     check_storable(tensor.dtype, "row_major_bits")
-    row_major = as_integers(tensor).contiguous()
-    # as_strided rather than view: a tensor of one element counts as contiguous with any strides.
-    return row_major.as_strided((row_major.numel(),), (1,)).view(torch.uint8)
+    return flat_bytes(as_integers(tensor))
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

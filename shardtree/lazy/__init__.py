@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 from ._make import computed, frozen_values, lazy_map, stored, stored_each
-from ._sources import Box, Fetch, Source, Strided, covering, dense
+from ._sources import Box, Fetch, Source, Strided, covering, dense, flat_bytes
 from ._tensor import LazyTensor, of_source

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ShapeError, UnsupportedValue, error_text
 from ..geometry import slabs, slices
-from ._sources import Fetch, Shape, Source
+from ._sources import Fetch, Shape, Source, flat_bytes
 
 WINDOW_BYTES = 16 * 2**20
 """Memory of one window: its parts of the operands and of the result."""
@@ -173,11 +173,11 @@ def check_elementwise(function: Callable[..., Any], values: Sequence[torch.Tenso
     for axis, count in cuts:
         pieces = list(zip(*(sample.tensor_split(count, axis) for sample in samples), strict=True))
         result = torch.cat([_result(function, piece) for piece in pieces if piece[0].numel()], axis)
-        if not torch.equal(_bits(result), _bits(whole)):
+        if not torch.equal(flat_bytes(result), flat_bytes(whole)):
             raise _not_elementwise(f"cut in {count} along axis {axis}")
     if whole.ndim == 2:
         result = _result(function, [sample.T for sample in samples]).T
-        if not torch.equal(_bits(result), _bits(whole)):
+        if not torch.equal(flat_bytes(result), flat_bytes(whole)):
             raise _not_elementwise("transposed")
 
 
@@ -189,7 +189,7 @@ def elements_tested(values: Sequence[torch.Tensor]) -> int:
         (2, 0)
     """
     samples = [_sample(value) for value in values]
-    rows = [_bits(sample).view(sample.numel(), -1) for sample in samples]
+    rows = [flat_bytes(sample).view(sample.numel(), -1) for sample in samples]
     return samples[0].numel() if any(bool((row != row[:1]).any()) for row in rows) else 0
 
 
@@ -207,10 +207,6 @@ def _result(function: Callable[..., Any], values: Sequence[torch.Tensor]) -> tor
     check_kind(result, tuple(flat[0].shape), None)
     count, shape = values[0].numel(), tuple(values[0].shape)
     return result[:count].view(shape)  # type: ignore[no-any-return]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _not_elementwise(how: str) -> UnsupportedValue:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..geometry import Column, flat_boxes, row_major_strides, rows_of
+from ..lazy import flat_bytes
 from ..plans import (
     CARRIERS,
     Boxes,
@@ -261,7 +262,7 @@ def _own_memory(
         (memory,) = region_views(shape[row : row + 1], select_regions(regions, np.array([row])))
         cast = hop[transfer[row]] == 0 and _is_cast(route.plan, int(transfer[row]))
         if memory.is_contiguous() and memory.device == route.buffers.memory.device and not cast:
-            own[row] = memory.reshape(-1).view(torch.uint8)
+            own[row] = flat_bytes(memory)
     return own
 
 

@@ -22,6 +22,7 @@ from ._leaves import (
     is_main_replica,
     is_wrapper,
     lacks_memory,
+    refuse_subclass,
 )
 from ._many import box_of, whole_tensors, with_data, with_keys
 from ._tensor import SHAPE_FIX, ShardedTensor, check_has_shape, without_shape

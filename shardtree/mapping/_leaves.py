@@ -6,12 +6,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
 from .._deferred import notebook_html
-from ..errors import MetadataError
+from ..errors import MetadataError, UnsupportedValue, error_text
 from ..geometry import flat_range, integer64, integers, refuse
 
 # Type aliases, as in Megatron-Core.
@@ -58,13 +58,35 @@ def replica(subject: str, field: str, value: Any) -> ReplicaId:
     return integers(subject, field, ids) if many else integer64(subject, field, ids[0])
 
 
-# The base class.
+# The base class, and the end of the classes that derive from it.
+
+
+def refuse_subclass(derived: type) -> NoReturn:
+    """Raise for a class that derives from a leaf's class, as Python does for one that derives from bool.
+
+    A leaf is told by its class, and stored by the fields of that class. What a derived class adds would be lost, and a
+    kind of leaf that no function knows would be left out, both without a word.
+
+    Args:
+        derived: the class that is being defined.
+
+    Raises:
+        UnsupportedValue: always.
+    """
+    found = f"class {derived.__qualname__}({', '.join(base.__name__ for base in derived.__bases__)})"
+    expected = "one of shardtree's own leaves"
+    fix = "Put what it adds beside the leaf, in the same dict for example, or write functions that take leaves."
+    # A class that is made in code without a module, by `eval` for example, has no name of one.
+    what = f"{getattr(derived, '__module__', 'no module')}: a class that derives from a leaf's"
+    raise UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
 
 
 class ShardedBase(ABC):
     """Base class of sharded leaves: a key, data, a replica id, comparison and repr.
 
-    Equal means the same kind, equal metadata and the same data object; elements are never compared or printed.
+    Equal means the same kind, equal metadata and the same data object; elements are never compared or printed. There
+    are three: ShardedTensor, ShardedObject and ShardedTensorFactory. Classes outside of shardtree can't derive from
+    them, or from this one.
     """
 
     __slots__ = ()
@@ -72,6 +94,11 @@ class ShardedBase(ABC):
     key: str
     data: Any
     replica_id: ReplicaId
+
+    def __init_subclass__(cls) -> None:
+        # By the module, since a dataclass with slots is defined twice.
+        if cls.__module__.rpartition(".")[0] != __package__:
+            refuse_subclass(cls)
 
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
@@ -302,6 +329,9 @@ class LocalNonpersistentObject:
     """
 
     obj: Any
+
+    def __init_subclass__(cls) -> None:
+        refuse_subclass(cls)
 
     def __eq__(self, other: object) -> bool:
         return self.obj is other.obj if isinstance(other, LocalNonpersistentObject) else NotImplemented

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import ShapeError, error_text
+from ..lazy import flat_bytes
 from ._leaves import INTEGERS, is_wrapper, lacks_memory
 from ._tensor import ShardedTensor
 
@@ -242,7 +243,9 @@ def _identity(shard: ShardedTensor, tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is equal for tensors that are the same elements, for equal boxes of tensors of any key."""
     flat = shard.flattened_range
     box = (shard.global_offset, shard.local_shape, flat and (flat.start, flat.stop))
-    view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    # A step along an axis of one element leads nowhere: views of the same elements may differ in it.
+    steps = tuple(step if size > 1 else 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    view = (tensor.data_ptr(), tensor.shape, steps, tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return tensor.device, *box, *view
 
 
@@ -295,7 +298,7 @@ def fill_once(doing: str, donated: _Donated, results: Sequence[torch.Tensor]) ->
         f"{donated[number][0].key!r} and {donated[group[0]][0].key!r}"
         for group in groups
         for number in group[1:]
-        if not torch.equal(*(results[one].reshape(-1).view(torch.uint8) for one in (number, group[0])))
+        if not torch.equal(*(flat_bytes(results[one]) for one in (number, group[0])))
     ]
     if differ:
         what = f"{doing}: donated tensors share memory, and what came for them differs"

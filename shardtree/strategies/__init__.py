@@ -11,7 +11,6 @@ from ._metadata import (
     check_unchanged,
     check_unreplaced,
     decode_metadata,
-    encode_metadata,
     fetch_checked,
     is_deciding,
     is_of_others,
@@ -23,6 +22,7 @@ from ._metadata import (
     unless_replaced,
     unreplaced,
 )
+from ._own_hash import encode_metadata
 from ._save_folders import (
     OWNER_FILE,
     disown,

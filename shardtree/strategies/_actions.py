@@ -141,7 +141,8 @@ class SaveSharded(Protocol):
     """SAVE_SHARDED: prepare to write this rank's share of the shards, and return the request that writes them.
 
     If the backend has a row for LOAD_OBJECTS too, or the common state goes to it, sharded objects are passed here as
-    well. Else they go to the SAVE_SHARDED row of the common state's backend.
+    well. Else they go to the SAVE_SHARDED row of the common state's backend, if this has one for LOAD_OBJECTS and none
+    for COMMIT, since the shards' backend makes the commit; any other can't hold them, and the save refuses them.
     """
 
     def __call__(
@@ -158,7 +159,8 @@ class RemoveSharded(Protocol):
 class VerifyFiles(Protocol):
     """VERIFY: return what in a checkpoint isn't what was saved, and which bytes have no checksum.
 
-    `checkpoint.options` has the number of threads, and `progress`, which any thread may call.
+    `checkpoint.options` has the number of threads, and `progress`, which any thread may call. The fields name the
+    backend as the shards' too where it holds the objects beside a backend of tensors alone: these are its shards then.
     """
 
     def __call__(self, checkpoint: Checkpoint, /) -> tuple[Finding, ...]: ...

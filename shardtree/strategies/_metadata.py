@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
-from ..codec import canonical_json, decode_header, header_length, parse_json
+from ..codec import decode_header, header_length, parse_json
 from ..codec.archives import archive_records
 from ..errors import (
     CheckpointingException,
@@ -21,6 +21,7 @@ from ..errors import (
     error_text,
 )
 from ..storage import Buffer, Storage, StoredFile, can, digest, in_threads, is_folder, read_if_there
+from ._own_hash import encode_metadata, has_misnamed_digest
 from ._traits import METADATA_FILE, Stamp
 from ._values import Checkpoint, Fields
 
@@ -34,17 +35,6 @@ _KINDS = {
     "common_backend": str,
     "common_backend_version": int,
 }
-
-
-def encode_metadata(fields: Mapping[str, Any]) -> bytes:
-    """Return metadata.json's bytes: canonical JSON of the fields, with the hash of its own other bytes.
-
-    Examples:
-        >>> encode_metadata({"sharded_backend": "safetensors"})
-        b'{"digest":"20af11980b75f348","sharded_backend":"safetensors"}'
-    """
-    plain = {name: value for name, value in fields.items() if name != "digest"}
-    return canonical_json({**plain, "digest": digest(canonical_json(plain))})
 
 
 def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
         if type(fields.get(name)) is not kind:
             entry = f"{name} = {fields.get(name)!r}"[:200]
             raise CorruptCheckpoint(error_text(f"open: {where!r} is not sound", found=entry, expected=kind.__name__))
-    if ("digest" in fields or "save_id" in fields) and encode_metadata(fields) != data:
+    if (fields.keys() & {"digest", "save_id"} or has_misnamed_digest(fields)) and encode_metadata(fields) != data:
         fix = "The file was damaged or edited; load another checkpoint."
         raise CorruptCheckpoint(error_text(f"open: {where!r} isn't what was saved: its hash differs", fix=fix))
     return fields

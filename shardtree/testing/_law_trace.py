@@ -19,7 +19,7 @@ from ..lazy import Box
 from ..mapping import ShardedTensor
 from ..quantised import Form
 from ..traces import Trace, localized, trace
-from ..trees import apply_factories
+from ..trees import apply_factories, as_integers
 from ._bits import assemble, check_equal, check_same, shards_of
 
 
@@ -152,7 +152,7 @@ def check_quantised(
             _check_comes_back(form, key, weight)
             if same_codes:
                 codes, again = (
-                    {name: tensor.contiguous().view(torch.uint8) for name, tensor in each.items()}
+                    {name: as_integers(tensor) for name, tensor in each.items()}
                     for each in (own[key], form.quantise({key: weight}))
                 )
                 check_same(f"recoding {key!r} doesn't come back: of codes and scales", again, codes)

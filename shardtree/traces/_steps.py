@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import shorten
+from ..lazy import flat_bytes
 from ..trees import as_integers
 
 
@@ -43,7 +44,7 @@ def kind_of(like: Any) -> Kind:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, uint8 (bytes,)."""
-    return as_integers(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(as_integers(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import TreePath
+from ..lazy import flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements
 from ._edit import as_integers
 from ._join import Record, deepest, stored_entries
@@ -122,9 +123,7 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    plain = as_integers(tensor).cpu().contiguous()
-    # A tensor of one element is contiguous with any strides, and `view` refuses some of them.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    return flat_bytes(as_integers(tensor).cpu())
 
 
 def _same_array(left: Any, right: Any) -> bool:

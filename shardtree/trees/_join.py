@@ -16,7 +16,7 @@ import optree
 import torch
 
 from ..errors import TreeError, TreePath, error_text, render_path
-from ..mapping import LocalNonpersistentObject
+from ..mapping import LocalNonpersistentObject, refuse_subclass
 from ._nodes import (
     HOLE,
     Tree,
@@ -53,6 +53,9 @@ class Record:
 
     type_name: str
     fields: Mapping[str, Any]
+
+    def __init_subclass__(cls) -> None:
+        refuse_subclass(cls)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Record):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import shardtree as st
+from shardtree.mapping import ShardedBase
 
 
 class Moments(NamedTuple):
@@ -267,6 +268,16 @@ PICKLED: dict[str, Make] = {
 """Kinds that are refused, but for `allow_pickle=True`, with which they come back as what they were."""
 
 KINDS: dict[str, Make] = STORED | REFUSED | PICKLED
+
+FINAL: dict[str, type] = {
+    "ShardedBase": ShardedBase,
+    "ShardedTensor": st.ShardedTensor,
+    "ShardedObject": st.ShardedObject,
+    "ShardedTensorFactory": st.ShardedTensorFactory,
+    "LocalNonpersistentObject": st.LocalNonpersistentObject,
+    "Record": st.trees.Record,
+}
+"""Classes from which none derives: an instance would be stored without what its class adds, or not at all."""
 
 
 def values_in(value: Any) -> Any:

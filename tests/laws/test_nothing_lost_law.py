@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, render_path
+from shardtree.errors import CheckpointingException, UnsupportedValue, render_path
+from shardtree.mapping import ShardedBase
 from shardtree.storage import MemoryStorage
 from shardtree.trees import flatten_with_paths, map_shards, without_data
 from tests.checkpoint.parts import FORMATS
-from tests.laws.leaf_kinds import KINDS, PICKLED, REFUSED, STORED, SUBCLASSES, Unregistered, dtensor, values_in
+from tests.laws.leaf_kinds import FINAL, KINDS, PICKLED, REFUSED, STORED, SUBCLASSES, Unregistered, dtensor, values_in
 from tests.trees.samples import assert_caught, at
 
 Places = list[tuple[tuple[Any, ...], str]]
@@ -133,6 +135,51 @@ def saved(tree: Any) -> MemoryStorage:
     folder = MemoryStorage()
     st.save(tree, folder)
     return folder
+
+
+def derived(base: type) -> type:
+    class Mine(base):  # type: ignore[misc]
+        """A leaf with a method."""
+
+    return Mine
+
+
+DEFINITIONS: dict[str, Callable[[type], Any]] = {
+    "a class": derived,
+    "one with a tensor of its own": lambda base: make_dataclass(
+        "Mine", [("scale", torch.Tensor)], bases=(base,), frozen=True, eq=False
+    ),
+    "one with another base before it": lambda base: type("Mine", (Mixin, base), {"__slots__": ()}),
+}
+
+
+class Mixin:
+    """Something that leaves may be given."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("name", FINAL)
+@pytest.mark.parametrize("define", DEFINITIONS)
+def test_no_class_derives_from_a_leaf_s(name: str, define: str) -> None:
+    """So that no leaf is stored without what its class adds, or left out as of a kind that nothing knows."""
+    with pytest.raises(
+        UnsupportedValue, match=rf"found class \S*Mine\(.*{name}\), expected one of shardtree's own leaves"
+    ):
+        DEFINITIONS[define](FINAL[name])
+
+
+def test_the_law_of_final_classes_catches_one_that_lets_others_derive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ShardedBase, "__init_subclass__")
+    with pytest.raises(pytest.fail.Exception):
+        test_no_class_derives_from_a_leaf_s("ShardedObject", "a class")
+
+
+def test_the_classes_of_leaves_are_no_others() -> None:
+    shards = {kind.__name__ for kind in ShardedBase.__subclasses__() if kind.__module__.startswith("shardtree.")}
+    assert shards | {"ShardedBase", "LocalNonpersistentObject", "Record"} == set(FINAL)
+    made = {type(KINDS[kind]("key", torch.arange(4.0))) for kind in ("shard", "factory", "object")}
+    assert made <= set(FINAL.values())
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {

@@ -260,3 +260,10 @@ def test_what_is_not_recorded_says_what_to_do(refused: Callable[[], Any]) -> Non
 def test_shapes_that_do_not_fit_are_named(misfit: Callable[[], Any]) -> None:
     with pytest.raises(ShapeError, match=r"LazyTensor 'w'.*\n.*\(2, 3\)"):
         misfit()
+
+
+def test_lazy_map_takes_boxes_of_one_element_with_any_stride() -> None:
+    def read_box(offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([-3.0, 0.0, -5.0])[::2][:1]
+
+    assert lazy_map(torch.abs, stored(read_box, (1,), torch.float32, name="w")).read().tolist() == [3.0]

@@ -120,3 +120,11 @@ def test_equal_checksums_are_enough(compared: list[str]) -> None:
     storage = folders.folder_of({f"model_world_size_2_rank_{rank}.pt": data for rank in range(2)})
     assert st.load_plain_tensors(storage)["w"].tolist() == [0, 1, 2, 3]
     assert compared == []
+
+
+def test_copies_of_one_element_may_have_other_strides() -> None:
+    for other, differing in ((0, set()), (1, {"w0"})):
+        storage = MemoryStorage()
+        for rank, view in enumerate((torch.zeros(3)[:1], torch.full((3,), float(other))[::2][:1])):
+            storage.replace(f"model_world_size_2_rank_{rank}.pt", archive({"w0": view}), durable=False)
+        assert refused(storage, 2) == differing

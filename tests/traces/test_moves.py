@@ -6,12 +6,14 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
 from shardtree.traces._differences import same
 from shardtree.traces._moves import Move, Moves, Written, normal, rolled
 from shardtree.traces._problems import coverage
+from shardtree.traces._steps import Constant
 from tests.traces.programs import all_places, places, random_view
 
 seeds = draw.integers(0, 2**32)
@@ -142,3 +144,9 @@ def test_moves_are_the_same_if_their_elements_are(seed: int) -> None:
     single = Moves(normal(Move("s", place, int(array[place]), ())) for place in range(len(array)) if array[place] >= 0)
     assert same(cell, single)
     assert same(single, cell)
+
+
+def test_constants_of_one_element_are_equal_with_any_stride() -> None:
+    one, other = torch.tensor([2.0]), torch.tensor([2.0, 3.0, 4.0])[::2][:1]
+    assert Constant(one) == Constant(other)
+    assert Constant(one) != Constant(-other)

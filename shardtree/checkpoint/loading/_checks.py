@@ -37,7 +37,7 @@ from ...strategies import (
 )
 from ...strategies.index import DeferredMetadata, IndexMetadata, explain_from_index, stored_kinds
 from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
-from .._dispatch import Choice, backend_of, common_backend, sharded_backend
+from .._dispatch import Choice, are_objects_beside, backend_of, common_backend, sharded_backend
 from .._open import Metadata
 from ._plain import asking_whole, refuse_other_keys, unfilled_paths
 from ._strict import RAISING, STORED_VALUES, TARGET_TENSORS, Omissions, StrictHandling, refuse_keys, refuse_omissions
@@ -84,10 +84,10 @@ def objects_metadata(
         strategies: the dispatch table; None for the process's.
     """
     backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
-    if find_strategy(StrategyAction.LOAD_OBJECTS, *backend, strategies=strategies) is not None:
+    beside = common_backend(checkpoint.fields)
+    if not are_objects_beside(backend, beside, strategies):
         return metadata
-    row = (StrategyAction.LOAD_METADATA, *common_backend(checkpoint.fields))
-    fallback = find_strategy(*row, strategies=strategies)
+    fallback = find_strategy(StrategyAction.LOAD_METADATA, *beside, strategies=strategies)
     return None if fallback is None else fallback(checkpoint)
 
 

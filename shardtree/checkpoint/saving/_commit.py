@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,10 +18,8 @@ from ...errors import (
     CheckpointingException,
     CheckpointReplaced,
     OutcomeUnknown,
-    StrategyError,
     error_text,
 )
-from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
     Storage,
     can,
@@ -59,11 +57,9 @@ from ...trees import United
 from ...world import step
 from .._consistency import unions_field
 from .._dispatch import Backends, Choice, strategy_of
+from ._formats import Fields, Writes, checked_fields, requests_of_formats, united_fields
 from ._replace import check_same, is_live, remove_sibling, swap_folders
 from ._start import RunningSave, beside, end, is_recognized
-
-Fields = Mapping[str, Any]
-Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
 
 
 def save_request(
@@ -88,20 +84,9 @@ def save_request(
         strategies: the dispatch table; None for the process's.
         unions: of which dicts of the common tree ranks have keys of their own.
     """
-    tensors, objects = writes
     sharded_backend, common_backend = backends
-    save_sharded = strategy_of(StrategyAction.SAVE_SHARDED, choices[0], sharded_backend, strategies)
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
-    takes_objects = find_strategy(StrategyAction.LOAD_OBJECTS, *sharded_backend, strategies=strategies) is not None
-    if takes_objects or sharded_backend == common_backend:
-        requests: tuple[Any, ...] = (save_sharded(pending, [*tensors, *objects]),)
-    else:
-        save_objects = strategy_of(StrategyAction.SAVE_SHARDED, None, common_backend, strategies)
-        requests = (save_sharded(pending, tensors), save_objects(pending, objects))
-    for request in requests:
-        if not isinstance(request, AsyncRequest):
-            fix = "Return what is still to do, as `save_with_index` does."
-            raise _misfit("a function that saves", request, "an AsyncRequest", fix)
+    requests = requests_of_formats(pending, writes, choices[0], backends, strategies)
     fields = {
         "sharded_backend": sharded_backend[0],
         "sharded_backend_version": sharded_backend[1],
@@ -134,7 +119,7 @@ def save_request(
 
 
 def _write_common(save_common: Callable[[], Fields], unions: United) -> Fields:
-    fields = _checked_fields(save_common())
+    fields = checked_fields(save_common())
     # Formats of other programs have no fields of ours: Megatron-Core refuses a metadata.json with any.
     return {**fields, **unions_field(unions)} if "common" in fields else fields
 
@@ -258,7 +243,7 @@ def _commit(
     results: Sequence[tuple[Any, ...]],
 ) -> Fields:
     """Make the checkpoint count: the strategies' own commits, the common state, and last what makes it a checkpoint."""
-    all_fields = dict(fields)
+    all_fields, of_requests = dict(fields), dict[str, Any]()
     if looks_first:
         # Fixed names may by now be another save's files, which the index and the common state would overwrite.
         with step("save: look for another checkpoint"):
@@ -268,7 +253,8 @@ def _commit(
         check_no_other = beside(pending.storage, check_no_other)
     for number, request in enumerate(requests):
         with step("save: index"):
-            all_fields |= _checked_fields(request.commit([part[number] for part in results]))
+            of_requests = united_fields(of_requests, checked_fields(request.commit([part[number] for part in results])))
+    all_fields |= of_requests
     with step("save: common state"):
         common_beside, running.common = running.common, None  # a commit that is tried again writes it itself
         all_fields |= (common_beside or write_common)()
@@ -279,17 +265,6 @@ def _commit(
         release(pending.save_id)
         raise
     return all_fields
-
-
-def _checked_fields(fields: Any) -> Fields:
-    if not isinstance(fields, Mapping):
-        raise _misfit("a commit", fields, "a mapping of fields of metadata.json", "Return {} where there are none.")
-    return fields
-
-
-def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
-    text = error_text(f"save: not what {what} returns", found=type(value).__name__, expected=expected, fix=fix)
-    return StrategyError(text)
 
 
 def _finish(

@@ -32,7 +32,8 @@ from .._dispatch import Backends, Choice, backends_of, check_options
 from .._fingerprint import check_can_hold
 from .._replicas import differing_replicas
 from ..async_saves import refuse_overlap, snapshot_shards
-from ._commit import Writes, save_request, warns_unused
+from ._commit import save_request, warns_unused
+from ._formats import Writes
 from ._parts import TreeParts, common_to_store, take_apart, take_apart_for_later
 from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, common_part, folder_at, pending_here, start_of
 

@@ -21,7 +21,7 @@ from .._findings import Damage, Finding, Unchecked, untaken_findings
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import Index, IndexMetadata, build_index, load_from_index, stored_columns
-from ._listing import Listing, are_tied, find_weights, read_listing
+from ._listing import INDEX_FILE, Listing, are_tied, find_weights, read_index_json, read_listing
 
 # Reading the header of a safetensors file of any writer
 
@@ -275,16 +275,28 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         listing = read_listing(checkpoint)
     except CheckpointingException as error:
         return (Damage(find_weights(checkpoint.storage) or "", str(error)),)
-    damage = _damage(checkpoint, listing)
+    damage = _damage(checkpoint, listing) or _damage_beside(checkpoint, listing)
     untaken = () if damage else untaken_findings(read_contents(checkpoint).refusals)
     return (*damage, *_unchecked_files(checkpoint, listing), *untaken)
 
 
 def _unchecked_files(checkpoint: Checkpoint, listing: Listing) -> Iterator[Unchecked]:
-    for name in dict.fromkeys([listing.name, *listing.files]):
+    index = INDEX_FILE if listing.name == METADATA_FILE else listing.name
+    for name in dict.fromkeys([index, *listing.files]):
         length = checkpoint.storage.length(name)
-        if length is not None and name != METADATA_FILE:
+        if length is not None:
             yield Unchecked(name, _WHY, length)
+
+
+def _damage_beside(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:
+    """Return what is wrong with the index beside a metadata.json: other programs read the model by it."""
+    # It is written after metadata.json, which is the commit: a save that was killed in between has none.
+    if listing.name != METADATA_FILE or checkpoint.storage.length(INDEX_FILE) is None:
+        return ()
+    try:
+        return _damage(checkpoint, read_index_json(checkpoint.storage, INDEX_FILE))
+    except CheckpointingException as error:
+        return (Damage(INDEX_FILE, str(error)),)
 
 
 def _damage(checkpoint: Checkpoint, listing: Listing) -> tuple[Damage, ...]:

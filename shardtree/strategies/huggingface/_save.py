@@ -27,7 +27,7 @@ from .._save_folders import abandoning
 from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ._layout import ModelFile, model_files, shard_pieces
-from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, draft_name, file_name
+from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
 
 # The commit: files get the names by which a model is recognised, the one that makes it a model last
 
@@ -170,6 +170,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
 
     Raises:
         UnsupportedValue: names every value by its path.
+        StrategyError: another format has the shards, so that there is no model to load this from.
     """
     paths = [render_path(path) for path, leaf in leaves_with_paths(common) if leaf is not HOLE]
     if paths:
@@ -177,6 +178,9 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
         raise UnsupportedValue(
             error_text(what, offenders=paths, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
         )
+    if not isinstance(pending.state, Saving):
+        fix = f"Save the shards as ({BACKEND!r}, {VERSION}) too, or {_NATIVE_COMMON}."
+        raise StrategyError(error_text(f"save: no shards were written in the format {BACKEND!r}", fix=fix))
     return {}
 
 

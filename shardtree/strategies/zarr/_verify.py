@@ -25,7 +25,7 @@ from ._codecs import codec_list, codec_parts
 from ._group import Group, find_arrays, metadata_files
 from ._load import decoded, decoded_object, object_bytes, read_arrays
 from ._metadata import NODE_FILE
-from ._own import group_members, is_own
+from ._own import BACKEND, group_members, is_own
 
 # Checking arrays of other programs: the lengths of chunk files, and checksums of codecs
 
@@ -167,13 +167,15 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     them: of these, files that are
     missing or cut, that can't be decoded, or that a codec's own checksum finds wrong are reported.
     """
+    findings: list[Finding] = list(whole_damage(checkpoint, "common")) if "common" in checkpoint.fields else []
+    if checkpoint.fields["sharded_backend"] != BACKEND:
+        return (*findings, *_beside_common(checkpoint))
     if not is_own(checkpoint.fields):
         try:
             group = read_arrays(checkpoint)
         except CheckpointingException as error:
             return (Damage("", str(error)),)
         return (*_group_findings(checkpoint, group), *_object_findings(checkpoint, group))
-    findings = list(whole_damage(checkpoint, "common")) if "common" in checkpoint.fields else []
     findings += _documents(checkpoint)
     try:
         index = read_arrays(checkpoint).index
@@ -182,6 +184,14 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         return (*findings, Damage(checked_name(checkpoint, "index"), str(error)))
     checkpoint.options.progress(int(checkpoint.fields["index"]["length"]))
     return (*findings, *files_damage(checkpoint, index))
+
+
+def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
+    """Yield the array's zarr.json of a common state whose shards are in another format: no group has its content."""
+    name = f"{checked_name(checkpoint, 'common').rpartition('/')[0]}/{NODE_FILE}"
+    length = checkpoint.storage.length(name) if "common" in checkpoint.fields else None
+    if length:
+        yield Unchecked(name, _METADATA, length)
 
 
 def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
