@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import TreeError, error_text, shorten
+from ..errors import TreeError, error_text, missing_numbers, shorten
 from ..geometry import check_type, integers
 from ..lenses import layer_at
 from ..mapping import ShardedBase, ShardedTensor
@@ -73,9 +73,9 @@ def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
 def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedTensor:
     count = max(group) + 1
     if count != len(group):
-        # Bounded: one key with a huge number, as a hostile file may have, would list as many missing layers.
-        missing = [f"layer {number}" for number in range(min(count, 10_000)) if number not in group]
-        raise TreeError(error_text(f"stack_layers: {key!r} lacks layers", found=len(group), offenders=missing))
+        missing = (f"layer {number}" for number in missing_numbers(group, len(group), count))
+        what, lacking = f"stack_layers: {key!r} lacks layers", count - len(group)
+        raise TreeError(error_text(what, found=len(group), offenders=missing, count=lacking))
     layers = [group[number][1] for number in range(count)]
     check_same("stack_layers", layers, _ALIKE)
     first = layers[0]
