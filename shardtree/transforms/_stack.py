@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +13,19 @@ from ..errors import TreeError, error_text, missing_numbers, shorten
 from ..geometry import check_type, integers
 from ..lenses import layer_at
 from ..mapping import ShardedBase, ShardedTensor
-from ..trees import check_stars, fill_key, join_data, key_expression, leaves_with_paths, match_keys, rename
+from ..trees import (
+    KeyForm,
+    Piece,
+    check_stars,
+    fill_key,
+    join_data,
+    key_form,
+    leaves_with_paths,
+    match_keys,
+    one_of,
+    rename,
+    text_piece,
+)
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries, replace_named
 
 _ALIKE = (
@@ -47,12 +58,13 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
                 [2, 2]])
     """
     # Without leading zeros: unstacking must give back the same keys.
-    pattern = re.compile(rf"({key_expression(prefix)})\.(0|[1-9][0-9]*)\.(.+)", re.DOTALL)
+    form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("number"), text_piece("."), Piece("rest")))
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors("stack_layers", tree).items():
-        match = pattern.fullmatch(shard.key)
-        if match is not None:
-            _add(groups[f"{match[1]}.{match.groups()[-1]}"], int(match.groups()[-2]), entry, shard)
+        if (match := form.match(shard.key)) is not None:
+            *_, number, name = match
+            before = shard.key.removesuffix(f".{number}.{name}")
+            _add(groups[f"{before}.{name}"], int(number), entry, shard)
     if not groups:
         raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
     new: dict[str, list[ShardedTensor]] = {}
@@ -110,12 +122,11 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         >>> {key: shard.data.tolist() for key, shard in unstack_layers({"h.w": stacked}, "h").items()}
         {'h.0.w': [0, 1], 'h.1.w': [2, 3], 'h.2.w': [4, 5]}
     """
-    pattern = re.compile(rf"({key_expression(prefix)})\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL)
+    form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("rest without number")))
     new: dict[str, list[ShardedTensor]] = {}
     for entry, shard in flat_tensors("unstack_layers", tree).items():
-        match = pattern.fullmatch(shard.key)
-        if match is not None:
-            new[entry] = _layers(shard, match[1], match.groups()[-1])
+        if (match := form.match(shard.key)) is not None:
+            new[entry] = _layers(shard, shard.key.removesuffix(f".{match[-1]}"), match[-1])
     if not new:
         raise _no_match("unstack_layers", f"{prefix}.<name>", tree)
     return replace_entries("unstack_layers", tree, new)
@@ -134,7 +145,8 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
 
 # Keeping some layers.
 
-_STATES = r"(?:(?:[^.]+\.)*optimizer\.(?:state\.[^.]+|param_group)\.)?"
+_STATE, _GROUP = (text_piece("state."), Piece("part"), text_piece(".")), (text_piece("param_group."),)
+_STATES = one_of((Piece("parts before"), text_piece("optimizer."), one_of(_STATE, _GROUP)), ())
 """What precedes a parameter's key where an optimizer's states, or its groups, are stored."""
 
 
@@ -164,12 +176,13 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     doing = "keep_layers"
     flat_tensors(doing, tree)
     layers, elsewhere = integers(doing, "layers", layers), integers(doing, "absent", absent)
-    pattern = re.compile(rf"({_STATES}{key_expression(prefix)})\.(0|[1-9][0-9]*)((?:\..+)?)", re.DOTALL)
+    end = one_of((text_piece("."), Piece("rest")), ())
+    form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), Piece("number"), end))
     shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
-    matches = {entry: match for entry, leaf in shards.items() if (match := pattern.fullmatch(leaf.key)) is not None}
+    matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
     if not matches and not elsewhere:
         raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
-    numbers = {int(match.groups()[-2]) for match in matches.values()}
+    numbers = {int(match[-2]) for match in matches.values()}
     missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in elsewhere]
     if missing:
         fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
@@ -177,8 +190,9 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
         raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
     new: dict[str, list[tuple[str, Any]]] = {}
     for entry, match in matches.items():
-        head, number, rest = match[1], int(match.groups()[-2]), match.groups()[-1]
-        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == number]
+        *_, number, rest = match
+        head = shards[entry].key.removesuffix(f".{number}{rest}")
+        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == int(number)]
         new[entry] = [_renumber(entry, shards[entry], key) for key in keys]
     return replace_named(doing, tree, new)
 
