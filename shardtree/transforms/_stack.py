@@ -64,7 +64,7 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         if (match := form.match(shard.key)) is not None:
             *_, number, name = match
             before = shard.key.removesuffix(f".{number}.{name}")
-            _add(groups[f"{before}.{name}"], int(number), entry, shard)
+            _add(groups[f"{before}.{name}"], _number("stack_layers", number), entry, shard)
     if not groups:
         raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
     new: dict[str, list[ShardedTensor]] = {}
@@ -72,6 +72,17 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         new |= {entry: [] for entry, _ in group.values()}
         new[next(iter(group.values()))[0]] = [_stack(key, group)]
     return replace_entries("stack_layers", tree, new)
+
+
+def _number(doing: str, text: str) -> int:
+    """Return the number of a layer; Python refuses to read one of very many digits, which a file may have."""
+    if len(text) > _MOST_DIGITS:
+        what = f"{doing}: a layer's number of {len(text)} digits"
+        raise TreeError(error_text(what, expected=f"at most {_MOST_DIGITS}", fix="Rename the key or leave it out."))
+    return int(text)
+
+
+_MOST_DIGITS = 18
 
 
 def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
@@ -182,7 +193,8 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
     if not matches and not elsewhere:
         raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
-    numbers = {int(match[-2]) for match in matches.values()}
+    by_entry = {entry: _number(doing, match[-2]) for entry, match in matches.items()}
+    numbers = {*by_entry.values()}
     missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in elsewhere]
     if missing:
         fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
@@ -192,7 +204,7 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     for entry, match in matches.items():
         *_, number, rest = match
         head = shards[entry].key.removesuffix(f".{number}{rest}")
-        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == int(number)]
+        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == by_entry[entry]]
         new[entry] = [_renumber(entry, shards[entry], key) for key in keys]
     return replace_named(doing, tree, new)
 

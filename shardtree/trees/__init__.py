@@ -10,6 +10,7 @@ from ._checks import (
     is_plain_tensor,
     megatron_kind,
     refuse_hidden,
+    refuse_shapeless,
     refuse_too_deep,
     refuse_without_elements,
 )

@@ -107,6 +107,14 @@ def journal_of(
     return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}))
 
 
+def common_hash(common: Any, allow_pickle: bool) -> str:
+    """Return the hash of a common state; an empty text where it has values that only its format can write."""
+    try:
+        return digest(encode_tree(common, allow_pickle=allow_pickle))
+    except CheckpointingException:
+        return ""
+
+
 def _identity(source: Checkpoint) -> Any:
     """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
     own_digest = source.fields.get("digest")
