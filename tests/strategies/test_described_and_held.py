@@ -1,4 +1,4 @@
-"""What metadata describes is held by a file, once: of each format, one that isn't so is corrupt, and found by verify."""
+"""What metadata describes is held by a file, once; else a checkpoint of any format is corrupt, and verify finds it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ import pytest
 import torch
 
 import shardtree as st
+from shardtree.codec.archives import describe_archive
+from shardtree.codec.archives._describe import _Places
+from shardtree.codec.archives._zip import open_archive
 from shardtree.errors import CorruptCheckpoint
 from shardtree.strategies import Damage
 from shardtree.strategies.archives import ArchiveFile, Piece, Tensors, contents_of
@@ -88,7 +92,8 @@ def anothers_place(metadata: Any) -> None:
 
 def into_the_next(metadata: Any) -> None:
     places = metadata.storage_data
-    first, second = sorted(places, key=lambda place: places[place].offset)[:2]
+    tensors = [place for place in places if place.fqn in ("w", "h")]  # in one file
+    first, second = sorted(tensors, key=lambda place: places[place].offset)
     places[first] = replace(places[first], length=places[second].offset - places[first].offset + 1)
 
 
@@ -175,3 +180,27 @@ def test_missing_ranks_are_counted_and_a_few_are_named() -> None:
     names = ["mp_rank_00_model_states.pt", "zero_pp_rank_999999999_mp_rank_00_optim_states.pt"]
     with pytest.raises(CorruptCheckpoint, match=r"data-parallel ranks\n  0\n  1\n(.*\n){8}  and 999999989 more"):
         zero_files(folder_of(dict.fromkeys(names, b"")), "")
+
+
+# Tensors of which a few bytes are a gigabyte stay as they were saved.
+
+
+def test_expanded_tensors_of_the_common_state_take_no_memory() -> None:
+    large = [torch.ones(1).expand(2**28) for _ in range(40)]
+    files = {"model_world_size_1_rank_0.pt": archive({"w": torch.ones(2)})}
+    place = folder_of(files | {"extra_state_world_size_1_rank_0.pt": archive({"large": large})})
+    found = st.load_common_state_dict(place)["large"]
+    assert [each.shape for each in found] == [(2**28,)] * 40 and {each[2**28 - 1].item() for each in found} == {1.0}
+    assert sum(each.untyped_storage().nbytes() for each in found) == 160
+
+
+def test_a_rank_is_looked_up_in_a_mesh_of_any_size() -> None:
+    data = archive(torch.arange(3)[2:].expand(2**26, 2))
+    read = partial(lambda data, begin, end: data[begin:end], data)
+    places = _Places(open_archive(read, len(data), "a mesh"), "mesh.pt")
+    mesh = describe_archive(read, len(data), what="a mesh", file="mesh.pt").value
+    assert places._element(mesh, (2**26 - 1, 1)) == 2
+    turned = archive(torch.arange(6).reshape(2, 3).t())
+    read = partial(lambda data, begin, end: data[begin:end], turned)
+    mesh = describe_archive(read, len(turned), what="a mesh", file="mesh.pt").value
+    assert _Places(open_archive(read, len(turned), "a mesh"), "mesh.pt")._element(mesh, (2, 1)) == 5
