@@ -298,18 +298,11 @@ def printable(text: str) -> str:
 
 
 def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = None) -> list[str]:
-    """Return the first few offenders, and how many more there are.
-
-    Args:
-        offenders: all of them, or at least the first few.
-        shown: most that are named.
-        count: number of all offenders; by default they are counted.
+    """Return the first few offenders, and how many more there are: of so many in all, or as many as are given.
 
     Examples:
-        >>> shorten(["a", "b", "c", "d"], shown=2)
-        ['a', 'b', 'and 2 more']
-        >>> shorten(["a", "b", "c", "d"], shown=2, count=2**40)
-        ['a', 'b', 'and 1099511627774 more']
+        >>> shorten(["a", "b", "c", "d"], shown=2), shorten(["a", "b"], shown=2, count=2**40)
+        (['a', 'b', 'and 2 more'], ['a', 'b', 'and 1099511627774 more'])
     """
     rest = iter(offenders)
     first = list(islice(rest, shown))
@@ -318,14 +311,9 @@ def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = N
 
 
 def missing_numbers(numbers: Container[int], present: int, count: int) -> list[int]:
-    """Return the first few numbers below a count that aren't in a container, as many as an error names.
+    """Return the first few numbers below a count that aren't there, as many as an error names.
 
-    The count may come from a file, which may claim any: the result takes as long as what is present.
-
-    Args:
-        numbers: those that are there.
-        present: how many of them are below the count.
-        count: upper bound of the numbers.
+    The count may come from a file, which may claim any; `present` of the given numbers are below it.
 
     Examples:
         >>> missing_numbers({0, 2}, 2, 4), missing_numbers({1}, 1, 2**70)[:3]

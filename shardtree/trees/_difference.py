@@ -184,7 +184,7 @@ def _value_text(value: Any) -> str:
     """Return a plain value or a few numbers in full, and only the type of anything else."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
-    if isinstance(value, (torch.Tensor, np.ndarray)) and not is_lazy(value):
+    if isinstance(value, (torch.Tensor, np.ndarray)) and not (isinstance(value, torch.Tensor) and is_lazy(value)):
         text = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
         return f"{text} {value.tolist()}" if plain and prod(value.shape) <= _FEW else text

@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from math import comb
 from operator import or_
 from typing import NamedTuple
@@ -93,11 +93,10 @@ class KeyForm:
     @cached_property
     def quick(self) -> tuple[int, ...]:
         """By a key's dots, the length up to which the regular expression is quick; the last is for more dots."""
-        dots = (lambda length, count=count: count for count in range(_USUAL_DOTS))
-        return tuple(
-            bisect_right(range(_LONGEST), _MOST_WAYS, key=lambda length, of=of: self._ways(of(length), length)) - 1
-            for of in (*dots, lambda length: length // 2)
-        )
+        lengths = range(_LONGEST)
+        usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
+        more = partial(bisect_right, lengths, _MOST_WAYS, key=lambda length: self._ways(length // 2, length))
+        return *(bisect_right(lengths, _MOST_WAYS, key=ways) - 1 for ways in usual), more() - 1
 
     @cached_property
     def _counts(self) -> tuple[int, int]:
@@ -268,8 +267,8 @@ def _end(kind: str, after: int, at: int, text: _Text) -> int:
     elif kind == "parts after":
         end, after = key.find("..", at), after & text.others if key[at : at + 1] == "." else 0
     elif kind == "number":
-        end = at + len(_NUMBER.match(key, at)[0])
+        end = next(_NOT_DIGIT.finditer(key, at)).start()
     return text.last(after, at, length if end < 0 else end)
 
 
-_NUMBER = re.compile(r"[0-9]*")
+_NOT_DIGIT = re.compile(r"(?![0-9])")

@@ -10,6 +10,8 @@ import torch
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, TraceError, TreeError, UnsupportedValue
+from shardtree.interop.dtensor._placed import ReadOptions, all_parts, placed_tensors
+from shardtree.trees import path_key
 from tests.checkpoint.parts import ALL_FORMATS, freed
 from tests.options import save_keywords
 
@@ -131,3 +133,9 @@ def test_what_is_not_initialised_differs_from_what_is(kind: str) -> None:
     assert st.diff(tree, filled).mismatch == st.diff(filled, tree).mismatch == (("a", 1),)
     (problem,) = st.layouts.common_problems([tree, filled])
     assert str(problem).startswith("tree['a'][1]: rank 0 has Uninitialized")
+
+
+def test_a_replicated_tensor_that_is_not_initialised_is_refused_by_path() -> None:
+    reading = ReadOptions(path_key, object(), None, lambda key, tensor: True)
+    with pytest.raises(TreeError, match=r"from_dtensors: tensors without a shape\n  tree\['a'\]\[1\]"):
+        [*placed_tensors({"a": [1, torch.nn.LazyLinear(3).weight]}, reading, all_parts())]

@@ -42,17 +42,7 @@ from .._open import read_fields, recognize
 from ..opened import tree_of
 from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
 from ._check import CheckResult, check_destination
-from ._journal import (
-    Journal,
-    abort_uploads,
-    begin_journal,
-    begun_save,
-    common_hash,
-    files_of,
-    forget,
-    journal_of,
-    remove_others,
-)
+from ._journal import Journal, abort_uploads, begin_journal, begun_save, files_of, forget, journal_of, remove_others
 from ._passage import Passage
 from ._plan import Cutting, Plan, Transform, plan_conversion
 from ._single import in_one_file, single_file
@@ -202,7 +192,7 @@ def convert(
     (reading, target), nonces = share(world, "convert: meet", look, lambda _: secrets.token_hex(), given=arguments)
     checkpoint = open_alike(source, world, reading, strategies)
 
-    def prepare() -> tuple[Plan, Journal, str]:
+    def prepare() -> tuple[Plan, Journal]:
         plan = plan_conversion(
             tree_of(checkpoint, strategies),
             transform,
@@ -217,10 +207,10 @@ def convert(
         )
         pickles = target.options.allow_pickle
         where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
-        common = "" if world.size == 1 else common_hash(plan.common, allow_pickle=pickles)
-        return plan, journal_of(*where, nonce=nonces[0], allow_pickle=pickles), common
+        common = HOLE if world.size == 1 else plan.common
+        return plan, journal_of(*where, common=common, nonce=nonces[0], allow_pickle=pickles)
 
-    (plan, journal, _), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[2]))
+    (plan, journal), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[1].common))
     _check_same_plan(outcomes)
     # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
     passage = Passage(group_bytes(plan.reader), has_sums=verify)

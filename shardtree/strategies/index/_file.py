@@ -318,12 +318,9 @@ def _unstored(index: Index) -> str | None:
     # A save without all ranks leaves gaps in tensors, but lists none of which it stores nothing.
     lacking = np.ones(index.key_axes.size, dtype=np.bool_)
     lacking[index.chunk_key] = False
-    keys = np.flatnonzero(lacking)
-    keys = keys[(index.key_shape[keys] > 0).all(axis=1)]
-    if not keys.size:
-        return None
-    name = text_at(index.key_text, index.key_start, int(keys[0]))[:200]
-    return f"{plural(keys.size, 'tensor')} without a chunk, such as {name!r}"
+    keys = [key for key in np.flatnonzero(lacking).tolist() if index.key_shape[key].all()]
+    names = (text_at(index.key_text, index.key_start, key)[:200] for key in keys)
+    return f"{plural(len(keys), 'tensor')} without a chunk, such as {next(names)!r}" if keys else None
 
 
 _BEYOND = "a chunk or object reaches beyond its file"
