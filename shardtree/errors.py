@@ -7,7 +7,7 @@ here for all other texts too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import groupby, islice
 from typing import Any
 
@@ -250,6 +250,7 @@ def error_text(
     expected: object = None,
     fix: str | None = None,
     offenders: Iterable[str] = (),
+    count: int | None = None,
 ) -> str:
     r"""Return an error's text in the common form, without characters that would control a terminal.
 
@@ -259,6 +260,7 @@ def error_text(
         expected: what should have been there.
         fix: what the caller can do about it.
         offenders: every place that is wrong; the first ten are shown.
+        count: number of all places that are wrong, where `offenders` has the first ones alone.
 
     Examples:
         >>> error_text("no such file as a\x1b[2J")
@@ -271,7 +273,7 @@ def error_text(
     facts = ", ".join(
         f"{word} {value}" for word, value in (("found", found), ("expected", expected)) if value is not None
     )
-    lines = [what, *shorten(offenders)]
+    lines = [what, *shorten(offenders, count=count)]
     lines += [text for text in (facts, fix) if text]
     return "\n".join(map(_bounded, "\n  ".join(lines).split("\n")))
 
@@ -295,17 +297,30 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
-def shorten(offenders: Iterable[str], shown: int = _SHOWN) -> list[str]:
-    """Return the first few offenders, and how many more there are.
+def shorten(offenders: Iterable[str], shown: int = _SHOWN, count: int | None = None) -> list[str]:
+    """Return the first few offenders, and how many more there are: of so many in all, or as many as are given.
 
     Examples:
-        >>> shorten(["a", "b", "c", "d"], shown=2)
-        ['a', 'b', 'and 2 more']
+        >>> shorten(["a", "b", "c", "d"], shown=2), shorten(["a", "b"], shown=2, count=2**40)
+        (['a', 'b', 'and 2 more'], ['a', 'b', 'and 1099511627774 more'])
     """
     rest = iter(offenders)
     first = list(islice(rest, shown))
-    more = sum(1 for _ in rest)
+    more = sum(1 for _ in rest) if count is None else count - len(first)
     return first + ([f"and {more} more"] if more else [])
+
+
+def missing_numbers(numbers: Container[int], present: int, count: int) -> list[int]:
+    """Return the first few numbers below a count that aren't there, as many as an error names.
+
+    The count may come from a file, which may claim any; `present` of the given numbers are below it.
+
+    Examples:
+        >>> missing_numbers({0, 2}, 2, 4), missing_numbers({1}, 1, 2**70)[:3]
+        ([1, 3], [0, 2, 3])
+    """
+    absent = (number for number in range(count) if number not in numbers)
+    return list(islice(absent, min(_SHOWN, count - present)))
 
 
 def plural(count: int, noun: str) -> str:

@@ -22,7 +22,7 @@ __all__ = ["model_space", "optimizer_shards"]
 # One object for each model-parallel rank and part of the state that isn't a tensor: param_groups, a grad scaler. The
 # sizes of buckets are each pipeline stage's own, and the result has no buckets.
 _PART = re.compile(
-    r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>(?!per_bucket_numel)\w+)"
+    r"(?:chained_(?P<optimizer>\d{1,18})\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>(?!per_bucket_numel)\w+)"
 )
 
 _OTHER_STATE = re.compile(r"chained_\d+\.(optimizer\.state\..+)", re.DOTALL)

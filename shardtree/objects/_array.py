@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import reduce
 from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ..errors import IntegrityError, ShapeError, UnsupportedValue, error_text
+from ..errors import IntegrityError, ShapeError, UnsupportedValue, error_text, missing_numbers
 from ..mapping import ShardedObject, is_main_replica
 from ..trees import leaves_with_paths
 
@@ -106,6 +107,20 @@ def cell_count(shape: Shape) -> int:
     return prod(shape)
 
 
+def _number(cell: Shape, shape: Shape) -> int:
+    """Return the row-major number of a cell."""
+    return reduce(lambda number, axis: number * axis[1] + axis[0], zip(cell, shape, strict=True), 0)
+
+
+def _cell(number: int, shape: Shape) -> Shape:
+    """Return the cell of a row-major number; the shape may be larger than NumPy counts."""
+    cell = []
+    for size in reversed(shape):
+        number, index = divmod(number, size)
+        cell.append(index)
+    return tuple(reversed(cell))
+
+
 # Arrays assembled from objects, by shape and cell.
 
 
@@ -136,12 +151,15 @@ class HeldArrays:
         Raises:
             IntegrityError: cells are missing.
         """
-        cells, mains = cells_of(shape), self.mains.get(shape, {})
-        missing = [str(cell) for cell in cells if cell not in mains]
-        if missing:
+        mains = self.mains.get(shape, {})
+        if len(mains) != cell_count(shape):
+            # Made as far as they are shown: a file may claim an array of any shape.
+            present = {_number(cell, shape) for cell in mains}
+            missing = (_cell(number, shape) for number in missing_numbers(present, len(mains), cell_count(shape)))
             what = f"the objects {key!r} of shape {shape} are incomplete: no main replica of these cells"
-            raise IntegrityError(error_text(what, offenders=missing, fix="Pass the objects of all ranks."))
-        return ObjectArray(key, shape, tuple(mains[cell].data for cell in cells))
+            count, fix = cell_count(shape) - len(mains), "Pass the objects of all ranks."
+            raise IntegrityError(error_text(what, offenders=map(str, missing), count=count, fix=fix))
+        return ObjectArray(key, shape, tuple(mains[cell].data for cell in cells_of(shape)))
 
 
 def held_arrays(objects: Iterable[ShardedObject]) -> Mapping[str, HeldArrays]:

@@ -12,8 +12,9 @@ from ..errors import StorageError, error_text
 
 _SECRET_NAME = re.compile(r"key|secret|token|password|credential|sas|signature|client_id", re.IGNORECASE)
 _STORES = re.compile(r"(AWS|AZURE|GOOGLE|GCS|AZURITE|MSI|IDENTITY)_", re.IGNORECASE)
-_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
-_USER = re.compile(r"(\w+://)[^\s/@'\"]*:[^\s/@'\"]*@")
+# Stores' answers may be long: each of these goes through a text once.
+_URL = re.compile(r"(https?://[^\s?'\"<>]*)(\?[^\s'\"<>]*)?")
+_USER = re.compile(r"(\b\w+://)[^\s/@'\"]*:[^\s/@'\"]*@")
 _SIGNATURE = re.compile(
     r"(?i)\b(authorization|credential|signature|x-amz-[\w-]*|sig|se|sv|AWSAccessKeyId|bearer|token)(\s*[=:]\s*|\s+(?=[\w.-]{16}))"
     r"[^\s,;&<>'\"]+"
@@ -46,7 +47,7 @@ def without_secrets(text: str, settings: Mapping[str, Any] | None = None) -> str
         >>> without_secrets("GET https://host/x?sig=abc failed for hunter2hunter2", {"secret_key": "hunter2hunter2"})
         'GET https://host/x?… failed for …'
     """
-    text = _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", text))
+    text = _USER.sub(r"\1…@", _URL.sub(lambda url: url[1] + ("?…" if url[2] else ""), text))
     text = _SIGNATURE.sub(r"\1\2…", text)
     for secret in sorted(_secrets(settings or {}), key=len, reverse=True):
         text = text.replace(secret, "…")
@@ -66,12 +67,12 @@ REFUSALS = re.compile("(PermissionDenied|Unauthenticated|NotSupported|InvalidPat
 """Errors that say that nothing was done."""
 
 
-_ANSWER = re.compile(r"(<\?xml[^>]*\?>\s*)?<Error\b.*?(</Error>|\Z)", re.DOTALL)
+_ANSWER = re.compile(r"(<\?xml[^>]{0,200}\?>\s*)?<Error\b.*?(</Error>|\Z)", re.DOTALL)
 
 
 def _in_words(answer: re.Match[str]) -> str:
     """Return what a store's XML says: its code and its message; the rest are numbers of the request."""
-    parts = (re.search(f"<{name}>(.*?)</{name}>", answer[0], re.DOTALL) for name in ("Code", "Message"))
+    parts = (re.search(f"<{name}>([^<]*)</{name}>", answer[0]) for name in ("Code", "Message"))
     return ": ".join(part[1].strip() for part in parts if part is not None) or "an answer in XML"
 
 

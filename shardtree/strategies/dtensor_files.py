@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..codec.archives import StoredDTensor, StoredTensor
-from ..errors import CorruptCheckpoint, TreeError, error_text
+from ..errors import CorruptCheckpoint, TreeError, error_text, missing_numbers
 from ..mapping import ShardedObject
 from ..storage import Storage
 from ._values import Checkpoint, Fields, fields_of_backend
@@ -29,7 +29,9 @@ from .archives import (
 
 BACKEND, VERSION = "dtensor_files", 1
 
-_NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
+# Without leading zeros: a rank has one file.
+_NUMBER = r"(0|[1-9]\d{0,8})"
+_NAME = re.compile(rf"(model|optim|extra_state)_world_size_{_NUMBER}_rank_{_NUMBER}\.pt", re.ASCII)
 
 PATTERNS = ("model_world_size_*_rank_*.pt", "optim_world_size_*_rank_*.pt", "extra_state_world_size_*_rank_*.pt")
 
@@ -90,19 +92,20 @@ def rank_files(names: Iterable[str], where: str) -> RankFiles:
         what = f"open: {where!r} has ranks' files of several saves"
         raise CorruptCheckpoint(error_text(what, found=f"files {sizes}", expected="one world size", fix=fix))
     ((size, kinds),) = by_size.items()
-    missing = [
-        f"{kind}_world_size_{size}_rank_{rank}.pt"
-        for kind, ranks in kinds.items()
-        for rank in range(min(size, 100_000))
-        if rank not in ranks
-    ]
+    fix = "Copy every rank's file; without one, the rows that it holds are missing."
     beyond = [name for ranks in kinds.values() for rank, name in ranks.items() if rank >= size]
-    if missing or beyond:
-        what = (
-            f"open: {where!r} lacks ranks' files" if missing else f"open: {where!r} has files of more ranks than saved"
+    count = len(kinds) * size - sum(map(len, kinds.values())) + len(beyond)
+    if count:
+        missing = (
+            f"{kind}_world_size_{size}_rank_{rank}.pt"
+            for kind, ranks in kinds.items()
+            for rank in missing_numbers(ranks, sum(rank < size for rank in ranks), size)
         )
-        fix = "Copy every rank's file; without one, the rows that it holds are missing."
-        raise CorruptCheckpoint(error_text(what, offenders=missing or beyond, fix=fix))
+        what = f"open: {where!r} lacks ranks' files"
+        raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix=fix))
+    if beyond:
+        what = f"open: {where!r} has files of more ranks than saved"
+        raise CorruptCheckpoint(error_text(what, offenders=beyond, fix=fix))
     names_of = {kind: tuple(ranks[rank] for rank in range(size)) for kind, ranks in kinds.items()}
     return RankFiles(size, names_of)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ..codec.archives import StoredDTensor, StoredTensor
 from ..codec.pickles import contents, read_pickle
-from ..errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text
+from ..errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text, missing_numbers, rank_text
 from ..mapping import ShardedObject
 from ..storage import Storage
 from ..trees import HOLE, diff
@@ -36,6 +36,10 @@ _NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt", re.DOTALL)
 _TORCH = "TorchSerialization"
 
 
+PathAt = tuple[str, str]
+"""An item, and a path in it as JSON."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
     """What a folder's names, and its metadata.pkl, say.
@@ -44,10 +48,12 @@ class Listing:
         files: by item, the file of each rank that has one, by rank.
         boxes: by item and path, as JSON, what metadata.pkl says of tensors that are no DTensors but parts of a global
             one: by rank, the global shape, and its boxes: their offsets in that, and in the rank's tensor, and shapes.
+        described: by item and path, as JSON, the ranks whose files hold a tensor, as metadata.pkl says.
     """
 
     files: Mapping[str, Mapping[int, str]]
-    boxes: Mapping[tuple[str, str], Mapping[int, ValueAt]]
+    boxes: Mapping[PathAt, Mapping[int, ValueAt]]
+    described: Mapping[PathAt, frozenset[int]] = field(default_factory=dict)
 
 
 def recognize(storage: Storage) -> Fields | None:
@@ -100,7 +106,8 @@ def listed(storage: Storage) -> Listing:
         raise CorruptCheckpoint(error_text(f"open: the save of {where!r} wasn't finished", found=found, fix=fix))
     names = storage.names()
     files: dict[str, dict[int, str]] = by_item(names)
-    boxes: dict[tuple[str, str], dict[int, ValueAt]] = {}
+    boxes: dict[PathAt, dict[int, ValueAt]] = {}
+    described: dict[PathAt, frozenset[int]] = {}
     size = 0
     if METADATA in names:
         place = storage.where(METADATA)
@@ -111,21 +118,28 @@ def listed(storage: Storage) -> Listing:
             raise UnsupportedValue(error_text(f"open: {place!r} is of version 1.0 of its format", fix=fix))
         for item, one in metadata.member("metadata").members(str).items():
             layouts = one.member("rank_to_layout_info").members(int, str)
-            files[item] = {int(rank): _file(item, int(rank), layout) for rank, layout in layouts.items()}
+            if named := {int(rank): _file(item, int(rank), layout) for rank, layout in layouts.items()}:
+                files[item] = named
             for path, groups in one.member("nested_path_to_metadata").members(str).items():
                 boxes |= {(item, path): by_rank} if (by_rank := _boxes(groups)) else {}
+                described[item, path] = _ranks(groups)
     size = size or 1 + max((rank for ranks in files.values() for rank in ranks), default=-1)
+    _check_files(where, files, size)
+    return Listing({item: dict(sorted(ranks.items())) for item, ranks in sorted(files.items())}, boxes, described)
+
+
+def _check_files(where: str, files: Mapping[str, Mapping[int, str]], size: int) -> None:
+    """Raise where a rank's file isn't named."""
     # An item may be one rank's alone; one that several ranks have, each has.
-    missing = [
-        f"{item}_{rank}.pt"
-        for item, ranks in files.items()
-        for rank in range(min(size, 100_000))
-        if len(ranks) > 1 and rank not in ranks
-    ]
-    if missing:
+    present = {item: sum(rank < size for rank in ranks) for item, ranks in files.items() if len(ranks) > 1}
+    count = sum(size - there for there in present.values())
+    if count:
+        # Made as far as they are shown: metadata.pkl may claim any number of ranks, for any number of items.
+        missing = (
+            f"{item}_{rank}.pt" for item, there in present.items() for rank in missing_numbers(files[item], there, size)
+        )
         what, fix = f"open: {where!r} lacks ranks' files", "Copy every rank's file, or load another checkpoint."
-        raise CorruptCheckpoint(error_text(what, offenders=missing, fix=fix))
-    return Listing({item: dict(sorted(ranks.items())) for item, ranks in sorted(files.items())}, boxes)
+        raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix=fix))
 
 
 def _file(item: str, rank: int, layout: ValueAt) -> str:
@@ -149,6 +163,11 @@ def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
     return boxes
 
 
+def _ranks(groups: ValueAt) -> frozenset[int]:
+    """Return the ranks that have a tensor."""
+    return frozenset(rank.count() for group in groups.items() for rank in group.member("ranks").items())
+
+
 RankPart = tuple[int, int, StoredTensor | StoredDTensor]
 """A rank, the number of its file, and what it has of a tensor."""
 
@@ -157,7 +176,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """Return what is in the items' files, after comparing what several ranks have.
 
     Raises:
-        CorruptCheckpoint: the save wasn't finished, a rank's file is missing, or the files contradict each other.
+        CorruptCheckpoint: the save wasn't finished, a rank's file or a described tensor is missing, a file is named
+            twice, or the files contradict each other.
         UnsafeFile: a file names something that isn't data.
         UnsupportedValue: an item was written by another serialization than torch.save.
     """
@@ -165,19 +185,14 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     files = read_archives(checkpoint, [name for ranks in listing.files.values() for name in ranks.values()], {})
     numbered_files = iter(enumerate(files))
     tensors, common, objects = Tensors(), dict[str, Any](), dict[str, Any]()
+    held: dict[PathAt, set[int]] = {}
     for item, ranks in listing.files.items():
-        by_path: dict[TreePath, list[RankPart]] = {}
-        rest: dict[int, Any] = {}
-        for rank in ranks:
-            number, file = next(numbered_files)
-            for path, tensor in _tensors(file.value, ()):
-                check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
-                by_path.setdefault(path, []).append((rank, number, tensor))
-            rest[rank] = _without_tensors(file.value)
-            _refuse_hidden(rest[rank], file.where)
+        by_path, rest = _by_path(item, [(rank, *next(numbered_files)) for rank in ranks])
         for path, parts in by_path.items():
             key = ".".join([item, *map(str, path)])
-            boxes = listing.boxes.get((item, json.dumps(list(path), separators=(",", ":"), default=str)))
+            place = item, json.dumps(list(path), separators=(",", ":"), default=str)
+            held[place] = {rank for rank, _, _ in parts}
+            boxes = listing.boxes.get(place)
             if boxes is None:
                 place_parts(checkpoint, key, [each[1:] for each in parts], tensors, files)
             else:
@@ -188,7 +203,43 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
             objects |= {cells[rank].unique_key: {} if value is HOLE else value for rank, value in rest.items()}
         elif first is not HOLE:
             common[item] = first
+    _check_held(checkpoint.storage, listing, held)
     return contents_of(files, tensors, common=common, objects=objects, where=checkpoint.storage.where)
+
+
+def _by_path(
+    item: str, files: Sequence[tuple[int, int, ArchiveFile]]
+) -> tuple[dict[TreePath, list[RankPart]], dict[int, Any]]:
+    """Return the ranks' parts of each tensor of an item, and each rank's other values.
+
+    Args:
+        item: for messages.
+        files: rank, number and content of each file.
+    """
+    by_path: dict[TreePath, list[RankPart]] = {}
+    rest: dict[int, Any] = {}
+    for rank, number, file in files:
+        for path, tensor in _tensors(file.value, ()):
+            check_rank(file, rank, ".".join([item, *map(str, path)]), tensor)
+            by_path.setdefault(path, []).append((rank, number, tensor))
+        rest[rank] = _without_tensors(file.value)
+        _refuse_hidden(rest[rank], file.where)
+    return by_path, rest
+
+
+def _check_held(storage: Storage, listing: Listing, held: Mapping[PathAt, Set[int]]) -> None:
+    """Raise where a file lacks a tensor that metadata.pkl describes: it would be missing without a word."""
+    wrong = []
+    for (item, path), ranks in listing.described.items():
+        there = held.get((item, path), frozenset())
+        if lacking := ranks - there:
+            wrong.append(f"{path[:200]} in {item[:200]!r}: not in the files of {rank_text(sorted(lacking))}")
+        elif not there:
+            wrong.append(f"{path[:200]} in {item[:200]!r}: in no file")
+    if wrong:
+        what = f"open: files don't hold tensors that {storage.where(METADATA)!r} describes"
+        fix = "A file is of another save, or was changed; copy all of one save's files, or load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
 
 
 def _tensors(value: Any, path: TreePath) -> Iterator[tuple[TreePath, StoredTensor | StoredDTensor]]:

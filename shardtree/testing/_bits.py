@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import TreePath
 from ..mapping import ShardedTensor
@@ -100,6 +101,8 @@ def outline(value: Any) -> Any:
         False
     """
     kind = type(value)
+    if isinstance(value, torch.Tensor) and is_lazy(value):
+        return kind, value.dtype
     if isinstance(value, torch.Tensor):
         return kind, value.dtype, tuple(value.shape), None if value.is_meta else bits(value)
     if isinstance(value, np.ndarray):

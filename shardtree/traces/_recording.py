@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError, error_text, shorten
 from ..lazy import dense
+from ..mapping import without_shape
 from . import _operations as operations
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through, whole
 from ._steps import Constant, Kind, cast, kind_of, operator_name, reread
@@ -358,4 +359,6 @@ def _checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tracer) or (isinstance(value, torch.Tensor) and is_ordinary(value))
+    if isinstance(value, Tracer):
+        return True
+    return isinstance(value, torch.Tensor) and is_ordinary(value) and not without_shape(value)

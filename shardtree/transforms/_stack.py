@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +9,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import TreeError, error_text, shorten
+from ..errors import TreeError, error_text, missing_numbers, shorten
 from ..geometry import check_type, integers
 from ..lenses import layer_at
 from ..mapping import ShardedBase, ShardedTensor
-from ..trees import check_stars, fill_key, join_data, key_expression, leaves_with_paths, match_keys, rename
+from ..trees import (
+    KeyForm,
+    Piece,
+    check_stars,
+    fill_key,
+    join_data,
+    key_form,
+    leaves_with_paths,
+    match_keys,
+    one_of,
+    rename,
+    text_piece,
+)
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries, replace_named
 
 _ALIKE = (
@@ -47,12 +58,13 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
                 [2, 2]])
     """
     # Without leading zeros: unstacking must give back the same keys.
-    pattern = re.compile(rf"({key_expression(prefix)})\.(0|[1-9][0-9]*)\.(.+)", re.DOTALL)
+    form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("number"), text_piece("."), Piece("rest")))
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors("stack_layers", tree).items():
-        match = pattern.fullmatch(shard.key)
-        if match is not None:
-            _add(groups[f"{match[1]}.{match.groups()[-1]}"], int(match.groups()[-2]), entry, shard)
+        if (match := form.match(shard.key)) is not None:
+            *_, number, name = match
+            before = shard.key.removesuffix(f".{number}.{name}")
+            _add(groups[f"{before}.{name}"], _number("stack_layers", number), entry, shard)
     if not groups:
         raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
     new: dict[str, list[ShardedTensor]] = {}
@@ -60,6 +72,17 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         new |= {entry: [] for entry, _ in group.values()}
         new[next(iter(group.values()))[0]] = [_stack(key, group)]
     return replace_entries("stack_layers", tree, new)
+
+
+def _number(doing: str, text: str) -> int:
+    """Return the number of a layer; Python refuses to read one of very many digits, which a file may have."""
+    if len(text) > _MOST_DIGITS:
+        what = f"{doing}: a layer's number of {len(text)} digits"
+        raise TreeError(error_text(what, expected=f"at most {_MOST_DIGITS}", fix="Rename the key or leave it out."))
+    return int(text)
+
+
+_MOST_DIGITS = 18
 
 
 def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
@@ -73,9 +96,9 @@ def _add(group: _Group, number: int, entry: str, shard: ShardedTensor) -> None:
 def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedTensor:
     count = max(group) + 1
     if count != len(group):
-        # Bounded: one key with a huge number, as a hostile file may have, would list as many missing layers.
-        missing = [f"layer {number}" for number in range(min(count, 10_000)) if number not in group]
-        raise TreeError(error_text(f"stack_layers: {key!r} lacks layers", found=len(group), offenders=missing))
+        missing = (f"layer {number}" for number in missing_numbers(group, len(group), count))
+        what, lacking = f"stack_layers: {key!r} lacks layers", count - len(group)
+        raise TreeError(error_text(what, found=len(group), offenders=missing, count=lacking))
     layers = [group[number][1] for number in range(count)]
     check_same("stack_layers", layers, _ALIKE)
     first = layers[0]
@@ -110,12 +133,11 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         >>> {key: shard.data.tolist() for key, shard in unstack_layers({"h.w": stacked}, "h").items()}
         {'h.0.w': [0, 1], 'h.1.w': [2, 3], 'h.2.w': [4, 5]}
     """
-    pattern = re.compile(rf"({key_expression(prefix)})\.(?![0-9]+(?:\.|$))(.+)", re.DOTALL)
+    form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("rest without number")))
     new: dict[str, list[ShardedTensor]] = {}
     for entry, shard in flat_tensors("unstack_layers", tree).items():
-        match = pattern.fullmatch(shard.key)
-        if match is not None:
-            new[entry] = _layers(shard, match[1], match.groups()[-1])
+        if (match := form.match(shard.key)) is not None:
+            new[entry] = _layers(shard, shard.key.removesuffix(f".{match[-1]}"), match[-1])
     if not new:
         raise _no_match("unstack_layers", f"{prefix}.<name>", tree)
     return replace_entries("unstack_layers", tree, new)
@@ -134,7 +156,8 @@ def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]
 
 # Keeping some layers.
 
-_STATES = r"(?:(?:[^.]+\.)*optimizer\.(?:state\.[^.]+|param_group)\.)?"
+_STATE, _GROUP = (text_piece("state."), Piece("part"), text_piece(".")), (text_piece("param_group."),)
+_STATES = one_of((Piece("parts before"), text_piece("optimizer."), one_of(_STATE, _GROUP)), ())
 """What precedes a parameter's key where an optimizer's states, or its groups, are stored."""
 
 
@@ -164,12 +187,14 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     doing = "keep_layers"
     flat_tensors(doing, tree)
     layers, elsewhere = integers(doing, "layers", layers), integers(doing, "absent", absent)
-    pattern = re.compile(rf"({_STATES}{key_expression(prefix)})\.(0|[1-9][0-9]*)((?:\..+)?)", re.DOTALL)
+    end = one_of((text_piece("."), Piece("rest")), ())
+    form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), Piece("number"), end))
     shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
-    matches = {entry: match for entry, leaf in shards.items() if (match := pattern.fullmatch(leaf.key)) is not None}
+    matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
     if not matches and not elsewhere:
         raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
-    numbers = {int(match.groups()[-2]) for match in matches.values()}
+    by_entry = {entry: _number(doing, match[-2]) for entry, match in matches.items()}
+    numbers = {*by_entry.values()}
     missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in elsewhere]
     if missing:
         fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
@@ -177,8 +202,9 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
         raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
     new: dict[str, list[tuple[str, Any]]] = {}
     for entry, match in matches.items():
-        head, number, rest = match[1], int(match.groups()[-2]), match.groups()[-1]
-        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == number]
+        *_, number, rest = match
+        head = shards[entry].key.removesuffix(f".{number}{rest}")
+        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == by_entry[entry]]
         new[entry] = [_renumber(entry, shards[entry], key) for key in keys]
     return replace_named(doing, tree, new)
 

@@ -10,6 +10,7 @@ from ._checks import (
     is_plain_tensor,
     megatron_kind,
     refuse_hidden,
+    refuse_shapeless,
     refuse_too_deep,
     refuse_without_elements,
     refuse_wrappers,
@@ -38,12 +39,13 @@ from ._factories import (
     merge_into_held,
 )
 from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
+from ._key_forms import KeyForm, Piece, one_of, text_piece
 from ._key_patterns import (
     check_stars,
     checked_keys,
     differing_prefix,
     fill_key,
-    key_expression,
+    key_form,
     key_matcher,
     match_key,
     match_keys,

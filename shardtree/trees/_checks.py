@@ -17,12 +17,14 @@ from torch.nn.parameter import is_lazy
 from ..errors import TreeError, TreePath, UnsupportedValue, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import (
+    SHAPE_FIX,
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
     is_wrapper,
     lacks_memory,
+    without_shape,
 )
 from ._join import Record
 from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
@@ -241,6 +243,20 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
     if offenders:
         fix = "Save while their memory is there; run a module with lazy parameters once before."
         raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=offenders, fix=fix))
+
+
+def refuse_shapeless(doing: str, leaves: Iterable[tuple[TreePath, Any]]) -> None:
+    """Raise where a plain tensor has no single shape: a parameter that isn't initialised yet, or a nested tensor.
+
+    Raises:
+        TreeError: names every such place.
+
+    Examples:
+        >>> refuse_shapeless("load", [(("step",), torch.tensor(3))])
+    """
+    offenders = [f"{render_path(path)}: {kind}" for path, leaf in leaves if (kind := without_shape(leaf))]
+    if offenders:
+        raise TreeError(error_text(f"{doing}: tensors without a shape", offenders=offenders, fix=SHAPE_FIX))
 
 
 def _lacking(value: Any) -> str:

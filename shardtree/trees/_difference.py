@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..errors import TreePath
 from ..lazy import flat_bytes
@@ -108,6 +109,8 @@ def _same_value(left: Any, right: Any) -> bool:
 
 
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if is_lazy(left) or is_lazy(right):  # neither a shape nor bits
+        return is_lazy(left) and is_lazy(right) and left.dtype == right.dtype
     if left.is_nested or right.is_nested:
         parts = zip(left.unbind(), right.unbind(), strict=False) if left.is_nested and right.is_nested else ()
         return left.is_nested == right.is_nested and left.size(0) == right.size(0) and all(starmap(_same_tensor, parts))
@@ -180,7 +183,7 @@ def _value_text(value: Any) -> str:
     """Return a plain value or a few numbers in full, and only the type of anything else."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return repr(value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+    if isinstance(value, (torch.Tensor, np.ndarray)) and not (isinstance(value, torch.Tensor) and is_lazy(value)):
         text = f"{type(value).__name__} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         plain = value.dtype in _NUMBERS or getattr(value.dtype, "kind", "") in tuple("biufc")
         return f"{text} {value.tolist()}" if plain and prod(value.shape) <= _FEW else text

@@ -12,39 +12,45 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from itertools import islice, zip_longest
+from functools import lru_cache, partial
+from itertools import chain, islice, zip_longest
 
 from ..errors import TreeError, error_text, plural
+from ._key_forms import KeyForm, Piece, expression_of, is_quick, text_piece
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
-# What stars match. With ** goes the dot beside it, which is absent too where ** matches no part.
-_EXPRESSIONS = {"**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": r"((?s:.*))"}
+# With ** goes the dot beside it, which is absent too where ** matches no part.
+_KINDS = {"**.": "parts before", ".**": "parts after", "**": "anything"}
 
 
-def key_expression(pattern: str) -> str:
-    r"""Return a pattern as a regular expression with one group for each star.
+def key_form(pattern: str) -> KeyForm:
+    """Return a pattern as a form of keys, in which each star is a piece.
 
     Raises:
         TreeError: it isn't a text, or an empty one.
 
     Examples:
-        >>> key_expression("model.layers.*.weight")
-        'model\\.layers\\.([^.]+)\\.weight'
-        >>> key_expression("layers.**")
-        'layers((?:\\.[^.]+)*)'
+        >>> key_form("model.layers.*.weight").match("model.layers.7.weight")
+        ('7',)
     """
     if not isinstance(pattern, str) or not pattern:
         found, fix = repr(pattern)[:200], "Write a key, with * for parts that differ: 'model.layers.*.mlp.weight'."
         raise TreeError(error_text("not a pattern of keys", found=found, expected="a text", fix=fix))
-    texts = [re.escape(text) for text in _STAR.split(pattern)]
-    expressions = [_EXPRESSIONS.get(star[0]) or _star_expression(pattern, star) for star in _STAR.finditer(pattern)]
-    return "".join(text + star for text, star in zip_longest(texts, expressions, fillvalue=""))
+    return _key_form(pattern)
 
 
-def _star_expression(pattern: str, star: re.Match[str]) -> str:
+@lru_cache
+def _key_form(pattern: str) -> KeyForm:
+    texts = map(text_piece, _STAR.split(pattern))
+    between = [Piece(_KINDS.get(star[0]) or _star_kind(pattern, star)) for star in _STAR.finditer(pattern)]
+    pieces = chain.from_iterable(zip_longest(texts, between, fillvalue=text_piece("")))
+    return KeyForm(tuple(piece for piece in pieces if piece != text_piece("")))
+
+
+def _star_kind(pattern: str, star: re.Match[str]) -> str:
     around = pattern[: star.start()][-1:] + pattern[star.end() :][:1]
     # Between dots it is a part, which has at least one character.
-    return r"([^.]+)" if around in ("", ".", "..") else r"([^.]*)"
+    return "part" if around in ("", ".", "..") else "characters"
 
 
 def stars(pattern: str) -> int:
@@ -66,8 +72,8 @@ def match_key(pattern: str, key: str) -> tuple[str, ...] | None:
         >>> match_key("**.weight", "layers.11.weight"), match_key("**.weight", "weight")
         (('layers.11',), ('',))
     """
-    match = re.fullmatch(key_expression(pattern), key)
-    return None if match is None else tuple(part.strip(".") for part in match.groups())
+    match = key_form(pattern).match(key)
+    return None if match is None else tuple(part.strip(".") for part in match)
 
 
 def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
@@ -81,9 +87,20 @@ def key_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
         ['a.exp_avg', 'a.exp_avg_sq', 'step']
     """
     # One expression for all patterns: there may be millions of keys.
-    expressions = [f"(?:{key_expression(pattern)})" for pattern in patterns]
-    expression = re.compile("|".join(expressions) or r"(?!)")
-    return lambda key: expression.fullmatch(key) is not None
+    forms = [key_form(pattern) for pattern in patterns]
+    expressions = [f"(?:{expression_of(form.pieces, groups=False)})" for form in forms]
+    quick = [min(lengths) for lengths in zip(*(form.quick for form in forms), strict=True)]
+    return partial(_fits_one, re.compile("|".join(expressions)), quick, forms) if forms else _fits_none
+
+
+def _fits_none(key: str) -> bool:
+    return False
+
+
+def _fits_one(expression: re.Pattern[str], quick: Sequence[int], forms: Sequence[KeyForm], key: str) -> bool:
+    if is_quick(key, quick):
+        return expression.fullmatch(key) is not None
+    return any(form.match(key) is not None for form in forms)
 
 
 def shell_differences(patterns: Iterable[str], keys: Collection[str]) -> list[str]:
@@ -212,6 +229,7 @@ _CLOSE = 10
 _FEW_NAMES = 500
 _NEIGHBOURS = 100
 _LONGEST = 300
+_LONGEST_DIFFERING = 4096
 
 
 def near_names(keys: Iterable[str], names: Collection[str]) -> dict[str, str]:
@@ -303,10 +321,11 @@ def differing_prefix(keys: Sequence[str], names: Collection[str]) -> tuple[str, 
         >>> differing_prefix(["w", "b"], ["model.w", "model.b"])
         ('', 'model.')
     """
-    if len(keys) < 2 or not names:
+    longest = max(keys, key=len, default="")  # the fewest names end in it
+    # Each of its ends is tried: a guard against keys of megabytes.
+    if len(keys) < 2 or not names or len(longest) > _LONGEST_DIFFERING:
         return None
     names = names if isinstance(names, (set, frozenset, dict)) else frozenset(names)
-    longest = max(keys, key=len)  # the fewest names end in it
     # Candidates come from a single key, and only those are tried on the others: with millions of names, comparing each
     # key with each name would take minutes.
     too_much = (longest[:end] for end in range(1, len(longest)) if longest[end:] in names)

@@ -193,6 +193,28 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_gone_on_with() -> None:
     assert not compare(source, folder)
 
 
+COMMON: dict[str, Callable[[int], Any]] = {
+    "values": lambda rank: lambda common: {"step": 8 + rank},
+    "on one rank alone": lambda rank: (lambda common: {"step": 8}) if rank == 2 else None,
+    "tensors": lambda rank: lambda common: {"seed": torch.tensor([1, 2 + rank])},
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_ranks_that_change_the_common_state_in_other_ways_are_refused(name: str) -> None:
+    source, folder, change = saved(TREE), MemoryStorage(), COMMON[name]
+
+    def attempt(world: st.World) -> None:
+        options = {"backend": "safetensors", "transform_common": change(world.rank)}
+        with pytest.raises(st.errors.WorldError, match=r"rank [12] would write another common state than rank 0"):
+            convert(source, folder, **options, world=world)
+
+    simulate(3, attempt)
+    assert not st.is_checkpoint(folder)
+    run(2, source, folder, transform_common=change(2))
+    assert st.load_common_state_dict(folder) != st.load_common_state_dict(source)
+
+
 # Killed, and gone on with by another number of ranks.
 
 CHANGES = {"write", "write_parts", "replace", "move", "remove"}

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.errors import CheckpointingException, UnsupportedValue
+from shardtree.errors import CheckpointingException, TraceError, TreeError, UnsupportedValue
+from shardtree.interop.dtensor._placed import ReadOptions, all_parts, placed_tensors
+from shardtree.trees import path_key
 from tests.checkpoint.parts import ALL_FORMATS, freed
 from tests.options import save_keywords
 
@@ -100,3 +102,40 @@ def test_nor_is_it_moved(tree: Any, use: Any) -> None:
 def test_it_is_not_cut_either(tree: Any) -> None:
     with pytest.raises(CheckpointingException, match=r"tree\['a'\]\[1\]"):
         st.shard(tree, st.Mesh(tp=2), st.PartitionSpec("tp"))
+
+
+# Parameters and buffers that aren't initialised yet have no shape: every call that asks for one names their paths.
+
+LAZY = {
+    "a parameter": lambda: torch.nn.LazyLinear(3).weight,
+    "a buffer": torch.nn.UninitializedBuffer,
+    "a frozen parameter": lambda: torch.nn.UninitializedParameter(requires_grad=False),
+}
+STORED = st.storage.MemoryStorage()
+st.save([shard("a.1", torch.ones(2)), shard("b", torch.ones(2))], STORED)
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_target_that_is_not_initialised_is_refused_by_path(kind: str) -> None:
+    tree = {"a": [1, LAZY[kind]()], "b": torch.zeros(2)}
+    with pytest.raises(TreeError, match=r"load: tensors without a shape\n  tree\['a'\]\[1\]: an uninitialised"):
+        st.load(tree, STORED)
+    assert "tree['a'][1]: an uninitialised" in str(st.explain(tree, STORED))
+    with pytest.raises(TraceError, match=r"no tensors by name\n  'w': Uninitialized"):
+        st.trace(lambda sources: {"w": LAZY[kind]()}, {"b": shard("b", torch.ones(2))})
+    assert st.testing.outline(tree) == st.testing.outline({**tree, "b": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_what_is_not_initialised_differs_from_what_is(kind: str) -> None:
+    tree, other, filled = ({"a": [1, each]} for each in (LAZY[kind](), LAZY[kind](), torch.ones(2)))
+    assert not st.diff(tree, other)
+    assert st.diff(tree, filled).mismatch == st.diff(filled, tree).mismatch == (("a", 1),)
+    (problem,) = st.layouts.common_problems([tree, filled])
+    assert str(problem).startswith("tree['a'][1]: rank 0 has Uninitialized")
+
+
+def test_a_replicated_tensor_that_is_not_initialised_is_refused_by_path() -> None:
+    reading = ReadOptions(path_key, object(), None, lambda key, tensor: True)
+    with pytest.raises(TreeError, match=r"from_dtensors: tensors without a shape\n  tree\['a'\]\[1\]"):
+        [*placed_tensors({"a": [1, torch.nn.LazyLinear(3).weight]}, reading, all_parts())]

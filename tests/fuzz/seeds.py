@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import pickle
 import struct
 import zlib
 from collections import OrderedDict, deque
@@ -163,6 +164,35 @@ def universal() -> list[Files]:
 def dtensor_files() -> list[Files]:
     """Return a checkpoint of verl's: a file of DTensors for each rank."""
     return [folder_files(_FIXTURES / "dtensor_fsdp2_w4")]
+
+
+def torch_checkpointing() -> list[Files]:
+    """Return a folder of torch_checkpointing's: rows of a tensor on two ranks, and a value that one has alone."""
+    whole, layout = torch.arange(8.0).reshape(4, 2), {"serialization_format": {"type": "TorchSerialization"}}
+    rows = {0: [0, 3], 1: [1, 2]}
+    boxes = {0: [([0, 0], [0, 0], [1, 2]), ([3, 0], [1, 0], [1, 2])], 1: [([1, 0], [0, 0], [2, 2])]}
+    names = ("global_offsets", "local_offsets", "local_sizes")
+    data = {rank: dict(zip(names, map(list, zip(*own, strict=True)), strict=True)) for rank, own in boxes.items()}
+    kinds = {
+        rank: {"type": "default_tensor_v1", "data": own | {"global_shape": (4, 2), "dtype": "torch.float32"}}
+        for rank, own in data.items()
+    }
+    model = {
+        "nested_path_to_metadata": {
+            '["w"]': [{"sharding_metadata": kinds[rank], "ranks": [rank]} for rank in kinds],
+        },
+        "rank_to_layout_info": {0: None, 1: layout | {"file_path": "model_1.pt"}},
+    }
+    step = {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: None}}
+    metadata = {"metadata": {"model": model, "step": step}, "world_size": 2, "version": "2.0"}
+    values = {f"model_{rank}.pt": {"w": whole[own]} for rank, own in rows.items()} | {"step_0.pt": {"step": 7}}
+    return [{name: _archive(value) for name, value in values.items()} | {"metadata.pkl": pickle.dumps(metadata)}]
+
+
+def _archive(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
 
 
 _RAW = {

@@ -54,11 +54,13 @@ FORMATS: dict[str, Callable[[], list[Files]]] = {
     "deepspeed": seeds.deepspeed,
     "universal": seeds.universal,
     "dtensor_files": seeds.dtensor_files,
+    "torch_checkpointing": seeds.torch_checkpointing,
 }
 
 WANTED = {
     "torch": ("common.pt", "metadata.json"),
     "torch_dist": (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
+    "torch_checkpointing": ("metadata.pkl", "model_0.pt"),
     "universal": ("mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/emb.weight/"),
 }
 """How the names of the places begin that a format is about, where not all of them are."""
@@ -97,7 +99,7 @@ def _kind(name: str, data: bytes) -> Kind:
         return "json"
     if data[8:9] == b"{":
         return "header"
-    return "pickle" if name == ".metadata" else "bytes"
+    return "pickle" if name in (".metadata", "metadata.pkl") else "bytes"
 
 
 def _replaced(base: Files, name: str, data: bytes) -> Files:

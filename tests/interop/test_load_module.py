@@ -125,6 +125,15 @@ def test_other_names_and_dtypes() -> None:
     check_holds(model, values())
 
 
+def test_a_module_that_is_not_initialised_is_refused_by_name() -> None:
+    storage = MemoryStorage()
+    st.save({"0.weight": st.ShardedTensor.from_rank_offsets("0.weight", torch.ones(3, 2))}, storage)
+    with pytest.raises(UnsupportedValue, match=r"without a shape\n  '0\.weight': an un.*\n  '0\.bias': an un"):
+        load_module(nn.Sequential(nn.LazyLinear(3)), storage)
+    with pytest.raises(UnsupportedValue, match="'running_mean': an uninitialised"):
+        load_module(nn.LazyBatchNorm1d(), storage, strict=False)
+
+
 def test_a_module_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         model = Model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import shardtree as st
 from shardtree.errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue
+from shardtree.strategies import Damage
 from shardtree.strategies.torch_checkpointing import recognize
 from shardtree.testing import first_difference
 from shardtree.trees import HOLE, leaves_with_paths, path_key
@@ -135,6 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another whole": (boxes(([1, 0], [0, 0], [2, 2]), shape=(9, 2)), ITSELF),
     "more sizes than offsets": (TWICE, ITSELF),
     "a gap": (boxes(([1, 0], [0, 0], [1, 2])), r"'model\.w': 6 of 8 elements"),
+    "rows of another rank": (boxes(([2, 0], [0, 0], [2, 2])), r"'model\.w': some elements twice"),
 }
 
 
@@ -143,6 +146,59 @@ def test_boxes_that_are_not_the_ranks_rows_are_refused_by_name(name: str) -> Non
     wrong, said = WRONG[name]
     with pytest.raises(st.errors.CheckpointingException, match=said):
         st.load_plain_tensors(folder_of(by_hand(described(of_boxes(FIRST, wrong), 2))))
+
+
+def refused(files: dict[str, bytes], words: str) -> None:
+    """Check that a folder is corrupt, by every call that looks at what is in it."""
+    place = folder_of(files)
+    for call in (st.open_checkpoint, st.load_plain_tensors):
+        with pytest.raises(CorruptCheckpoint, match=words):
+            call(place)
+    (damage,) = (one for one in st.verify(place) if isinstance(one, Damage))
+    assert re.search(words, damage.what)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([{"sharding_metadata": FIRST, "ranks": [0]}, {"sharding_metadata": MIDDLE, "ranks": [1]}], "of ranks 0, 1"),
+        ([{"sharding_metadata": {"type": "DTensorShardingMetadata", "data": {}}, "ranks": (0, 1)}], "of ranks 0, 1"),
+        ([], "in no file"),
+    ],
+)
+def test_a_tensor_that_is_described_and_that_no_file_holds_is_damage(groups: Any, words: str) -> None:
+    refused(
+        by_hand(described(of_boxes(FIRST, MIDDLE) | {'["gone"]': groups}, 2)), rf'\["gone"\] in \'model\': .*{words}'
+    )
+
+
+def test_a_tensor_that_a_rank_lacks_is_damage() -> None:
+    files = by_hand(described(of_boxes(FIRST, MIDDLE), 2)) | {"model_1.pt": archive({"v": WHOLE})}
+    refused(files, r'\["w"\] in \'model\': not in the files of rank 1')
+
+
+def named(*names: str) -> Callable[[int], Any]:
+    """Return a rank's layout, by the file that metadata.pkl names for it."""
+    return lambda rank: {"file_path": names[rank], "serialization_format": {"type": "TorchSerialization"}}
+
+
+@pytest.mark.parametrize("name", ["model_0.pt", "./model_0.pt", ".//model_0.pt"])
+def test_a_file_that_is_named_for_two_ranks_is_damage(name: str) -> None:
+    refused(by_hand(described({}, 2, named("model_0.pt", name))), r"files are named twice\n  'model_0\.pt'")
+
+
+def test_a_file_that_is_named_for_two_items_is_damage() -> None:
+    saved = described({}, 2)
+    saved["metadata"]["optimizer"] = described({}, 1, named("model_1.pt"))["metadata"]["model"]
+    refused(by_hand(saved), r"files are named twice\n  'model_1\.pt'")
+
+
+def test_ranks_files_that_are_missing_are_counted_and_a_few_are_named() -> None:
+    one = {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: None, 1: None}}
+    saved = {"metadata": {f"item{number}": one for number in range(300)}, "world_size": 2**62, "version": "2.0"}
+    refused(
+        {"metadata.pkl": pickle.dumps(saved)}, rf"item0_2\.pt(\n  item0_\d+\.pt)+\n  and {300 * (2**62 - 2) - 10} more"
+    )
 
 
 def test_copies_of_boxes_that_differ_are_refused_by_name() -> None:

@@ -207,10 +207,11 @@ def convert(
         )
         pickles = target.options.allow_pickle
         where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
-        return plan, journal_of(*where, nonce=nonces[0], allow_pickle=pickles)
+        common = HOLE if world.size == 1 else plan.common
+        return plan, journal_of(*where, common=common, nonce=nonces[0], allow_pickle=pickles)
 
-    (plan, journal), folders = share(world, "convert: plan", prepare, lambda pair: pair[1].folder)
-    _check_same_plan(folders)
+    (plan, journal), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[1].common))
+    _check_same_plan(outcomes)
     # Formats ask for a few MiB at a time; where each read is a request, many of these are fetched at once.
     passage = Passage(group_bytes(plan.reader), has_sums=verify)
     earlier, may_be_others = _write(target, journal, plan, passage, world)
@@ -235,12 +236,13 @@ def _destination(
     return Destination(in_larger_requests(storage_at(where)), choices, backends, strategies, options)
 
 
-def _check_same_plan(folders: Sequence[str]) -> None:
-    """Raise unless all ranks have planned the same conversion, given the names of their journals."""
-    if len(set(folders)) > 1:
-        other = next(rank for rank, folder in enumerate(folders) if folder != folders[0])
-        fix = "Pass the same arguments on every rank, and transforms that give the same wherever they run."
-        raise WorldError(error_text(f"convert: rank {other} would write other bytes than rank 0", fix=fix))
+def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:
+    """Raise unless all ranks have planned the same conversion, by journals' names and hashes of common states."""
+    for what, values in zip(("other bytes", "another common state"), zip(*outcomes, strict=True), strict=True):
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            fix = "Pass the same arguments on every rank, and transforms that give the same wherever they run."
+            raise WorldError(error_text(f"convert: rank {other} would write {what} than rank 0", fix=fix))
 
 
 def _check(

@@ -59,11 +59,13 @@ class Journal:
         storage: the destination.
         folder: the journal's own, in there.
         packages: whose classes may be in it.
+        common: the hash of the common state that is written.
     """
 
     storage: Storage
     folder: str
     packages: frozenset[str] = frozenset({"shardtree"})
+    common: str = ""
 
 
 # The identity of a conversion: the source's bytes, the format, and how each piece is made of the source
@@ -78,6 +80,7 @@ def journal_of(
     batches: Sequence[Batch],
     strategies: Strategies | None,
     *,
+    common: Any,
     nonce: str,
     allow_pickle: bool,
 ) -> Journal:
@@ -91,6 +94,7 @@ def journal_of(
         backends: of the destination.
         batches: what is written.
         strategies: the dispatch table; None for the process's.
+        common: the common state, which ranks compare; it isn't what journals are told apart by.
         nonce: another one in each call, and the same on all its ranks: the hash of what can't be hashed.
         allow_pickle: whether values are pickled.
     """
@@ -104,7 +108,15 @@ def journal_of(
     table = table_of(strategies)
     # Only those rows: looking up another format's would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
-    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}))
+    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), _common_hash(common, allow_pickle))
+
+
+def _common_hash(common: Any, allow_pickle: bool) -> str:
+    """Return the hash of a common state; an empty text where it has values that only its format can write."""
+    try:
+        return digest(encode_tree(common, allow_pickle=allow_pickle))
+    except CheckpointingException:
+        return ""
 
 
 def _identity(source: Checkpoint) -> Any:

@@ -18,7 +18,7 @@ from ... import trees
 from ...errors import KeyMismatch, TreePath, error_text, render_path, shorten
 from ...mapping import ShardedTensor
 from ...plans import find_unexpected
-from ...trees import HOLE, deepest, path_key
+from ...trees import HOLE, deepest, path_key, refuse_shapeless
 from ._targets import Kinds, Target
 
 
@@ -34,11 +34,13 @@ def asking_whole(target: Target, kinds: Kinds) -> Target:
 
     Raises:
         UnsupportedValue: such a tensor is a wrapper subclass, whose memory can't be filled.
+        TreeError: such a tensor has no shape.
     """
     tensors = {number for number in target.plain if isinstance(target.leaves[number], torch.Tensor)}
     keys = {number: key for number in tensors if (key := path_key(target.plain[number])) in kinds}
     if not keys:
         return target
+    refuse_shapeless("load", ((target.plain[number], target.leaves[number]) for number in keys))
     leaves, shapes = list(target.leaves), dict[int, torch.Size]()
     for number, key in keys.items():
         tensor, shape = leaves[number], kinds[key].global_shape

@@ -6,8 +6,9 @@ DTensors are read without torch.distributed: the mesh position and the placement
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from operator import mul
 from typing import Any, Literal
 
 import torch
@@ -55,6 +56,10 @@ class DTensorParts:
     rank: int | None
 
 
+Element = Callable[[Any, tuple[int, ...]], int]
+"""Returns the element of a tensor of integers at a position."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSubclass:
     """A subclass of a tensor before its state is known.
@@ -67,12 +72,12 @@ class TensorSubclass:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def local_tensor(self, state: Any, ints: Callable[[Any], tuple[int, ...]]) -> tuple[Any, DTensorParts]:
+    def local_tensor(self, state: Any, element: Element) -> tuple[Any, DTensorParts]:
         """Return the local tensor, and where it belongs.
 
         Args:
             state: the DTensor's.
-            ints: returns the elements of a small tensor in it.
+            element: returns an element of a tensor of integers in it.
         """
         fields = _fields(state)
         spec = _fields(_stub(fields["_spec"], "DTensorSpec").state)
@@ -83,7 +88,7 @@ class TensorSubclass:
         fits = len(placements) == len(sizes) == len(position)
         if not fits or any(not 0 <= at < size for at, size in zip(position, sizes, strict=True)):
             raise ValueError(f"a DTensor of {len(placements)} placements at {position} of a mesh {sizes}"[:200])
-        return fields["_local_tensor"], DTensorParts(placements, sizes, position, _rank(mesh, sizes, position, ints))
+        return fields["_local_tensor"], DTensorParts(placements, sizes, position, _rank(mesh, position, element))
 
 
 def _subclass(kind: Any, dtype: Any, shape: Any, *rest: Any) -> TensorSubclass:
@@ -147,18 +152,13 @@ def _size(shape: Any) -> int:
     return prod(map(_size, shape)) if isinstance(shape, (tuple, list)) else exactly(int, shape)
 
 
-def _rank(
-    mesh: dict[str, Any], sizes: tuple[int, ...], position: tuple[int, ...], ints: Callable[[Any], tuple[int, ...]]
-) -> int | None:
+def _rank(mesh: dict[str, Any], position: tuple[int, ...], element: Element) -> int | None:
     """Return the number of the rank whose mesh it was."""
     if mesh.get("_rank") is not None:
         return exactly(int, mesh["_rank"])
     if "mesh" not in mesh:
         return None  # a submesh's own layout says nothing about the root's ranks
-    at = 0
-    for place, size in zip(position, sizes, strict=True):
-        at = at * size + place
-    return ints(mesh["mesh"])[at]
+    return element(mesh["mesh"], position)
 
 
 def _of_fsdp1(*args: Any) -> Any:
@@ -309,16 +309,19 @@ class _Places:
             return tensor  # attributes of the object, such as DeepSpeed's ids, aren't needed
         if type(tensor) is not TensorSubclass:
             raise TypeError("a tensor's subclass that isn't known")
-        local, parts = tensor.local_tensor(state, self._ints)
+        local, parts = tensor.local_tensor(state, self._element)
         if type(local) is not StoredTensor or local.dtype != tensor.dtype or len(tensor.shape) > _MOST_AXES:
             raise ValueError("a DTensor whose local tensor isn't a tensor of its dtype")
         return StoredDTensor(local, tensor.shape, parts)
 
-    def _ints(self, tensor: Any) -> tuple[int, ...]:
+    def _element(self, tensor: Any, position: tuple[int, ...]) -> int:
         if type(tensor) is not StoredTensor or tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError("a mesh whose ranks aren't a tensor of integers")
-        values: list[int] = filled_tensor(self.archive.read, tensor, self.archive.what).flatten().tolist()
-        return tuple(values)
+        # Alone, and not the whole mesh, which every DTensor has, and which strides of 0 make as large as they like.
+        begin = tensor.begin + sum(map(mul, position, tensor.stride)) * tensor.dtype.itemsize
+        return int(
+            filled_tensor(self.archive.read, replace(tensor, begin=begin, shape=(), stride=()), self.archive.what)
+        )
 
 
 def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
@@ -339,4 +342,6 @@ def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
         raise CorruptCheckpoint(error_text(f"{what}: a tensor's bytes aren't there"))
     if not count:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride).clone()
+    view = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride)
+    # An expanded tensor stays one, as it was saved: a file of a few bytes may have many that would fill the memory.
+    return view if prod(tensor.shape) > view.untyped_storage().nbytes() // tensor.dtype.itemsize else view.clone()

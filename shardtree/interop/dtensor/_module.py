@@ -89,7 +89,7 @@ def load_module(
     Raises:
         KeyMismatch: a tensor has no name that is stored, or the module doesn't take it, and `strict` is True; or `key`
             returns one stored key for tensors that differ in size, dtype or placements.
-        UnsupportedValue: the module is on the meta device.
+        UnsupportedValue: the module is on the meta device, or has parameters that aren't initialised yet.
         MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
         IntegrityError: a tensor's several names are stored with different values.
         ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it.

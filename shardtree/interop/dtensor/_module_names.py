@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import KeyMismatch, UnsupportedValue, error_text
-from ...mapping import is_wrapper
+from ...mapping import is_wrapper, without_shape
 from ...trees import holds_tensors
 from ._convert import local_tensor
 
@@ -59,9 +59,10 @@ def by_stored_key(
         plain: of the common state, whose tensors count for plain ones.
 
     Raises:
-        UnsupportedValue: a tensor is on the meta device.
+        UnsupportedValue: a tensor is on the meta device, or isn't initialised yet.
         KeyMismatch: tensors that differ have one stored key.
     """
+    _refuse_shapeless(state)
     own = set(map(id, (*module.parameters(), *module.buffers())))
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
@@ -69,10 +70,7 @@ def by_stored_key(
             names.setdefault(_memory_of(value), []).append(name)
     rest = {name: value for name, value in state.items() if id(value) not in own}
     tensors = {number: state[each[0]].detach() for number, each in names.items()}
-    meta = [names[number][0] for number, tensor in tensors.items() if tensor.is_meta]
-    if meta:
-        fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
-        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=meta, fix=fix))
+    _refuse_meta([names[number][0] for number, tensor in tensors.items() if tensor.is_meta])
 
     def has(tensor: torch.Tensor, name: str) -> bool:
         in_common = isinstance(plain.get(name), torch.Tensor) and not hasattr(tensor, "placements")
@@ -124,6 +122,19 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
         found = " and ".join(f"{tuple(each.shape)} {each.dtype}" for each in tensors.values())
         fix = "Return a stored key of its own for each."
         raise KeyMismatch(error_text(what, offenders=[*tensors], found=found, expected="tensors alike", fix=fix))
+
+
+def _refuse_shapeless(state: Mapping[str, Any]) -> None:
+    lazy = [f"{name!r}: {kind}" for name, value in state.items() if (kind := without_shape(value))]
+    if lazy:
+        fix = "Run a module with lazy parameters once before."
+        raise UnsupportedValue(error_text("load_module: tensors without a shape", offenders=lazy, fix=fix))
+
+
+def _refuse_meta(names: Sequence[str]) -> None:
+    if names:
+        fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
+        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=names, fix=fix))
 
 
 def _has_elements(value: Any) -> bool:

@@ -22,7 +22,7 @@ from ...errors import (
     render_path,
 )
 from ...layouts import AxisSplit, KeyFunction, Mesh, PartitionSpec, RankShard, SpecEntry, mesh_shards
-from ...trees import call_at, leaves_with_paths, path_key
+from ...trees import call_at, leaves_with_paths, path_key, refuse_shapeless
 
 # DeviceMeshes as meshes; sub-meshes as part of the mesh that they are a slice of.
 
@@ -303,6 +303,7 @@ def placed_tensors(tree: Any, reading: ReadOptions, parts: Parts) -> Iterator[Pl
         elif reading.replicated is not None and isinstance(leaf, torch.Tensor):
             key = call_at(path, reading.key, path)
             if call_at(path, reading.replicated, key, leaf):
+                refuse_shapeless("from_dtensors", [(path, leaf)])
                 _check_key(key, path, reading, seen)
                 yield PlacedTensor(path, key, leaf, reading.within, mesh_of(reading.within), PartitionSpec())
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ...errors import KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...geometry import integer, refuse
-from ...trees import call_at, key_expression, leaves_with_paths, match_key, stars
+from ...trees import call_at, key_matcher, leaves_with_paths, match_key, stars
 from .._columns import TensorKind
 from ._mesh import Mesh, check_mesh
 
@@ -206,7 +206,7 @@ class PatternSpecs:
     """Specs by patterns of keys; a `SpecFunction`. `specs_by_pattern` makes it.
 
     Attributes:
-        rows: the patterns, as texts and compiled, and their specs; the first that fits a key counts.
+        rows: the patterns, as texts and as functions of keys, and their specs; the first that fits a key counts.
         default: the spec of keys that no pattern fits; None where they are an error.
         allow_unused: whether patterns may fit no key.
 
@@ -215,7 +215,7 @@ class PatternSpecs:
         PartitionSpec('tp')
     """
 
-    rows: tuple[tuple[str, re.Pattern[str], PartitionSpec], ...]
+    rows: tuple[tuple[str, Callable[[str], bool], PartitionSpec], ...]
     default: PartitionSpec | None
     allow_unused: bool
 
@@ -230,9 +230,9 @@ class PatternSpecs:
             raise KeyMismatch(error_text(what, found=patterns[:1000] or "no patterns", fix=fix))
         return spec
 
-    def first(self, key: str) -> tuple[str, re.Pattern[str], PartitionSpec] | None:
+    def first(self, key: str) -> tuple[str, Callable[[str], bool], PartitionSpec] | None:
         """Return the row of the first pattern that fits a key, None if none does."""
-        return next((row for row in self.rows if row[1].fullmatch(key)), None)
+        return next((row for row in self.rows if row[1](key)), None)
 
 
 def specs_by_pattern(
@@ -273,7 +273,7 @@ def specs_by_pattern(
         checked_spec("default", default)
     # Compiled once: the function is called for each tensor of a tree.
     rows = (
-        (pattern, re.compile(key_expression(pattern), re.DOTALL), checked_spec(f"pattern {pattern!r}", spec))
+        (pattern, key_matcher([pattern]), checked_spec(f"pattern {pattern!r}", spec))
         for pattern, spec in patterns.items()
     )
     return PatternSpecs(tuple(rows), default, unused == "allow")

@@ -12,7 +12,7 @@ import torch
 
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...geometry import box_column, volumes
+from ...geometry import box_column, shared_groups, volumes
 from ...layouts import ShardColumns, TensorKind
 from ...storage import ByteRanges, StoredFile
 from .._checks import Comparison
@@ -177,7 +177,8 @@ def contents_of(
     derived, numbers, refused = tensors.derived, tensors.numbers, tensors.refused
     own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
     own_pieces = [piece for piece in pieces if piece.key in own]
-    _check_tiled(files, own, [piece for piece in own_pieces if piece.key not in refused], where)
+    readable = {key: kind for key, kind in own.items() if key not in refused}
+    _check_tiled(files, readable, [piece for piece in own_pieces if piece.key in readable], where)
     places: dict[str, list[Piece]] = {}
     for piece in own_pieces:
         places.setdefault(piece.key, []).append(piece)
@@ -237,18 +238,33 @@ def piece_columns(kinds: Mapping[str, TensorKind], pieces: Sequence[Piece]) -> S
 def _check_tiled(
     files: Sequence[ArchiveFile], kinds: Mapping[str, TensorKind], pieces: Sequence[Piece], where: Callable[[str], str]
 ) -> None:
-    """Raise unless each tensor has as many elements as its pieces; which boxes they are, formats know."""
+    """Raise unless the pieces of each tensor tile it: as many elements, and no element twice.
+
+    Flat ranges aren't compared with each other: formats cut them from one vector.
+    """
     counts = dict.fromkeys(kinds, 0)
     shapes = box_column([piece.shape for piece in pieces], fill=1)
     for piece, volume in zip(pieces, volumes(shapes).tolist(), strict=True):
         counts[piece.key] += piece.stop - piece.start if piece.start >= 0 else volume
     last = {piece.key: where(files[piece.file].name) for piece in pieces}
     wrong = [
-        f"{key!r}: {counts[key]} of {prod(kind.global_shape)} elements, some of them in {last[key]!r}"
+        f"{key!r}: {counts[key]} of {prod(kind.global_shape)} elements"
+        + (f", some of them in {last[key]!r}" if key in last else "")
         for key, kind in kinds.items()
-        if key in last and counts[key] != prod(kind.global_shape)
+        if counts[key] != prod(kind.global_shape)
     ]
+    wrong += [f"{key!r}: some elements twice, and some not at all" for key in _doubled(pieces)] if not wrong else []
     if wrong:
         what = "open: the ranks' files don't hold these tensors exactly once"
         fix = "A rank's file is missing, or of another save; copy all of one save's files, or load another checkpoint."
         raise CorruptCheckpoint(error_text(what, offenders=wrong, fix=fix))
+
+
+def _doubled(pieces: Sequence[Piece]) -> list[str]:
+    """Return the keys of tensors of which two boxes share an element."""
+    boxes = [piece for piece in pieces if piece.start < 0]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(piece.key for piece in boxes))}
+    offset, shape = ([getattr(piece, name) for piece in boxes] for name in ("offset", "shape"))
+    group = int64([numbers[piece.key] for piece in boxes])
+    shared = set(shared_groups(group, box_column(offset, fill=0), box_column(shape, fill=1)).tolist())
+    return [key for key, number in numbers.items() if number in shared]

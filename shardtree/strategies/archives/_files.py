@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from ..._ambient import collector_paused
@@ -139,9 +141,14 @@ def read_archives(checkpoint: Checkpoint, names: Sequence[str], classes: Classes
         classes: names that pickles of the format may have, beside tensors and plain data.
 
     Raises:
-        CorruptCheckpoint: a file isn't there, or isn't one of torch.save's.
+        CorruptCheckpoint: a file isn't there, isn't one of torch.save's, or is named twice.
         UnsafeFile: one names something that isn't data.
     """
+    same = Counter("/".join(PurePosixPath(name).parts) for name in names)
+    if twice := [repr(name) for name, count in same.items() if count > 1]:
+        what = f"open: {checkpoint.storage.where()!r}: files are named twice"
+        fix = "Each rank, and each tensor that has files of its own, has another one; load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=twice, fix=fix))
 
     def read(name: str) -> ArchiveFile:
         where, types = checkpoint.storage.where(name), checkpoint.options.types

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
+from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text, missing_numbers
 from ...storage import Storage, is_folder
 from .._values import Fields, fields_of_backend
 
@@ -14,9 +14,10 @@ ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
-# `pp_rank` is the data-parallel rank, by history.
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt")
-_OPTIMIZER = re.compile(r"(bf16_|fp16_|)zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt")
+# `pp_rank` is the data-parallel rank, by history. Without other leading zeros: a rank has one file.
+_DATA, _TENSOR = r"(0|[1-9]\d{0,8})", r"(\d{2}|[1-9]\d{2,8})"
+_MODEL = re.compile(rf"(?:zero_pp_rank_{_DATA}_)?mp_rank_{_TENSOR}_model_states\.pt", re.ASCII)
+_OPTIMIZER = re.compile(rf"(bf16_|fp16_|)zero_pp_rank_{_DATA}_mp_rank_{_TENSOR}_optim_states\.pt", re.ASCII)
 _OTHERS = (
     (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "layers of a pipeline, a file for each"),
     (re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"), "experts, a file for each"),
@@ -112,10 +113,11 @@ def zero_files(storage: Storage, folder: str) -> ZeroFiles:
         raise CorruptCheckpoint(error_text(f"open: {where!r} has files of two saves", found=pair, fix=fix))
     optimizers = next(iter(prefixes.values()), {})
     for kind, ranks in (("model_states", models), ("optim_states", optimizers)):
-        missing = [str(rank) for rank in range(min(max(ranks, default=-1) + 1, 100_000)) if rank not in ranks]
-        if missing:
+        size = max(ranks, default=-1) + 1
+        if size > len(ranks):
+            missing, count = map(str, missing_numbers(ranks, len(ranks), size)), size - len(ranks)
             what = f"open: {where!r} lacks the {kind} files of data-parallel ranks"
-            raise CorruptCheckpoint(error_text(what, offenders=missing, fix="Copy every rank's file."))
+            raise CorruptCheckpoint(error_text(what, offenders=missing, count=count, fix="Copy every rank's file."))
     in_order = (tuple(folder + ranks[rank] for rank in sorted(ranks)) for ranks in (models, optimizers))
     return ZeroFiles(folder, *in_order)
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ...codec import Entry, decode_header, dtype_name, encode_header
-from ...errors import CheckpointingException, CorruptCheckpoint, error_text
+from ...errors import CheckpointingException, CorruptCheckpoint, error_text, plural
 from ...geometry import Column, box_column, volumes, widen
 from ...layouts import ShardColumns
 from ...storage import BLOCK_BYTES, Buffer, StoredFile, in_threads
 from .._metadata import read_checked, write_checked
 from .._values import Checkpoint, Fields, PendingSave
-from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_columns, texts
+from ._columns import COLUMNS, OPTIONAL_COLUMNS, Bytes, Index, ascend, int64, item_sizes, text_at, text_columns, texts
 
 ObjectRow = tuple[str, int, int, int]
 """An object's unique key, the number of its file, its first byte there and its length in bytes."""
@@ -210,6 +210,7 @@ def index_problem(index: Index) -> str | None:
         or _in_parts(partial(_keys, index), index.key_axes.size)
         or _files(index)
         or _places(index)
+        or _unstored(index)
     )
 
 
@@ -311,6 +312,15 @@ def _places(index: Index) -> str | None:
     if problem is None and _outside(index, index.object_file, index.object_byte, index.object_length):
         return _BEYOND
     return problem
+
+
+def _unstored(index: Index) -> str | None:
+    # A save without all ranks leaves gaps in tensors, but lists none of which it stores nothing.
+    lacking = np.ones(index.key_axes.size, dtype=np.bool_)
+    lacking[index.chunk_key] = False
+    keys = [key for key in np.flatnonzero(lacking).tolist() if index.key_shape[key].all()]
+    names = (text_at(index.key_text, index.key_start, key)[:200] for key in keys)
+    return f"{plural(len(keys), 'tensor')} without a chunk, such as {next(names)!r}" if keys else None
 
 
 _BEYOND = "a chunk or object reaches beyond its file"

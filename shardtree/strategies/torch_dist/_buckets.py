@@ -29,8 +29,8 @@ from ._pickled_columns import Ints
 # What `.metadata` lists: buckets of several states, and pieces of the model
 
 _BUCKET = re.compile(
-    r"(?P<group>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(?P<buffer>\d+)"
-    r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+    r"(?P<group>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.gbuf_idx_(?P<buffer>\d{1,18})"
+    r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d{1,18})\.(?P<state>\w+)"
 )
 
 _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")

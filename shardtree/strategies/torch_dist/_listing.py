@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import PurePosixPath
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def archives_of(
         payload: bytes of each tensor, int64 (tensors,); an object is all payload.
 
     Raises:
-        ValueError: a place isn't a range of a file, or they are too large.
+        ValueError: a place isn't a range of a file, two share bytes, or they are too large.
     """
     files = sorted({places.file[row] for row in rows.tolist()})
     for name in files:
@@ -97,6 +98,7 @@ def archives_of(
         if (column < 0).any() or (column > _MOST_BYTES).any() or payload.astype(np.float64).sum() > _MOST_BYTES:
             raise ValueError("an archive's place or size is out of range")
     order = np.lexsort((byte, file))
+    _check_apart(files, names, file[order], byte[order], length[order], order)
     number = np.empty_like(order)
     number[order] = np.arange(order.size)
     payload = payload[order]
@@ -116,6 +118,27 @@ def archives_of(
         virtual=StoredFile("archives", int(end[-1]) if end.size else 0),
     )
     return archives, number
+
+
+def _check_apart(
+    files: Sequence[str], names: Sequence[str], file: Column, byte: Column, length: Column, order: Column
+) -> None:
+    """Raise where two archives share bytes of a file: one of them would be read as the other.
+
+    Args:
+        files: names of the files.
+        names: of the archives, in any order.
+        file: number of each archive's file, int64 (archives,); all columns are in the order of files and bytes.
+        byte: where each archive begins, int64 (archives,).
+        length: of each archive, int64 (archives,).
+        order: positions of the archives in `names`, int64 (archives,).
+    """
+    if len({"/".join(PurePosixPath(name).parts) for name in files}) != len(files):
+        raise ValueError("a file is there by two names")
+    shared = np.flatnonzero((file[1:] == file[:-1]) & (byte[:-1] + length[:-1] > byte[1:]) & (length[1:] > 0))
+    if shared.size:
+        one, other = (names[row][:200] for row in order[shared[0] : shared[0] + 2].tolist())
+        raise ValueError(f"{one!r} and {other!r} share bytes of {files[int(file[shared[0]])]!r}")
 
 
 def _refusal_rows(places: Places, rows: Column) -> Iterator[tuple[int, int]]:

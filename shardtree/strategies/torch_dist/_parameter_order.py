@@ -31,7 +31,7 @@ class Place(NamedTuple):
     rest: tuple[int, ...]
 
 
-_LAYER = re.compile(r"(?P<before>.*\blayers)\.(?:(?P<number>\d+)\.)?(?P<inside>.*)")
+_LAYER = re.compile(r"(?P<before>.*\blayers)\.(?:(?P<number>\d{1,18})\.)?(?P<inside>.*)", re.DOTALL)
 
 _NORM = "layer_norm_(?:weight|bias)"
 _ATTENTION = (
@@ -104,7 +104,7 @@ def layer_of(piece: Piece) -> tuple[int | None, str]:
     match = _LAYER.fullmatch(piece.key)
     if match is None:
         return None, piece.key
-    return (piece.offset[0] if match["number"] is None else int(match["number"])), match["inside"]
+    return (next(iter(piece.offset), 0) if match["number"] is None else int(match["number"])), match["inside"]
 
 
 def full_name(piece: Piece) -> str:
@@ -119,7 +119,7 @@ def full_name(piece: Piece) -> str:
 
 
 def _first_match(patterns: Sequence[str], text: str) -> int | None:
-    return next((number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, text)), None)
+    return next((number for number, pattern in enumerate(patterns) if re.fullmatch(pattern, text, re.DOTALL)), None)
 
 
 def _ending(key: str) -> int:

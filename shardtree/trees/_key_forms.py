@@ -1,0 +1,274 @@
+"""Patterns of keys as sequences of pieces, and their matching, which no key makes slow.
+
+Python's regular expressions try each way to share a key out among stars: with two stars a key of 64 kB takes seconds,
+with three hours, and keys come from files. So they match what is short, and for other keys the places at which the
+rest of a pattern fits are found from the end, once for each piece. What a piece matches is the same both ways: the
+longest text with which the rest still fits, from the first piece to the last.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from math import comb
+from operator import or_
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    """A part of a pattern.
+
+    Attributes:
+        kind: ``"text"``, ``"or"``, or one of `_EXPRESSIONS`.
+        text: the text itself, of a text.
+        choices: sequences of pieces, of which the first that fits counts.
+    """
+
+    kind: str
+    text: str = ""
+    choices: tuple[tuple[Piece, ...], ...] = ()
+
+
+def text_piece(text: str) -> Piece:
+    """Return the piece that matches a text alone."""
+    return Piece("text", text)
+
+
+def one_of(*choices: Sequence[Piece]) -> Piece:
+    """Return the piece that matches what one of several sequences of pieces does; the first that fits counts."""
+    return Piece("or", choices=tuple(map(tuple, choices)))
+
+
+_EXPRESSIONS = {
+    "part": r"[^.]++",  # a dot or the end follows
+    "characters": r"[^.]*",  # of a part
+    "anything": r"(?s:.*)",
+    "parts before": r"(?:[^.]++\.)*",
+    "parts after": r"(?:\.[^.]+)*",
+    "number": r"(?:0|[1-9][0-9]*)",
+    "rest": r"(?s:.+)",
+    "rest without number": r"(?![0-9]+(?:\.|$))(?s:.+)",
+}
+_BY_PARTS, _BY_CHARACTERS = ("parts before",), ("characters", "anything", "parts after")
+"""Kinds that can be matched in several ways, as many as a key has parts or characters."""
+
+
+def expression_of(pieces: Sequence[Piece], *, groups: bool = True) -> str:
+    """Return pieces as a regular expression, with a group for each that is no text."""
+    return "".join(_expression(piece, groups) for piece in pieces)
+
+
+def _expression(piece: Piece, groups: bool) -> str:
+    if piece.kind == "text":
+        return re.escape(piece.text)
+    choices = "|".join(expression_of(choice, groups=False) for choice in piece.choices)
+    text = f"(?:{choices})" if piece.choices else _EXPRESSIONS[piece.kind]
+    return f"({text})" if groups else text
+
+
+_MOST_WAYS = 8192
+_USUAL_DOTS = 16
+_LONGEST = 4096
+"""Characters: the regular expression takes memory for each part of a key."""
+
+
+@dataclass(frozen=True)
+class KeyForm:
+    """A form that keys may have.
+
+    Attributes:
+        pieces: in the order of the key.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def expression(self) -> re.Pattern[str]:
+        """The form as a regular expression."""
+        return re.compile(expression_of(self.pieces))
+
+    @cached_property
+    def quick(self) -> tuple[int, ...]:
+        """By a key's dots, the length up to which the regular expression is quick; the last is for more dots."""
+        lengths = range(_LONGEST)
+        usual = (partial(self._ways, dots) for dots in range(_USUAL_DOTS))
+        more = partial(bisect_right, lengths, _MOST_WAYS, key=lambda length: self._ways(length // 2, length))
+        return *(bisect_right(lengths, _MOST_WAYS, key=ways) - 1 for ways in usual), more() - 1
+
+    @cached_property
+    def _counts(self) -> tuple[int, int]:
+        pieces = list(self.pieces)
+        for piece in pieces:  # grows
+            pieces += [inner for choice in piece.choices for inner in choice]
+        by_parts, by_characters = (sum(one.kind in kinds for one in pieces) for kinds in (_BY_PARTS, _BY_CHARACTERS))
+        return by_parts, by_characters
+
+    def _ways(self, dots: int, length: int) -> int:
+        """Return how many ways there are at most to share a key out among the pieces."""
+        by_parts, by_characters = self._counts
+        return comb(dots + 1 + by_parts, by_parts) * comb(length + by_characters, by_characters)
+
+    def match(self, key: str) -> tuple[str, ...] | None:
+        """Return what each piece that is no text matches in a key, None where the key has another form.
+
+        Examples:
+            >>> form = KeyForm((Piece("parts before"), text_piece("layers."), Piece("number")))
+            >>> form.match("model.layers.7"), form.match("model.layers.07")
+            (('model.', '7'), None)
+        """
+        if is_quick(key, self.quick):
+            match = self.expression.fullmatch(key)
+            return None if match is None else match.groups()
+        return match_in_order(self.pieces, key)
+
+
+def is_quick(key: str, lengths: Sequence[int]) -> bool:
+    """Return whether a key is no longer than one of its dots may be, as `KeyForm.quick` has lengths."""
+    if len(key) <= lengths[-1]:
+        return True
+    dots = key.count(".")
+    return dots < _USUAL_DOTS and len(key) <= lengths[dots]
+
+
+# Matching in time that grows with the key's length times the pattern's. A set of places in a key is an integer, whose
+# bit r is the place r characters before the end: all places of a run of characters are then reached by one addition,
+# whose carry goes through it.
+
+
+def match_in_order(pieces: Sequence[Piece], key: str) -> tuple[str, ...] | None:
+    """Return what `KeyForm.match` does, without a regular expression.
+
+    Examples:
+        >>> match_in_order((Piece("parts before"), text_piece("x"), Piece("parts after")), "x.x.x")
+        ('x.x.', '')
+    """
+    text = _Text(key)
+    places = _places(pieces, 1, text)
+    if not places[0] >> len(key) & 1:
+        return None
+    return tuple(_walk(pieces, places, 0, text)[1])
+
+
+class _Text:
+    """A key, and where in it dots and other characters are, as sets: bit r is the character that r others follow."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.length = key, len(key)
+        self.all = (1 << self.length) - 1
+        self.dots = self.before(".") >> 1
+        self.others = self.all & ~self.dots
+        self.no_empty_part = self.all & ~(self.dots & self.dots << 1)
+
+    def before(self, text: str) -> int:
+        """Return the places at which a text begins."""
+        bits, at = bytearray(self.length // 8 + 1), self.key.find(text)
+        while at >= 0:
+            place = self.length - at
+            bits[place >> 3] |= 1 << (place & 7)
+            at = self.key.find(text, at + 1)
+        return int.from_bytes(bits, "little")
+
+    def of(self, characters: str) -> int:
+        """Return where in the key some characters are."""
+        return sum(self.before(character) for character in characters) >> 1
+
+    def last(self, places: int, first: int, end: int) -> int:
+        """Return the last of some places in the key from one up to another, that included; the first if there is none.
+
+        Args:
+            places: a set.
+            first: index in the key.
+            end: index in the key.
+        """
+        there = places >> (self.length - end)
+        place = end - ((there & -there).bit_length() - 1)
+        return place if there and place > first else first
+
+
+def _flood(places: int, characters: int) -> int:
+    """Return places, and those that are reached from them over some characters towards the key's begin."""
+    return places | ((places & characters) + characters ^ characters)
+
+
+_Back = Callable[[int, _Text], int]
+"""Return the places at which a piece and what follows it fit, by those at which what follows does."""
+
+_BACK: dict[str, _Back] = {
+    "part": lambda after, text: _flood((after & text.others) << 1, text.others),
+    "characters": lambda after, text: _flood(after, text.others),
+    "anything": lambda after, text: _all_before(after, text),
+    "parts before": lambda after, text: after | _flood((after & text.dots) << 1, text.no_empty_part) & text.others << 1,
+    "parts after": lambda after, text: after | _flood((after & text.others) << 1, text.no_empty_part) & text.dots << 1,
+    "number": lambda after, text: _back_number(after, text),
+    "rest": lambda after, text: _all_before(after << 1, text),
+    "rest without number": lambda after, text: _all_before(after << 1, text) & ~_numbers(text),
+}
+
+
+def _all_before(places: int, text: _Text) -> int:
+    return ((1 << text.length + 1) - (places & -places)) if places else 0
+
+
+def _back_number(after: int, text: _Text) -> int:
+    zero, others = text.of("0"), text.of("123456789")
+    digits = zero | others
+    return _flood((after & digits) << 1, digits) & others << 1 | (after & zero) << 1
+
+
+def _numbers(text: _Text) -> int:
+    """Return the places at which digits begin that a dot or the end follows, or a last line break, as in `re`."""
+    digits, ends = text.of("0123456789"), text.dots << 1 | 1 | (2 if text.key.endswith("\n") else 0)
+    return _flood((ends & digits) << 1, digits)
+
+
+def _places(pieces: Sequence[Piece], end: int, text: _Text) -> list[int]:
+    """Return the places at which each of some pieces, with all that follow, fits; and those that were given."""
+    places = [end]
+    for piece in reversed(pieces):
+        if piece.kind == "text":
+            places.append(places[-1] << len(piece.text) & text.before(piece.text))
+        elif piece.choices:
+            firsts = (_places(choice, places[-1], text)[0] for choice in piece.choices)
+            places.append(reduce(or_, firsts))
+        else:
+            places.append(_BACK[piece.kind](places[-1], text))
+    return places[::-1]
+
+
+def _walk(pieces: Sequence[Piece], places: Sequence[int], at: int, text: _Text) -> tuple[int, list[str]]:
+    """Return where some pieces end that begin at an index, and what each that is no text matches."""
+    parts = []
+    for piece, after in zip(pieces, places[1:], strict=True):
+        first = at
+        if piece.kind == "text":
+            at += len(piece.text)
+            continue
+        if piece.choices:
+            ways = ((choice, _places(choice, after, text)) for choice in piece.choices)
+            choice, own = next(way for way in ways if way[1][0] >> (text.length - at) & 1)
+            at, _ = _walk(choice, own, at, text)
+        else:
+            at = _end(piece.kind, after, at, text)
+        parts.append(text.key[first:at])
+    return at, parts
+
+
+def _end(kind: str, after: int, at: int, text: _Text) -> int:
+    """Return the last index at which a piece may end, given the places at which what follows fits."""
+    key, length = text.key, text.length
+    end = length
+    if kind in ("part", "characters"):
+        end = key.find(".", at)
+    elif kind == "parts before":
+        end, after = key.find("..", at) + 1 or -1, 0 if key[at : at + 1] == "." else after & text.dots
+    elif kind == "parts after":
+        end, after = key.find("..", at), after & text.others if key[at : at + 1] == "." else 0
+    elif kind == "number":
+        end = next(_NOT_DIGIT.finditer(key, at)).start()
+    return text.last(after, at, length if end < 0 else end)
+
+
+_NOT_DIGIT = re.compile(r"(?![0-9])")
