@@ -38,6 +38,7 @@ from ._capabilities import (
     files_in,
     is_folder,
     is_link,
+    locked,
     make_folder,
     move,
     read_if_there,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-from ..errors import CheckpointingException, StorageError
+from ..errors import CheckpointingException, StorageError, error_text
 from ..storage import (
     Claim,
     Storage,
@@ -17,9 +18,11 @@ from ..storage import (
     claim,
     is_alive,
     listed,
+    locked,
     make_folder,
     maker_is_dead,
     owner_note,
+    process_token,
     read_if_there,
     release,
     remove_folder,
@@ -71,6 +74,17 @@ def is_save_folder(name: str) -> bool:
     return _SAVE_FOLDER.fullmatch(name) is not None
 
 
+def new_save_id() -> str:
+    """Return the name of a new save, which is that of its folder.
+
+    Examples:
+        >>> is_save_folder(new_save_id())
+        True
+    """
+    # Its form makes a folder one that cleaning up may remove; random digits keep saves of one second apart.
+    return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{process_token()}"
+
+
 def is_save_file(name: str) -> bool:
     """Return whether a file's name inside a checkpoint is one that a save gives.
 
@@ -83,26 +97,53 @@ def is_save_file(name: str) -> bool:
     return is_save_folder(folder) and _OUR_FILE.fullmatch(last) is not None
 
 
-def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
-    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here."""
+def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: bool = False) -> Claim:
+    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here.
+
+    Args:
+        storage: the checkpoint's folder.
+        folder: the save's folder in it.
+        durable: whether the folder is on the medium when this returns.
+        alone: whether no other save may be in progress, since files of both would have the same names.
+
+    Raises:
+        StorageError: the folder or the note can't be made, or another save is in progress.
+    """
     # Before the folder: from its first moment on, it belongs to a save that is known to be alive.
     own_claim = claim(folder)
-    try:
-        make_folder(storage, folder, durable=durable)
-        _leave_note(storage, folder)
-    except BaseException:
-        release(folder)
-        with suppress(CheckpointingException):  # the same cause may prevent this too
-            disown(storage, folder)
-        raise
+    with ExitStack() as lock:
+        try:
+            make_folder(storage, folder, durable=durable)
+            # With the lock, one of two savers sees the other's note, which sees none; it is held until the note of one
+            # that is refused is gone. Where there is no lock both may be refused, but they never both go on.
+            if alone:
+                lock.enter_context(locked(storage))
+            _leave_note(storage, folder)
+            if alone:
+                check_alone(storage, folder)
+        except BaseException:
+            release(folder)
+            with suppress(CheckpointingException):  # the same cause may prevent this too
+                disown(storage, folder)
+            raise
     return own_claim
+
+
+def check_alone(storage: Storage, folder: str) -> None:
+    """Raise if another save than that of a folder is in progress.
+
+    Raises:
+        StorageError: a process of this machine makes one.
+    """
+    if any(save_is_alive(storage, name) for name in storage.names() if is_save_folder(name) and name != folder):
+        fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
+        raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
 
 
 def _leave_note(storage: Storage, folder: str) -> None:
     name, note = f"{folder}/{OWNER_FILE}", owner_note(folder)
     if (mark := can(storage).mark) is None:
-        with suppress(StorageError):  # without the note, the save is judged by its age
-            storage.replace(name, note, durable=False)
+        storage.replace(name, note, durable=False)
         one_saver = can(storage).late_requests
     else:
         # The note makes the folder there, so that other ranks see it: a failure of this one isn't passed over.
@@ -119,14 +160,35 @@ _warned_places: set[str] = set()
 
 
 @contextmanager
-def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool) -> Iterator[None]:
+def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone: bool) -> Iterator[None]:
     """Own a save's folder inside the block; unless this process has left its note there already, it is made."""
-    own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable)
+    own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable, alone=alone)
     try:
         yield
     finally:
         release(folder)
         del own_claim
+
+
+@contextmanager
+def alone_in(storage: Storage) -> Iterator[None]:
+    """Let no other save with files of fixed names begin inside the block, which ends with a checkpoint.
+
+    For what writes one without ranks or a request; what killed ones have left goes with the next.
+
+    Raises:
+        StorageError: another save is in progress.
+    """
+    folder = new_save_id()
+    with owned(storage, folder, durable=False, has_note=False, alone=True):
+        try:
+            yield
+            for name in storage.names():
+                if is_save_folder(name) and name != folder and save_is_alive(storage, name) is False:
+                    remove_interrupted(storage, name)
+        finally:
+            with abandoning(storage.where(folder)):
+                disown(storage, folder)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from ...storage import (
     is_claimed,
     is_left_over,
     is_temporary,
+    locked,
     owner_note,
     release,
     remove_folder,
@@ -42,7 +43,9 @@ from ...strategies import (
     PendingSave,
     Strategies,
     StrategyAction,
+    abandoning,
     call_in_turn,
+    check_alone,
     check_unchanged,
     deciding_files,
     disown,
@@ -60,7 +63,7 @@ from ...world import step
 from .._consistency import unions_field
 from .._dispatch import Backends, Choice, strategy_of
 from ._replace import check_same, is_live, remove_sibling, swap_folders
-from ._start import RunningSave, beside, end, is_recognized
+from ._start import RunningSave, beside, end, in_save_folder, is_recognized
 
 Fields = Mapping[str, Any]
 Writes = tuple[tuple[ShardedTensor, ...], tuple[ShardedObject, ...]]
@@ -111,6 +114,7 @@ def save_request(
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
     check = partial(_check_no_other, pending, strategies)
+    alone = not in_save_folder(backends, strategies)
     state, of_common = requests[0].state, None  # each format's later rows get its own state
     if sharded_backend == common_backend or len(requests) > 1:
         of_common = requests[-1].state
@@ -119,10 +123,12 @@ def save_request(
     removes_saves = any(request.removes_saves for request in requests)
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, running, requests, write_common, strategies, recognizes=recognizes),
+        async_fn=partial(
+            _write, pending, running, requests, write_common, strategies, recognizes=recognizes, alone=alone
+        ),
         commit=partial(_commit, pending, running, requests, write_common, fields, check, finish, commit is not None),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, pending, running, requests),
+        abandon=partial(_abandon, pending, running, requests, alone=alone),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
             call_in_turn,
@@ -178,17 +184,22 @@ def _write(
     strategies: Strategies | None,
     *,
     recognizes: bool,
+    alone: bool,
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run saves the storage that look.
     if running.has_run or can(pending.storage).replace_if is None:
         with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
-    running.has_run = True
     if pending.world.rank == 0:
-        _claim_again(pending, running, strategies)
-    if recognizes:
+        _claim_again(pending, running, strategies, alone=alone)
+    elif alone and running.has_run and pending.replaced is None:
+        check_alone(pending.storage, pending.save_id)
+    running.has_run = True
+    # After the claim: from now on no other save with fixed names can begin, so that none is committed after this look.
+    if recognizes or alone:
         _check_no_other(pending, strategies)
+    running.has_written = True
     if recognizes or pending.world.rank != 0 or can(pending.storage).replace_if is None:
         results = tuple(request.async_fn() for request in requests)
     else:
@@ -227,7 +238,7 @@ def _lost_to_another(pending: PendingSave) -> Iterator[None]:
         raise AlreadyACheckpoint(error_text(what, fix=fix)) from error
 
 
-def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strategies | None) -> None:
+def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strategies | None, *, alone: bool) -> None:
     """Make the folder again for an abandoned save whose request is run once more."""
     if pending.replaced is not None:
         check_same(pending.replaced, strategies)
@@ -235,15 +246,35 @@ def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strateg
         return
     if pending.replaced is not None:
         pending.replaced.sibling.make(owner_note(pending.save_id), durable=pending.options.durable)
-    running.claim = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    durable = pending.options.durable
+    running.claim = make_save_folder(pending.storage, pending.save_id, durable=durable, alone=alone)
 
 
-def _abandon(pending: PendingSave, running: RunningSave, requests: Sequence[AsyncRequest[Any]]) -> None:
+def _abandon(pending: PendingSave, running: RunningSave, requests: Sequence[AsyncRequest[Any]], *, alone: bool) -> None:
     try:
-        for request in requests:
-            request.abandon()
+        # What has fixed names may be another save's, unless this one has written it and still keeps others away.
+        if not alone or pending.replaced is not None:
+            _remove_written(requests)
+        elif running.has_written:
+            running.has_written = False
+            with abandoning(pending.storage.where()), _keeping_others_away(pending):
+                _remove_written(requests)
     finally:
         end(pending, running)
+
+
+@contextmanager
+def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
+    """Let no other save begin inside the block; raises if one has begun since rank 0 gave this one up."""
+    with nullcontext() if pending.world.rank == 0 else locked(pending.storage):
+        if not is_claimed(pending.save_id):
+            check_alone(pending.storage, pending.save_id)
+        yield
+
+
+def _remove_written(requests: Sequence[AsyncRequest[Any]]) -> None:
+    for request in requests:
+        request.abandon()
 
 
 def _commit(
@@ -299,29 +330,31 @@ def _finish(
     check_no_other: Callable[[], None],
     fields: Fields,
 ) -> None:
-    # The owner's note goes after the commit: a save that was killed before is known to be dead by it. Only where files
-    # have names outside of the save's folder, and on local storage, it goes first: nothing else is in that folder.
-    if can(pending.storage).replace_if is None and (commit is not None or pending.replaced is not None):
+    # The owner's note goes after the commit: until then it keeps others away from files with fixed names, and by it a
+    # save that was killed is known to be dead. What is exchanged has another note, beside it.
+    if pending.replaced is not None:
         pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
     # Every name has to be on the medium before the rename that commits: after a power failure the file system may
     # keep that rename and lose what came before it.
     if pending.options.durable:
         sync_folder(pending.storage, pending.save_id)
         sync_folder(pending.storage)
-    if commit is None:
-        if pending.before is None or can(pending.storage).replace_if is None:
-            check_no_other()
-    else:
-        check_unchanged(pending.storage, pending.before)
-        commit(pending, fields)
-        remove_folder(pending.storage, pending.save_id)
-    # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
-    one_backend = fields["common_backend"] == fields["sharded_backend"]
-    if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
-        with _lost_to_another(pending):
-            replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
-    if pending.replaced is not None:
-        swap_folders(pending, pending.replaced, fields, strategies)
+    # Of two saves that commit at once, the second one sees the first one's checkpoint.
+    with locked(pending.storage if pending.replaced is None else pending.replaced.storage):
+        if commit is None:
+            if pending.before is None or can(pending.storage).replace_if is None:
+                check_no_other()
+        else:
+            check_unchanged(pending.storage, pending.before)
+            commit(pending, fields)
+            remove_folder(pending.storage, pending.save_id)
+        # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
+        one_backend = fields["common_backend"] == fields["sharded_backend"]
+        if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
+            with _lost_to_another(pending):
+                replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
+        if pending.replaced is not None:
+            swap_folders(pending, pending.replaced, fields, strategies)
 
 
 # Orphaned files of interrupted saves, removed by the next committed save; never those of a save in progress.
@@ -345,10 +378,8 @@ def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_sav
         return  # nothing is ever written beside an object and then moved to its place
     # Never a failure of the save: the checkpoint counts by now.
     with _logging_failure(storage):
-        if can(storage).replace_if is not None:
-            disown(storage, pending.save_id)  # the note stays until after the commit there
-        elif pending.replaced is None:  # here too; a format's own clean-up may not know of it
-            storage.remove(f"{pending.save_id}/{OWNER_FILE}")
+        if pending.replaced is None:
+            disown(storage, pending.save_id)
         # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
         changes = (time for *_, time in stamp(storage, deciding_files(strategies)))
         before = max(changes, default=0.0) - pending.options.stale_after
