@@ -17,8 +17,10 @@ from ..storage import (
     can,
     claim,
     is_alive,
+    is_claimed,
     listed,
     locked,
+    made_here,
     make_folder,
     maker_is_dead,
     owner_note,
@@ -42,6 +44,8 @@ _OUR_FILE = re.compile(
     r"|\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+"  # a rank's data file, in any format
     r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
 )
+
+_INDEX_FILE = re.compile(r"index-\d+\.safetensors")
 
 _FIXED_NAME = re.compile(
     r"(model|model-\d{5,}-of-\d{5,})\.safetensors|__\d+_\d+\.distcp|common\.pt|\.metadata"
@@ -214,11 +218,16 @@ def disown(storage: Storage, folder: str) -> None:
 
 def remove_save(storage: Storage, folder: str) -> None:
     """Remove a save's files, and its folder unless other files are in it."""
-    # The owner's note goes last: if this is interrupted, the rest is still known to be of an interrupted save.
-    for name in sorted(storage.names(folder), key=OWNER_FILE.__eq__):
+    # If this is interrupted, the rest must still tell whose it is: with a note, of a save that never ended; without one
+    # but with an index, of a save that was committed.
+    for name in sorted(storage.names(folder), key=_last_to_go):
         if _OUR_FILE.fullmatch(name):
             storage.remove(f"{folder}/{name}")
     remove_folder(storage, folder)
+
+
+def _last_to_go(name: str) -> int:
+    return 2 if name == OWNER_FILE else int(_INDEX_FILE.fullmatch(name) is not None)
 
 
 def remove_interrupted(storage: Storage, folder: str) -> None:
@@ -242,9 +251,11 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
         note = read_if_there(storage, name)
     except StorageError:
         return None  # the note is being removed at this moment
-    # A save that was killed before it left its note, as a crash right then makes an empty folder.
-    alive = is_alive(note)
-    return False if alive is None and maker_is_dead(folder[-16:]) else alive
+    # A save that was killed before it left its note, as a crash right then makes an empty folder; or one that was
+    # replaced, if its removal was interrupted. This process knows of its own saves which ones are alive.
+    alive, token = is_alive(note), folder[-16:]
+    is_dead = maker_is_dead(token) or (made_here(token) and not is_claimed(folder))
+    return False if alive is None and is_dead else alive
 
 
 def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
@@ -316,9 +327,11 @@ def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> boo
         seen: the same, as it was listed before.
         folder: the save's folder.
     """
-    # On object stores a save has its note until after its commit: one that had none in the listing was committed by
-    # then. Unless it is the current one by now, it was replaced.
-    if can(storage).replace_if is None or listing.length(f"{folder}/{OWNER_FILE}") is not None:
+    # A save has its note until after its commit: one without was committed, and replaced unless it is the current one
+    # by now. Where a folder may be there before its note, an index has to be in it: written last, it goes last.
+    names = listing.names(folder)
+    was_committed = can(storage).replace_if is not None or any(map(_INDEX_FILE.fullmatch, names))
+    if OWNER_FILE in names or not was_committed:
         return False
     return _save_id(metadata_bytes(storage)) not in (None, folder)
 

@@ -153,11 +153,12 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
     fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
     # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
-    # interrupted, every array that is listed anywhere is there.
+    # interrupted, every array that is listed anywhere is there. All that under the lock: a checkpoint that took the place
+    # of this one has files of the same names.
     with locked(storage):
         replace_metadata(storage, before, fields, durable=True)
         storage.replace(NODE_FILE, group, durable=True)
-    _remove(storage, unused_names, removed_folders)
+        _remove(storage, unused_names, removed_folders)
 
 
 def group_members(checkpoint: Checkpoint) -> dict[str, Document]:
