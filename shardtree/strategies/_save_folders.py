@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -119,12 +119,12 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: boo
         try:
             make_folder(storage, folder, durable=durable)
             # With the lock, one of two savers sees the other's note, which sees none; it is held until the note of one
-            # that is refused is gone. Where there is no lock both may be refused, but they never both go on.
+            # that is refused is gone. Without, they may see each other's: then the first by name waits for the other.
             if alone:
                 lock.enter_context(locked(storage))
             _leave_note(storage, folder)
             if alone:
-                check_alone(storage, folder)
+                check_alone(storage, folder, pauses=_PAUSES if can(storage).locked is None else ())
         except BaseException:
             release(folder)
             with suppress(CheckpointingException):  # the same cause may prevent this too
@@ -133,15 +133,34 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: boo
     return own_claim
 
 
-def check_alone(storage: Storage, folder: str) -> None:
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6)  # seconds; a saver that is refused takes its note back by two requests
+
+
+def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) -> None:
     """Raise if another save than that of a folder is in progress.
+
+    Args:
+        storage: the checkpoint's folder.
+        folder: the save's folder in it.
+        pauses: seconds to wait between looks, while all others have names after this one's and may take back theirs.
 
     Raises:
         StorageError: a process of this machine makes one.
     """
-    if any(save_is_alive(storage, name) for name in storage.names() if is_save_folder(name) and name != folder):
+    others = _others_alive(storage, folder)
+    for pause in pauses:
+        if not others or min(others) < folder:
+            break
+        time.sleep(pause)
+        others = _others_alive(storage, folder)
+    if others:
         fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
         raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
+
+
+def _others_alive(storage: Storage, folder: str) -> list[str]:
+    names = [name for name in storage.names() if is_save_folder(name) and name != folder]
+    return [name for name in names if save_is_alive(storage, name)]
 
 
 def _leave_note(storage: Storage, folder: str) -> None:

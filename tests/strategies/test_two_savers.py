@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, owner_note
+from shardtree.storage import LocalStorage, MemoryStorage, owner_note, wrapped
+from shardtree.strategies import _save_folders, make_save_folder
+from shardtree.testing import Call, watched
 from shardtree.world import World
 
 OLD, NEW = 1.0, 2.0
@@ -99,6 +103,47 @@ def test_a_note_that_outlived_its_commit_harms_nothing(formats: tuple[Any, ...],
     assert value_in(folder) == OLD
     st.save({"step": NEW}, folder, overwrite=True)
     assert not note.exists() and st.load({}, folder)["step"] == NEW and os.listdir(tmp_path) == ["step_1"]
+
+
+@pytest.mark.parametrize("first_by_name", [True, False])
+def test_where_there_is_no_lock_two_that_see_each_other_are_not_both_refused(
+    first_by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, names = MemoryStorage(), [f"save-20260102T030405-{digit * 16}" for digit in "01"]
+    errors: dict[str, str] = {}
+    both_noted, may_look = Event(), Event()
+
+    def begin(save_id: str, before: Callable[[Call], None]) -> None:
+        storage = watched(wrapped(inner, locked=None), before=before)
+        try:
+            held.append(make_save_folder(storage, save_id, durable=False, alone=True))
+        except StorageError as error:
+            errors[save_id] = str(error)
+
+    def later(call: Call) -> None:
+        if call.method == "names" and not call.name:
+            both_noted.set()
+            may_look.wait()
+
+    def sooner(call: Call) -> None:
+        if call.method == "names" and not call.name and other.ident is None:
+            other.start()
+            both_noted.wait()
+
+    def take_turns(seconds: float) -> None:
+        may_look.set()
+        if current_thread() is not other:
+            other.join()
+
+    held: list[object] = []
+    one, two = names if first_by_name else names[::-1]
+    other = Thread(target=begin, args=(two, later))
+    monkeypatch.setattr(_save_folders.time, "sleep", take_turns)
+    begin(one, sooner)
+    may_look.set()
+    other.join()
+    assert [*errors] == [names[1]] and len(held) == 1
+    assert "in progress" in errors[names[1]] and inner.all_names() == (f"{names[0]}/owner.json",)
 
 
 def test_a_note_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
     fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
     # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
-    # interrupted, every array that is listed anywhere is there. All that under the lock: a checkpoint that took the place
+    # interrupted, every array that is listed anywhere is there. Under the lock, since a checkpoint that takes the place
     # of this one has files of the same names.
     with locked(storage):
         replace_metadata(storage, before, fields, durable=True)
