@@ -271,8 +271,7 @@ def _check(
 def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
     save_id = begun_save(journal) if is_old or not can(target.storage).late_requests else None
     if save_id is not None:
-        # A call that was killed right after its commit left its note there, and what it had moved from its folder; or
-        # the note couldn't be removed, which is no failure of the commit.
+        # A call that was killed right after its commit left its note there, or couldn't remove it.
         disown(target.storage, save_id)
         if can(target.storage).late_requests:
             remove_unless_committed(target.storage, save_id)

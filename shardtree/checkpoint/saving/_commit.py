@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 
 from ...errors import (
     AlreadyACheckpoint,
-    CheckpointingException,
     CheckpointReplaced,
     OutcomeUnknown,
     StrategyError,
@@ -23,16 +21,12 @@ from ...errors import (
 )
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
-    Storage,
     can,
     is_claimed,
-    is_left_over,
-    is_temporary,
     locked,
     owner_note,
     release,
     remove_folder,
-    siblings,
     sync_folder,
 )
 from ...strategies import (
@@ -47,22 +41,16 @@ from ...strategies import (
     call_in_turn,
     check_alone,
     check_unchanged,
-    deciding_files,
-    disown,
     find_strategy,
-    is_committed,
-    is_orphaned,
-    is_save_folder,
     make_save_folder,
-    remove_interrupted,
     replace_metadata,
-    stamp,
 )
 from ...trees import United
 from ...world import step
 from .._consistency import unions_field
 from .._dispatch import Backends, Choice, strategy_of
-from ._replace import check_same, is_live, remove_sibling, swap_folders
+from ._clean_up import clean_up
+from ._replace import check_same, swap_folders
 from ._start import RunningSave, beside, end, in_save_folder, is_recognized
 
 Fields = Mapping[str, Any]
@@ -355,59 +343,3 @@ def _finish(
                 replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
         if pending.replaced is not None:
             swap_folders(pending, pending.replaced, fields, strategies)
-
-
-# Orphaned files of interrupted saves, removed by the next committed save; never those of a save in progress.
-
-logger = logging.getLogger("shardtree")
-
-
-def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
-    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
-
-    Args:
-        pending: the save.
-        strategies: the dispatch table; None for the process's.
-        removes_saves: whether the format's own clean-up removes interrupted saves, and the note.
-    """
-    if pending.world.rank != 0:
-        return
-    release(pending.save_id)
-    storage = pending.storage if pending.replaced is None else pending.replaced.storage
-    if can(storage).replace_if is not None and removes_saves:
-        return  # nothing is ever written beside an object and then moved to its place
-    # Never a failure of the save: the checkpoint counts by now.
-    with _logging_failure(storage):
-        if pending.replaced is None:
-            disown(storage, pending.save_id)
-        # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
-        changes = (time for *_, time in stamp(storage, deciding_files(strategies)))
-        before = max(changes, default=0.0) - pending.options.stale_after
-        _remove_siblings(pending, storage, before, strategies)
-        for name in storage.names():
-            if is_save_folder(name):
-                if removes_saves or name == pending.save_id or not is_orphaned(storage, name, before=before):
-                    continue
-                # A later save that was committed meanwhile has no note any more, and its process may have ended.
-                if not is_committed(storage, name):
-                    remove_interrupted(storage, name)
-            elif is_left_over(name) or (is_temporary(name) and (storage.changed(name) or 0.0) < before):
-                storage.remove(name)
-
-
-def _remove_siblings(pending: PendingSave, storage: Storage, before: float, strategies: Strategies | None) -> None:
-    for save_id, sibling in siblings(storage).items():
-        if not is_save_folder(save_id):
-            continue
-        if save_id == pending.save_id or not is_live(save_id, sibling, before=before):
-            with _logging_failure(storage):
-                remove_sibling(storage, sibling, strategies, durable=pending.options.durable)
-
-
-@contextmanager
-def _logging_failure(storage: Storage) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointingException as error:
-        # The next save tries again.
-        logger.warning("save: orphaned files of earlier saves stay in or beside %s: %s", storage.where(), error)
