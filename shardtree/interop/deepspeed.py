@@ -17,7 +17,8 @@ from ..codec.archives import StreamedTensor, streamed_archive
 from ..errors import AlreadyACheckpoint, KeyMismatch, UnsupportedValue, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor
-from ..storage import Directory, Storage, make_folder, storage_at, tensor_buffers
+from ..storage import Directory, Storage, locked, make_folder, storage_at, tensor_buffers
+from ..strategies import alone_in
 
 __all__ = ["save_universal"]
 
@@ -68,6 +69,7 @@ def save_universal(
 
     Raises:
         AlreadyACheckpoint: the folder has one.
+        StorageError: another save to the folder is in progress, or a file can't be written.
         KeyMismatch: a state's parameter isn't there, a pattern names nothing, or something has no place in a Universal
             Checkpoint.
         UnsupportedValue: a name can't be that of a folder, or the common state can't be stored.
@@ -86,29 +88,48 @@ def save_universal(
         deepspeed.checkpoint.ds_to_universal, DeepSpeed 0.19.8.
     """
     storage = storage_at(folder)
-    if is_checkpoint(storage):
-        what = f"save_universal: {storage.where()!r} already holds a checkpoint"
-        raise AlreadyACheckpoint(error_text(what, fix="Write to another folder."))
+    _check_free(storage)
     parts = _parts(checkpoint, leave_out)
     _check_names([tag, *parts.weights])
     rest = checkpoint.common() if common is None else common
     model, optimizer = _fields(checkpoint, rest, parts, parameter_groups)
+    model_file = f"{tag}/{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     write = partial(_write, storage, durable, progress or (lambda _: None))
-    _make_folder(storage, f"{tag}/zero", durable)
+    with alone_in(storage):
+        _check_free(storage)  # again: another call may have ended since
+        _write_states(checkpoint, parts, optimizer, f"{tag}/zero", partial(_make_folder, storage, durable), write)
+        module: OrderedDict[str, Any] = OrderedDict((name, _stream(checkpoint, name)) for name in parts.weights)
+        module.update(model.pop("module", {}))
+        write(model_file, {"module": module, **model})
+        with locked(storage):
+            _check_free(storage)
+            storage.replace("latest_universal", tag.encode(), durable=durable)
+
+
+def _check_free(storage: Storage) -> None:
+    if is_checkpoint(storage):
+        what = f"save_universal: {storage.where()!r} already holds a checkpoint"
+        raise AlreadyACheckpoint(error_text(what, fix="Write to another folder."))
+
+
+def _write_states(
+    checkpoint: OpenCheckpoint,
+    parts: _Parts,
+    optimizer: Mapping[str, Any],
+    folder: str,
+    make: Callable[[str], None],
+    write: Callable[[str, Any], None],
+) -> None:
+    make(folder)
     groups = optimizer["param_groups"]
     for name in parts.weights:
-        _make_folder(storage, f"{tag}/zero/{name}", durable)
+        make(f"{folder}/{name}")
         for file, value in _state_files(checkpoint, parts, name, groups):
-            write(f"{tag}/zero/{name}/{file}.pt", value)
+            write(f"{folder}/{name}/{file}.pt", value)
     # Twice, since DeepSpeed's ZeRO-3 looks for the groups and one step elsewhere than ZeRO-1 and 2.
     step = next((_step(checkpoint, parts, name, groups) for name in parts.states), None)
     inner = {"state": {} if step is None else {0: {_STEP: step}}, "param_groups": groups}
-    write(f"{tag}/zero/optimizer_state.pt", {**optimizer, "optimizer_state_dict": inner})
-    module: OrderedDict[str, Any] = OrderedDict((name, _stream(checkpoint, name)) for name in parts.weights)
-    module.update(model.pop("module", {}))
-    prefix = "zero_pp_rank_0_" if stage == 3 else ""
-    write(f"{tag}/{prefix}mp_rank_00_model_states.pt", {"module": module, **model})
-    storage.replace("latest_universal", tag.encode(), durable=durable)
+    write(f"{folder}/optimizer_state.pt", {**optimizer, "optimizer_state_dict": inner})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,5 +254,5 @@ def _write(storage: Storage, durable: bool, progress: Callable[[int], None], nam
     storage.write(name, buffers(), durable=durable)
 
 
-def _make_folder(storage: Storage, name: str, durable: bool) -> None:
+def _make_folder(storage: Storage, durable: bool, name: str) -> None:
     make_folder(storage, name, durable=durable)

@@ -38,6 +38,7 @@ from ._capabilities import (
     files_in,
     is_folder,
     is_link,
+    locked,
     make_folder,
     move,
     read_if_there,
@@ -57,7 +58,7 @@ from ._memory import BytesReader, MemoryStorage
 from ._object_store import ObjectStorage
 from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage
-from ._owner import Claim, claim, is_alive, is_claimed, maker_is_dead, owner_note, process_token, release
+from ._owner import Claim, claim, is_alive, is_claimed, made_here, maker_is_dead, owner_note, process_token, release
 from ._requests import fetch_cost
 from ._storage import AnyBuffer, Buffer, Reader, Sibling, SizedBuffers, Storage, byte_view, is_left_over, is_temporary
 from ._threads import Task, background_threads, in_threads, in_turn, usual_threads, write_behind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
@@ -51,6 +52,8 @@ class Capabilities:
         folder: ``(name)``: returns a folder in it as a storage that can do as much.
         sibling: ``(name)``: returns the `Sibling` that a save of that name makes, or has made, beside this folder.
         siblings: ``()``: returns the names of the saves that have made one, sorted.
+        locked: ``(folder="")``: returns a context manager that waits for a folder's lock and holds it. Of the threads
+            and processes of a machine one has it at a time; it isn't reentrant, and goes with the process.
         replace_if: ``(name, before, data)``: gives a file new content in one step if it has its old content, None if it
             isn't there. Returns whether an answer says that it was done. If False, the file has changed, or no answer
             came: then it may have the new content, or get it yet. The request isn't repeated.
@@ -89,6 +92,7 @@ class Capabilities:
     sibling: Callable[[str], Sibling] | None = None
     siblings: Callable[[], tuple[str, ...]] | None = None
 
+    locked: Callable[..., AbstractContextManager[None]] | None = None
     replace_if: Callable[[str, bytes | None, bytes], bool] | None = None
     mark: Callable[[str, bytes], bool] | None = None
 
@@ -194,6 +198,18 @@ def siblings(storage: Storage) -> dict[str, Sibling]:
     """Return the folders that saves have made beside a storage's own, by the names of the saves, sorted."""
     sibling, names = can(storage).sibling, can(storage).siblings
     return {name: sibling(name) for name in names()} if sibling is not None and names is not None else {}
+
+
+def locked(storage: Storage) -> AbstractContextManager[None]:
+    """Return a context manager that holds the lock of a storage's own folder; one without effect where there is none.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> with locked(MemoryStorage()):
+        ...     pass
+    """
+    lock = can(storage).locked
+    return nullcontext() if lock is None else lock()
 
 
 def is_link(storage: Storage, name: str) -> bool:

@@ -16,11 +16,13 @@ from ._local_files import (
     MOST_BUFFERS,
     LocalReader,
     begin_writeback,
+    lock_folder,
     new_file,
     parents_of_missing,
     sync,
     sync_above,
     unlink,
+    unlock_folder,
     write_at,
     write_new,
 )
@@ -208,6 +210,16 @@ class LocalStorage:
             return tuple(sorted(name.removeprefix(start) for name in os.listdir(above) if name.startswith(start)))
         return ()
 
+    @contextmanager
+    def locked(self, folder: str = "") -> Iterator[None]:
+        """Hold the lock of a folder, which one thread or process of this machine has at a time."""
+        with self._storage_errors("lock", folder):
+            descriptor = lock_folder(self.where(folder))
+        try:
+            yield
+        finally:
+            unlock_folder(descriptor)
+
     def is_link(self, name: str) -> bool:
         """Return whether a name is a symbolic link's."""
         return os.path.islink(self.where(name))
@@ -227,7 +239,7 @@ class LocalStorage:
 @lru_cache(maxsize=256)  # making them takes a tenth of a small read's time
 def _capabilities(storage: LocalStorage) -> Capabilities:
     folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "is_link")
-    return Capabilities.of(storage, "move", "write_parts", *folders, "folder", "sibling", "siblings")
+    return Capabilities.of(storage, "move", "write_parts", *folders, "folder", "sibling", "siblings", "locked")
 
 
 @lru_cache(maxsize=1024)  # finding out takes longer than opening the file

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import stat
 import sys
@@ -53,7 +54,7 @@ class LocalReader:
                 if not stat.S_ISREG(status.st_mode):
                     raise StorageError(error_text(f"cannot open {self.path!r}", found="no regular file"))
             except BaseException:
-                os.close(self.descriptor)
+                _close(self.descriptor)
                 raise
         except StorageError:
             raise
@@ -63,7 +64,7 @@ class LocalReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+        _close(self.descriptor)  # what the system says then (ESTALE, EIO) isn't about the bytes that were read
 
     def read_into(self, byte: int, buffers: Sequence[Buffer]) -> None:
         """Fill the buffers from consecutive bytes; raises where the file ends first."""
@@ -282,6 +283,42 @@ def _close(descriptor: int | None) -> None:
     if descriptor is not None:
         with suppress(OSError):
             os.close(descriptor)
+
+
+# Locking a folder.
+
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
+
+
+def lock_folder(path: str) -> int:
+    """Return the descriptor that holds a folder's lock, once no other one does; nothing is locked where nothing can be.
+
+    Raises:
+        OSError: the folder can't be opened.
+    """
+    # The folder itself and no file in it: nothing has to be cleaned up, other programs see nothing, and the system
+    # takes the lock from a process that dies.
+    while True:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BaseException:
+            _close(descriptor)
+            raise
+        _close(descriptor)  # it was exchanged for another folder meanwhile
+
+
+def unlock_folder(descriptor: int) -> None:
+    """Let go of a folder's lock."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # not only closed: a process forked meanwhile has the descriptor too
+    _close(descriptor)
 
 
 # Syncing folders to the medium.

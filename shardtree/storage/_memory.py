@@ -39,6 +39,7 @@ class MemoryStorage:
     lock: threading.RLock = field(default_factory=threading.RLock)
     beside: dict[str, MemorySibling] = field(default_factory=dict)
     _siblings: WeakValueDictionary[str, MemorySibling] = field(default_factory=WeakValueDictionary)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __repr__(self) -> str:
         # Not the files themselves: in a traceback or a notebook they would be all of a model.
@@ -48,7 +49,7 @@ class MemoryStorage:
     def capabilities(self) -> Capabilities:
         """What a folder in memory can do beyond `Storage`."""
         folders = ("make_folder", "is_folder", "remove_folder")
-        return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings")
+        return Capabilities.of(self, "move", "write_parts", *folders, "sibling", "siblings", "locked")
 
     def where(self, name: str = "") -> str:
         """Return the name, marked as being in memory."""
@@ -141,6 +142,12 @@ class MemoryStorage:
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have made a folder beside this one, sorted."""
         return tuple(sorted(self.beside))
+
+    @contextmanager
+    def locked(self, folder: str = "") -> Iterator[None]:
+        """Hold the one lock of all folders, which one thread has at a time; files can be changed without it."""
+        with self._turn:
+            yield
 
     def clear(self) -> None:
         """Remove all files and folders."""

@@ -120,6 +120,16 @@ def maker_is_dead(token: str) -> bool | None:
     return True if _start_time(os.getpid()) is not None and _start_time(pid) is None and not _is_hidden(pid) else None
 
 
+def made_here(token: str) -> bool:
+    """Return whether this process made these digits, or one before it that had its number.
+
+    Examples:
+        >>> made_here(process_token()), made_here("0123456789abcdef")
+        (True, False)
+    """
+    return token[:8] == _machine_digits() and int(token[8:14], 16) == os.getpid()
+
+
 def _machine_digits() -> str | None:
     machine = _machine()
     return None if None in machine.values() else f"{crc32(json.dumps(machine, sort_keys=True).encode()):08x}"

@@ -25,6 +25,9 @@ from ._metadata import (
 from ._own_hash import encode_metadata
 from ._save_folders import (
     OWNER_FILE,
+    abandoning,
+    alone_in,
+    check_alone,
     disown,
     is_committed,
     is_orphaned,
@@ -32,6 +35,7 @@ from ._save_folders import (
     is_save_folder,
     is_surely_orphaned,
     make_save_folder,
+    new_save_id,
     owned,
     remove_interrupted,
     remove_save,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
-from ..errors import CheckpointingException, StorageError
+from ..errors import CheckpointingException, StorageError, error_text
 from ..storage import (
     Claim,
     Storage,
@@ -16,10 +17,14 @@ from ..storage import (
     can,
     claim,
     is_alive,
+    is_claimed,
     listed,
+    locked,
+    made_here,
     make_folder,
     maker_is_dead,
     owner_note,
+    process_token,
     read_if_there,
     release,
     remove_folder,
@@ -39,6 +44,8 @@ _OUR_FILE = re.compile(
     r"|\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+"  # a rank's data file, in any format
     r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
 )
+
+_INDEX_FILE = re.compile(r"index-\d+\.safetensors")
 
 _FIXED_NAME = re.compile(
     r"(model|model-\d{5,}-of-\d{5,})\.safetensors|__\d+_\d+\.distcp|common\.pt|\.metadata"
@@ -71,6 +78,17 @@ def is_save_folder(name: str) -> bool:
     return _SAVE_FOLDER.fullmatch(name) is not None
 
 
+def new_save_id() -> str:
+    """Return the name of a new save, which is that of its folder.
+
+    Examples:
+        >>> is_save_folder(new_save_id())
+        True
+    """
+    # Its form makes a folder one that cleaning up may remove; random digits keep saves of one second apart.
+    return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{process_token()}"
+
+
 def is_save_file(name: str) -> bool:
     """Return whether a file's name inside a checkpoint is one that a save gives.
 
@@ -83,26 +101,72 @@ def is_save_file(name: str) -> bool:
     return is_save_folder(folder) and _OUR_FILE.fullmatch(last) is not None
 
 
-def make_save_folder(storage: Storage, folder: str, *, durable: bool) -> Claim:
-    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here."""
+def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: bool = False) -> Claim:
+    """Make a save's folder with a note of its owner, and return the claim that marks the save as alive here.
+
+    Args:
+        storage: the checkpoint's folder.
+        folder: the save's folder in it.
+        durable: whether the folder is on the medium when this returns.
+        alone: whether no other save may be in progress, since files of both would have the same names.
+
+    Raises:
+        StorageError: the folder or the note can't be made, or another save is in progress.
+    """
     # Before the folder: from its first moment on, it belongs to a save that is known to be alive.
     own_claim = claim(folder)
-    try:
-        make_folder(storage, folder, durable=durable)
-        _leave_note(storage, folder)
-    except BaseException:
-        release(folder)
-        with suppress(CheckpointingException):  # the same cause may prevent this too
-            disown(storage, folder)
-        raise
+    with ExitStack() as lock:
+        try:
+            make_folder(storage, folder, durable=durable)
+            # With the lock, one of two savers sees the other's note, which sees none; it is held until the note of one
+            # that is refused is gone. Without, they may see each other's: then the first by name waits for the other.
+            if alone:
+                lock.enter_context(locked(storage))
+            _leave_note(storage, folder)
+            if alone:
+                check_alone(storage, folder, pauses=_PAUSES if can(storage).locked is None else ())
+        except BaseException:
+            release(folder)
+            with suppress(CheckpointingException):  # the same cause may prevent this too
+                disown(storage, folder)
+            raise
     return own_claim
+
+
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6)  # seconds; a saver that is refused takes its note back by two requests
+
+
+def check_alone(storage: Storage, folder: str, *, pauses: Sequence[float] = ()) -> None:
+    """Raise if another save than that of a folder is in progress.
+
+    Args:
+        storage: the checkpoint's folder.
+        folder: the save's folder in it.
+        pauses: seconds to wait between looks, while all others have names after this one's and may take back theirs.
+
+    Raises:
+        StorageError: a process of this machine makes one.
+    """
+    others = _others_alive(storage, folder)
+    for pause in pauses:
+        if not others or min(others) < folder:
+            break
+        time.sleep(pause)
+        others = _others_alive(storage, folder)
+    if others:
+        fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
+        raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))
+
+
+def _others_alive(storage: Storage, folder: str) -> list[str]:
+    names = [name for name in storage.names() if is_save_folder(name) and name != folder]
+    return [name for name in names if save_is_alive(storage, name)]
 
 
 def _leave_note(storage: Storage, folder: str) -> None:
     name, note = f"{folder}/{OWNER_FILE}", owner_note(folder)
     if (mark := can(storage).mark) is None:
-        with suppress(StorageError):  # without the note, the save is judged by its age
-            storage.replace(name, note, durable=False)
+        storage.replace(name, note, durable=False)
         one_saver = can(storage).late_requests
     else:
         # The note makes the folder there, so that other ranks see it: a failure of this one isn't passed over.
@@ -119,14 +183,35 @@ _warned_places: set[str] = set()
 
 
 @contextmanager
-def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool) -> Iterator[None]:
+def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone: bool) -> Iterator[None]:
     """Own a save's folder inside the block; unless this process has left its note there already, it is made."""
-    own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable)
+    own_claim = claim(folder) if has_note else make_save_folder(storage, folder, durable=durable, alone=alone)
     try:
         yield
     finally:
         release(folder)
         del own_claim
+
+
+@contextmanager
+def alone_in(storage: Storage) -> Iterator[None]:
+    """Let no other save with files of fixed names begin inside the block, which ends with a checkpoint.
+
+    For what writes one without ranks or a request; what killed ones have left goes with the next.
+
+    Raises:
+        StorageError: another save is in progress.
+    """
+    folder = new_save_id()
+    with owned(storage, folder, durable=False, has_note=False, alone=True):
+        try:
+            yield
+            for name in storage.names():
+                if is_save_folder(name) and name != folder and save_is_alive(storage, name) is False:
+                    remove_interrupted(storage, name)
+        finally:
+            with abandoning(storage.where(folder)):
+                disown(storage, folder)
 
 
 @contextmanager
@@ -152,11 +237,16 @@ def disown(storage: Storage, folder: str) -> None:
 
 def remove_save(storage: Storage, folder: str) -> None:
     """Remove a save's files, and its folder unless other files are in it."""
-    # The owner's note goes last: if this is interrupted, the rest is still known to be of an interrupted save.
-    for name in sorted(storage.names(folder), key=OWNER_FILE.__eq__):
+    # If this is interrupted, the rest must still tell whose it is: with a note, of a save that never ended; without one
+    # but with an index, of a save that was committed.
+    for name in sorted(storage.names(folder), key=_last_to_go):
         if _OUR_FILE.fullmatch(name):
             storage.remove(f"{folder}/{name}")
     remove_folder(storage, folder)
+
+
+def _last_to_go(name: str) -> int:
+    return 2 if name == OWNER_FILE else int(_INDEX_FILE.fullmatch(name) is not None)
 
 
 def remove_interrupted(storage: Storage, folder: str) -> None:
@@ -180,9 +270,11 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
         note = read_if_there(storage, name)
     except StorageError:
         return None  # the note is being removed at this moment
-    # A save that was killed before it left its note, as a crash right then makes an empty folder.
-    alive = is_alive(note)
-    return False if alive is None and maker_is_dead(folder[-16:]) else alive
+    # A save that was killed before it left its note, as a crash right then makes an empty folder; or one that was
+    # replaced, if its removal was interrupted. This process knows of its own saves which ones are alive.
+    alive, token = is_alive(note), folder[-16:]
+    is_dead = maker_is_dead(token) or (made_here(token) and not is_claimed(folder))
+    return False if alive is None and is_dead else alive
 
 
 def is_orphaned(storage: Storage, folder: str, *, before: float) -> bool:
@@ -254,9 +346,11 @@ def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> boo
         seen: the same, as it was listed before.
         folder: the save's folder.
     """
-    # On object stores a save has its note until after its commit: one that had none in the listing was committed by
-    # then. Unless it is the current one by now, it was replaced.
-    if can(storage).replace_if is None or listing.length(f"{folder}/{OWNER_FILE}") is not None:
+    # A save has its note until after its commit: one without was committed, and replaced unless it is the current one
+    # by now. Where a folder may be there before its note, an index has to be in it: written last, it goes last.
+    names = listing.names(folder)
+    was_committed = can(storage).replace_if is not None or any(map(_INDEX_FILE.fullmatch, names))
+    if OWNER_FILE in names or not was_committed:
         return False
     return _save_id(metadata_bytes(storage)) not in (None, folder)
 

@@ -19,6 +19,7 @@ from ..storage import (
     folder_in,
     in_threads,
     is_folder,
+    locked,
     make_folder,
     move,
     remove_files,
@@ -292,6 +293,28 @@ def _exchanges(storage: Storage, seen: Seen) -> None:
     assert (there.siblings(), seen().read("f")) == ((), b"new"), f"removed, {there.siblings()}"
 
 
+_MOMENT = 0.05  # seconds: only a broken lock is let in meanwhile, so that a slow machine never fails a sound one
+
+
+def _locks(storage: Storage, seen: Seen) -> None:
+    """`locked` lets one in at a time."""
+    if can(storage).locked is None:
+        return
+    make_folder(storage, durable=False)
+    is_in = threading.Event()
+
+    def come_in() -> None:
+        with locked(seen()):
+            is_in.set()
+
+    other = threading.Thread(target=come_in, daemon=True)
+    with locked(storage):
+        other.start()
+        assert not is_in.wait(_MOMENT), "another thread came in"
+    other.join()
+    assert is_in.is_set(), "nobody came in afterwards"
+
+
 def _honours_conditions(storage: Storage, seen: Seen) -> None:
     """`replace_if` replaces what is as it was."""
     there = can(storage)
@@ -338,6 +361,7 @@ _CHECKS = (
     _names_the_file,
     _says_what_it_can,
     _exchanges,
+    _locks,
     _honours_conditions,
     _lists,
     _reads_ranges,

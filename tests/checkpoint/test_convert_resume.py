@@ -14,7 +14,7 @@ import torch
 import shardtree as st
 from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, convert
-from shardtree.errors import AlreadyACheckpoint, IntegrityError
+from shardtree.errors import AlreadyACheckpoint, IntegrityError, StorageError
 from shardtree.storage import MemoryStorage
 from shardtree.testing import Call, watched
 from tests.checkpoint.parts import Killed, files
@@ -126,6 +126,38 @@ def test_bytes_that_changed_while_nobody_looked_are_noticed_at_the_end() -> None
     folder.write(name, [memoryview(data)], durable=False)
     with pytest.raises(st.CheckpointingException):
         run(SOURCE, folder)
+
+
+def test_the_same_conversion_in_progress_is_not_gone_on_with() -> None:
+    folder, refused = MemoryStorage(), list[Exception]()
+
+    def before(call: Call) -> None:
+        if call.method == "write" and not refused:
+            with pytest.raises(StorageError, match="the same conversion to 'memory:' is in progress") as caught:
+                run(SOURCE, folder)
+            refused.append(caught.value)
+
+    run(SOURCE, watched(folder, before=before))
+    assert refused and not compare(SOURCE, folder)
+
+
+@pytest.mark.parametrize("backend", ["safetensors", "zarr"])
+def test_files_of_another_conversion_in_progress_stay(backend: str) -> None:
+    folder, other, writes = MemoryStorage(), saved({"w": TREE["w"], "step": 8}), list[Call]()
+
+    def full(call: Call) -> None:
+        if call.method.startswith("write"):
+            raise StorageError("the disk is full")
+
+    def before(call: Call) -> None:
+        writes.append(call) if call.method.startswith("write") else None
+        if len(writes) == 4:
+            writes.append(call)
+            with pytest.raises(StorageError, match=r"the disk is full|in progress"):
+                run(other, watched(folder, before=full), backend=backend)
+
+    run(SOURCE, watched(folder, before=before), backend=backend)
+    assert len(writes) > 4 and not compare(SOURCE, folder)
 
 
 def test_a_checkpoint_that_came_meanwhile_is_not_taken_for_ones_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.storage import is_temporary, maker_is_dead, process_token
+from shardtree.storage import claim, is_temporary, maker_is_dead, process_token
 from tests.quick_python.command import quick_python
 
 FORMATS = [("safetensors", 1), ("torch_dist", 1), ("zarr", 3)]
@@ -55,9 +56,22 @@ def test_what_a_dead_process_left_goes_with_the_next_save(backend: tuple[str, in
     assert st.load({}, folder)["step"] == 1
 
 
+def test_what_this_process_has_left_goes(tmp_path: Path) -> None:
+    folder, save_id = tmp_path / "c", f"save-20260102T030405-{process_token()}"
+    save(folder, FORMATS[0])
+    held = claim(save_id)
+    (folder / save_id).mkdir()
+    save(folder, FORMATS[0])
+    assert (folder / save_id).exists(), "it is about to leave its note"
+    del held
+    save(folder, FORMATS[0])
+    assert not (folder / save_id).exists()
+
+
 def test_what_may_be_of_a_live_process_stays(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     save(folder, FORMATS[0])
-    left = [*leave(folder, process_token()), *leave(folder, "ab" * 8)]
+    above = f"{process_token()[:8]}{os.getppid():06x}00"
+    left = [*leave(folder, above), *leave(folder, "ab" * 8)]
     save(folder, FORMATS[0])
     assert [path.name for path in left if not path.exists()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import StorageError
+from shardtree.storage import LocalStorage
 from shardtree.storage._local_files import LocalReader
 from tests.options import load_keywords
 from tests.quick_python.command import quick_python
@@ -39,6 +41,25 @@ def test_a_range_beyond_the_end_is_an_error_before_memory_is_made(tmp_path: Path
         os.truncate(tmp_path / "a", 3)
         with pytest.raises(StorageError, match="ends at byte 3"):
             reader.read()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_what_the_system_says_when_a_read_file_is_closed_hides_nothing(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, close = LocalStorage(str(saved(tmp_path))), os.close
+
+    def failing(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "close", failing)
+    assert storage.read("metadata.json").startswith(b"{")
+    with storage.open("metadata.json") as reader:
+        assert bytes(reader.read(0, 1)) == b"{"
+    with pytest.raises(StorageError, match="ends at byte"), storage.open("metadata.json") as reader:
+        reader.read(0, 1 << 40)
+    assert st.load_plain_tensors(tmp_path)["w"].equal(ROWS) and st.verify(tmp_path) == ()
 
 
 @pytest.mark.parametrize("backend", [("safetensors", 1), ("torch_dist", 1), ("dcp", 1), ("zarr", 3)])

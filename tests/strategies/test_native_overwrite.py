@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import torch
 import shardtree as st
 from shardtree.errors import CheckpointReplaced, StorageError
 from shardtree.storage import LocalStorage, MemoryStorage
-from shardtree.strategies import remove_save
+from shardtree.strategies import encode_metadata, remove_save
+from shardtree.testing import watched
+from tests.checkpoint.parts import Killed
 
+NOT_SYNCED = st.SaveOptions(durable=False)
 DEAD = "save-20200101T000000-0123456789abcdef"
 
 
@@ -87,6 +92,37 @@ def test_a_left_over_with_one_fresh_file_is_alive(tmp_path):
     os.utime(tmp_path / DEAD, (time.time() - 7200,) * 2)
     st.save(tree(1), tmp_path)
     assert (tmp_path / DEAD).exists()
+
+
+@pytest.mark.parametrize("token", [None, "ab" * 8], ids=["of this process", "of another machine"])
+def test_an_old_save_whose_removal_was_interrupted_goes_with_the_next(tmp_path, token):
+    def begin(folder):
+        st.save(tree(1), folder, options=NOT_SYNCED)
+        if token:  # as if another machine had saved it
+            old = save_folders(folder)[0]
+            (folder / old).rename(folder / f"{old[:-16]}{token}")
+            fields = json.loads((folder / "metadata.json").read_text().replace(old, f"{old[:-16]}{token}"))
+            (folder / "metadata.json").write_bytes(encode_metadata(fields))
+        return LocalStorage(str(folder))
+
+    calls = []
+    st.save(tree(2), watched(begin(tmp_path / "all"), before=calls.append), overwrite=True, options=NOT_SYNCED)
+    committed = max(call.number for call in calls if call.method == "replace")
+    for number in range(committed + 1, len(calls)):
+        folder = tmp_path / f"{number}"
+
+        def strike(call, number=number):
+            if call.number >= number:
+                raise Killed
+
+        with suppress(Killed):
+            st.save(tree(2), watched(begin(folder), before=strike), overwrite=True, options=NOT_SYNCED)
+        assert value_in(folder) == 2
+        st.save(tree(3), folder, overwrite=True, options=NOT_SYNCED)
+        st.save(tree(4), folder, overwrite=True, options=NOT_SYNCED)
+        left = [name for name in save_folders(folder) if os.listdir(folder / name)]
+        assert len(left) == 1 and value_in(folder) == 4, calls[number]
+        assert token or save_folders(folder) == left, calls[number]
 
 
 def test_a_race_between_overwriting_saves_is_noticed_on_every_rank():

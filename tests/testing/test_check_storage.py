@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -152,6 +153,10 @@ def passes_over_conditions(inner: MemoryStorage) -> Any:
     return wrapped(inner, replace_if=replace_if, mark=lambda name, data: replace_if(name, None, data))
 
 
+def locks_nobody_out(inner: MemoryStorage) -> Any:
+    return wrapped(inner, locked=lambda folder="": nullcontext())
+
+
 def lists_deep_in_any_case(inner: MemoryStorage) -> Any:
     def entries(folder: str = "", *, deep: bool = True) -> dict[str, Entry]:
         start = f"{folder}/" if folder else ""
@@ -208,6 +213,7 @@ FAULTS: dict[Fault, str] = {
     copies_what_it_should_move: "after move of 'm'",
     makes_no_folders: "What is done is there",
     exchanges_nothing: "in one step: afterwards",
+    locks_nobody_out: "one in at a time: another thread came in",
     passes_over_conditions: "replaces what is as it was",
     lists_deep_in_any_case: "see what is there",
     reads_too_far: "reads as far as the file goes",

@@ -32,6 +32,7 @@ from ...strategies import (
     disown,
     owned,
     remove_unless_committed,
+    save_is_alive,
     traits_of,
 )
 from ...trees import HOLE
@@ -40,7 +41,7 @@ from .._comparison import MOST_BYTES, group_bytes
 from .._dispatch import alike, backends_of, given_options
 from .._open import read_fields, recognize
 from ..opened import tree_of
-from ..saving._start import RunningSave, SaveStart, inspect_folder, make_folder, pending_save
+from ..saving._start import RunningSave, SaveStart, in_save_folder, inspect_folder, make_folder, pending_save
 from ._check import CheckResult, check_destination
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, files_of, forget, journal_of, remove_others
 from ._passage import Passage
@@ -270,9 +271,9 @@ def _check(
 
 
 def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
-    save_id = begun_save(journal) if is_old else None
+    save_id = begun_save(journal) if is_old or not can(target.storage).late_requests else None
     if save_id is not None:
-        # A call that was killed right after its commit left its note there, and what it had moved from its folder.
+        # A call that was killed right after its commit left its note there, or couldn't remove it.
         disown(target.storage, save_id)
         if can(target.storage).late_requests:
             remove_unless_committed(target.storage, save_id)
@@ -351,13 +352,16 @@ def _begin_or_resume(
     # What the format can't hold should fail now, not after hours of writing.
     rehearse_tensors(target, tensors)
     rehearse_common(target, common)
+    if start is None and save_is_alive(storage, save_id):
+        what = f"convert: the same conversion to {storage.where()!r} is in progress"
+        raise StorageError(error_text(what, fix="Wait for it; a call after it was killed goes on with it."))
+    begun = None if start is None else _begin(target, journal, start)
+    alone, durable = not in_save_folder(target.backends, target.strategies), target.options.durable
+    claims.enter_context(owned(storage, save_id, durable=durable, has_note=begun is not None, alone=alone))
+    if start is None:
+        abort_uploads(journal)  # of the call that is gone on with
     if not can(storage).late_requests:  # else after the commit, which turns away what they may have sent
         remove_others(journal)
-    if start is not None:
-        _begin(target, journal, start)
-    else:
-        abort_uploads(journal)  # of the call that is gone on with
-    claims.enter_context(owned(storage, save_id, durable=target.options.durable, has_note=start is not None))
     return save_id, _UNFINISHED
 
 
@@ -387,11 +391,12 @@ def _check_seen(journal: Journal, save_id: str, rank: int) -> None:
         raise StorageError(error_text(what, fix="Convert to a folder on storage that all ranks share."))
 
 
-def _begin(target: Destination, journal: Journal, start: SaveStart) -> None:
-    """Make the folder and the journal of a new conversion."""
+def _begin(target: Destination, journal: Journal, start: SaveStart) -> RunningSave:
+    """Make the folder and the journal of a new conversion, and return what marks it as alive."""
     pending = pending_save(start, target.storage, Turn(0, 1), target.options)
     running = RunningSave()
     make_folder(pending, running, target.backends, target.strategies)
     if running.folder is not None:
         running.folder.wait()  # here, since each batch has a pending save of its own
     begin_journal(journal, pending.save_id, durable=target.options.durable)
+    return running

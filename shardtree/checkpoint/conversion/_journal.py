@@ -38,7 +38,7 @@ from ...storage import (
     threads_of,
     write_behind,
 )
-from ...strategies import Checkpoint, Strategies, table_of
+from ...strategies import Checkpoint, Strategies, save_is_alive, table_of
 from ...trees import HOLE, Record
 from .._dispatch import Backends
 from ..opened import StoredBoxes
@@ -299,6 +299,8 @@ def remove_others(journal: Journal) -> None:
     keep = {*files_of(journal)} if others else set()
     for other in (Journal(storage, folder) for folder in others):
         save_id, names = begun_save(other), [name for name in files_of(other) if name not in keep]
+        if save_id is not None and save_is_alive(storage, save_id):
+            continue  # in a folder of its own; the first of the two to finish wins
         abort_uploads(other)
         remove_files(storage, names)
         folders = {name[:at] for name in names for at, letter in enumerate(name) if letter == "/"}

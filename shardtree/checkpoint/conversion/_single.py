@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import AlreadyACheckpoint, StorageError, StrategyError, error_text
-from ...storage import Directory, Storage, folder_in, in_larger_requests, is_folder, move, storage_at, sync_folder
+from ...storage import (
+    Directory,
+    Storage,
+    folder_in,
+    in_larger_requests,
+    is_folder,
+    locked,
+    move,
+    storage_at,
+    sync_folder,
+)
 from ...strategies import Strategies, StrategyAction, default_strategies, huggingface, table_of
 from ..saving._start import named_file
 
@@ -61,12 +71,13 @@ class SingleFile:
         """
         if self.is_there:
             return
-        if self.above.length(self.name) is not None:
-            error = self.refusal()
-            where = self.above.where(f"{self.folder}/{_DRAFT}")
-            error.add_note(f"convert: {where!r} was written, and the same call moves it once that file is elsewhere")
-            raise error
-        move(self.above, f"{self.folder}/{_DRAFT}", self.name)
+        with locked(self.above):
+            if self.above.length(self.name) is not None:
+                error, where = self.refusal(), self.above.where(f"{self.folder}/{_DRAFT}")
+                note = f"convert: {where!r} was written, and the same call moves it once that file is elsewhere"
+                error.add_note(note)
+                raise error
+            move(self.above, f"{self.folder}/{_DRAFT}", self.name)
         if durable:
             sync_folder(self.above)
 

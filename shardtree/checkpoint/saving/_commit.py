@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -15,21 +14,17 @@ from typing import Any
 
 from ...errors import (
     AlreadyACheckpoint,
-    CheckpointingException,
     CheckpointReplaced,
     OutcomeUnknown,
     error_text,
 )
 from ...storage import (
-    Storage,
     can,
     is_claimed,
-    is_left_over,
-    is_temporary,
+    locked,
     owner_note,
     release,
     remove_folder,
-    siblings,
     sync_folder,
 )
 from ...strategies import (
@@ -40,26 +35,22 @@ from ...strategies import (
     PendingSave,
     Strategies,
     StrategyAction,
+    abandoning,
     call_in_turn,
+    check_alone,
     check_unchanged,
-    deciding_files,
-    disown,
     find_strategy,
-    is_committed,
-    is_orphaned,
-    is_save_folder,
     make_save_folder,
-    remove_interrupted,
     replace_metadata,
-    stamp,
 )
 from ...trees import United
 from ...world import step
 from .._consistency import unions_field
 from .._dispatch import Backends, Choice, strategy_of
+from ._clean_up import clean_up
 from ._formats import Fields, Writes, checked_fields, requests_of_formats, united_fields
-from ._replace import check_same, is_live, remove_sibling, swap_folders
-from ._start import RunningSave, beside, end, is_recognized
+from ._replace import check_same, swap_folders
+from ._start import RunningSave, beside, end, in_save_folder, is_recognized
 
 
 def save_request(
@@ -96,6 +87,7 @@ def save_request(
     recognizes = find_strategy(StrategyAction.RECOGNIZE, *sharded_backend, strategies=strategies) is not None
     commit = find_strategy(StrategyAction.COMMIT, *sharded_backend, strategies=strategies)
     check = partial(_check_no_other, pending, strategies)
+    alone = not in_save_folder(backends, strategies)
     state, of_common = requests[0].state, None  # each format's later rows get its own state
     if sharded_backend == common_backend or len(requests) > 1:
         of_common = requests[-1].state
@@ -104,10 +96,12 @@ def save_request(
     removes_saves = any(request.removes_saves for request in requests)
     return AsyncRequest(
         world=pending.world,
-        async_fn=partial(_write, pending, running, requests, write_common, strategies, recognizes=recognizes),
+        async_fn=partial(
+            _write, pending, running, requests, write_common, strategies, recognizes=recognizes, alone=alone
+        ),
         commit=partial(_commit, pending, running, requests, write_common, fields, check, finish, commit is not None),
         finalize_fns=tuple(fn for request in requests for fn in request.finalize_fns),
-        abandon=partial(_abandon, pending, running, requests),
+        abandon=partial(_abandon, pending, running, requests, alone=alone),
         folder=pending.storage if pending.replaced is None else pending.replaced.storage,
         clean_up=partial(
             call_in_turn,
@@ -163,17 +157,22 @@ def _write(
     strategies: Strategies | None,
     *,
     recognizes: bool,
+    alone: bool,
 ) -> tuple[Any, ...]:
     # Guards against running a committed request again: its files are the checkpoint by then. Where the commit itself is
     # conditional, a first run saves the storage that look.
     if running.has_run or can(pending.storage).replace_if is None:
         with _lost_to_another(pending):
             check_unchanged(pending.storage, pending.before)
-    running.has_run = True
     if pending.world.rank == 0:
-        _claim_again(pending, running, strategies)
-    if recognizes:
+        _claim_again(pending, running, strategies, alone=alone)
+    elif alone and running.has_run and pending.replaced is None:
+        check_alone(pending.storage, pending.save_id)
+    running.has_run = True
+    # After the claim: from now on no other save with fixed names can begin, so that none is committed after this look.
+    if recognizes or alone:
         _check_no_other(pending, strategies)
+    running.has_written = True
     if recognizes or pending.world.rank != 0 or can(pending.storage).replace_if is None:
         results = tuple(request.async_fn() for request in requests)
     else:
@@ -212,7 +211,7 @@ def _lost_to_another(pending: PendingSave) -> Iterator[None]:
         raise AlreadyACheckpoint(error_text(what, fix=fix)) from error
 
 
-def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strategies | None) -> None:
+def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strategies | None, *, alone: bool) -> None:
     """Make the folder again for an abandoned save whose request is run once more."""
     if pending.replaced is not None:
         check_same(pending.replaced, strategies)
@@ -220,15 +219,35 @@ def _claim_again(pending: PendingSave, running: RunningSave, strategies: Strateg
         return
     if pending.replaced is not None:
         pending.replaced.sibling.make(owner_note(pending.save_id), durable=pending.options.durable)
-    running.claim = make_save_folder(pending.storage, pending.save_id, durable=pending.options.durable)
+    durable = pending.options.durable
+    running.claim = make_save_folder(pending.storage, pending.save_id, durable=durable, alone=alone)
 
 
-def _abandon(pending: PendingSave, running: RunningSave, requests: Sequence[AsyncRequest[Any]]) -> None:
+def _abandon(pending: PendingSave, running: RunningSave, requests: Sequence[AsyncRequest[Any]], *, alone: bool) -> None:
     try:
-        for request in requests:
-            request.abandon()
+        # What has fixed names may be another save's, unless this one has written it and still keeps others away.
+        if not alone or pending.replaced is not None:
+            _remove_written(requests)
+        elif running.has_written:
+            running.has_written = False
+            with abandoning(pending.storage.where()), _keeping_others_away(pending):
+                _remove_written(requests)
     finally:
         end(pending, running)
+
+
+@contextmanager
+def _keeping_others_away(pending: PendingSave) -> Iterator[None]:
+    """Let no other save begin inside the block; raises if one has begun since rank 0 gave this one up."""
+    with nullcontext() if pending.world.rank == 0 else locked(pending.storage):
+        if not is_claimed(pending.save_id):
+            check_alone(pending.storage, pending.save_id)
+        yield
+
+
+def _remove_written(requests: Sequence[AsyncRequest[Any]]) -> None:
+    for request in requests:
+        request.abandon()
 
 
 def _commit(
@@ -274,84 +293,28 @@ def _finish(
     check_no_other: Callable[[], None],
     fields: Fields,
 ) -> None:
-    # The owner's note goes after the commit: a save that was killed before is known to be dead by it. Only where files
-    # have names outside of the save's folder, and on local storage, it goes first: nothing else is in that folder.
-    if can(pending.storage).replace_if is None and (commit is not None or pending.replaced is not None):
+    # The owner's note goes after the commit: until then it keeps others away from files with fixed names, and by it a
+    # save that was killed is known to be dead. What is exchanged has another note, beside it.
+    if pending.replaced is not None:
         pending.storage.remove(f"{pending.save_id}/{OWNER_FILE}")
     # Every name has to be on the medium before the rename that commits: after a power failure the file system may
     # keep that rename and lose what came before it.
     if pending.options.durable:
         sync_folder(pending.storage, pending.save_id)
         sync_folder(pending.storage)
-    if commit is None:
-        if pending.before is None or can(pending.storage).replace_if is None:
-            check_no_other()
-    else:
-        check_unchanged(pending.storage, pending.before)
-        commit(pending, fields)
-        remove_folder(pending.storage, pending.save_id)
-    # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
-    one_backend = fields["common_backend"] == fields["sharded_backend"]
-    if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
-        with _lost_to_another(pending):
-            replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
-    if pending.replaced is not None:
-        swap_folders(pending, pending.replaced, fields, strategies)
-
-
-# Orphaned files of interrupted saves, removed by the next committed save; never those of a save in progress.
-
-logger = logging.getLogger("shardtree")
-
-
-def clean_up(pending: PendingSave, strategies: Strategies | None, *, removes_saves: bool) -> None:
-    """Remove what a committed save replaced, and orphaned files in the folder and beside it; on rank 0.
-
-    Args:
-        pending: the save.
-        strategies: the dispatch table; None for the process's.
-        removes_saves: whether the format's own clean-up removes interrupted saves, and the note.
-    """
-    if pending.world.rank != 0:
-        return
-    release(pending.save_id)
-    storage = pending.storage if pending.replaced is None else pending.replaced.storage
-    if can(storage).replace_if is not None and removes_saves:
-        return  # nothing is ever written beside an object and then moved to its place
-    # Never a failure of the save: the checkpoint counts by now.
-    with _logging_failure(storage):
-        if can(storage).replace_if is not None:
-            disown(storage, pending.save_id)  # the note stays until after the commit there
-        elif pending.replaced is None:  # here too; a format's own clean-up may not know of it
-            storage.remove(f"{pending.save_id}/{OWNER_FILE}")
-        # By the storage's clock, the time of this commit: this machine's clock may differ by more than an hour.
-        changes = (time for *_, time in stamp(storage, deciding_files(strategies)))
-        before = max(changes, default=0.0) - pending.options.stale_after
-        _remove_siblings(pending, storage, before, strategies)
-        for name in storage.names():
-            if is_save_folder(name):
-                if removes_saves or name == pending.save_id or not is_orphaned(storage, name, before=before):
-                    continue
-                # A later save that was committed meanwhile has no note any more, and its process may have ended.
-                if not is_committed(storage, name):
-                    remove_interrupted(storage, name)
-            elif is_left_over(name) or (is_temporary(name) and (storage.changed(name) or 0.0) < before):
-                storage.remove(name)
-
-
-def _remove_siblings(pending: PendingSave, storage: Storage, before: float, strategies: Strategies | None) -> None:
-    for save_id, sibling in siblings(storage).items():
-        if not is_save_folder(save_id):
-            continue
-        if save_id == pending.save_id or not is_live(save_id, sibling, before=before):
-            with _logging_failure(storage):
-                remove_sibling(storage, sibling, strategies, durable=pending.options.durable)
-
-
-@contextmanager
-def _logging_failure(storage: Storage) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointingException as error:
-        # The next save tries again.
-        logger.warning("save: orphaned files of earlier saves stay in or beside %s: %s", storage.where(), error)
+    # Of two saves that commit at once, the second one sees the first one's checkpoint.
+    with locked(pending.storage if pending.replaced is None else pending.replaced.storage):
+        if commit is None:
+            if pending.before is None or can(pending.storage).replace_if is None:
+                check_no_other()
+        else:
+            check_unchanged(pending.storage, pending.before)
+            commit(pending, fields)
+            remove_folder(pending.storage, pending.save_id)
+        # A format with a commit of its own needs no metadata.json, unless a second backend has to be named somewhere.
+        one_backend = fields["common_backend"] == fields["sharded_backend"]
+        if commit is None or not (one_backend or pending.storage.length(METADATA_FILE) is not None):
+            with _lost_to_another(pending):
+                replace_metadata(pending.storage, pending.before, fields, durable=pending.options.durable)
+        if pending.replaced is not None:
+            swap_folders(pending, pending.replaced, fields, strategies)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from ...storage import (
     claim,
     is_folder,
     new_folder,
-    process_token,
     release,
     storage_at,
 )
@@ -45,7 +43,7 @@ from ...strategies import (
     is_save_folder,
     make_save_folder,
     metadata_bytes,
-    save_is_alive,
+    new_save_id,
     stamp,
     traits_of,
 )
@@ -177,12 +175,14 @@ class RunningSave:
         claim: marks the save as alive; on rank 0 alone.
         folder: the storage's own folder, where this save had to make it.
         has_run: whether the request was run before.
+        has_written: whether the request has begun to write, and what it wrote wasn't removed since.
         common: returns the fields of the common state's format, where that is written beside the shards.
     """
 
     claim: Claim | None = None
     folder: NewFolder | None = None
     has_run: bool = False
+    has_written: bool = False
     common: Callable[[], Any] | None = None
 
 
@@ -201,9 +201,9 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, running: Running
         StrategyError: a checkpoint is to be replaced as a whole, and can't be.
         StorageError: the folder can't be made, or belongs to another program.
     """
-    save_id = _new_save_id()
+    save_id = new_save_id()
     # Beside the look, where each takes a request: a checkpoint that is there won't refuse this save.
-    at_once = call.overwrite and can(storage).replace_if is not None and _in_save_folder(backends, call.strategies)
+    at_once = call.overwrite and can(storage).replace_if is not None and in_save_folder(backends, call.strategies)
     task = Task(partial(make_save_folder, storage, save_id, durable=False)) if at_once else None
     try:
         with step("save: look at the folder"):
@@ -221,11 +221,6 @@ def begin(call: SaveCall, storage: Storage, backends: Backends, running: Running
         else:
             running.claim = task.result()
     return pending
-
-
-def _new_save_id() -> str:
-    # Its form makes a folder one that cleaning up may remove; random digits keep saves of one second apart.
-    return f"save-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{process_token()}"
 
 
 def inspect_folder(
@@ -266,11 +261,11 @@ def inspect_folder(
     if there and not overwrite:
         fix = "Save to another folder, or pass overwrite=True to replace the checkpoint once the new one is complete."
         raise AlreadyACheckpoint(error_text(f"save: {storage.where()!r} already holds a checkpoint", fix=fix))
-    save_id = _new_save_id() if save_id is None else save_id
+    save_id = new_save_id() if save_id is None else save_id
     # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
-    if there and not (_in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
+    if there and not (in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
         return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
-    if not _in_save_folder(backends, strategies) and storage.length(MANIFEST_FILE) is not None:
+    if not in_save_folder(backends, strategies) and storage.length(MANIFEST_FILE) is not None:
         what = f"save: {storage.where(MANIFEST_FILE)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
@@ -339,9 +334,8 @@ def make_folder(pending: PendingSave, running: RunningSave, backends: Backends, 
         return
     running.folder = new_folder(pending.storage, durable=durable)
     # Not synced here: the commit syncs the storage's own folder.
-    make_save_folder(pending.storage, pending.save_id, durable=False)
-    if not _in_save_folder(backends, strategies):
-        _check_no_other_save(pending.storage, pending.save_id)
+    alone = not in_save_folder(backends, strategies)
+    make_save_folder(pending.storage, pending.save_id, durable=False, alone=alone)
 
 
 def _undo(pending: PendingSave, running: RunningSave) -> None:
@@ -367,7 +361,8 @@ def end(pending: PendingSave, running: RunningSave) -> None:
         logger.warning("save: what a failed save wrote stays in or beside %s: %s", storage.where(), error)
 
 
-def _in_save_folder(backends: Iterable[tuple[str, int]], strategies: Strategies | None) -> bool:
+def in_save_folder(backends: Iterable[tuple[str, int]], strategies: Strategies | None) -> bool:
+    """Return whether all files that formats write are in the save's own folder, so that no other save's files are."""
     return all(traits_of(*each, strategies).in_save_folder for each in backends)
 
 
@@ -383,16 +378,6 @@ def _goes_with_metadata(before: bytes | None, strategies: Strategies | None) -> 
     if fields is None:
         return False
     others = [
-        each for each in {sharded_backend(fields), common_backend(fields)} if not _in_save_folder([each], strategies)
+        each for each in {sharded_backend(fields), common_backend(fields)} if not in_save_folder([each], strategies)
     ]
     return not any(find_strategy(StrategyAction.LIST_FILES, *each, strategies=strategies) for each in others)
-
-
-def _check_no_other_save(storage: Storage, save_id: str) -> None:
-    """Raise if another save to the folder is in progress: both would write to files of the same names."""
-    others = (name for name in storage.names() if is_save_folder(name) and name != save_id)
-    if any(save_is_alive(storage, name) for name in others):
-        release(save_id)
-        disown(storage, save_id)
-        fix = "Let only one save at a time go to a folder; wait for the other one, or abandon it."
-        raise StorageError(error_text(f"save: another save to {storage.where()!r} is in progress", fix=fix))

@@ -16,7 +16,7 @@ from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import Runs, runs_plan
-from ...storage import ReadReport, Storage, can, remove_files, sync_folder
+from ...storage import ReadReport, Storage, can, locked, remove_files, sync_folder
 from .._actions import Strategies, StrategyAction
 from .._checks import check_objects_known
 from .._findings import Damage, Finding
@@ -165,7 +165,8 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
     with noted(checkpoint.storage, name.rpartition("/")[0]):
         fields["index"] = write_checked(checkpoint.storage, name, encode_index(new), durable=True)
     sync_folder(checkpoint.storage, name.rpartition("/")[0])
-    replace_metadata(checkpoint.storage, before, fields, durable=True)
+    with locked(checkpoint.storage):
+        replace_metadata(checkpoint.storage, before, fields, durable=True)
     # Guards against a crafted index that names other files: only names that a save gives are removed.
     remove_files(
         checkpoint.storage, [file for file in (*sorted(unused_files(old, new)), old_name) if is_save_file(file)]

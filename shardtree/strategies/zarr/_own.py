@@ -16,7 +16,7 @@ import torch
 
 from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CorruptCheckpoint, StrategyError, error_text
-from ...storage import Buffer, Storage, can, make_folder, remove_files, remove_folder, sync_folder
+from ...storage import Buffer, Storage, can, locked, make_folder, remove_files, remove_folder, sync_folder
 from .._metadata import checked_entry, read_checked, read_metadata, replace_metadata
 from .._values import Checkpoint, Fields, PendingSave, ReadCache
 from ..index import COLUMNS, Index, load_common, sound_index, texts, unsound_index, unused_files, without_prefix
@@ -140,21 +140,25 @@ def remove_sharded(checkpoint: Checkpoint, key_prefix: str) -> None:
         return
     members, unused_names = group_members(current), unused_files(old, new)
     removed_keys = set(texts(old.key_text, old.key_start)) - set(texts(new.key_text, new.key_start))
-    removed_folders = (set(map(array_name, removed_keys)) | folders_of(unused_names)).intersection(members)
     old_index = str(fields["index"]["name"]).rpartition("/")[0]
+    removed_folders = {
+        old_index,
+        *(set(map(array_name, removed_keys)) | folders_of(unused_names)).intersection(members),
+    }
     data = encode_columns(new)
     name, document = blob(_next_index(old_index, storage), len(data))
     write_blob(storage, name, [memoryview(data)], document, durable=True)
-    removed_folders.add(old_index)
     documents = {folder: each for folder, each in members.items() if folder not in removed_folders}
     documents[name.rpartition("/")[0]] = document
     group = canonical_json(group_document({folder: documents[folder] for folder in sorted(documents)}))
     fields["index"], fields["group"] = checked_entry(name, data), checked_entry(NODE_FILE, group)
     # metadata.json first, which we go by, then the group, which other programs go by, then the files: wherever this is
-    # interrupted, every array that is listed anywhere is there.
-    replace_metadata(storage, before, fields, durable=True)
-    storage.replace(NODE_FILE, group, durable=True)
-    _remove(storage, unused_names, removed_folders)
+    # interrupted, every array that is listed anywhere is there. Under the lock, since a checkpoint that takes the place
+    # of this one has files of the same names.
+    with locked(storage):
+        replace_metadata(storage, before, fields, durable=True)
+        storage.replace(NODE_FILE, group, durable=True)
+        _remove(storage, unused_names, removed_folders)
 
 
 def group_members(checkpoint: Checkpoint) -> dict[str, Document]:

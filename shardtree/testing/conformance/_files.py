@@ -135,8 +135,10 @@ def commits(subject: Subject) -> Iterator[Case]:
     """Yield interruptions of a save, each at a call of its storage: what is left is no checkpoint, or a whole one."""
     storage, calls = calls_of(storage_at(subject.directory()))
     _save_state(subject, 0, storage, _ON_ONE)
-    # A sample: a save can make hundreds of calls, and each needs a save of its own.
-    for number in range(0, len(calls), -(-len(calls) // _MOST_DEATHS)):
+    # A sample: a save can make hundreds of calls, and each needs a save of its own. It has all that come right after a
+    # file was replaced or renamed, since one of these commits.
+    after = {call.number + 1 for call in calls if call.method in ("replace", "replace_if", "move")}
+    for number in sorted({*range(0, len(calls), -(-len(calls) // _MOST_DEATHS)), *after} & {*range(len(calls))}):
         call = calls[number]
         yield Case(f"dies at {call.method} of {_last(call.name)!r}", partial(_check_death, subject, number))
 
