@@ -166,12 +166,13 @@ class _Loading:
 def _begin(module: torch.nn.Module, source: Source, key: Callable[[str], str], shapes: Shapes) -> _Loading:
     """Return what is stored for a module, of which nothing is filled yet."""
     state = module.state_dict(keep_vars=True)
-    tensors = {name: tensor for name, tensor in all_tensors(module) if not is_lazy(tensor)}
+    every = dict(all_tensors(module))
+    tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
         fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
         raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=meta, fix=fix))
-    own = {id(tensor) for _, tensor in all_tensors(module)}
+    own = {*map(id, every.values())}
     rest = {name: value for name, value in state.items() if id(value) not in own}
     # A hook may give tensors other names in `state_dict`, or leave them out.
     shown = {id(value): name for name, value in state.items()}
@@ -218,10 +219,11 @@ def _load_hooked(loading: _Loading) -> None:
 
 def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
     """Return what has no counterpart, or raise where that is an error."""
-    absent = unfilled(loading.module, found.missing_keys, loading.keys)
-    absent |= {name: loading.keys[name] for name in loading.rest if name not in loading.entries}
-    rest, tensors = loading.rest, dict(all_tensors(loading.module))
-    empty = {name for name in absent if name in rest and name not in tensors and not has_elements(rest[name])}
+    rest = loading.rest
+    absent = {name: loading.keys[name] for name in rest if name not in loading.entries}
+    if found.missing_keys:
+        absent |= unfilled(dict(all_tensors(loading.module)), found.missing_keys, loading.keys)
+    empty = {name for name in absent if name in rest and not has_elements(rest[name])}
     missing = {key: name for name, key in absent.items() if name not in empty}
     kept = {absent[name] for name in empty} | {loading.keys[name] for name in loading.walk.kept}
     if strict:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from ...errors import CheckpointingException, error_text
-from ._module_names import Fill, Stored, own_tensors
+from ._module_names import Fill, Stored, Tensors, own_tensors
 
 Read = Callable[[torch.nn.Module, str, Stored], Any]
 """Reads a stored value that a module's own loading asks for by a name."""
@@ -165,14 +165,15 @@ def walk(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: W
     Raises:
         CheckpointingException: a hook raises, or what it asks for can't be read.
     """
-    if loads_itself(module, entries, prefix) or _is_partly_read(module, entries, prefix):
+    tensors = dict(own_tensors(module, prefix))
+    if loads_itself(module, entries, prefix) or _is_partly_read(tensors, entries, prefix):
         _, below = _split(_load_itself(module, entries, prefix, state), prefix)
     else:
         with _naming(module, prefix, ["torch's hook"]):
             for hook in module._load_state_dict_pre_hooks.values():
                 hook(entries, prefix, {}, True, [], [], [])
         own, below = _split(entries, prefix)
-        state.pending.append(_visit(module, own, below, prefix, state))
+        state.pending.append(_visit(module, tensors, own, below, prefix, state))
     entries.clear()  # so that a child's values are freed when it has taken them
     for name, child in module._modules.items():
         if child is not None:
@@ -278,17 +279,16 @@ def _identity(function: Any) -> tuple[Any, Any]:
 
 
 def _name_of(function: Any) -> str:
-    module, name = _identity(function)
+    _, name = _identity(function)
     return str(name) if name is not None else type(function).__name__
 
 
-def _is_partly_read(module: torch.nn.Module, entries: Mapping[str, Any], prefix: str) -> bool:
-    """Return whether a module has entries that a hook made, or one element for a tensor without axes."""
-    own = dict(own_tensors(module, prefix))
+def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -> bool:
+    """Return whether entries of a module are values that a hook made, or one element for a tensor without axes."""
     return any(
         not isinstance(entries[name], Stored)
-        or (entries[name].shape == (1,) and not is_lazy(own[name]) and not own[name].dim())
-        for name in own
+        or (entries[name].shape == (1,) and not is_lazy(tensor) and not tensor.dim())
+        for name, tensor in tensors.items()
         if name in entries
     ) or not isinstance(entries.get(f"{prefix}{_EXTRA}", Stored("", None)), Stored)
 
@@ -314,10 +314,15 @@ def _split(entries: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dic
 
 
 def _visit(
-    module: torch.nn.Module, own: Mapping[str, Any], below: Mapping[str, Mapping[str, Any]], prefix: str, state: Walk
+    module: torch.nn.Module,
+    tensors: Tensors,
+    own: Mapping[str, Any],
+    below: Mapping[str, Mapping[str, Any]],
+    prefix: str,
+    state: Walk,
 ) -> _Visit:
     """Return what torch's `_load_from_state_dict` takes of a state dict, and what it says of it."""
-    tensors, extra = dict(own_tensors(module, prefix)), f"{prefix}{_EXTRA}"
+    extra = f"{prefix}{_EXTRA}"
     takes_extra = type(module).set_extra_state is not torch.nn.Module.set_extra_state
     fills = [Fill(name, each, own[name]) for name, each in tensors.items() if name in own and _fits(each, own[name])]
     missing = [*(tensors.keys() - {fill.name for fill in fills})] + [extra] * (takes_extra and extra not in own)

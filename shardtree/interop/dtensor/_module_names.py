@@ -167,11 +167,17 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
 # What isn't filled
 
 
-def unfilled(module: torch.nn.Module, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
-    """Return the stored keys of missing names, by one of the names; a tensor that has other names is filled by them."""
+def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
+    """Return the stored keys of missing names, by one of the names; a tensor that has other names is filled by them.
+
+    Args:
+        tensors: the module's tensors by all of their names.
+        missing: names that aren't stored.
+        keys: stored keys by name.
+    """
     absent = dict.fromkeys(missing)
     names: dict[Any, list[str]] = {}
-    for name, tensor in all_tensors(module):
+    for name, tensor in tensors.items():
         names.setdefault(_memory_of(tensor), []).append(name)
     groups = {name: group for group in names.values() for name in group}
     lacking = {name: groups.get(name, [name]) for name in absent}
