@@ -17,6 +17,7 @@ from ...strategies import LoadOptions, Strategies
 from ...world import agree, current_world, on_rank_zero
 from ._module_fill import Source, common_values, deliver, fill_alone, loader_of, read_value, stored_shapes, target_of
 from ._module_hooks import (
+    EXTRA_STATE,
     IncompatibleKeys,
     Walk,
     fills_of,
@@ -220,7 +221,9 @@ def _load_hooked(loading: _Loading) -> None:
 def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
     """Return what has no counterpart, or raise where that is an error."""
     rest = loading.rest
-    absent = {name: loading.keys[name] for name in rest if name not in loading.entries}
+    # Of extra states torch itself says whether they are missing, and hooks may have changed that.
+    others = (name for name in rest if name.rpartition(".")[2] != EXTRA_STATE)
+    absent = {name: loading.keys[name] for name in others if name not in loading.entries}
     if found.missing_keys:
         absent |= unfilled(dict(all_tensors(loading.module)), found.missing_keys, loading.keys)
     empty = {name for name in absent if name in rest and not has_elements(rest[name])}

@@ -23,7 +23,7 @@ from ._module_names import Fill, Stored, Tensors, own_tensors
 Read = Callable[[torch.nn.Module, str, Stored], Any]
 """Reads a stored value that a module's own loading asks for by a name."""
 
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 # torch's own hooks, which run around our fill: they look at no element. They are private, and named as they have been
 # since torch 2.6. One that has another name there is run as any hook is: right, but the module reads its tensors whole.
@@ -190,7 +190,7 @@ def settle(state: Walk, fill: Callable[[Sequence[Fill]], None]) -> None:
     for step in pending:
         if isinstance(step, _Visit):
             if step.extra is not None:
-                value = state.read(step.module, f"{step.prefix}{_EXTRA}", step.extra)
+                value = state.read(step.module, f"{step.prefix}{EXTRA_STATE}", step.extra)
                 with _naming(step.module, step.prefix, ["set_extra_state"]):
                     step.module.set_extra_state(value)
             state.missing.extend(step.missing)
@@ -290,7 +290,7 @@ def _is_partly_read(tensors: Tensors, entries: Mapping[str, Any], prefix: str) -
         or (entries[name].shape == (1,) and not is_lazy(tensor) and not tensor.dim())
         for name, tensor in tensors.items()
         if name in entries
-    ) or not isinstance(entries.get(f"{prefix}{_EXTRA}", Stored("", None)), Stored)
+    ) or not isinstance(entries.get(f"{prefix}{EXTRA_STATE}", Stored("", None)), Stored)
 
 
 def _load_itself(module: torch.nn.Module, entries: dict[str, Any], prefix: str, state: Walk) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _visit(
     state: Walk,
 ) -> _Visit:
     """Return what torch's `_load_from_state_dict` takes of a state dict, and what it says of it."""
-    extra = f"{prefix}{_EXTRA}"
+    extra = f"{prefix}{EXTRA_STATE}"
     takes_extra = type(module).set_extra_state is not torch.nn.Module.set_extra_state
     fills = [Fill(name, each, own[name]) for name, each in tensors.items() if name in own and _fits(each, own[name])]
     missing = [*(tensors.keys() - {fill.name for fill in fills})] + [extra] * (takes_extra and extra not in own)
