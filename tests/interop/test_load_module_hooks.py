@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,16 +14,18 @@ from torch import nn
 
 import shardtree as st
 from shardtree.errors import CheckpointingException, KeyMismatch, ShapeError
-from shardtree.interop.dtensor import ModuleKeys, _module_hooks, load_module
+from shardtree.interop.dtensor import ModuleKeys, _module_hooks, _module_walk, load_module
+from shardtree.interop.dtensor._module_names import Stored
 from shardtree.storage import MemoryStorage
-from shardtree.world import World, run_processes
 
 State = dict[str, torch.Tensor]
 
 
-def stored(tensors: State, common: Any = None, folder: Any = None) -> Any:
-    place = MemoryStorage() if folder is None else folder
-    st.save({key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()} | (common or {}), place)
+def stored(tensors: State, common: Any = None) -> Any:
+    place = MemoryStorage()
+    st.save(
+        {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()} | (common or {}), place
+    )
     return place
 
 
@@ -134,7 +135,7 @@ specs = some.recursive(
     lambda below: some.tuples(kinds, hook_names, some.dictionaries(some.sampled_from(["x", "y"]), below)),
     max_leaves=4,
 )
-paths = some.lists(some.sampled_from(["x", "y", "was"]), max_size=2).map(lambda path: "".join(f"{each}." for each in path))
+paths = some.lists(some.sampled_from(["x.", "y.", "was."]), max_size=2).map("".join)
 entries = some.sets(some.tuples(paths, some.sampled_from(NAMES)).map("".join), max_size=12)
 
 
@@ -191,7 +192,8 @@ def test_each_hook_alone(hook: str) -> None:
 )
 def test_the_law_catches_hooks_that_are_bypassed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_module_hooks, "own_hooks", lambda module: [])
-    before = _module_hooks.walk
+    monkeypatch.setattr(_module_walk, "loads_itself", lambda *_: False)
+    before = _module_walk.walk
 
     def bypassing(module: nn.Module, *rest: Any) -> None:
         kept = [(each, each._load_state_dict_pre_hooks, each._load_state_dict_post_hooks) for each in module.modules()]
@@ -204,3 +206,184 @@ def test_the_law_catches_hooks_that_are_bypassed(hook: str, monkeypatch: pytest.
     monkeypatch.setattr("shardtree.interop.dtensor._module.walk", bypassing)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         test_each_hook_alone(hook)
+
+
+# torch's own hooks accept what they accept
+
+
+def old_weight_norm() -> State:
+    torch.manual_seed(0)
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return dict(nn.utils.weight_norm(nn.Conv1d(3, 4, 2)).state_dict())
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)))
+
+
+@pytest.mark.parametrize("start", ["", "model."])
+@pytest.mark.parametrize("in_common", [False, True])
+def test_an_old_weight_norm_goes_into_a_parametrised_one(start: str, in_common: bool) -> None:
+    state, theirs, ours = old_weight_norm(), normed(), normed()
+    theirs.load_state_dict({f"0.{name}": each for name, each in state.items()})
+    tensors = {f"{start}0.{name}": each for name, each in state.items()}
+    folder = stored({}, tensors) if in_common else stored(tensors)
+    assert load_module(ours, folder, key=(lambda name: start + name) if start else str) == ModuleKeys((), ())
+    for name, each in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], each)
+
+
+def test_names_that_a_table_of_keys_lacks_are_named() -> None:
+    state, model = old_weight_norm(), normed()
+    table = {name: name for name in model.state_dict()}
+    with pytest.raises(KeyMismatch, match="original0") as caught:
+        load_module(model, stored({f"0.{name}": each for name, each in state.items()}), key=table.__getitem__)
+    assert caught.value.unexpected == tuple(f"0.parametrizations.weight.original{number}" for number in (0, 1))
+
+
+def wrapped() -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.Sequential(nn.Linear(2, 2), checkpoint_wrapper(nn.Linear(2, 2)))  # type: ignore[no-untyped-call]
+    return nn.Sequential(checkpoint_wrapper(inner))  # type: ignore[no-untyped-call]
+
+
+NORM = {"weight": torch.full((2,), 2.0), "bias": torch.ones(2)}
+STATISTICS = {"running_mean": torch.ones(2), "running_var": torch.full((2,), 3.0)}
+LINEAR = {
+    f"0.{name}.{kind}": torch.full(shape, 5.0)
+    for name in ("0", "1")
+    for kind, shape in {"weight": (2, 2), "bias": (2,)}.items()
+}
+OWN = {
+    "a batch norm of old": (lambda: nn.BatchNorm1d(2), NORM | STATISTICS, ModuleKeys((), (), ("num_batches_tracked",))),
+    "a counter with an axis": (
+        lambda: nn.BatchNorm1d(2),
+        NORM | STATISTICS | {"num_batches_tracked": torch.tensor([4])},
+        ModuleKeys((), ()),
+    ),
+    "instance norm": (lambda: nn.InstanceNorm1d(2, affine=True), NORM, ModuleKeys((), ())),
+    "lazy layers": (
+        lambda: nn.Sequential(nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2))),
+        LINEAR,
+        ModuleKeys((), ()),
+    ),
+    "activation checkpointing": (wrapped, LINEAR | {"0.0.more": torch.ones(1)}, ModuleKeys((), ("0.0.more",))),
+    "spectral norm": (
+        lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
+        {"weight_orig": torch.eye(2), "bias": torch.ones(2), "weight_u": torch.ones(2), "weight_v": torch.ones(2)},
+        ModuleKeys((), ()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_torchs_own_modules_load_what_they_take(name: str) -> None:
+    make_one, tensors, expected = OWN[name]
+    theirs, ours = make_one(), make_one()
+    theirs.load_state_dict({key: each.clone() for key, each in tensors.items()}, strict=not expected.unused)
+    assert load_module(ours, stored(tensors)) == expected
+    for key, each in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], each), key
+
+
+def test_an_instance_norm_refuses_what_torch_refuses() -> None:
+    with pytest.raises(ShapeError, match=r"Unexpected running stats buffer"):
+        load_module(nn.InstanceNorm1d(2, affine=True), stored(NORM | STATISTICS))
+
+
+# What hooks cost, and what they raise
+
+
+def test_only_what_a_hook_asks_for_is_read_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    before = _module_walk.StoredState.__getitem__
+
+    def noted(state: Any, name: str) -> Any:
+        names.append(name)
+        return before(state, name)
+
+    monkeypatch.setattr(_module_walk.StoredState, "__getitem__", noted)
+    model = make(("Plain", ["renames"], {"x": ("Plain", [], {"y": ("Plain", ["looks"], {})})}))
+    load_module(model, stored({name: torch.ones(() if name[-1] == "n" else 2) for name in FULL | {"x.y.a", "x.y.n"}}))
+    assert {*names} == {"a", "n"}
+
+
+def other_size(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    state[f"{prefix}a"] = torch.ones(3)
+
+
+def raises(*_: Any) -> None:
+    raise ZeroDivisionError("no")
+
+
+def returns(*_: Any) -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("register", "hook", "error", "text"),
+    [
+        ("register_load_state_dict_pre_hook", raises, CheckpointingException, r"raises of x \(Plain\).*(?s:.*)no"),
+        ("register_load_state_dict_post_hook", raises, CheckpointingException, r"raises of x \(Plain\).*(?s:.*)no"),
+        ("register_load_state_dict_post_hook", returns, CheckpointingException, r"returns of x \(Plain\)"),
+        ("register_load_state_dict_pre_hook", other_size, ShapeError, r"size mismatch for x\.a"),
+    ],
+)
+def test_what_a_hook_raises_is_named(register: str, hook: Any, error: Any, text: str) -> None:
+    model = make(("Plain", [], {"x": ("Plain", [], {})}))
+    getattr(model.x, register)(hook)
+    folder = stored({name: torch.ones(() if name[-1] == "n" else 2) for name in FULL})
+    with pytest.raises(error, match=text):
+        load_module(model, folder)
+
+
+def test_a_hook_is_given_another_dtype_on_request_alone() -> None:
+    model = make(("Plain", ["doubles"], {}))
+    folder = stored({"a": torch.full((2,), 0.5, dtype=torch.float64), "n": torch.tensor(1.0)})
+    with pytest.raises(ShapeError, match=r"'a' doesn't fit\n.*float64(?s:.*)cast=True\n?(?s:.*)asked for by doubles"):
+        load_module(model, folder)
+    load_module(model, folder, cast=True)
+    assert model.a.tolist() == [1, 1] and model.a.dtype == torch.float32
+
+
+class Overridden(nn.Linear):
+    """A module whose `load_state_dict` knows other names."""
+
+    def load_state_dict(self, state: Mapping[str, Any], **options: Any) -> Any:  # type: ignore[override]
+        return super().load_state_dict({name.removeprefix("old."): each for name, each in state.items()}, **options)
+
+
+class Silent(nn.Linear):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.weight.copy_(state["old.weight"] * 3)
+
+
+def test_a_load_state_dict_of_its_own_is_called() -> None:
+    folder = stored({"old.weight": torch.ones(2, 2), "old.bias": torch.ones(2), "more": torch.ones(1)})
+    model = Overridden(2, 2)
+    assert load_module(model, folder) == ModuleKeys((), ("more",))
+    assert model.weight.equal(torch.ones(2, 2)) and model.bias.equal(torch.ones(2))
+    with pytest.raises(ShapeError, match="size mismatch for bias"):
+        load_module(Overridden(2, 2), stored({"old.weight": torch.ones(2, 2), "old.bias": torch.ones(3)}))
+    with pytest.raises(KeyMismatch, match="bias"):
+        load_module(Overridden(2, 2), stored({"old.weight": torch.ones(2, 2)}))
+    silent = Silent(2, 2)
+    load_module(silent, folder)
+    assert silent.weight.equal(torch.full((2, 2), 3.0))
+
+
+def test_a_stored_state_is_a_dict_of_what_is_read() -> None:
+    def state() -> Any:
+        entries = {"a": Stored("a", (2,)), "b": 1}
+        return _module_walk.StoredState(entries, lambda name, _: f"{name} was read")
+
+    whole = {"a": "a was read", "b": 1}
+    for copied in (dict, lambda each: {**each}, lambda each: each.copy(), lambda each: each | {}, deepcopy):
+        assert copied(state()) == whole
+    assert [*state().values()] == [*whole.values()] and [*reversed(state())] == ["b", "a"]
+    assert state().pop("a") == state().get("a") == state().setdefault("a", 3) == "a was read"
+    assert state().entries()["a"] == Stored("a", (2,))
+    assert isinstance(state(), dict) and state() == whole

@@ -16,19 +16,9 @@ from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
 from ...world import agree, current_world, on_rank_zero
 from ._module_fill import Source, common_values, deliver, fill_alone, loader_of, read_value, stored_shapes, target_of
-from ._module_hooks import (
-    EXTRA_STATE,
-    IncompatibleKeys,
-    Walk,
-    fills_of,
-    foreseen,
-    has_renaming_hooks,
-    load_by_override,
-    overrides_loading,
-    settle,
-    walk,
-)
+from ._module_hooks import has_renaming_hooks, overrides_loading
 from ._module_names import Named, Stored, all_tensors, by_stored_key, has_elements, stored_by_name, unfilled
+from ._module_walk import EXTRA_STATE, IncompatibleKeys, Walk, fills_of, foreseen, load_by_override, settle, walk
 from ._placed import Strided
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
@@ -40,12 +30,12 @@ class ModuleKeys:
     """What of a module and a checkpoint has no counterpart.
 
     Attributes:
-        missing: what of the module holds tensors and isn't stored, by stored key, sorted, and parameters that a hook
-            leaves out of `state_dict` and nothing fills; they keep their values.
+        missing: what of the module holds tensors and isn't stored, by stored key, sorted; it keeps its values. Names
+            that a hook reports are here too.
         unused: keys of stored tensors that the module has no name for, sorted, and of what its own `load_state_dict`
             doesn't take.
-        kept: other entries of its `state_dict` that aren't stored, such as extra states without tensors, by key,
-            sorted.
+        kept: what else isn't stored and keeps its values, by key, sorted: extra states without tensors, and the counter
+            that a batch norm of an old checkpoint lacks.
     """
 
     missing: tuple[str, ...]
@@ -72,11 +62,15 @@ def load_module(
     The module may be cut by FSDP2, tensor parallelism or `distribute_tensor`, and the checkpoint may be in any format
     and layout, such as a Hugging Face model's folder. Each rank reads the bytes of its own part. Several names of one
     tensor (tied weights) need one stored tensor; where more are stored, they have to be equal. What isn't stored as a
-    tensor of its own is looked for in the common state, where plain buffers and extra states may be. What of
-    `state_dict` is neither a parameter nor a buffer (extra states, also as a `ShardedObject` of one cell, a quantised
-    layer's scales, what a hook has changed) goes through the module's own `load_state_dict`, tensors in any size.
-    Buffers that `state_dict` leaves out (``persistent=False``) keep their values. If it fails, what the module holds is
-    lost.
+    tensor of its own is looked for in the common state, where plain buffers and extra states may be. Buffers that
+    `state_dict` leaves out (``persistent=False``) keep their values. If it fails, what the module holds is lost.
+
+    Hooks do what they do in ``module.load_state_dict(...)`` of what is stored. A module with load pre-hooks or a
+    `_load_from_state_dict` of its own loads itself, from a state dict that reads a tensor when its value is asked for:
+    as a DTensor with the placements of the module's own, or whole, on the CPU. Of its children it reads what the hook
+    asks for. Post-hooks and setters of extra states are called when the tensors before them are filled. The hooks of
+    torch that look at no element, as FSDP2's, cost nothing. If `module` overrides `load_state_dict`, that is called,
+    and may read everything that is stored.
 
     Args:
         module: with memory on any device: after ``module.to_empty(device=...)`` if it was made on the meta device, and
@@ -84,9 +78,10 @@ def load_module(
         checkpoint_dir: a path or URL that all ranks see, or a `Storage`.
         key: returns the stored key for a name of the module's `state_dict`; by default they are the same. Tensors with
             one stored key are all filled with it, if they are of one size and cut alike.
-        strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error.
-            If False, the module keeps its values; its key is returned.
-        cast: whether what is stored in another dtype is converted, as `load` does; else it is an error.
+        strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error,
+            and what hooks report as missing. If False, the module keeps its values; its key is returned.
+        cast: whether what is stored in another dtype is converted, as `load` does; else it is an error. Hooks get a
+            parameter's values in the dtype that is stored.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         within: the DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be
             whole on each rank.
@@ -104,7 +99,7 @@ def load_module(
         MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
         IntegrityError: a tensor's several names are stored with different values.
         ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it.
-        CheckpointingException: what `load` raises.
+        CheckpointingException: what `load` raises; or a hook raises, which is named.
 
     Examples:
         >>> import tempfile, shardtree as st
@@ -180,7 +175,8 @@ def _begin(module: torch.nn.Module, source: Source, key: Callable[[str], str], s
     other_names = {name: shown.get(id(tensor)) for name, tensor in tensors.items() if name not in state}
     hidden = frozenset(name for name, other in other_names.items() if other is None)
     keys = {name: key(name) for name in (*state, *hidden)}
-    hooked = [f"{path}." if path else "" for path, each in module.named_modules() if has_renaming_hooks(each)]
+    modules = module.named_modules(remove_duplicate=False)
+    hooked = [f"{path}." if path else "" for path, each in modules if has_renaming_hooks(each)]
     hooked += [""] * overrides_loading(module)
     common = _common_of(source, {*keys.values()} - shapes.keys(), shapes, any_tensor=bool(hooked))
     stored = {name: Stored(name, shape) for name, shape in shapes.items()} | {
