@@ -288,6 +288,12 @@ def test_torchs_own_modules_load_what_they_take(name: str) -> None:
         assert torch.equal(ours.state_dict()[key], each), key
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_hooks_of_torch_that_look_at_no_element_are_known() -> None:
+    for module in (normed(), wrapped(), nn.LazyLinear(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2)):
+        assert not any(map(_module_hooks.own_hooks, module.modules())), module
+
+
 def test_an_instance_norm_refuses_what_torch_refuses() -> None:
     with pytest.raises(ShapeError, match=r"Unexpected running stats buffer"):
         load_module(nn.InstanceNorm1d(2, affine=True), stored(NORM | STATISTICS))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -27,7 +27,15 @@ Read = Callable[[torch.nn.Module, str, Stored], Any]
 EXTRA_STATE = "_extra_state"
 
 
-class StoredState(MutableMapping[str, Any], OrderedDict[str, Any]):  # type: ignore[misc]  # hooks may want either
+if TYPE_CHECKING:
+    _State = OrderedDict[str, Any]
+else:
+    # Hooks may want either class. The methods of the first one ask for values by `__getitem__` alone.
+    class _State(MutableMapping, OrderedDict):
+        pass
+
+
+class StoredState(_State):
     """A state dict whose stored values are read when they are asked for, and kept, since hooks change them in place.
 
     Examples:
