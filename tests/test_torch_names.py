@@ -34,12 +34,16 @@ USED = {
     "torch.overrides._pop_mode": "a function mode is left for a call",
     "torch.overrides._push_mode": "and entered again",
     "torch.utils._python_dispatch._disable_current_modes": "dispatch modes are left for a call",
+    "torch.nn.modules.batchnorm._NormBase": "batch and instance norms, whose loading of old checkpoints is known",
     "torch.distributed.distributed_c10d._get_default_store": "a gloo group beside the job's needs its store, and no "
     "public function gives it; new_group has to be called by every rank",
 }
 """By full name: what for."""
 
-ON_OBJECTS = {"_get_root_mesh": ("torch.distributed.device_mesh", "DeviceMesh", "the mesh that a sub-mesh is cut from")}
+ON_OBJECTS = {
+    "_get_root_mesh": ("torch.distributed.device_mesh", "DeviceMesh", "the mesh that a sub-mesh is cut from"),
+    "_load_from_state_dict": ("torch.nn", "Module", "a module's own loading, which its hooks are part of"),
+}
 """Methods that are called on torch's objects: where, on which class, and what for."""
 
 

@@ -16,6 +16,7 @@ from shardtree.errors import IntegrityError, KeyMismatch, ShapeError, Unsupporte
 from shardtree.interop.dtensor import ModuleKeys, load_module
 from shardtree.storage import MemoryStorage
 from shardtree.world import World, run_processes
+from tests.interop.hooked_modules import check_under_fsdp2, hooked_values
 
 WIDTH, HIDDEN, WORDS = 6, 10, 13  # 10 rows on 2 x 2 ranks are uneven, and so are 13
 
@@ -166,8 +167,10 @@ def cut(sizes: dict[str, int]) -> tuple[nn.Module, Any]:
     return model, mesh
 
 
-def loads(world: World, *, sizes: dict[str, int], folder: str) -> int:
+def loads(world: World, *, sizes: dict[str, int], folder: str, hooked: str) -> int:
     """Load on this mesh, check all elements, and return the bytes that this rank has read."""
+    if sizes.keys() == {"dp"}:
+        check_under_fsdp2(world, hooked)
     nbytes: list[int] = []
     model, mesh = cut(sizes)
     options = st.LoadOptions(progress=nbytes.append, exchange="never")
@@ -187,8 +190,9 @@ def loads(world: World, *, sizes: dict[str, int], folder: str) -> int:
 )
 def test_processes_fill_their_parts(ranks: int, sizes: dict[str, int], tmp_path: Path) -> None:
     folder = stored(values(), folder=str(tmp_path / "model"))
+    hooked = stored(hooked_values(), folder=str(tmp_path / "hooked"))
     whole = sum(tensor.nbytes for tensor in values().values())
-    for nbytes in run_processes(ranks, partial(loads, sizes=sizes, folder=folder)):
+    for nbytes in run_processes(ranks, partial(loads, sizes=sizes, folder=folder, hooked=hooked)):
         assert nbytes < whole
 
 

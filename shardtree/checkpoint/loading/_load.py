@@ -80,7 +80,7 @@ def load(
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         donate: whether the target's tensors are given away: they are filled in place and returned, those that
             factories hold too. Tied weights, one memory under several keys, are filled once. If the load
-            fails from step 5 on, their content may be lost.
+            fails from step 5 on, their content may be lost. A module's load hooks aren't called: `load_module` does.
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the

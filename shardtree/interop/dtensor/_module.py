@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..._ambient import shielded
-from ...checkpoint import load, load_common_state_dict, load_sharded_metadata
-from ...errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, UnsafeFile, UnsupportedValue, error_text
-from ...mapping import ShardedTensor
+from ...errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
-from ...trees import HOLE, map_data
-from ...world import World, agree, current_world, on_rank_zero
-from ._convert import from_dtensors, local_tensor
-from ._module_names import Named, by_stored_key, overlapping
-from ._placed import Strided, is_dtensor
+from ...world import agree, current_world, on_rank_zero
+from ._module_fill import Source, common_values, deliver, fill_alone, loader_of, read_value, stored_shapes, target_of
+from ._module_hooks import has_renaming_hooks, overrides_loading
+from ._module_names import Named, Stored, all_tensors, by_stored_key, has_elements, stored_by_name, unfilled
+from ._module_walk import EXTRA_STATE, IncompatibleKeys, Walk, fills_of, foreseen, load_by_override, settle, walk
+from ._placed import Strided
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...] | None]
+"""Stored tensors' shapes by key; None for objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,12 @@ class ModuleKeys:
     """What of a module and a checkpoint has no counterpart.
 
     Attributes:
-        missing: what of the module holds tensors and isn't stored, by stored key, sorted, and parameters that a hook
-            leaves out of `state_dict` and nothing fills; they keep their values.
+        missing: what of the module holds tensors and isn't stored, by stored key, sorted; it keeps its values. Names
+            that a hook reports are here too.
         unused: keys of stored tensors that the module has no name for, sorted, and of what its own `load_state_dict`
             doesn't take.
-        kept: other entries of its `state_dict` that aren't stored, such as extra states without tensors, by key,
-            sorted.
+        kept: what else isn't stored and keeps its values, by key, sorted: extra states without tensors, and the counter
+            that a batch norm of an old checkpoint lacks.
     """
 
     missing: tuple[str, ...]
@@ -61,11 +62,15 @@ def load_module(
     The module may be cut by FSDP2, tensor parallelism or `distribute_tensor`, and the checkpoint may be in any format
     and layout, such as a Hugging Face model's folder. Each rank reads the bytes of its own part. Several names of one
     tensor (tied weights) need one stored tensor; where more are stored, they have to be equal. What isn't stored as a
-    tensor of its own is looked for in the common state, where plain buffers and extra states may be. What of
-    `state_dict` is neither a parameter nor a buffer (extra states, also as a `ShardedObject` of one cell, a quantised
-    layer's scales, what a hook has changed) goes through the module's own `load_state_dict`, tensors in any size.
-    Buffers that `state_dict` leaves out (``persistent=False``) keep their values. If it fails, what the module holds is
-    lost.
+    tensor of its own is looked for in the common state, where plain buffers and extra states may be. Buffers that
+    `state_dict` leaves out (``persistent=False``) keep their values. If it fails, what the module holds is lost.
+
+    Hooks do what they do in ``module.load_state_dict(...)`` of what is stored. A module with load pre-hooks or a
+    `_load_from_state_dict` of its own loads itself, from a state dict that reads a tensor when its value is asked for:
+    as a DTensor with the placements of the module's own, or whole, on the CPU. Of its children it reads what the hook
+    asks for. Post-hooks and setters of extra states are called when the tensors before them are filled. The hooks of
+    torch that look at no element, as FSDP2's, cost nothing. If `module` overrides `load_state_dict`, that is called,
+    and may read everything that is stored.
 
     Args:
         module: with memory on any device: after ``module.to_empty(device=...)`` if it was made on the meta device, and
@@ -73,9 +78,10 @@ def load_module(
         checkpoint_dir: a path or URL that all ranks see, or a `Storage`.
         key: returns the stored key for a name of the module's `state_dict`; by default they are the same. Tensors with
             one stored key are all filled with it, if they are of one size and cut alike.
-        strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error.
-            If False, the module keeps its values; its key is returned.
-        cast: whether what is stored in another dtype is converted, as `load` does; else it is an error.
+        strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error,
+            and what hooks report as missing. If False, the module keeps its values; its key is returned.
+        cast: whether what is stored in another dtype is converted, as `load` does; else it is an error. Hooks get a
+            parameter's values in the dtype that is stored.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         within: the DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be
             whole on each rank.
@@ -93,7 +99,7 @@ def load_module(
         MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
         IntegrityError: a tensor's several names are stored with different values.
         ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it.
-        CheckpointingException: what `load` raises.
+        CheckpointingException: what `load` raises; or a hook raises, which is named.
 
     Examples:
         >>> import tempfile, shardtree as st
@@ -105,169 +111,151 @@ def load_module(
         >>> model.weight.data
         tensor([[1., 1.]])
     """
-    ranks = current_world(world)
-    list_shards = partial(_stored_shards, checkpoint_dir, strategies, options)
-    what = "load_module: list what is stored"
-    is_tensor = on_rank_zero(ranks, what, lambda: {k: isinstance(v, ShardedTensor) for k, v in list_shards().items()})
-    stored_keys = sorted(name for name in is_tensor if is_tensor[name])
+    ranks, source = current_world(world), Source(checkpoint_dir, cast, within, strided, strategies, options)
+    shapes = on_rank_zero(ranks, "load_module: list what is stored", lambda: stored_shapes(source))
 
-    def find_names() -> tuple[Named, dict[str, Any], dict[str, Any]]:
-        state = module.state_dict(keep_vars=True)
-        plain = _plain_values(checkpoint_dir, {*map(key, state)} - {*is_tensor}, stored_keys, strategies, options)
-        names = by_stored_key(module, state, key, is_tensor, plain)
-        if strict:
-            _refuse_missing(names.missing, stored_keys, names.absent.values())
-        own = {name: tensor for name, tensor in (names.targets | names.aliases).items() if name not in plain}
-        replicated = None if within is None else lambda *_: True
-        shards = from_dtensors(own, within=within, strided=strided, replicated=replicated)
-        _refuse_outside([name for name, each in own.items() if name not in shards and not is_dtensor(each)], within)
-        through_hooks = {name for name in names.others.values() if name not in plain}
-        whole = {name: shard for name, shard in list_shards().items() if name in through_hooks} if through_hooks else {}
-        return names, plain, _target(names, shards, whole, ranks)
+    def find_names() -> tuple[_Loading, Named, dict[str, Any]]:
+        loading = _begin(module, source, key, shapes)
+        _load_hooked(loading)
+        keys = foreseen(loading.walk)
+        if keys is not None:
+            _report(loading, keys, shapes, strict=strict)
+        names = by_stored_key(fills_of(loading.walk.pending))
+        return loading, names, target_of(source, names, loading.common, ranks)
 
-    names, plain, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
-    values = load(target, checkpoint_dir, world=ranks, donate=True, cast=cast, strategies=strategies, options=options)
-    agree(ranks, "load_module: compare tied tensors", partial(_fill, names, plain | values, cast=cast))
-    give = partial(_load_others, module, names, plain | values, stored_keys, strict=strict, cast=cast)
-    missing, extra = agree(ranks, "load_module: load the rest", give)
-    rest = {*stored_keys} - names.targets.keys() - names.aliases.keys() - {*names.others.values()} | extra
-    return ModuleKeys(tuple(sorted({*names.missing, *missing})), tuple(sorted(rest)), names.kept)
+    loading, names, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
+    values = loader_of(source)(target, world=ranks)
+    fill = partial(deliver, names, loading.common | values, cast=cast)
+    agree(ranks, "load_module: compare tied tensors", fill)
+
+    def finish() -> ModuleKeys:
+        settle(loading.walk, lambda _: None)
+        found = IncompatibleKeys(loading.walk.missing, loading.walk.unexpected)
+        return _report(loading, found, shapes, strict=strict)
+
+    return agree(ranks, "load_module: load the rest", finish)
 
 
-def _stored_shards(where: Directory, strategies: Strategies | None, options: LoadOptions | None) -> dict[str, Any]:
-    """Return what is stored, by key: tensors, and objects that are the only one of their key."""
-    shards = load_sharded_metadata(where, strategies=strategies, options=options).values()
-    return {each.key: each for each in shards if isinstance(each, ShardedTensor) or prod(each.global_shape) == 1}
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loading:
+    """A module, and what is stored for it.
 
-
-def _refuse_missing(missing: Sequence[str], stored_keys: Sequence[str], absent: Collection[str]) -> None:
-    if missing:
-        found = f"{len(stored_keys)} keys, such as {', '.join(stored_keys[:3])}"
-        fix = "Tie weights that to_empty() took apart, map names to stored keys by key=, or pass strict=False."
-        offenders = [f"{name} (which a hook leaves out of state_dict)" if name in absent else name for name in missing]
-        error = KeyMismatch(
-            error_text("load_module: not stored, or not in state_dict", offenders=offenders, found=found, fix=fix)
-        )
-        error.unexpected = tuple(missing)
-        raise error
-
-
-def _refuse_outside(names: Sequence[str], within: Any) -> None:
-    if names:
-        what = "load_module: plain tensors of a rank that isn't in the mesh within="
-        found, expected = f"rank {within.get_rank()}", f"one of {within.mesh.tolist()}"
-        fix = "Pass the mesh of the ranks that hold this module, such as its pipeline stage's."
-        raise MetadataError(error_text(what, offenders=names, found=found, expected=expected, fix=fix))
-
-
-def _target(names: Named, shards: Mapping[str, Any], whole: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return what is loaded, by stored key: each rank's parts, and whole what goes through the module's hooks."""
-    target = {
-        # Each rank holds a plain tensor whole.
-        name: ShardedTensor.from_rank_offsets(name, leaf, replica_id=world.rank)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for name, leaf in shards.items()
-    }
-    # Only to be compared: the first name fills the memory. Views of one memory are filled one after the other.
-    apart = {*names.aliases, *overlapping(names.targets)}
-    target |= {name: map_data(torch.empty_like, target[name]) for name in apart if name in target}
-    for name, shard in whole.items():
-        # In the size that is stored, but in the module's dtype, which `load` compares.
-        dtype = {"dtype": names.dtypes[name]} if isinstance(shard, ShardedTensor) and name in names.dtypes else {}
-        target[name] = replace(shard, replica_id=world.rank, **dtype)
-    return target
-
-
-def _plain_values(
-    where: Directory,
-    keys: Collection[str],
-    stored_keys: Sequence[str],
-    strategies: Strategies | None,
-    options: LoadOptions | None,
-) -> dict[str, Any]:
-    """Return the values of the common state that have these keys; none where reading it takes pickled code."""
-    if not keys:
-        return {}
-    with suppress(UnsafeFile, UnsupportedValue):
-        tree = load_common_state_dict(where, strategies=strategies, options=options)
-        values = {name: value for name, value in _by_key(tree) if name in keys}
-        # Of a container whose tensors are stored by themselves only the rest is here.
-        containers = {name for name in values if any(each.startswith(f"{name}.") for each in stored_keys)}
-        return {n: each for n, each in values.items() if n not in containers or isinstance(each, torch.Tensor)}
-    return {}
-
-
-def _by_key(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what is in dicts and lists, and these too, by the keys of their paths: an extra state may be one."""
-    children = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    for entry, child in children:
-        if child is not HOLE:
-            yield f"{prefix}{entry}", child
-            yield from _by_key(child, f"{prefix}{entry}.")
-
-
-def _fill(names: Named, values: Mapping[str, Any], *, cast: bool) -> None:
-    """Put what isn't in a tensor's memory yet there, and raise where its other stored keys have other values."""
-    for name, tensor in names.targets.items():
-        local = local_tensor(tensor)
-        # Several boxes were put together, elsewhere. A rank that a tensor's mesh doesn't have holds nothing of it.
-        if name not in values or values[name].data_ptr() == local.data_ptr():
-            continue
-        _check_fits(name, values[name], local.shape, local.dtype, cast=cast)
-        local.copy_(values[name])
-    for source, tensor in names.copies:
-        local_tensor(tensor).copy_(local_tensor(source))
-    apart = names.aliases | {name: names.targets[name] for name in overlapping(names.targets)}
-    tensors = {name: local_tensor(tensor) for name, tensor in apart.items() if name in values}
-    differing = [name for name, local in tensors.items() if not torch.equal(values[name], local)]
-    if differing:
-        what, fix = "load_module: names of one tensor are stored with different values", "Untie them in the module."
-        raise IntegrityError(error_text(what, offenders=differing, fix=fix))
-
-
-def _check_fits(name: str, value: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, cast: bool) -> None:
-    if value.shape != shape or (value.dtype != dtype and not cast):
-        found, expected = f"{tuple(value.shape)} {value.dtype}", f"{tuple(shape)} {dtype}"
-        fix = "Where only dtypes differ, pass cast=True."
-        raise ShapeError(error_text(f"load_module: {name!r} doesn't fit", found=found, expected=expected, fix=fix))
-
-
-def _load_others(
-    module: torch.nn.Module,
-    names: Named,
-    tensors: Mapping[str, Any],
-    stored_keys: Sequence[str],
-    *,
-    strict: bool,
-    cast: bool,
-) -> tuple[set[str], set[str]]:
-    """Give the module's own hooks what is neither a parameter nor a buffer of it.
-
-    Returns:
-        The keys of hidden parameters that this doesn't fill, and of what the module doesn't take.
+    Attributes:
+        module: the module.
+        keys: stored keys by name, for names of `state_dict` and those that `load_state_dict` looks for.
+        rest: entries of its `state_dict` that are neither parameters nor buffers, by name.
+        hidden: names of parameters and buffers that a hook leaves out of `state_dict`.
+        entries: what is stored, by name.
+        common: values of the common state, by stored key.
+        walk: what is done with the entries.
     """
-    values = {name: tensors[key] for name, key in names.others.items()}
-    if not values:
-        return set(), set()
-    for name, key in names.others.items():
-        value = values[name]
-        if isinstance(value, torch.Tensor) and key in names.dtypes:
-            _check_fits(key, value, value.shape, names.dtypes[key], cast=cast)
-            values[name] = value.to(names.dtypes[key])
-    try:
-        result = module.load_state_dict(values, strict=False)
-    except RuntimeError as error:
+
+    module: torch.nn.Module
+    keys: Mapping[str, str]
+    rest: Mapping[str, Any]
+    hidden: frozenset[str]
+    entries: Mapping[str, Stored]
+    common: Mapping[str, Any]
+    walk: Walk
+
+
+def _begin(module: torch.nn.Module, source: Source, key: Callable[[str], str], shapes: Shapes) -> _Loading:
+    """Return what is stored for a module, of which nothing is filled yet."""
+    state = module.state_dict(keep_vars=True)
+    every = dict(all_tensors(module))
+    tensors = {name: tensor for name, tensor in every.items() if not is_lazy(tensor)}
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
+        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=meta, fix=fix))
+    own = {*map(id, every.values())}
+    rest = {name: value for name, value in state.items() if id(value) not in own}
+    # A hook may give tensors other names in `state_dict`, or leave them out.
+    shown = {id(value): name for name, value in state.items()}
+    other_names = {name: shown.get(id(tensor)) for name, tensor in tensors.items() if name not in state}
+    hidden = frozenset(name for name, other in other_names.items() if other is None)
+    keys = {name: key(name) for name in (*state, *hidden)}
+    modules = module.named_modules(remove_duplicate=False)
+    hooked = [f"{path}." if path else "" for path, each in modules if has_renaming_hooks(each)]
+    hooked += [""] * overrides_loading(module)
+    common = _common_of(source, {*keys.values()} - shapes.keys(), shapes, any_tensor=bool(hooked))
+    stored = {name: Stored(name, shape) for name, shape in shapes.items()} | {
+        name: Stored(name, tuple(value.shape) if isinstance(value, torch.Tensor) else None, common=True)
+        for name, value in common.items()
+    }
+    entries = stored_by_name(keys, key, stored, hooked)
+    dtypes = {name: value.dtype for name, value in rest.items() if isinstance(value, torch.Tensor)}
+    state_walk = Walk(partial(read_value, source, common, tensors, dtypes), partial(fill_alone, source, common))
+    labels = {name: keys[other] for name, other in other_names.items() if other is not None}
+    return _Loading(module, keys | labels, rest, hidden, entries, common, state_walk)
+
+
+def _common_of(source: Source, lacking: set[str], shapes: Shapes, *, any_tensor: bool) -> dict[str, Any]:
+    """Return the values of the common state that the module lacks; any tensor, where hooks know other names."""
+    if not (lacking or any_tensor):
+        return {}
+
+    def wanted(name: str, value: Any) -> bool:
+        return name in lacking or (any_tensor and name not in shapes and isinstance(value, torch.Tensor))
+
+    return common_values(source, wanted, [name for name, shape in shapes.items() if shape is not None])
+
+
+def _load_hooked(loading: _Loading) -> None:
+    """Have modules with hooks of their own load themselves, and note what the others take."""
+    module, state = loading.module, loading.walk
+    if overrides_loading(module):
+        load_by_override(module, loading.entries, state)
+    else:
+        walk(module, dict(loading.entries), "", state)
+    if state.errors:
         what = "load_module: the module's own load_state_dict refuses what is stored"
         fix = "Load into a module of the same sizes, with the same hooks."
-        raise ShapeError(error_text(what, offenders=sorted(values), found=str(error), fix=fix)) from error
-    missing = {key for name, key in names.absent.items() if name in result.missing_keys}
-    extra = {names.others[name] for name in result.unexpected_keys if name in values}
+        raise ShapeError(error_text(what, offenders=state.errors, fix=fix))
+
+
+def _report(loading: _Loading, found: IncompatibleKeys, shapes: Shapes, *, strict: bool) -> ModuleKeys:
+    """Return what has no counterpart, or raise where that is an error."""
+    rest = loading.rest
+    # Of extra states torch itself says whether they are missing, and hooks may have changed that.
+    others = (name for name in rest if name.rpartition(".")[2] != EXTRA_STATE)
+    absent = {name: loading.keys[name] for name in others if name not in loading.entries}
+    if found.missing_keys:
+        absent |= unfilled(dict(all_tensors(loading.module)), found.missing_keys, loading.keys)
+    empty = {name for name in absent if name in rest and not has_elements(rest[name])}
+    missing = {key: name for name, key in absent.items() if name not in empty}
+    kept = {absent[name] for name in empty} | {loading.keys[name] for name in loading.walk.kept}
     if strict:
-        if extra:
+        unknown = sorted(loading.keys[name] for name in found.unexpected_keys if name in rest)
+        if unknown:
             what = "load_module: the module's own load_state_dict doesn't know what is stored: nothing of it was loaded"
             expected = "a load hook that undoes what the state_dict hook does"
             fix = "Register it (register_load_state_dict_pre_hook), or pass strict=False."
-            raise KeyMismatch(error_text(what, offenders=sorted(extra), expected=expected, fix=fix))
-        _refuse_missing(sorted(missing), stored_keys, missing)
-    return missing, extra
+            raise KeyMismatch(error_text(what, offenders=unknown, expected=expected, fix=fix))
+        _refuse_missing(missing, loading, shapes)
+    return ModuleKeys(tuple(sorted(missing)), _unused(loading, found.unexpected_keys, shapes), tuple(sorted(kept)))
+
+
+def _refuse_missing(missing: Mapping[str, str], loading: _Loading, shapes: Shapes) -> None:
+    if missing:
+        stored_keys = sorted(name for name, shape in shapes.items() if shape is not None)
+        found = f"{len(stored_keys)} keys, such as {', '.join(stored_keys[:3])}"
+        fix = "Tie weights that to_empty() took apart, map names to stored keys by key=, or pass strict=False."
+        offenders = [
+            f"{key} (which a hook leaves out of state_dict)" if name in loading.hidden else key
+            for key, name in sorted(missing.items())
+        ]
+        error = KeyMismatch(
+            error_text("load_module: not stored, or not in state_dict", offenders=offenders, found=found, fix=fix)
+        )
+        error.unexpected = tuple(sorted(missing))
+        raise error
+
+
+def _unused(loading: _Loading, unexpected: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
+    """Return the keys of stored tensors that the module has no name for; a hook's names, where it made some."""
+    entries, moved = loading.entries, loading.walk.moved
+    spare = {moved.get(name) or (entries[name].key if name in entries else name) for name in unexpected}
+    tensors = {key for key, shape in shapes.items() if shape is not None}
+    others = (shapes.keys() | loading.common.keys()) - tensors
+    return tuple(sorted((tensors - {stored.key for stored in entries.values()}) | (spare - others)))

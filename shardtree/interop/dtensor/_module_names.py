@@ -1,19 +1,103 @@
-"""What of a module is filled by which stored key: its tensors, each memory once, and what goes through its hooks."""
+"""A module's tensors by the names that `load_state_dict` looks for, and by stored key, each memory once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from ...errors import KeyMismatch, UnsupportedValue, error_text
-from ...mapping import is_wrapper, without_shape
+from ...errors import KeyMismatch, error_text
+from ...mapping import is_wrapper
 from ...trees import holds_tensors
 from ._convert import local_tensor
 
 Tensors = dict[str, torch.Tensor]
+
+
+class Stored(NamedTuple):
+    """A stored value that isn't read yet.
+
+    Attributes:
+        key: its stored key.
+        shape: the tensor's shape; None for any other value.
+        common: whether it is a value of the common state, which has been read.
+    """
+
+    key: str
+    shape: tuple[int, ...] | None
+    common: bool = False
+
+
+class Fill(NamedTuple):
+    """A stored tensor that goes into a module's tensor.
+
+    Attributes:
+        name: the tensor's name, by which `load_state_dict` looks for it.
+        tensor: a parameter or buffer of the module.
+        stored: its source.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    stored: Stored
+
+
+def own_tensors(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own parameters and persistent buffers by name, without those of its children."""
+    transient = module._non_persistent_buffers_set
+    buffers = ((name, buffer) for name, buffer in module._buffers.items() if name not in transient)
+    for name, tensor in (*module._parameters.items(), *buffers):
+        if tensor is not None:
+            yield f"{prefix}{name}", tensor
+
+
+def all_tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module and its children, by all of their names."""
+    yield from own_tensors(module, prefix)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from all_tensors(child, f"{prefix}{name}.")
+
+
+# Stored values by the names that a module's hooks and `load_state_dict` know them by
+
+
+def stored_by_name(
+    keys: Mapping[str, str], key: Callable[[str], str], stored: Mapping[str, Stored], hooked: Iterable[str]
+) -> dict[str, Stored]:
+    """Return what is stored, by the names of a module's state dict.
+
+    Args:
+        keys: the stored key of each known name.
+        key: returns the stored key for a name.
+        stored: what is stored, by key.
+        hooked: the prefixes of modules whose hooks may know other names than those.
+    """
+    if key is str:
+        return dict(stored)
+    named = {name: stored[each] for name, each in keys.items() if each in stored}
+    spare = stored.keys() - set(keys.values())
+    for prefix in hooked:
+        # A function of names has no inverse. What comes before a module's names is found by those that are known.
+        own = ((name[len(prefix) :], keys[name]) for name in keys if name.startswith(prefix))
+        before = {each.removesuffix(local) for local, each in own if each.endswith(local)}
+        for start in before:
+            tails = ((f"{prefix}{each.removeprefix(start)}", each) for each in spare if each.startswith(start))
+            named |= {name: stored[each] for name, each in tails if name not in named and _has_key(key, name, each)}
+    return named
+
+
+def _has_key(key: Callable[[str], str], name: str, stored_key: str) -> bool:
+    with suppress(Exception):  # it may be a table of the known names
+        return key(name) == stored_key
+    return False
+
+
+# Tensors by stored key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,79 +105,36 @@ class Named:
     """A module's tensors by stored key.
 
     Attributes:
-        targets: each once, by the first of its keys that is stored.
-        aliases: those with more stored keys, by the others.
-        copies: tensors of other memory that have a key of these too, each after the one it is copied from.
-        others: of entries that are neither parameters nor buffers and are stored, the key by name in `state_dict`.
-        dtypes: those of entries that are neither parameters nor buffers, but tensors, by key.
-        absent: of parameters that `state_dict` leaves out, the key by name.
-        missing: the keys of what holds tensors, without any that is stored; and of what is absent, if there are no
-            others, through which hooks may fill it.
-        kept: those of other entries that aren't stored.
+        targets: each memory once, by the first of its keys.
+        aliases: tensors with more stored keys, by the others.
+        copies: pairs of a tensor and another one of other memory that has the same key.
     """
 
     targets: Tensors
     aliases: Tensors
     copies: list[tuple[torch.Tensor, torch.Tensor]]
-    others: dict[str, str]
-    dtypes: dict[str, torch.dtype]
-    absent: dict[str, str]
-    missing: tuple[str, ...]
-    kept: tuple[str, ...]
 
 
-def by_stored_key(
-    module: torch.nn.Module,
-    state: Mapping[str, Any],
-    key: Callable[[str], str],
-    is_tensor: Mapping[str, bool],
-    plain: Mapping[str, Any],
-) -> Named:
-    """Return a module's tensors by stored key.
-
-    Args:
-        module: with memory.
-        state: its `state_dict`.
-        key: returns the stored key for a name.
-        is_tensor: whether what is stored is a tensor, by key; else it is an object.
-        plain: of the common state, whose tensors count for plain ones.
+def by_stored_key(fills: Iterable[Fill]) -> Named:
+    """Return the tensors that are filled, by stored key.
 
     Raises:
-        UnsupportedValue: a tensor is on the meta device, or isn't initialised yet.
         KeyMismatch: tensors that differ have one stored key.
     """
-    _refuse_shapeless(state)
-    own = set(map(id, (*module.parameters(), *module.buffers())))
     names: dict[Any, list[str]] = {}
-    for name, value in state.items():
-        if id(value) in own:
-            names.setdefault(_memory_of(value), []).append(name)
-    rest = {name: value for name, value in state.items() if id(value) not in own}
-    tensors = {number: state[each[0]].detach() for number, each in names.items()}
-    _refuse_meta([names[number][0] for number, tensor in tensors.items() if tensor.is_meta])
-
-    def has(tensor: torch.Tensor, name: str) -> bool:
-        in_common = isinstance(plain.get(name), torch.Tensor) and not hasattr(tensor, "placements")
-        return is_tensor.get(name, False) or in_common
-
-    keys = {number: [*dict.fromkeys(map(key, each))] for number, each in names.items()}
-    stored_keys = {number: [name for name in each if has(tensors[number], name)] for number, each in keys.items()}
-    missing = {" = ".join(keys[number]) for number, each in stored_keys.items() if not each}
-    targets, aliases, copies = _sort_out({number: each for number, each in stored_keys.items() if each}, tensors, names)
-    others = {name: key(name) for name in rest if key(name) in is_tensor or key(name) in plain}
-    missing |= {key(name) for name, value in rest.items() if name not in others and _has_elements(value)}
-    kept = {key(name) for name in rest if name not in others} - missing
-    ids = {*map(id, state.values())}
-    parameters = module.named_parameters(remove_duplicate=False)
-    absent = {name: key(name) for name, each in parameters if id(each) not in ids and name not in state}
-    missing |= set() if others else {*absent.values()}
-    dtypes = {key(name): value.dtype for name, value in rest.items() if isinstance(value, torch.Tensor)}
-    return Named(targets, aliases, copies, others, dtypes, absent, tuple(sorted(missing)), tuple(sorted(kept)))
+    keys: dict[Any, list[str]] = {}
+    tensors: dict[Any, torch.Tensor] = {}
+    for name, tensor, stored in fills:
+        memory = _memory_of(tensor)
+        tensors.setdefault(memory, tensor.detach())
+        names.setdefault(memory, []).append(name)
+        keys.setdefault(memory, []).append(stored.key)
+    return _sort_out({memory: [*dict.fromkeys(each)] for memory, each in keys.items()}, tensors, names)
 
 
 def _sort_out(
     stored_keys: Mapping[Any, list[str]], tensors: Mapping[Any, torch.Tensor], names: Mapping[Any, list[str]]
-) -> tuple[Tensors, Tensors, list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> Named:
     """Return what is filled, what is compared with it, and what is copied, of memories by their stored keys."""
     targets, aliases, copies = Tensors(), Tensors(), list[tuple[torch.Tensor, torch.Tensor]]()
     holder: dict[str, Any] = {}
@@ -108,7 +149,7 @@ def _sort_out(
             targets[free.pop(0)] = tensors[number]
         aliases |= dict.fromkeys(free, tensors[number])
         holder |= dict.fromkeys([name for name in keys if name not in holder], number)
-    return targets, aliases, copies
+    return Named(targets, aliases, copies)
 
 
 def _refuse_unlike(key: str, tensors: Tensors) -> None:
@@ -124,22 +165,33 @@ def _refuse_unlike(key: str, tensors: Tensors) -> None:
         raise KeyMismatch(error_text(what, offenders=[*tensors], found=found, expected="tensors alike", fix=fix))
 
 
-def _refuse_shapeless(state: Mapping[str, Any]) -> None:
-    lazy = [f"{name!r}: {kind}" for name, value in state.items() if (kind := without_shape(value))]
-    if lazy:
-        fix = "Run a module with lazy parameters once before."
-        raise UnsupportedValue(error_text("load_module: tensors without a shape", offenders=lazy, fix=fix))
+# What isn't filled
 
 
-def _refuse_meta(names: Sequence[str]) -> None:
-    if names:
-        fix = "Call module.to_empty(device=...) first, and set the buffers that state_dict leaves out."
-        raise UnsupportedValue(error_text("load_module: tensors without memory (meta)", offenders=names, fix=fix))
+def unfilled(tensors: Tensors, missing: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
+    """Return the stored keys of missing names, by one of the names; a tensor that has other names is filled by them.
+
+    Args:
+        tensors: the module's tensors by all of their names.
+        missing: names that aren't stored.
+        keys: stored keys by name.
+    """
+    absent = dict.fromkeys(missing)
+    names: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(_memory_of(tensor), []).append(name)
+    groups = {name: group for group in names.values() for name in group}
+    lacking = {name: groups.get(name, [name]) for name in absent}
+    return {
+        group[0]: " = ".join(dict.fromkeys(keys.get(each, each) for each in group))
+        for group in lacking.values()
+        if all(each in absent for each in group)
+    }
 
 
-def _has_elements(value: Any) -> bool:
+def has_elements(value: Any) -> bool:
     """Return whether a value holds tensors; a tensor without elements, as an empty extra state is, doesn't count."""
-    return holds_tensors(value) and not (isinstance(value, torch.Tensor) and not value.numel())
+    return holds_tensors(value) and not (isinstance(value, torch.Tensor) and not is_lazy(value) and not value.numel())
 
 
 def overlapping(tensors: Tensors) -> list[str]:
@@ -153,7 +205,7 @@ def overlapping(tensors: Tensors) -> list[str]:
 
 def _memory_of(tensor: torch.Tensor) -> Any:
     """Return what is equal for two parameters that are one tensor: the same object, or the same view of one memory."""
-    is_apart = hasattr(tensor, "placements") or tensor.is_meta or is_wrapper(tensor)
-    if is_apart or not tensor.numel() or tensor.layout is not torch.strided:
+    is_apart = hasattr(tensor, "placements") or is_lazy(tensor) or tensor.is_meta or is_wrapper(tensor)
+    if is_apart or tensor.layout is not torch.strided:
         return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else id(tensor)
