@@ -175,7 +175,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
     with refuse_too_deep(doing):
         factories = {path for path, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)}
         merge_one = merge_into_held(doing, tree) if donate and factories else merge_anew
-        tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree))
+        tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree), is_target=True)
         pairs, rebuild = flatten_with_paths(tree)
     refuse_hidden(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)

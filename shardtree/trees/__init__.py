@@ -38,8 +38,10 @@ from ._factories import (
 )
 from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
 from ._key_patterns import (
+    check_patterns_fit,
     check_stars,
     checked_keys,
+    checked_patterns,
     differing_prefix,
     fill_key,
     key_expression,

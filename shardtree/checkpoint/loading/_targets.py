@@ -271,7 +271,7 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
         pairs, rebuild = trees.flatten_with_paths(tree)
         if any(issubclass(kind, ShardedTensorFactory) for kind in {type(leaf) for _, leaf in pairs}):
             merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
-            tree, merge = trees.build_factories(tree, merge_one)
+            tree, merge = trees.build_factories(tree, merge_one, is_target=True)
             pairs, rebuild = trees.flatten_with_paths(tree)
         types = trees.namedtuple_types(tree)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
@@ -313,7 +313,8 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
 
 def _keys(leaf: Any) -> set[str]:
     if isinstance(leaf, ShardedTensorFactory):
-        return {shard.key for _, shard in trees.leaves_with_paths(trees.apply_factories(leaf)) if is_sharded(shard)}
+        built, _ = trees.build_factories(leaf, is_target=True)
+        return {shard.key for _, shard in trees.leaves_with_paths(built) if is_sharded(shard)}
     return {leaf.key} if is_sharded(leaf) else set()
 
 

@@ -12,7 +12,7 @@ from ..._deferred import notebook_html
 from ...errors import MetadataError, error_text, plural, size_text
 from ...geometry import Column, check_type, group_sums, integer, joined_rows
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
-from ...trees import apply_factories
+from ...trees import build_factories
 from ._check import check_gaps, check_kinds, check_mains, check_sizes, transfer_problems
 from ._pieces import (
     cut_pieces,
@@ -286,7 +286,7 @@ def plan_reshard(
     names: dict[str, tuple[str, ...]] = {}
     if not isinstance(target, ShardColumns):
         trees = trees_by_rank(target, "plan_reshard")
-        target = {rank: apply_factories(tree) for rank, tree in trees.items()}
+        target = {rank: build_factories(tree, is_target=True)[0] for rank, tree in trees.items()}
         names = names_of_tensors((tree, target[rank]) for rank, tree in trees.items())
     before, after = with_equal_axes(_columns(source), _columns(target))
     check_kinds(before, after, cast=cast)
