@@ -50,6 +50,7 @@ def load_module(
     key: Callable[[str], str] = str,
     strict: bool = True,
     cast: bool = False,
+    plain: Sequence[str] = (),
     world: Any = None,
     within: Any = None,
     strided: Strided = None,
@@ -76,6 +77,7 @@ def load_module(
         strict: whether a tensor that isn't stored, or isn't taken by the module's own `load_state_dict`, is an error.
             If False, the module keeps its values; its key is returned.
         cast: whether what is stored in another dtype is converted, as `load` does; else it is an error.
+        plain: patterns of stored keys of values that need no scales, as for `load`.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         within: the DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be
             whole on each rank.
@@ -92,7 +94,8 @@ def load_module(
         UnsupportedValue: the module is on the meta device.
         MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
         IntegrityError: a tensor's several names are stored with different values.
-        ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it.
+        ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it; or quantised values
+            would be cast without their scales.
         CheckpointingException: what `load` raises.
 
     Examples:
@@ -125,10 +128,12 @@ def load_module(
         whole = {name: shard for name, shard in list_shards().items() if name in through_hooks} if through_hooks else {}
         return names, plain, _target(names, shards, whole, ranks)
 
-    names, plain, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
-    values = load(target, checkpoint_dir, world=ranks, donate=True, cast=cast, strategies=strategies, options=options)
-    agree(ranks, "load_module: compare tied tensors", partial(_fill, names, plain | values, cast=cast))
-    give = partial(_load_others, module, names, plain | values, stored_keys, strict=strict, cast=cast)
+    names, in_common, target = agree(ranks, "load_module: find names", find_names, given={"strict": strict})
+    values = load(
+        target, checkpoint_dir, world=ranks, donate=True, cast=cast, plain=plain, strategies=strategies, options=options
+    )
+    agree(ranks, "load_module: compare tied tensors", partial(_fill, names, in_common | values, cast=cast))
+    give = partial(_load_others, module, names, in_common | values, stored_keys, strict=strict, cast=cast)
     missing, extra = agree(ranks, "load_module: load the rest", give)
     rest = {*stored_keys} - names.targets.keys() - names.aliases.keys() - {*names.others.values()} | extra
     return ModuleKeys(tuple(sorted({*names.missing, *missing})), tuple(sorted(rest)), names.kept)
