@@ -18,7 +18,7 @@ from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor, cast_sources
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
-from ...strategies.index import stored_kinds, untaken_of
+from ...strategies.index import reasoned, stored_kinds, untaken_of
 from ...traces import Trace, transformed
 from ...trees import (
     HOLE,
@@ -68,6 +68,15 @@ def _refuse_unused_keys(keys: Sequence[str]) -> None:
         what = "convert: the output lacks what the source holds"
         fix = "Let the transform pass them on, name them by patterns with leave_out=[...], or pass prune=True."
         raise KeyMismatch(error_text(what, offenders=map(repr, keys), fix=fix))
+
+
+def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> None:
+    named = key_matcher([pattern for pattern in leave_out if pattern != COMMON])
+    lost = [reasoned(untaken, name) for name in sorted(untaken) if not named(name)]
+    if lost:
+        what = "convert: the source holds what can't be carried over"
+        fix = "Name it by patterns with leave_out=[...], or pass prune=True."
+        raise KeyMismatch(error_text(what, offenders=lost, fix=fix))
 
 
 def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]) -> None:
@@ -318,6 +327,7 @@ def plan_conversion(
     unused_keys, counts = unused_elements(source, output.tensors, output.objects, tuple(reads))
     if not prune:
         _refuse_unused_keys(unused_keys)
+        _refuse_untaken(untaken_of(tree.metadata), leave_out)
     _refuse_without_scales(output.tensors, tree.metadata, {*left_out, *unused_keys}, plain)
     common = HOLE
     if COMMON not in leave_out:
