@@ -250,6 +250,10 @@ def convert(
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Keys to leave out; 'common' is the common state. Repeatable."),
     ] = None,
+    plain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Keys of FP8 numbers that need no scales, for --cast. Repeatable."),
+    ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Leave out what the transforms don't pass on, without naming it.")
     ] = False,
@@ -293,6 +297,7 @@ def convert(
         names=renamings(rename or []),
         dtype=None if cast is None else float_dtype_named(cast),
         leave_out=leave_out or [],
+        plain=plain or [],
         prune=prune,
         optimizer_in_model_space=optimizer == "model-space",
         expert_parallel=expert_parallel,
@@ -347,6 +352,10 @@ _Ranks = Annotated[
     typer.Option(min=1, metavar="N", help="Instead: every tensor cut along its first axis over so many ranks."),
 ]
 _Cast = Annotated[bool, typer.Option("--cast", help="Convert dtypes that differ.")]
+_Plain = Annotated[
+    list[str] | None,
+    typer.Option("--plain", metavar="PATTERN", help="Keys of FP8 numbers that need no scales, for --cast. Repeatable."),
+]
 
 
 @_command(
@@ -363,6 +372,7 @@ def explain(
     ] = None,
     key: _Keys = None,
     cast: _Cast = False,
+    plain: _Plain = None,
     exchange: Annotated[
         Literal["auto", "always", "never"],
         typer.Option(help="Whether ranks read for each other what several of them want."),
@@ -376,7 +386,7 @@ def explain(
     from ._plan import run_explain
 
     layout, options = mesh_layout(mesh, spec or [], ranks), LoadOptions(allow_pickle=allow_pickle, exchange=exchange)
-    run = partial(run_explain, like=like, patterns=key or [], cast=cast)
+    run = partial(run_explain, like=like, patterns=key or [], cast=cast, plain=plain or [])
     return run(checkpoint, layout, as_json=as_json, options=options)
 
 
@@ -402,6 +412,7 @@ def plan(
     key: _Keys = None,
     origins: Annotated[bool, typer.Option("--origins", help="Show where each box of each tensor comes from.")] = False,
     cast: _Cast = False,
+    plain: _Plain = None,
     as_json: _Json = False,
 ) -> int:
     """Show which bytes move between ranks when tensors get from one layout into another; none is moved.
@@ -414,5 +425,5 @@ def plan(
     before, after = mesh_layout(from_mesh, from_spec or [], from_ranks), mesh_layout(mesh, spec or [], ranks)
     if target is None and before is None and after is None:
         raise typer.BadParameter("give another checkpoint, or a layout: --ranks, or --mesh with --spec")
-    run = partial(run_plan, before=before, after=after, patterns=key or [])
+    run = partial(run_plan, before=before, after=after, patterns=key or [], plain=plain or [])
     return run(source, target, origins=origins, cast=cast, as_json=as_json)

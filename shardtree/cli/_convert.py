@@ -42,6 +42,7 @@ class Conversion:
         names: old key → new key, in patterns.
         dtype: of floating-point tensors in the copy; None leaves them as they are.
         leave_out: patterns of keys that aren't converted.
+        plain: patterns of keys of FP8 numbers that need no scales, and may be cast.
         prune: whether what the transforms don't pass on is left out.
         optimizer_in_model_space: whether Megatron-Core's `dp_reshardable` optimizer becomes a `fully_reshardable` one.
         expert_parallel: whether the run that goes on with it has expert parallelism; None leaves it as it was.
@@ -60,6 +61,7 @@ class Conversion:
     names: Mapping[str, str]
     dtype: str | None
     leave_out: Sequence[str]
+    plain: Sequence[str]
     prune: bool
     optimizer_in_model_space: bool
     expert_parallel: bool | None
@@ -106,7 +108,8 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
     # By one rank: opening a checkpoint may take long.
     optimizer, nbytes = on_rank_zero(world, "convert: look at the source", partial(_look, conversion))
     renames = [optimizer["transform"]] if "transform" in optimizer else []
-    transform = transform_of([*renames, *conversion.transforms], conversion.names, conversion.dtype)
+    transforms = [*renames, *conversion.transforms]
+    transform = transform_of(transforms, conversion.names, conversion.dtype, conversion.plain)
     steps = [step for step in (optimizer.get("transform_common"), conversion.transform_common) if step is not None]
     began = time.monotonic()
     # This rank's share: its own bytes are all that it hears of.
@@ -119,6 +122,7 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
             transform=transform,
             transform_common=compose(*steps) if steps else None,
             leave_out=[*conversion.leave_out, *optimizer.get("leave_out", ())],
+            plain=conversion.plain,
             prune=conversion.prune,
             max_bytes_in_flight=conversion.most_bytes,
             verify=conversion.verify,
@@ -132,7 +136,7 @@ def _run_rank(conversion: Conversion, world: World, *, as_json: bool) -> int:
 
 
 def transform_of(
-    transforms: Sequence[Callable[[Any], Any]], names: Mapping[str, str], dtype: str | None
+    transforms: Sequence[Callable[[Any], Any]], names: Mapping[str, str], dtype: str | None, plain: Sequence[str] = ()
 ) -> Callable[[Any], Any] | None:
     """Return the function from a checkpoint's shards to those that are written; None if nothing changes.
 
@@ -140,6 +144,7 @@ def transform_of(
         transforms: functions of a tree, in the order in which they are applied.
         names: old key → new key, in patterns; then keys are renamed.
         dtype: a floating-point dtype; then floating-point tensors are cast.
+        plain: patterns of keys of FP8 numbers that need no scales.
 
     Examples:
         >>> import torch
@@ -151,7 +156,7 @@ def transform_of(
     """
     steps = [*transforms]
     steps += [bind(partial_rename, names)] if names else []
-    steps += [bind(cast, dtype_from_name(dtype))] if dtype is not None else []
+    steps += [bind(cast, dtype_from_name(dtype), plain=plain)] if dtype is not None else []
     return compose(*steps) if steps else None
 
 

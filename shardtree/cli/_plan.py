@@ -26,6 +26,7 @@ def run_explain(
     like: str | None,
     patterns: Sequence[str],
     cast: bool,
+    plain: Sequence[str],
     as_json: bool,
     options: LoadOptions,
 ) -> int:
@@ -37,6 +38,7 @@ def run_explain(
         like: another checkpoint, whose tensors are wanted instead.
         patterns: of the keys that are wanted; none for all.
         cast: whether dtypes are converted.
+        plain: patterns of keys of values that need no scales.
         as_json: whether to print JSON.
         options: how the checkpoint would be read.
 
@@ -49,7 +51,7 @@ def run_explain(
         check_patterns("explain", patterns, contents_at(model))
         trees = _trees(model, layout, patterns)
     with working(f"planning the reads of {plural(len(trees), 'rank')}"):
-        explanation = explain_ranks(trees, checkpoint, cast=cast, options=options)
+        explanation = explain_ranks(trees, checkpoint, cast=cast, plain=plain, options=options)
     # A layout is one of tensors, and a selection leaves out on purpose: neither forgets what it lacks.
     tensors = {} if patterns else whole_tensors(source, matcher(patterns))
     explanation = replace(explanation, missing=tuple(key for key in explanation.missing if key in tensors))
@@ -96,6 +98,7 @@ def run_plan(
     patterns: Sequence[str],
     origins: bool,
     cast: bool,
+    plain: Sequence[str],
     as_json: bool,
 ) -> int:
     """Print a plan, and return the exit status 0.
@@ -108,6 +111,7 @@ def run_plan(
         patterns: of the keys that are wanted; none for all.
         origins: whether to print where each box of each tensor comes from.
         cast: whether dtypes are converted.
+        plain: patterns of keys of values that need no scales.
         as_json: whether to print JSON.
 
     Raises:
@@ -117,7 +121,7 @@ def run_plan(
     target_tree = source_tree if target is None else open_checkpoint(target)
     check_patterns("plan", patterns, contents_at(target_tree))
     trees = [list(_trees(tree, layout, patterns)) for tree, layout in ((source_tree, before), (target_tree, after))]
-    plan = plan_reshard(*trees, cast=cast)
+    plan = plan_reshard(*trees, cast=cast, plain=plain)
     if as_json:
         totals = zip(plan.ranks, plan.sent.values(), plan.received.values(), plan.kept.values(), strict=True)
         record = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import TreeError, error_text
 from ..mapping import ShardedTensor
-from ..trees import apply_factories, leaves_with_paths, refuse_hidden, unwrap
+from ..trees import apply_factories, build_factories, leaves_with_paths, refuse_hidden, unwrap
 from ._columns import ShardColumns, shard_columns
 from ._integrity import join_columns
 
@@ -35,7 +35,8 @@ def tree_columns(trees: RankTrees) -> ShardColumns:
         >>> columns.rank.tolist(), columns.offset.tolist()
         ([0, 1], [[0], [2]])
     """
-    return join_columns([shard_columns(tensor_shards(tree), rank) for rank, tree in trees_by_rank(trees).items()])
+    built = {rank: build_factories(tree, is_target=True)[0] for rank, tree in trees_by_rank(trees).items()}
+    return join_columns([shard_columns(tensor_shards(tree), rank) for rank, tree in built.items()])
 
 
 def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, Any]:

@@ -12,6 +12,7 @@ import torch
 from .._ambient import shielded
 from ..errors import MetadataError, UnsupportedValue, error_text, shorten
 from ._computed import Elementwise, OfWhole, check_kind, check_one_shape
+from ._filled import has_no_elements, memory_beside
 from ._sources import ReadBox, Shape, Stored, dense
 from ._tensor import LazyTensor, of_source
 
@@ -87,7 +88,9 @@ def computed(
     """Return what a function makes of a shard's data, whatever that is: for lenses of one's own that compute.
 
     Of a lazy tensor the result is lazy: the function is called once, at the first read, with all elements. So it may do
-    what isn't recorded (a maximum, quantising), and one tensor at a time is whole in memory.
+    what isn't recorded (a maximum, quantising), and one tensor at a time is whole in memory. Where there
+    are no elements, as on the meta device, or none that count, as while a load builds its target, the result is memory
+    alone: the function isn't called.
 
     Args:
         function: from a tensor to a tensor of that shape and dtype; pure.
@@ -107,6 +110,8 @@ def computed(
     """
     if isinstance(data, LazyTensor):
         return of_source(OfWhole(function, data, tuple(shape), dtype))
+    if isinstance(data, torch.Tensor) and has_no_elements(data):
+        return memory_beside(data, shape, dtype)
     return None if data is None else function(data)
 
 

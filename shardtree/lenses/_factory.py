@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from ..errors import MetadataError, ShapeError, TreeError, error_text, plural
 from ..geometry import box_column, check_flat_range, flat_boxes, refuse
-from ..lazy import LazyTensor, stored
+from ..lazy import LazyTensor, only_filled, stored
 from ..mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor, ShardedTensorFactory
 from ..trees import as_integers, empty_data, join_data, leaves_with_paths, map_shards, match_key
 from ._lens import DESCRIBE, Lens, StoredForm, built_by, check_function, checked_lenses, device_of, flat_axes, reshaped
@@ -167,26 +167,45 @@ def as_factory(shard: ShardedTensor, lens: Lens) -> ShardedTensorFactory:
     check_function("as_factory", "lens", lens)
     if not isinstance(shard, ShardedTensor):
         refuse("as_factory", "shard", type(shard).__name__, "a ShardedTensor", DESCRIBE, error=MetadataError)
-    box = replace(shard.without_data(), flattened_range=None)
+    build = _Build(replace(shard.without_data(), flattened_range=None), lens)
+    return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
 
-    def build(key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
-        shape = box.local_shape
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Build:
+    """The build function of a factory: what a lens stores of a box, or of a flat range of it.
+
+    Attributes:
+        box: the shard of the whole box, without data.
+        lens: from it to what is stored.
+    """
+
+    box: ShardedTensor
+    lens: Lens
+
+    def __call__(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
+        shape = self.box.local_shape
         if flattened_range is not None:
             check_flat_range(f"factory of {key!r}", flattened_range, shape)
             shape = (flattened_range.stop - flattened_range.start,)
         data = _checked_data(key, data, shape)
-        dtype = box.dtype if data is None else data.dtype
-        own = replace(box, key=key, dtype=dtype, replica_id=replica_id)
+        dtype = self.box.dtype if data is None else data.dtype
+        own = replace(self.box, key=key, dtype=dtype, replica_id=replica_id)
         if flattened_range is None:
-            form = built_by(lens, replace(own, data=data))
+            form = built_by(self.lens, replace(own, data=data))
         else:
-            form = _flat_form(own, data, flattened_range, lens)
+            form = _flat_form(own, data, flattened_range, self.lens)
         shards = {str(number): part for number, part in enumerate(form.shards)}
         # What merging needs travels in the tree: `merge_fn` must be one function for a parameter, its moments and each
         # flat range, whose boxes differ, and only the tree reaches both build and merge.
         return {**shards, _MERGE: LocalNonpersistentObject(lambda tree: _check_and_merge(tree, key, form))}
 
-    return ShardedTensorFactory(shard.key, shard.data, build, _merge, shard.replica_id, shard.flattened_range)
+    def for_target(self, key: str, data: Any, replica_id: ReplicaId, flattened_range: slice | None) -> dict[str, Any]:
+        """Return what is built of memory that will be filled: no element of it is read, whatever the lens computes."""
+        if self.box.allow_shape_mismatch:  # what isn't stored stays as the target has it
+            return self(key, data, replica_id, flattened_range)
+        with only_filled():
+            return self(key, data, replica_id, flattened_range)
 
 
 def _check_and_merge(tree: Mapping[str, Any], key: str, form: StoredForm) -> Any:

@@ -16,7 +16,16 @@ from ..geometry import refuse, slices
 from ..lazy import LazyTensor, dense
 from ..mapping import ShardedTensor, given_tensor, lacks_memory
 from ..traces import Box, Kind, Local, Trace, View, check_written, localized, trace, view_of, whole_shard
-from ..trees import flatten_with_paths, is_plain_tensor, path_key
+from ..trees import (
+    checked_patterns,
+    flatten_with_paths,
+    is_plain_tensor,
+    key_matcher,
+    path_key,
+    refuse_scaled,
+    scaled_values,
+    those_of,
+)
 from ._factory import as_factory
 from ._lens import Lens, Shape, StoredForm, check_box, check_exact, device_of, reshaped
 from ._renamed import replaced_part
@@ -188,7 +197,7 @@ def _merge(local: Local, shard: ShardedTensor, parts: Sequence[Any], fill: float
     return tensor.reshape(shard.local_shape).to(place)
 
 
-def through_trace(tree: Any, found: Trace, *, cast: bool = False) -> Any:
+def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
     """Return a target whose tensors are made by a trace of what is stored: as factories, which a load merges.
 
     So each rank asks for the boxes of stored tensors that its own are made of, and for nothing else, as `explain` of
@@ -198,9 +207,11 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False) -> Any:
         tree: a target: shards, or plain tensors, which are whole and have the keys of their paths.
         found: from stored tensors to those of the target, by key.
         cast: whether a target may have another dtype than what the trace makes.
+        plain: patterns of keys of values that need no scales, as for `load`.
 
     Raises:
-        ShapeError: the trace makes a tensor of another shape or dtype than the target's; when it is loaded.
+        ShapeError: the trace makes a tensor of another shape or dtype than the target's, or passes on quantised values
+            that would be cast without their scales; when it is loaded.
         TraceError: it never writes elements of one; likewise.
 
     Examples:
@@ -220,7 +231,7 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False) -> Any:
         if is_plain_tensor(leaf) and path_key(path) in found.outputs:
             leaf = ShardedTensor.from_rank_offsets(path_key(path), leaf)
         is_made = isinstance(leaf, ShardedTensor) and leaf.key in found.outputs
-        return as_factory(leaf, partial(_made_form, found, cast)) if is_made else leaf
+        return as_factory(leaf, partial(_made_form, found, cast, plain)) if is_made else leaf
 
     pairs, rebuild = flatten_with_paths(tree)
     return rebuild([on_leaf(path, leaf) for path, leaf in pairs])
@@ -233,15 +244,18 @@ class _Targets(Sequence[Any]):
     trees: Sequence[Any]
     traces: Sequence[Trace]
     cast: bool
+    plain: Sequence[str]
 
     def __len__(self) -> int:
         return len(self.trees)
 
     def __getitem__(self, rank: Any) -> Any:
-        return through_trace(self.trees[rank], self.traces[rank], cast=self.cast)
+        return through_trace(self.trees[rank], self.traces[rank], cast=self.cast, plain=self.plain)
 
 
-def through_traces(trees: Sequence[Any], found: Trace | Sequence[Trace], *, cast: bool = False) -> Sequence[Any]:
+def through_traces(
+    trees: Sequence[Any], found: Trace | Sequence[Trace], *, cast: bool = False, plain: Sequence[str] = ()
+) -> Sequence[Any]:
     """Return the targets of all ranks, each through its own trace, or through one for all.
 
     Raises:
@@ -251,10 +265,10 @@ def through_traces(trees: Sequence[Any], found: Trace | Sequence[Trace], *, cast
     if len(traces) != len(trees):
         expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
         refuse("transform", "traces", len(traces), expected, fix, error=MetadataError)
-    return _Targets(trees, traces, cast)
+    return _Targets(trees, traces, cast, plain)
 
 
-def _made_form(whole: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
+def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:
     """Return the boxes that a box of a target is made of, with data where they go as they are: the target's own."""
     doing = "transform"
     check_box(doing, shard)
@@ -264,6 +278,8 @@ def _made_form(whole: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
         fix = "Trace the code with what is stored, and make the target of what it makes."
         what = f"{doing}: the trace makes another {shard.key!r} than the target"
         raise ShapeError(error_text(what, found=kind, expected=target, fix=fix))
+    if kind.dtype is not target.dtype:
+        _refuse_without_scales(doing, whole, shard.key, plain)
     shape = (*(1,) * shard.prepend_axis_num, *shard.local_shape)
     local = localized(whole, shard.key, shard.global_offset, shape, keep_views=False)
     # What is computed isn't where its operands are, and bits of another dtype aren't those of the target.
@@ -284,6 +300,17 @@ def _made_form(whole: Trace, cast: bool, shard: ShardedTensor) -> StoredForm:
     # Some parts may be where the target is, and others not.
     place = None if data is None else data.device
     return StoredForm(tuple(shards), lambda parts: _merge(local, shard, parts).to(device=place, dtype=shard.dtype))
+
+
+def _refuse_without_scales(doing: str, trace: Trace, key: str, plain: Sequence[str]) -> None:
+    """Raise where a trace passes on quantised values as they are, which would then be cast without their scales."""
+    roots, is_plain = [move.root for move in trace.moves[key]], key_matcher(checked_patterns(f"{doing}: plain", plain))
+    if not all(isinstance(root, str) for root in roots) or any(is_plain(str(each)) for each in (key, *roots)):
+        return  # what is computed has its scales
+    for kinds, keys in ((trace.sources, {*map(str, roots)}), (trace.outputs, {key})):
+        dtypes = {name: kind.dtype for name, kind in kinds.items()}
+        values = {name: dtypes[name] for name in keys}
+        refuse_scaled(doing, values, scaled_values(values, those_of(dtypes)))
 
 
 def _row_major(tensor: torch.Tensor, shape: Shape, view: View | None) -> torch.Tensor | None:

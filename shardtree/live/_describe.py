@@ -65,12 +65,14 @@ class Options:
         max_bytes_in_flight: what a rank sends and gets in one step.
         relay: whether ranks that want the same elements pass them on.
         cast: whether tensors get the targets' dtypes.
+        plain: patterns of keys of values that need no scales.
         verify: whether what arrives is compared with what was sent.
     """
 
     max_bytes_in_flight: int
     relay: bool
     cast: bool
+    plain: tuple[str, ...]
     verify: bool
 
 
@@ -140,7 +142,7 @@ def agreed_plan(descriptions: Sequence[Description], plan: ReshardPlan | None) -
     if plan is None:
         sources = [each.source for each in descriptions if each.source is not None]
         targets = [each.target for each in descriptions if each.target is not None]
-        plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast)
+        plan = plan_reshard(join_columns(sources), join_columns(targets), cast=options.cast, plain=options.plain)
         # Every rank plans from the same columns, and gets the same plan: none has to be sent.
         plan = with_relays(plan) if options.relay else plan
     if unknown := [f"rank {rank}" for rank in plan.ranks if rank >= len(descriptions)]:

@@ -17,7 +17,7 @@ from ..lenses import through_trace
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..plans import ReshardPlan, Schedule, with_relays
 from ..traces import Trace
-from ..trees import flatten_with_paths, is_plain_tensor, leaves_with_paths, with_data
+from ..trees import checked_patterns, flatten_with_paths, is_plain_tensor, leaves_with_paths, with_data
 from ..world import agree, current_world, gather, share
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
@@ -122,6 +122,7 @@ def redistribute(
     plan: ReshardPlan | None = None,
     relay: bool = False,
     cast: bool = False,
+    plain: Sequence[str] = (),
     transform: Trace | None = None,
     world: Any = None,
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
@@ -146,6 +147,7 @@ def redistribute(
             that feed several engines over narrow links.
         cast: whether tensors get the targets' dtypes, as `load` converts them: before they are sent, directly into the
             buffers. A plan that is passed has its own dtypes.
+        plain: patterns of keys of values that need no scales, as for `load`.
         transform: a trace of what makes targets of the sources, by key, as an engine's own loader: each rank gets the
             elements that its own are made of. Plain tensors are targets too, whose keys are their paths. A plan that
             goes with it is made of the sources and what `lenses.through_trace` makes of the targets.
@@ -171,7 +173,8 @@ def redistribute(
             rank's tree isn't what the plan says; with `verify`, something arrived otherwise than it was sent.
         WorldError: ranks were given other plans or options, or a peer doesn't answer.
         ShapeError: a tensor isn't its shard's any more, donated tensors share memory, or a dtype differs that isn't or
-            can't be cast.
+            can't be cast, or only with its scales.
+        KeyMismatch: a target asks for a key that no source has; or a pattern fits nothing.
         CheckpointingException: a source shard has no data, or there is no memory.
         TreeError: a target doesn't fit the common state, or has a plain tensor that no source has.
         RemoteError: on every rank where one of several failed; also of the class above that the failures share.
@@ -199,6 +202,7 @@ def redistribute(
         transform,
         relay=relay,
         cast=cast,
+        plain=plain,
         donate=donate,
         verify=verify,
     )
@@ -248,6 +252,7 @@ def _prepare(
     *,
     relay: bool,
     cast: bool,
+    plain: Sequence[str],
     donate: bool,
     verify: bool,
 ) -> tuple[Ends, Options, ReshardPlan | None, torch.device | None]:
@@ -257,13 +262,13 @@ def _prepare(
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
-    own_target = target if transform is None else through_trace(target, transform, cast=cast)
+    own_target = target if transform is None else through_trace(target, transform, cast=cast, plain=plain)
     ends = take_ends(tree, own_target, donate=donate)
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         refuse(DOING, "device", device, "a kind of device of torch's", "Leave it out.", error=MetadataError)
-    return ends, Options(most, relay, cast, bool(verify)), own, place
+    return ends, Options(most, relay, cast, tuple(checked_patterns(f"{DOING}: plain", plain)), bool(verify)), own, place
 
 
 def _allocate(

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ShapeError, error_text
 from ..mapping import ReplicaId, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..trees import apply_factories, diff, leaves_with_paths
+from ..trees import build_factories, diff, leaves_with_paths
 from ._state_dict import ShardedParam, check_param
 
 # The shard with the parameter's first element holds the main replica of such values.
@@ -120,7 +120,7 @@ def built_shards(param: ShardedParam) -> list[ShardedTensor]:
         >>> [shard.key for shard in built_shards(ShardedTensor.from_rank_offsets("w", torch.zeros(2)))]
         ['w']
     """
-    tree = apply_factories([param])
+    tree, _ = build_factories([param], is_target=True)  # of which only places count
     return [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensor)]
 
 

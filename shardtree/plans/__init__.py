@@ -50,6 +50,7 @@ from ._in_memory import (
 )
 from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
 from ._save import held_places, level_writes, main_writes
+from ._without_scales import ScaledValues, find_scaled
 from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "ReadCost",
     "Refusal",
     "ReshardPlan",
+    "ScaledValues",
     "Schedule",
     "Transfers",
     "Undecided",

@@ -17,6 +17,7 @@ from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
 from ..objects import ShapeChange
 from ..trees import differing_prefix, near_names
+from ._without_scales import ScaledValues
 
 # Dtypes that a load or a reshard converts, when it is asked to.
 
@@ -201,7 +202,7 @@ class Refusal:
         return f"{self.key!r}: {self.why}"
 
 
-Misfit = Unexpected | Mismatch | Gap | Refusal | ShapeChange
+Misfit = Unexpected | Mismatch | Gap | Refusal | ScaledValues | ShapeChange
 """Why something that a target asks for can't be loaded; its text is one line."""
 
 

@@ -177,7 +177,7 @@ def take_target(tree: Any, doing: str = "reshard", *, donate: bool = False) -> T
     with refuse_too_deep(doing):
         factories = {path for path, leaf in leaves_with_paths(tree) if factory_of(leaf) is not None}
         merge_one = merge_into_held(doing, tree) if donate and factories else merge_anew
-        tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree))
+        tree, merge = build_factories(map_shards(partial(_keep_factory, merge_one), tree), is_target=True)
         pairs, rebuild = flatten_with_paths(tree)
     refuse_hidden(doing, pairs)
     inner = tuple(any(path[:length] in factories for length in range(len(path) + 1)) for path, _ in pairs)
@@ -266,6 +266,7 @@ def reshard(
     rules: Mapping[str, ObjectRule] | None = None,
     empty: Callable[..., torch.Tensor] = torch.empty,
     cast: bool = False,
+    plain: Sequence[str] = (),
 ) -> Any:
     """Return the targets filled from the trees of all ranks: what saving those and loading these would give.
 
@@ -283,6 +284,7 @@ def reshard(
         empty: makes a tensor that will be filled, called as `empty(shape, dtype=..., device=...)`: pinned, or shared
             between processes, if it says so.
         cast: whether tensors get the targets' dtypes, as `load` converts them.
+        plain: patterns of keys of values that need no scales, as for `load`.
 
     Returns:
         A tree for each rank of the targets, in a container like theirs: the target's structure, shards and factories
@@ -291,9 +293,9 @@ def reshard(
     Raises:
         TreeError: there is no tree, or a target doesn't fit the plain values, or no source has its plain tensor.
         IntegrityError: source ranks disagree, targets ask for more than is there, or objects need a rule.
-        KeyMismatch: a target asks for a key that isn't there.
-        ShapeError: a tensor's global shape differs, or its dtype, and it isn't or can't be cast; or a shard's tensor
-            was changed.
+        KeyMismatch: a target asks for a key that isn't there; or a pattern fits nothing.
+        ShapeError: a tensor's global shape differs, or its dtype, and it isn't or can't be cast, or only with its
+            scales; or a shard's tensor was changed.
         UnsupportedValue: a tensor isn't dense, or quantised, or a plain value or object can't be copied.
         CheckpointingException: a source shard has no tensor.
 
@@ -310,7 +312,7 @@ def reshard(
     target_trees = {rank: take_target(tree) for rank, tree in trees_by_rank(targets, "reshard").items()}
     # A rank with an empty tree has nothing to agree on: engines without state beside trainers, say.
     common = agreed_common({rank: one.common or HOLE for rank, one in source_trees.items()})
-    plan = plan_reshard(_columns(source_trees), _columns(target_trees), cast=cast)
+    plan = plan_reshard(_columns(source_trees), _columns(target_trees), cast=cast, plain=plain)
     tensors = iter(_copy_into_new(plan, _tensors(source_trees.values()), _tensors(target_trees.values()), empty))
     items = [item for one in target_trees.values() for item in one.objects]
     objects = iter(reshard_objects((item for one in source_trees.values() for item in one.objects), items, rules))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ShapeError, TreeError, error_text
-from ..lazy import Box, LazyTensor, of_source
+from ..errors import ShapeError, TreeError, UnsupportedValue, error_text
+from ..lazy import Box, LazyTensor, has_no_elements, memory_beside, of_source
 from ..lenses import StoredForm, as_factory
 from ..mapping import ShardedTensor
 from ._encode import Encode, blocks_of, encoded
@@ -128,9 +128,11 @@ class Form:
     def quantise(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors in which weights are stored, by key: each number is rounded to the nearest, ties to even.
 
+        Of weights on torch's meta device, they are on it too.
+
         Raises:
             ShapeError: the form is only read, or a weight has no matrices.
-            UnsupportedValue: an element isn't finite.
+            UnsupportedValue: an element isn't finite, or is complex.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -158,11 +160,12 @@ class Form:
         """Return what is stored of a box of a weight that the model holds unquantised: a lens.
 
         A box needs no other scales than its own. One of which an edge goes through a block is loaded like any other; to
-        be stored, a box has to consist of blocks: else its parts have no data, which a save refuses.
+        be stored, a box has to consist of blocks: else its parts have no data, which a save refuses. A load reads no
+        element of the box: its parts are memory beside it.
 
         Raises:
             ShapeError: it isn't a box of matrices of a known shape.
-            UnsupportedValue: an element isn't finite.
+            UnsupportedValue: an element isn't finite, or the weight's numbers are complex.
 
         Examples:
             >>> from shardtree.quantised import FORMS
@@ -172,12 +175,15 @@ class Form:
             w torch.float8_e4m3fn (128, 0) (128, 256)
             w_scale_inv torch.float32 (1, 0) (1, 2)
         """
+        if shard.dtype.is_complex:
+            fix = "Store real and imaginary parts as weights of their own."
+            raise UnsupportedValue(error_text(f"quantised: {shard.key!r} is complex", found=shard.dtype, fix=fix))
         box, whole = self._box_of(shard)
         parts = self._parts(whole)
         data, pieces = self._quantise(shard, box, whole), [part.pieces(*box) for part in parts]
         rows = zip(self.keys(shard.key), parts, pieces, data, strict=True)
         shards = [
-            owned(shard_of(shard, key, part, inner, whole, each), is_own)
+            owned(shard_of(shard, key, part, inner, whole, _data_for(shard, part, inner, each)), is_own)
             for key, part, some, each in rows
             for inner, is_own in some
         ]
@@ -274,7 +280,8 @@ class Form:
 
     def _quantise(self, shard: ShardedTensor, box: Box, whole: Sequence[int]) -> list[Any]:
         """Return the parts of a box's data, lazy if these are; None for each where a block isn't there whole."""
-        if shard.data is None or self.encode is None or not is_of_blocks(box, whole, self.block):
+        is_memory = isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data)
+        if shard.data is None or self.encode is None or is_memory or not is_of_blocks(box, whole, self.block):
             return [None] * len(self.parts)
         matrix = self._turn_tensor(shard.data.reshape(self._turn(box.shape)))
         return [self._quantise_part(shard.key, number, matrix) for number in range(len(self.parts))]
@@ -312,3 +319,11 @@ class Form:
         parts = [(part.name, part.dtypes, part.per, part.pack, part.tail, part.group) for part in self.parts]
         names = [each and each.__qualname__ for each in functions]
         return str((doing, self.name, self.base, self.is_turned, self.block, names, parts))
+
+
+def _data_for(shard: ShardedTensor, part: Part, box: Box, data: Any) -> Any:
+    """Return the data of a box of a part: what was quantised, or memory to read into where the shard has such."""
+    shape = box.shape if part.per is None else box.shape[shard.prepend_axis_num :]
+    if isinstance(shard.data, torch.Tensor) and has_no_elements(shard.data):
+        return memory_beside(shard.data, shape, part.dtypes[0])
+    return None if data is None else data.reshape(shape)

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from ..errors import KeyMismatch, ShapeError, UnsupportedValue, error_text
+from ..errors import KeyMismatch, MetadataError, ShapeError, UnsupportedValue, error_text
+from ..geometry import check_type, refuse
 from ..lazy import Box, of_source
 from ..mapping import ShardedTensor
-from ..trees import key_matcher
+from ..trees import check_patterns_fit, checked_patterns, key_matcher
 from ._encode import Encode
 from ._form import Form
 from ._forms import FORMS
+from ._halves import half_weights
 from ._lazy import Boxwise
 
 _FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -27,6 +29,7 @@ def recode(
     also: Iterable[str] = (),
     forms: Iterable[Form] | None = None,
     lossless: bool = False,
+    plain: Iterable[str] = (),
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return a function of a tree of whole lazy shards that recodes its quantised weights: a `transform=` of `convert`.
 
@@ -37,11 +40,15 @@ def recode(
         also: patterns of keys of plain weights that get the form too, for an export.
         forms: those that are looked for, by the names, dtypes and shapes of their tensors; None for `FORMS`.
         lossless: whether an element that is rounded is an error; else it is rounded to the nearest.
+        plain: patterns of keys of tensors that belong to no quantised weight, though they look like parts of one.
 
     Raises:
-        ShapeError: the form is only read. When it is applied: tensors with the names of a form fit none, or several
-            forms, or FP8 values have no scales; names each.
-        KeyMismatch: a part would have the key of another tensor; names each.
+        ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: tensors with
+            the names of a form fit none, or several forms, or FP8 values have no scales, or only some parts of a
+            weight are there; names each.
+        KeyMismatch: a pattern fits nothing, or nothing that gets the form; or a part would have the key of another
+            tensor; names each.
+        MetadataError: there are patterns in `also`, and no form that weights get.
         UnsupportedValue: a float64 weight would be rounded although that is an error. When it is written: an element
             isn't finite, or is rounded.
 
@@ -57,16 +64,18 @@ def recode(
         >>> st.load_plain_tensors("again")["up.weight"][0]
         tensor([1., 1., 1., 1.], dtype=torch.bfloat16)
     """
-    choices, fits = tuple(FORMS.values() if forms is None else forms), key_matcher(list(also))
-    if isinstance(to, Form):
-        to.check_made("recode")
+    patterns, as_plain = checked_patterns("recode: also", also), checked_patterns("recode: plain", plain)
+    choices, fits = tuple(FORMS.values() if forms is None else forms), key_matcher(patterns)
+    _check_to(to, patterns)
 
     def transform(tree: Mapping[str, Any]) -> dict[str, Any]:
         tensors = {key: leaf for key, leaf in tree.items() if isinstance(leaf, ShardedTensor)}
-        form_of = _forms_of(tensors, choices)
+        check_patterns_fit("recode: plain", as_plain, tensors)
+        form_of = _forms_of(tensors, choices, key_matcher(as_plain), are_named=forms is not None)
         used = {name for key, form in form_of.items() for name in form.keys(key)}
         rest = {key: leaf for key, leaf in tree.items() if key not in used}
         plain = [key for key, leaf in tensors.items() if key in rest and leaf.dtype.is_floating_point and fits(key)]
+        check_patterns_fit("recode: also", patterns, [*plain, *form_of])
         wide = [key for key in plain if lossless and isinstance(to, Form) and tensors[key].dtype == torch.float64]
         if wide:
             fix = "Forms are computed in float32: cast these first, or recode with lossless=False."
@@ -84,6 +93,20 @@ def recode(
     return transform
 
 
+def _check_to(to: Form | torch.dtype, also: Sequence[str]) -> None:
+    """Raise unless weights can be recoded to a form or a dtype."""
+    if isinstance(to, Form):
+        to.check_made("recode")
+        return
+    check_type("recode", "to", to, torch.dtype, "Pass a form, as FORMS['fp8_blocks'], or a dtype of torch.")
+    if not to.is_floating_point:
+        fix = "Weights are numbers with fractions: take torch.bfloat16, say."
+        raise ShapeError(error_text("recode: not a floating-point dtype", found=to, fix=fix))
+    if also:
+        fix = "Pass the form that these plain weights get; `shardtree.cast` changes the dtype of plain tensors."
+        refuse("recode", "also", also, "no patterns, since there is no form", fix, error=MetadataError)
+
+
 def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str, Any]:
     counts = Counter([*rest, *(part.key for part in parts)])
     twice = [repr(key) for key, count in counts.items() if count > 1]
@@ -93,13 +116,22 @@ def _unite(rest: Mapping[str, Any], parts: Sequence[ShardedTensor]) -> dict[str,
     return {**rest, **{part.key: part for part in parts}}
 
 
-def _forms_of(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]:
+def _forms_of(
+    tensors: Mapping[str, Any], forms: Sequence[Form], is_plain: Callable[[str], bool], *, are_named: bool
+) -> dict[str, Form]:
     """Return the form of each quantised weight.
+
+    Args:
+        tensors: shards by key.
+        forms: those that weights may have.
+        is_plain: whether a key is that of a tensor which belongs to no quantised weight.
+        are_named: whether the caller chose the forms.
 
     Raises:
         ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 values have no
-            scales.
+            scales, or only some parts of a weight are there.
     """
+    tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
     fitting, misfits = defaultdict[str, list[Form]](list), dict[str, str]()
     for form in forms:
         for key, names in form.found(tree).items():
@@ -117,9 +149,14 @@ def _forms_of(tree: Mapping[str, Any], forms: Iterable[Form]) -> dict[str, Form]
     form_of = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in form_of.items() for name in form.keys(key)}
     bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
-    offenders = [f"{key!r}: {why}" for key, why in (bare | misfits).items() if key not in form_of]
+    halves = half_weights(tensors, forms, {*used, *(tensors.keys() - tree.keys())}, are_named=are_named)
+    wrong = bare | misfits | halves
+    offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
     if offenders:
-        fix = "Pass forms=[...] with blocks of the size that config.json names, or leave these tensors out."
+        fix = (
+            "Pass forms=[...] with blocks of the size that config.json names, and all tensors of a weight.\n"
+            "  Name what is no part of a quantised weight by plain=[patterns]."
+        )
         raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
     return form_of
 

@@ -21,6 +21,7 @@ from ..plans import (
     Misfit,
     Mismatch,
     Refusal,
+    ScaledValues,
     Unexpected,
     convertible,
     misfit_lines,
@@ -28,6 +29,7 @@ from ..plans import (
     wants_names,
 )
 from ..storage import ReadReport, Storage
+from ..trees import BY_SCALES
 
 
 def check_taken(untaken: Mapping[str, str], keys: Collection[str]) -> None:
@@ -126,6 +128,7 @@ _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_has_another_shape, "Set allow_shape_mismatch on the shard of a padded tensor."),
     (_could_be_converted, "Pass cast=True to convert the stored dtype."),
     (_must_stay, "Load in the stored dtype."),
+    (lambda problem: isinstance(problem, ScaledValues), BY_SCALES),
     (lambda problem: isinstance(problem, Gap), "The checkpoint was saved without all ranks; load only what is there."),
 )
 _LAST = "`explain` lists all, without reading."

@@ -41,8 +41,10 @@ from ._factories import (
 from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
 from ._key_forms import KeyForm, Piece, one_of, text_piece
 from ._key_patterns import (
+    check_patterns_fit,
     check_stars,
     checked_keys,
+    checked_patterns,
     differing_prefix,
     fill_key,
     key_form,
@@ -70,6 +72,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
+from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
 from ._wrappers import factory_of, has_factories, unwrap
 
 register_nodes()

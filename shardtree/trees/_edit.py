@@ -16,6 +16,7 @@ from ..mapping import INTEGERS, ShardedBase, ShardedObject, ShardedTensor, Shard
 from ._key_patterns import checked_keys, match_keys, near_names, with_guesses
 from ._maps import check_function, described_kind, map_sharing, with_data
 from ._nodes import SameTree, Tree, flatten
+from ._scaled import SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_values
 
 # Creating and concatenating tensors of any dtype. Torch lacks operators for some, and has all for integers.
 
@@ -180,22 +181,26 @@ def prefix(tree: SameTree, text: str) -> SameTree:
     return rename(tree, lambda key: text + key)
 
 
-def cast(tree: SameTree, dtype: torch.dtype, keys: Sequence[str] | None = None) -> SameTree:
+def cast(
+    tree: SameTree, dtype: torch.dtype, keys: Sequence[str] | None = None, *, plain: Sequence[str] = ()
+) -> SameTree:
     """Return the tree with its floating-point shards in another floating-point dtype, metadata and data.
 
     Integer and bool shards, plain tensors and other values stay as they are. A factory's tensor is cast too. Data of
-    the dtype already is shared, and so is the shard.
+    the dtype already is shared, and so is the shard. Quantised values are refused whose scales are in the tree.
 
     Args:
         tree: any tree.
         dtype: the new one.
         keys: of the shards that are cast, all by default; ``*`` matches one part between dots, ``**`` any number of
             them. States of an optimizer have keys of their own.
+        plain: patterns of keys of FP8 numbers that need no scales, though tensors beside them are named like scales.
 
     Raises:
-        ShapeError: `dtype` isn't a floating-point dtype.
+        ShapeError: `dtype` isn't a floating-point dtype; or quantised values would be cast without their scales.
         MetadataError: it is no dtype of torch.
         TreeError: a pattern matches no key, or `keys` isn't a list.
+        KeyMismatch: a pattern of `plain` matches no key.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -209,22 +214,45 @@ def cast(tree: SameTree, dtype: torch.dtype, keys: Sequence[str] | None = None) 
     if not dtype.is_floating_point:
         fix = "Use `map_shards` to change numbers into other kinds of numbers."
         raise ShapeError(error_text("cast: not a floating-point dtype", found=dtype, fix=fix))
-    if keys is None:
-        return map_sharing(lambda leaf: _cast(leaf, dtype), tree)
-    patterns = checked_keys("cast", keys)
-    shards = (leaf for leaf in flatten(tree)[0] if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)))
-    matches = match_keys("cast", patterns, dict.fromkeys(shard.key for shard in shards))
-    return map_sharing(
-        lambda leaf: _cast(leaf, dtype) if isinstance(leaf, ShardedBase) and leaf.key in matches else leaf, tree
-    )
+    fits: Callable[[str], bool] | None = None
+    if keys is not None:
+        patterns, shards = checked_keys("cast", keys), map(_key_of, flatten(tree)[0])
+        fits = match_keys("cast", patterns, dict.fromkeys(key for key in shards if key is not None)).__contains__
+    is_plain = plain_matcher("cast", plain, lambda: filter(None, map(_key_of, flatten(tree)[0])))
+    values = dict[str, torch.dtype]()
+
+    def on_leaf(leaf: Any) -> Any:
+        if fits is not None and not (isinstance(leaf, ShardedBase) and fits(leaf.key)):
+            return leaf
+        new = _cast(leaf, dtype)
+        if new is not leaf and (old := _dtype_of(leaf)) in SCALED_DTYPES and not is_plain(leaf.key):
+            values[leaf.key] = old
+        return new
+
+    cast_tree = map_sharing(on_leaf, tree)
+    refuse_scaled("cast", values, scaled_values(values, lambda names: _dtypes_of(tree, names)))
+    return cast_tree
+
+
+def _key_of(leaf: Any) -> str | None:
+    return leaf.key if isinstance(leaf, (ShardedTensor, ShardedTensorFactory)) else None
+
+
+def _dtype_of(leaf: Any) -> torch.dtype | None:
+    # A factory has no dtype of its own: that of its data counts.
+    old = leaf if isinstance(leaf, ShardedTensor) else leaf.data if isinstance(leaf, ShardedTensorFactory) else None
+    return getattr(old, "dtype", None)
+
+
+def _dtypes_of(tree: Tree, keys: Collection[str]) -> dict[str, torch.dtype]:
+    pairs = ((_key_of(leaf), _dtype_of(leaf)) for leaf in flatten(tree)[0])
+    return {key: dtype for key, dtype in pairs if key is not None and dtype is not None and key in keys}
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    old = leaf if isinstance(leaf, ShardedTensor) else leaf.data if isinstance(leaf, ShardedTensorFactory) else None
-    old_dtype = getattr(old, "dtype", dtype)
+    old_dtype = _dtype_of(leaf) or dtype
     if old_dtype == dtype or not old_dtype.is_floating_point:
         return leaf
-    # A factory has no dtype of its own: that of its data counts.
     data = None if leaf.data is None else leaf.data.to(dtype)
     return replace(leaf, dtype=dtype, data=data) if isinstance(leaf, ShardedTensor) else replace(leaf, data=data)
 

@@ -52,7 +52,9 @@ def merge_anew(factory: ShardedTensorFactory, parts: Tree) -> Any:
     return factory.merge_fn(parts)
 
 
-def build_factories(tree: Tree, merge_one: MergeOne = merge_anew) -> tuple[Tree, Callable[[Tree], Tree]]:
+def build_factories(
+    tree: Tree, merge_one: MergeOne = merge_anew, *, is_target: bool = False
+) -> tuple[Tree, Callable[[Tree], Tree]]:
     """Return `apply_factories(tree)`, and the function that merges what was loaded in its place.
 
     The function is ``loaded -> apply_factory_merges(loaded, tree)``, but remembers what factories built, so that
@@ -61,13 +63,15 @@ def build_factories(tree: Tree, merge_one: MergeOne = merge_anew) -> tuple[Tree,
     Args:
         tree: with factories.
         merge_one: merges what was loaded for one factory.
+        is_target: whether what the factories hold is memory to be filled, or only described: then a build function
+            with an attribute `for_target`, as those of lenses have, is called by that, and reads no element.
     """
     trees: dict[int, Tree] = {}
-    shards = _build(tree, trees, 0)
+    shards = _build(tree, trees, 0, is_target=is_target)
     return shards, lambda data: _merge_from_root(data, tree, (), lambda factory: trees[id(factory)], merge_one)
 
 
-def _build(tree: Tree, trees: dict[int, Tree], depth: int) -> Tree:
+def _build(tree: Tree, trees: dict[int, Tree], depth: int, *, is_target: bool) -> Tree:
     """Return the tree with its factories applied, adding what each built to `trees`, by the factory's id."""
 
     def on_leaf(leaf: Any) -> Any:
@@ -81,10 +85,15 @@ def _build(tree: Tree, trees: dict[int, Tree], depth: int) -> Tree:
                 )
             )
         # By id, since equal factories may stand in several places. The tree keeps them alive, so ids stay unique.
-        trees[id(leaf)] = leaf.build()
-        return _build(trees[id(leaf)], trees, depth + 1)
+        trees[id(leaf)] = _built_target(leaf) if is_target else leaf.build()
+        return _build(trees[id(leaf)], trees, depth + 1, is_target=is_target)
 
     return map_sharing(on_leaf, tree)
+
+
+def _built_target(factory: ShardedTensorFactory) -> Tree:
+    build = getattr(factory.build_fn, "for_target", factory.build_fn)
+    return build(factory.key, factory.data, factory.replica_id, factory.flattened_range)
 
 
 def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
@@ -112,7 +121,7 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
         {'w': tensor([0., 1.]), 'step': 3}
     """
     return _merge_from_root(
-        x1, x2, tuple(key), lambda factory: None if factory.data is None else factory.build(), merge_anew
+        x1, x2, tuple(key), lambda factory: None if factory.data is None else _built_target(factory), merge_anew
     )
 
 
@@ -236,7 +245,7 @@ def extract_metadata(tree: Tree) -> dict[str, ShardedTensor | ShardedObject]:
     """
     metadata: dict[str, ShardedTensor | ShardedObject] = {}
     conflicts: list[str] = []
-    for path, leaf in leaves_with_paths(apply_factories(tree)):
+    for path, leaf in leaves_with_paths(build_factories(tree, is_target=True)[0]):
         if not isinstance(leaf, (ShardedTensor, ShardedObject)):
             continue
         key = leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from itertools import chain, islice, zip_longest
 
-from ..errors import TreeError, error_text, plural
+from ..errors import KeyMismatch, TreeError, error_text, plural
 from ._key_forms import KeyForm, Piece, expression_of, is_quick, text_piece
 
 _STAR = re.compile(r"\*\*\.|\.\*\*$|\*\*?")
@@ -220,6 +220,38 @@ def checked_keys(doing: str, keys: Sequence[str]) -> list[str]:
         found = repr(keys)[:200]
         raise TreeError(error_text(f"{doing}: keys of tensors", found=found, expected="a list of different keys"))
     return texts
+
+
+def checked_patterns(doing: str, patterns: Iterable[str]) -> list[str]:
+    """Return patterns of keys as a list, each once; there may be none.
+
+    Raises:
+        KeyMismatch: they are one text, or one isn't a text.
+
+    Examples:
+        >>> checked_patterns("load: plain", ("mask.*", "mask.*"))
+        ['mask.*']
+    """
+    texts = None if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
+    if texts is None or not all(isinstance(pattern, str) for pattern in texts):
+        raise KeyMismatch(error_text(doing, found=repr(patterns)[:200], expected="a list of patterns"))
+    return list(dict.fromkeys(texts))
+
+
+def check_patterns_fit(doing: str, patterns: Iterable[str], keys: Collection[str]) -> None:
+    """Raise unless each pattern fits a key: what a mistyped one was meant for would silently go without.
+
+    Raises:
+        KeyMismatch: some fit none; names each, with what may be meant.
+
+    Examples:
+        >>> check_patterns_fit("load: plain", ["mask.*"], ["mask.0", "w"])
+    """
+    nothing = [pattern for pattern in patterns if not any(map(key_matcher([pattern]), keys))]
+    if nothing:
+        fix = "Correct the pattern, or take it out. * is one part between dots, ** any number of them."
+        lines = near_patterns(nothing, keys, widen=False)
+        raise KeyMismatch(error_text(f"{doing} names what isn't there", offenders=lines, fix=fix))
 
 
 # Suggestions for a mistyped name.

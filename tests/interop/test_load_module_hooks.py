@@ -393,3 +393,17 @@ def test_a_stored_state_is_a_dict_of_what_is_read() -> None:
     assert state().pop("a") == state().get("a") == state().setdefault("a", 3) == "a was read"
     assert state().entries()["a"] == Stored("a", (2,))
     assert isinstance(state(), dict) and state() == whole
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_values_that_need_scales_are_refused_whoever_copies_them(hooked: bool) -> None:
+    folder, values = MemoryStorage(), torch.ones(2, 2).to(torch.float8_e4m3fn)
+    stored = {"weight": values, "weight_scale": torch.ones(2, 1)}
+    st.save({key: st.ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in stored.items()}, folder)
+    module = nn.Linear(2, 2, bias=False)
+    if hooked:
+        module.register_load_state_dict_pre_hook(lambda *_: None)
+    with pytest.raises(ShapeError, match="'weight': float8_e4m3fn values that need 'weight_scale'"):
+        load_module(module, folder, cast=True)
+    load_module(module, folder, cast=True, plain=["weight"])
+    assert module.weight.tolist() == [[1, 1], [1, 1]]

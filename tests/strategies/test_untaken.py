@@ -11,7 +11,7 @@ import torch
 
 import shardtree as st
 from shardtree.codec import Entry, encode_header
-from shardtree.errors import CorruptCheckpoint, UnsupportedValue
+from shardtree.errors import CorruptCheckpoint, KeyMismatch, UnsupportedValue
 from shardtree.storage import MemoryStorage, ReadReport
 from tests.strategies.folders import Files, archive, folder_of
 from tests.strategies.test_torch_dist_read import Writer
@@ -69,7 +69,10 @@ def test_what_is_not_taken_is_named_everywhere(name: str, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "shardtree"):
         assert list(st.load_plain_tensors(folder, options=st.LoadOptions(report=reads.append))) == ["w"]
     assert reads[0].left_out == ("x",) and "'x': " in caplog.text
-    assert st.convert(folder, MemoryStorage(), backend=("safetensors", 1)).left_out == ("x",)
+    with pytest.raises(KeyMismatch, match=r"the source holds what can't be carried over\n  'x': "):
+        st.convert(folder, MemoryStorage(), backend=("safetensors", 1))
+    for agreed in ({"leave_out": ["x"]}, {"prune": True}):
+        assert st.convert(folder, MemoryStorage(), backend=("safetensors", 1), **agreed).left_out == ("x",)
     assert st.verify(folder, report=checks.append) == ()
     assert "'x' isn't taken" in str(checks[0])
     target = st.ShardedTensor.from_rank_offsets("x", torch.zeros(4))
@@ -98,5 +101,7 @@ def test_a_dtype_that_is_none_is_damage(name: str) -> None:
 
 def test_a_file_that_is_named_like_no_object_is_named_too() -> None:
     folder = folder_of(old_zarr("<f4") | {"x/notes.pt": b"nothing"})
-    report = st.convert(folder, MemoryStorage(), backend=("safetensors", 1))
+    with pytest.raises(KeyMismatch, match=r"'x/notes\.pt': its name isn't that of a sharded object"):
+        st.convert(folder, MemoryStorage(), backend=("safetensors", 1))
+    report = st.convert(folder, MemoryStorage(), backend=("safetensors", 1), leave_out=["x/notes.pt"])
     assert (report.tensors, report.left_out) == (2, ("x/notes.pt",))

@@ -118,6 +118,7 @@ def convert(
     common_backend: str | tuple[str, int] | None = None,
     layout: Cutting = None,
     leave_out: Sequence[str] = (),
+    plain: Sequence[str] = (),
     prune: bool = False,
     max_bytes_in_flight: int = 256 * 1024 * 1024,
     verify: bool = True,
@@ -149,6 +150,8 @@ def convert(
         leave_out: patterns of keys that aren't converted; ``"common"`` is the common state, whose tensors, such as a
             module's buffers, are then in the source by the keys of their paths. Whatever else isn't in the output is an
             error.
+        plain: patterns of keys of FP8 numbers that need no scales: they may be cast by a transform though tensors that
+            lie beside them in the source, and are named like scales, are left out.
         prune: whether what the transform doesn't pass on is left out too, as by a transform that keeps some layers.
         max_bytes_in_flight: the most bytes that a batch holds. A format that can't stream has one batch in memory.
         verify: whether the destination is read back and compared.
@@ -165,6 +168,7 @@ def convert(
         StorageError: it names a file that isn't written, such as ``pytorch_model.bin``.
         KeyMismatch: a key of the source is neither used nor left out nor pruned, or a pattern names nothing.
         IntegrityError: the output's shards don't tile their tensors, or the destination isn't what was written.
+        ShapeError: quantised values would be cast without their scales.
         UnsupportedValue: the format can't hold something.
         StrategyError: the format can't be written.
         RemoteError: on every rank, if one of several failed; also an instance of the class above that all failures
@@ -181,7 +185,7 @@ def convert(
     """
     world = one_process() if world is None else world
     arguments: dict[str, Any] = {"backend": backend, "common_backend": common_backend, "leave_out": leave_out}
-    arguments |= {"prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
+    arguments |= {"plain": repr(plain), "prune": prune, "max_bytes_in_flight": max_bytes_in_flight, "verify": verify}
     arguments |= alike(load_options, "load_options.") | alike(save_options, "save_options.")
 
     def look() -> tuple[LoadOptions, Destination]:
@@ -199,6 +203,7 @@ def convert(
             transform,
             transform_common,
             leave_out=leave_out,
+            plain=plain,
             prune=prune,
             layout=layout,
             most_bytes=max_bytes_in_flight,

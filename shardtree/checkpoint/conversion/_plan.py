@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
 from ...geometry import Column, box_shape, slices, volumes
 from ...layouts import access_problems, shard_columns
-from ...lazy import Fetch, LazyTensor
+from ...lazy import Fetch, LazyTensor, cast_sources
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
-from ...strategies.index import untaken_of
+from ...strategies.index import reasoned, stored_kinds, untaken_of
 from ...traces import Trace, transformed
-from ...trees import HOLE, key_matcher, leaves_with_paths, near_patterns
+from ...trees import (
+    HOLE,
+    key_matcher,
+    leaves_with_paths,
+    near_patterns,
+    plain_matcher,
+    refuse_scaled,
+    scaled_values,
+)
 from .._comparison import BoxReader
 from .._differences import boxes
-from .._open import load_common
+from .._open import Metadata, load_common
 from ..opened import OpenCheckpoint
 from ..saving._parts import take_apart
 from ._source import COMMON, Shard, SourceKey, StoredObject, note_shell_patterns, source_tree
@@ -59,6 +68,15 @@ def _refuse_unused_keys(keys: Sequence[str]) -> None:
         what = "convert: the output lacks what the source holds"
         fix = "Let the transform pass them on, name them by patterns with leave_out=[...], or pass prune=True."
         raise KeyMismatch(error_text(what, offenders=map(repr, keys), fix=fix))
+
+
+def _refuse_untaken(untaken: Mapping[str, str], leave_out: Sequence[str]) -> None:
+    named = key_matcher([pattern for pattern in leave_out if pattern != COMMON])
+    lost = [reasoned(untaken, name) for name in sorted(untaken) if not named(name)]
+    if lost:
+        what = "convert: the source holds what can't be carried over"
+        fix = "Name it by patterns with leave_out=[...], or pass prune=True."
+        raise KeyMismatch(error_text(what, offenders=lost, fix=fix))
 
 
 def check_output(tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]) -> None:
@@ -283,6 +301,7 @@ def plan_conversion(
     transform_common: Callable[[Any], Any] | None,
     *,
     leave_out: Sequence[str],
+    plain: Sequence[str],
     prune: bool,
     layout: Cutting,
     most_bytes: int,
@@ -294,6 +313,7 @@ def plan_conversion(
         KeyMismatch: a key is neither used nor left out nor pruned, or a pattern names nothing.
         IntegrityError: the output's shards don't tile their tensors.
         TreeError: the transform returned something that isn't a shard.
+        ShapeError: quantised values are cast whose scales aren't used.
     """
     if type(most_bytes) is not int or most_bytes < 1:
         what = "convert: max_bytes_in_flight"
@@ -307,6 +327,8 @@ def plan_conversion(
     unused_keys, counts = unused_elements(source, output.tensors, output.objects, tuple(reads))
     if not prune:
         _refuse_unused_keys(unused_keys)
+        _refuse_untaken(untaken_of(tree.metadata), leave_out)
+    _refuse_without_scales(output.tensors, tree.metadata, {*left_out, *unused_keys}, plain)
     common = HOLE
     if COMMON not in leave_out:
         common = load_common(tree.checkpoint, None, tree.strategies)
@@ -318,6 +340,23 @@ def plan_conversion(
     unused = tuple(sorted(counts.items()))
     unchanged_keys = frozenset(shard.key for shard in output.tensors if _is_unchanged(shard, source.get(shard.key)))
     return Plan(reader, output.tensors, output.objects, common, tuple(batches), left_out, unused, unchanged_keys)
+
+
+def _refuse_without_scales(
+    tensors: Sequence[ShardedTensor], metadata: Metadata, unused: Set[str], plain: Sequence[str]
+) -> None:
+    """Raise where quantised values are cast, and scales that lie beside them in the source don't reach the output.
+
+    Scales that a transform gets are its own affair: `cast` refuses such values, `recode` uses the scales.
+    """
+    is_plain = plain_matcher("convert", plain, lambda: metadata)
+    pairs = (pair for shard in tensors if isinstance(shard.data, LazyTensor) for pair in cast_sources(shard.data))
+    values = {str(name): dtype for name, dtype in pairs if isinstance(name, SourceKey) and not is_plain(name)}
+
+    def unused_dtypes(keys: list[str]) -> dict[str, torch.dtype]:
+        return {key: kind.dtype for key, kind in stored_kinds(metadata, [key for key in keys if key in unused]).items()}
+
+    refuse_scaled("convert", values, scaled_values(values, unused_dtypes))
 
 
 def _output(source: dict[str, Any], transform: Transform | None) -> Any:

@@ -80,6 +80,7 @@ class LoadRequest:
         strict: what to do about keys that only one side has.
         validate: whether every element must be asked for by one main replica.
         cast: whether dtypes are converted.
+        plain: patterns of keys of values that need no scales.
         donate: whether the target's tensors are filled in place.
         device: where tensors are put that have no memory in the target.
         options: how the checkpoint is read.
@@ -91,6 +92,7 @@ class LoadRequest:
     strict: str | StrictHandling
     validate: bool
     cast: bool
+    plain: Sequence[str]
     donate: bool
     device: str | torch.device | None
     options: LoadOptions
@@ -193,6 +195,7 @@ def _alike_arguments(request: LoadRequest) -> dict[str, object]:
     strict = getattr(request.strict, "value", request.strict)
     arguments = {} if strict == StrictHandling.ASSUME_OK_UNEXPECTED.value else {"strict": strict}
     arguments |= {"cast": request.cast} if request.cast else {}
+    arguments |= {"plain": repr(request.plain)} if request.plain else {}
     return alike(request.options) | arguments | alike_choices(*request.choices[:2])
 
 
@@ -331,6 +334,7 @@ def check(
         choice=sharded,
         strategies=strategies,
         cast=request.cast,
+        plain=request.plain,
         rules=request.options.object_rules,
         left_out=unexpected,
         common_of=common_of,

@@ -25,7 +25,7 @@ from ...objects import (
     reshaped_arrays,
     rules_by_key,
 )
-from ...plans import Misfit, Prospect, Refusal, Unexpected, find_mismatches, find_unexpected
+from ...plans import Misfit, Refusal, Unexpected, find_mismatches, find_unexpected
 from ...strategies import (
     Checkpoint,
     Strategies,
@@ -35,11 +35,12 @@ from ...strategies import (
     get_default_strategy,
     old_unique_key,
 )
-from ...strategies.index import DeferredMetadata, IndexMetadata, explain_from_index, stored_kinds
+from ...strategies.index import IndexMetadata, stored_kinds
 from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
 from .._dispatch import Choice, are_objects_beside, backend_of, common_backend, sharded_backend
 from .._open import Metadata
 from ._plain import asking_whole, refuse_other_keys, unfilled_paths
+from ._prospect import prospect, without_scales
 from ._strict import RAISING, STORED_VALUES, TARGET_TENSORS, Omissions, StrictHandling, refuse_keys, refuse_omissions
 from ._targets import Kinds, Target, is_sharded, without_unexpected
 
@@ -180,6 +181,7 @@ def check_target(
     strategies: Strategies | None,
     *,
     cast: bool,
+    plain: Sequence[str],
     rules: Mapping[str, ObjectRule] | None,
     left_out: Iterable[str],
     common_of: CommonOf,
@@ -195,14 +197,15 @@ def check_target(
         choice: the caller's, of how shards are loaded.
         strategies: the dispatch table; None for the process's.
         cast: whether dtypes are converted.
+        plain: patterns of keys of values that need no scales.
         rules: for objects that change their shape, by patterns of keys.
         left_out: keys that the target asked for too, and that aren't stored.
         common_of: returns the stored common state, in which a tensor may be that isn't stored as shards.
 
     Raises:
-        KeyMismatch: something isn't stored; all else that is wrong is in the error too.
-        ShapeError: something is stored with another global shape or dtype, or not whole; objects of another shape
-            have no rule.
+        KeyMismatch: something isn't stored; all else that is wrong is in the error too. Or a pattern fits no key.
+        ShapeError: something is stored with another global shape or dtype, or not whole, or would be converted without
+            its scales; objects of another shape have no rule.
         StrategyError: dtypes are to be converted, or objects resharded, and the format can't list what it holds.
         TreeError: the pattern of a rule fits no key.
     """
@@ -215,17 +218,20 @@ def check_target(
     kinds = stored_kinds(metadata, keys)
     tensors = target.tensors if len(kinds) == len(keys) else [one for one in target.tensors if one.key in kinds]
     fits = len(tensors) == len(target.tensors) and not find_mismatches(tensors, kinds, cast=cast)
+    scaled = without_scales(metadata, tensors, kinds, plain) if cast else ()
     objects = ObjectsFit()
     if target.objects or rules:
         listing = objects_metadata(checkpoint, metadata, choice, strategies)
         objects = fit_objects(target.objects, listing, rules, left_out)
-    if (objects.problems or not fits) and not callable(choice):
-        problems = (*prospect(checkpoint, target.tensors, choice, strategies, cast=cast).problems, *objects.problems)
+    if (objects.problems or not fits or scaled) and not callable(choice):
+        found = prospect(checkpoint, target.tensors, choice, strategies, cast=cast, plain=plain)
+        problems = (*found.problems, *objects.problems)
         # What the format itself refuses is left to the load, whose own error explains it better.
         if not all(isinstance(problem, Refusal) for problem in problems):
             check_fit(in_common_state(problems, target, common_of))
     if objects.problems:  # objects are read by the format even where a caller's function loads the tensors
         check_fit([problem for problem in objects.problems if isinstance(problem, ShapeChange)])
+    check_fit(scaled)  # what a caller's function loads is converted like all else
     return kinds, objects
 
 
@@ -255,29 +261,6 @@ def _in_common_state(problem: P, paths: Mapping[str, TreePath]) -> P:
     if isinstance(problem, Unexpected) and problem.key in paths and not problem.is_object:
         return replace(problem, near=None, path=render_path(paths[problem.key]))
     return problem
-
-
-def prospect(
-    checkpoint: Checkpoint,
-    shards: Sequence[ShardedTensor],
-    choice: Choice,
-    strategies: Strategies | None,
-    *,
-    cast: bool,
-) -> Prospect:
-    """Return what loading some of a target's tensors would cost, and its problems; no cost without an index.
-
-    Raises:
-        StrategyError: the format can't list what it holds.
-    """
-    backend = backend_of(choice, sharded_backend(checkpoint.fields), strategies)
-    metadata = get_default_strategy(StrategyAction.LOAD_METADATA, *backend, strategies=strategies)(checkpoint)
-    if isinstance(metadata, IndexMetadata | DeferredMetadata):
-        return explain_from_index(checkpoint, metadata, shards, cast=cast)
-    keys = sorted({shard.key for shard in shards})
-    kinds = stored_kinds(metadata, keys)
-    stored_shards = [shard for shard in shards if shard.key in kinds]
-    return Prospect((*find_unexpected(keys, metadata), *find_mismatches(stored_shards, kinds, cast=cast)))
 
 
 T = TypeVar("T")

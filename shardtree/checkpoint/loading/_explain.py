@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 from ... import plans
 from ..._ambient import shielded
-from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
 from ...layouts import ShardColumns, shard_columns
 from ...lenses import through_traces
 from ...storage import Directory
@@ -35,54 +33,17 @@ from ._checks import (
     fit_objects,
     in_common_state,
     objects_metadata,
-    prospect,
     unexpected_keys,
 )
 from ._exchange import ExchangeChoice, Shards, cuts_shards, foretold_exchange, foretold_groups, groups_of
+from ._findings import Findings
 from ._plain import asking_whole
-from ._strict import RAISING, RANK_VALUES, Omissions, StrictHandling, mismatched_keys, parse_strict, refuse_omissions
+from ._prospect import prospect
+from ._strict import RAISING, RANK_VALUES, StrictHandling, mismatched_keys, parse_strict, refuse_omissions
 from ._targets import Kinds, Target, check_tensors, take_apart, usable_device
 from ._undecided import find_undecided
 
 _ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
-
-
-@dataclass(slots=True, eq=False)
-class _Findings:
-    """What is found out of one rank after the other, each once, since ranks mostly have problems in common.
-
-    Attributes:
-        failures: on which ranks checks fail, by class and text of the error.
-        problems: why what they ask for can't be loaded.
-        unexpected: what isn't stored, where a strict mode looks for that beforehand.
-        omissions: what isn't returned of what is stored, and not filled of the targets.
-        uncompared: keys of states that aren't compared with weights.
-        undecided: what may fail when values are read.
-        reads: what each rank that has a target would read.
-    """
-
-    failures: dict[tuple[type[Exception], str], set[int]] = field(default_factory=dict)
-    problems: dict[tuple[Any, ...], plans.Misfit] = field(default_factory=dict)
-    unexpected: dict[str, plans.Unexpected] = field(default_factory=dict)
-    omissions: Omissions = field(default_factory=Omissions)
-    uncompared: set[str] = field(default_factory=set)
-    undecided: dict[plans.Undecided, None] = field(default_factory=dict)
-    reads: list[plans.RankReads] = field(default_factory=list)
-
-    @contextmanager
-    def record(self, ranks: Sequence[int], step: str = "", note: str = "") -> Iterator[None]:
-        """Record an error of the check inside instead of raising it; with the ranks bound, this is a `Run`."""
-        try:
-            yield
-        except (NotACheckpoint, CorruptCheckpoint, CheckpointReplaced, StorageError):
-            raise  # what is stored is at fault, not the target: nothing can be explained
-        except Exception as error:  # any class: a factory's build function may raise what it likes, and fails the load
-            text = "\n".join([str(error), *getattr(error, "__notes__", ()), *([note] if note else [])])
-            self.failures.setdefault((type(error), text), set()).update(ranks)
-
-    def add_problems(self, problems: Iterable[plans.Misfit]) -> None:
-        for problem in problems:
-            self.problems.setdefault((type(problem), problem.key, getattr(problem, "offset", None)), problem)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +82,7 @@ class _Load:
         # It may load what the format doesn't hold, so missing keys are no problems then.
         if callable(sharded):
             return plans.Prospect()
-        return prospect(self.checkpoint, shards, sharded, strategies, cast=self.request.cast)
+        return prospect(self.checkpoint, shards, sharded, strategies, cast=self.request.cast, plain=self.request.plain)
 
     def cost(self, groups: Sequence[Shards]) -> plans.ReadCost:
         """Return what reading groups of shards takes, one after the other."""
@@ -139,7 +100,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
 
     Trees are taken apart anew for each step and not kept, so that a sequence that makes them takes the memory of one.
     """
-    ranks, findings = range(len(trees)), _Findings()
+    ranks, findings = range(len(trees)), Findings()
     load = _prepare(checkpoint, request, trees, findings)
     for rank in load.ranks:
         _check(load, findings, rank)
@@ -169,7 +130,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
     )
 
 
-def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], findings: _Findings) -> _Load:
+def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any], findings: Findings) -> _Load:
     """Return the load, once it is known what ranks ask for, and whether that fits together."""
     mode, choices = parse_strict(request.strict), request.choices
     foretold_exchange(checkpoint, len(trees), None)  # an unknown choice is an error at once
@@ -208,7 +169,7 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
     )
 
 
-def _check(load: _Load, findings: _Findings, rank: int) -> None:
+def _check(load: _Load, findings: Findings, rank: int) -> None:
     """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself."""
     request, kinds, tree = load.request, load.kinds, load.trees[rank]
     target, otherwise = take_apart(tree, donate=request.donate), (plans.Prospect(), ObjectsFit())
@@ -242,7 +203,7 @@ def _check(load: _Load, findings: _Findings, rank: int) -> None:
     findings.reads.append(plans.RankReads(rank, len(rest.tensors), len(rest.objects), cost))
 
 
-def _reads_together(load: _Load, findings: _Findings) -> list[plans.RankReads]:
+def _reads_together(load: _Load, findings: Findings) -> list[plans.RankReads]:
     """Return what each rank that has a target reads, sends and receives where ranks read for each other."""
 
     def targets() -> Iterator[Shards]:
@@ -275,6 +236,7 @@ def explain(
     donate: bool = False,
     device: str | torch.device | None = None,
     cast: bool = False,
+    plain: Sequence[str] = (),
     layout: ShardColumns | None = None,
     transform: Trace | None = None,
     strategies: Strategies | None = None,
@@ -295,6 +257,7 @@ def explain(
         donate: whether the target's tensors would be given away.
         device: where tensors would be put whose target has none.
         cast: whether dtypes would be converted.
+        plain: patterns of keys of values that need no scales, as in `load`.
         layout: the tensor shards that all ranks ask for, as in `load`.
         transform: a trace of what makes the target's tensors of those that are stored, as in `load`.
         strategies: the dispatch table; None for the process's.
@@ -334,6 +297,7 @@ def explain(
         donate=donate,
         device=device,
         cast=cast,
+        plain=plain,
         layout=layout,
         transform=transform,
         strategies=strategies,
@@ -353,6 +317,7 @@ def explain_ranks(
     donate: bool = False,
     device: str | torch.device | None = None,
     cast: bool = False,
+    plain: Sequence[str] = (),
     layout: ShardColumns | None = None,
     transform: Trace | Sequence[Trace] | None = None,
     strategies: Strategies | None = None,
@@ -392,9 +357,18 @@ def explain_ranks(
     choices = (sharded_strategy, common_strategy, strategies)
     validate = validate_access_integrity and transform is None
     if transform is not None:
-        sharded_state_dicts = through_traces(sharded_state_dicts, transform, cast=cast)
+        sharded_state_dicts = through_traces(sharded_state_dicts, transform, cast=cast, plain=plain)
     request = LoadRequest(
-        None, choices, layout, strict, validate=validate, cast=cast, donate=donate, device=device, options=options
+        None,
+        choices,
+        layout,
+        strict,
+        validate=validate,
+        cast=cast,
+        plain=plain,
+        donate=donate,
+        device=device,
+        options=options,
     )
     with unless_replaced(checkpoint):
         return explanation(checkpoint, request, sharded_state_dicts)

@@ -40,6 +40,7 @@ def load(
     world: Any = None,
     donate: bool = False,
     cast: bool = False,
+    plain: Sequence[str] = (),
     device: str | torch.device | None = None,
     layout: ShardColumns | None = None,
     transform: Any = None,
@@ -83,6 +84,9 @@ def load(
             fails from step 5 on, their content may be lost. A module's load hooks aren't called: `load_module` does.
         cast: whether what is stored in another dtype than the target's is converted, as `torch.Tensor.to` does; a
             fraction, an imaginary part or an integer that doesn't fit is an error. If False, another dtype is an error.
+            Quantised values, as FP8, are an error where scales are stored beside them: alone they are other numbers.
+        plain: patterns of keys of values that need no scales, though tensors are stored beside them that are named
+            like scales: they may be cast.
         device: where a tensor is put whose target has no memory, since its data is None, a meta or a lazy tensor; the
             CPU by default. Ranks may pass different devices.
         layout: the tensor shards that all ranks ask for, as every rank computed them by itself from a mesh and specs,
@@ -103,8 +107,8 @@ def load(
         TreeError: the target doesn't fit the common state, or is too deep; a rule for objects fits no key.
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
-            can't be converted, donated tensors share memory (tied ones: and what is stored differs), or objects of
-            another shape have no rule.
+            can't be converted, or only with its scales, donated tensors share memory (tied ones: and what is stored
+            differs), or objects of another shape have no rule.
         IntegrityError: elements don't have one main replica each, or `layout` isn't what the ranks ask for, or not the
             same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.
@@ -134,6 +138,7 @@ def load(
         strict,
         validate=validate,
         cast=cast,
+        plain=plain,
         donate=donate,
         device=device,
         options=options,
@@ -142,7 +147,7 @@ def load(
         from ...lenses import through_trace  # which takes as long to import as a small load does
 
         with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
-            request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast))
+            request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast, plain=plain))
     checkpoint_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
     local, messages = ask(ranks, checkpoint_or_error, request)  # 2: all ranks wait
     local = with_metadata(request, local)  # 2: all wait, for some formats

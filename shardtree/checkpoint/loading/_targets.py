@@ -13,7 +13,7 @@ from ..._ambient import collector_paused
 from ...codec import is_plain_memory
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
-from ...mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, given_tensor, lacks_memory
+from ...mapping import ShardedObject, ShardedTensor, given_tensor, lacks_memory
 from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, overwrite, tied
 from ...storage import copies_of, empty_tensor
 
@@ -271,7 +271,7 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
         pairs, rebuild = trees.flatten_with_paths(tree)
         if trees.has_factories(pairs):
             merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
-            tree, merge = trees.build_factories(trees.unwrap(tree), merge_one)
+            tree, merge = trees.build_factories(trees.unwrap(tree), merge_one, is_target=True)
             pairs, rebuild = trees.flatten_with_paths(tree)
         types = trees.namedtuple_types(tree)
     others = [pair for pair in pairs if type(pair[1]) is not ShardedTensor]
@@ -313,8 +313,9 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
 
 
 def _keys(leaf: Any) -> set[str]:
-    if isinstance(leaf, ShardedTensorFactory):
-        return {shard.key for _, shard in trees.leaves_with_paths(trees.apply_factories(leaf)) if is_sharded(shard)}
+    if (factory := trees.factory_of(leaf)) is not None:
+        built, _ = trees.build_factories(factory, is_target=True)
+        return {shard.key for _, shard in trees.leaves_with_paths(built) if is_sharded(shard)}
     return {leaf.key} if is_sharded(leaf) else set()
 
 

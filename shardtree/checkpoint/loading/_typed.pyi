@@ -1,5 +1,6 @@
 """What type checkers see of `load`: what it returns, by `strict`."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -37,6 +38,7 @@ class _Keywords(TypedDict, total=False):
     world: Any
     donate: bool
     cast: bool
+    plain: Sequence[str]
     device: str | torch.device | None
     layout: ShardColumns | None
     transform: Trace | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -51,6 +51,7 @@ def load_module(
     key: Callable[[str], str] = str,
     strict: bool = True,
     cast: bool = False,
+    plain: Sequence[str] = (),
     world: Any = None,
     within: Any = None,
     strided: Strided = None,
@@ -82,6 +83,7 @@ def load_module(
             and what hooks report as missing. If False, the module keeps its values; its key is returned.
         cast: whether what is stored in another dtype is converted, as `load` does; else it is an error. Hooks get a
             parameter's values in the dtype that is stored.
+        plain: patterns of stored keys of values that need no scales, as for `load`.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         within: the DeviceMesh whose ranks all hold this module, as for `from_dtensors`. Plain tensors are taken to be
             whole on each rank.
@@ -98,7 +100,8 @@ def load_module(
         UnsupportedValue: the module is on the meta device, or has parameters that aren't initialised yet.
         MetadataError: the module has plain tensors, and this rank isn't in the mesh `within`.
         IntegrityError: a tensor's several names are stored with different values.
-        ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it.
+        ShapeError: what is stored doesn't fit the module, or its own `load_state_dict` refuses it; or quantised values
+            would be cast without their scales.
         CheckpointingException: what `load` raises; or a hook raises, which is named.
 
     Examples:
@@ -111,7 +114,7 @@ def load_module(
         >>> model.weight.data
         tensor([[1., 1.]])
     """
-    ranks, source = current_world(world), Source(checkpoint_dir, cast, within, strided, strategies, options)
+    ranks, source = current_world(world), Source(checkpoint_dir, cast, plain, within, strided, strategies, options)
     shapes = on_rank_zero(ranks, "load_module: list what is stored", lambda: stored_shapes(source))
 
     def find_names() -> tuple[_Loading, Named, dict[str, Any]]:

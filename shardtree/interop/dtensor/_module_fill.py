@@ -16,7 +16,7 @@ from ...errors import IntegrityError, MetadataError, ShapeError, UnsafeFile, Uns
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
-from ...trees import HOLE, map_data
+from ...trees import HOLE, map_data, plain_matcher, refuse_scaled, scaled_values, those_of
 from ...world import World, one_process
 from ._convert import from_dtensors, local_tensor
 from ._module_names import Fill, Named, Stored, by_stored_key, overlapping
@@ -29,6 +29,7 @@ class Source:
 
     checkpoint_dir: Directory
     cast: bool
+    plain: Sequence[str]
     within: Any
     strided: Strided
     strategies: Strategies | None
@@ -105,8 +106,15 @@ def target_of(source: Source, names: Named, common: Mapping[str, Any], world: Wo
 
 def loader_of(source: Source) -> Callable[..., Any]:
     """Return `load` with the source's arguments."""
-    kept = {"donate": True, "cast": source.cast, "strategies": source.strategies, "options": source.options}
-    return partial(load, checkpoint_dir=source.checkpoint_dir, **kept)
+    return partial(
+        load,
+        checkpoint_dir=source.checkpoint_dir,
+        donate=True,
+        cast=source.cast,
+        plain=source.plain,
+        strategies=source.strategies,
+        options=source.options,
+    )
 
 
 def fill_alone(source: Source, common: Mapping[str, Any], fills: Sequence[Fill]) -> None:
@@ -173,7 +181,7 @@ def read_value(
         stored: what it asks for.
 
     Raises:
-        ShapeError: its dtype is another one, and it isn't converted.
+        ShapeError: its dtype is another one, and it isn't converted, or would be without its scales.
     """
     if stored.shape is None:
         return common[stored.key] if stored.common else source.tree[source.objects[stored.key]].data
@@ -182,6 +190,7 @@ def read_value(
     expected = dtypes.get(name, lazy.dtype) if like is None else like.dtype
     if lazy.dtype != expected:
         _check_fits(stored.key, lazy, lazy.shape, expected, cast=source.cast)
+        _refuse_without_scales(source, stored.key, lazy.dtype)
     if like is not None and is_dtensor(like) and like.shape == lazy.shape and not stored.common:
         part = torch.empty_like(like.detach(), dtype=lazy.dtype)
         fill_alone(source, common, [Fill(name, part, stored)])
@@ -190,6 +199,14 @@ def read_value(
     if like is not None and not is_dtensor(like):
         return whole
     return _replicated(module, whole if like is not None else whole.to(expected))
+
+
+def _refuse_without_scales(source: Source, key: str, dtype: torch.dtype) -> None:
+    """Raise where values that a hook asks for in another dtype are numbers by scales that are stored beside them."""
+    stored = source.tree.metadata
+    if not plain_matcher("load_module", source.plain, stored.keys)(key):
+        dtypes = those_of({name: each.dtype for name, each in stored.items() if isinstance(each, ShardedTensor)})
+        refuse_scaled("load_module", {key: dtype}, scaled_values({key: dtype}, dtypes))
 
 
 def _replicated(module: torch.nn.Module, value: torch.Tensor) -> Any:

@@ -5,7 +5,7 @@ Written without the planner's functions, from the two layouts alone, so that a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ...layouts import (
     select_rows,
     write_problems,
 )
-from ...trees import near_names, with_guesses
+from ...trees import near_names, refuse_scaled, scaled_values, those_of, with_guesses
 from .._fit import convertible
 from ._pieces import NOWHERE, Pieces
 from ._transfers import Transfers, sending_shards, shard_memory
@@ -142,17 +142,20 @@ _MOST = 2.0**62
 """Bytes: a sum of a few such numbers fits an int64."""
 
 
-def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> None:
+def check_kinds(
+    source: ShardColumns, target: ShardColumns, *, cast: bool, is_plain: Callable[[str], bool] = lambda _: False
+) -> None:
     """Raise unless every tensor that is wanted is in the source, of the same global shape and of a dtype that fits.
 
     Args:
         source: the shards before.
         target: the shards after.
         cast: whether another dtype fits too, where `load` converts it.
+        is_plain: whether a key's values need no scales.
 
     Raises:
         KeyMismatch: a tensor isn't there.
-        ShapeError: one has another global shape, or a dtype that doesn't fit.
+        ShapeError: one has another global shape, or a dtype that doesn't fit, or would be cast without its scales.
     """
     source_kinds = dict(zip(source.keys, source.kinds, strict=True))
     kinds = dict(zip(target.keys, target.kinds, strict=True))
@@ -167,6 +170,10 @@ def check_kinds(source: ShardColumns, target: ShardColumns, *, cast: bool) -> No
         lines = (f"{key!r}: source has {before}, target asks for {after}" for key, (before, after) in wrong.items())
         fix = "\n  ".join(_fixes(wrong.values()))
         raise ShapeError(error_text("plan_reshard: global shapes or dtypes differ", offenders=lines, fix=fix))
+    # Among all that the source has, whoever asks for it: so all ranks find the same.
+    dtypes = {key: kind.dtype for key, kind in source_kinds.items()}
+    changed = {key: dtypes[key] for key, kind in kinds.items() if kind.dtype != dtypes[key] and not is_plain(key)}
+    refuse_scaled("plan_reshard", changed, scaled_values(changed, those_of(dtypes)))
 
 
 def _fits(before: TensorKind, after: TensorKind, *, cast: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..._deferred import notebook_html
 from ...errors import MetadataError, error_text, plural, size_text
 from ...geometry import Column, check_type, group_sums, integer, joined_rows
 from ...layouts import Problem, RankTrees, ShardColumns, tree_columns, trees_by_rank
-from ...trees import apply_factories
+from ...trees import build_factories, plain_matcher
 from ._check import check_gaps, check_kinds, check_mains, check_sizes, transfer_problems
 from ._pieces import (
     cut_pieces,
@@ -235,7 +235,8 @@ class ReshardPlan:
         """
         # Planned anew, not with the arrows turned round: where several ranks got an element, one is enough to give it
         # back, and none where its owner still has it.
-        return plan_reshard(self.target, self.source, cast=bool(self.casts))
+        # What this plan has cast is cast back, whatever lies beside it.
+        return _planned(self.target, self.source, SHORTEST_CUT, cast=bool(self.casts), is_plain=self.casts.__contains__)
 
 
 def plan_reshard(
@@ -244,6 +245,7 @@ def plan_reshard(
     *,
     shortest_cut: int = SHORTEST_CUT,
     cast: bool = False,
+    plain: Sequence[str] = (),
 ) -> ReshardPlan:
     """Return what has to move so that tensors get from one layout into another.
 
@@ -261,12 +263,13 @@ def plan_reshard(
         target: the shards of all ranks after, in the same numbering of ranks; groups may overlap, or be disjoint.
         shortest_cut: bytes; no box is cut between senders into parts that are shorter.
         cast: whether tensors get the target's dtypes, as `load` converts them, before they are sent.
+        plain: patterns of keys of values that need no scales, as for `load`.
 
     Raises:
         TreeError: a side isn't a tree for each rank.
-        KeyMismatch: the target has a tensor that the source hasn't.
-        ShapeError: a tensor's global shape differs between them, or its dtype, and it isn't or can't be cast; or a
-            side has 2**62 bytes or more.
+        KeyMismatch: the target has a tensor that the source hasn't; or a pattern fits nothing in the source.
+        ShapeError: a tensor's global shape differs between them, or its dtype, and it isn't or can't be cast, or only
+            with its scales; or a side has 2**62 bytes or more.
         MetadataError: `shortest_cut` isn't an integer.
         IntegrityError: main replicas of the source overlap or leave their tensor, or no rank holds what is asked for.
 
@@ -282,14 +285,27 @@ def plan_reshard(
         >>> plan_reshard([tree(0, 0), tree(1, 0)], halved, cast=True).bytes_moved
         4
     """
+    before = _columns(source)
+    is_plain = plain_matcher("plan_reshard", plain, lambda: before.keys)
+    return _planned(before, target, shortest_cut, cast=cast, is_plain=is_plain)
+
+
+def _planned(
+    source: ShardColumns,
+    target: ShardColumns | RankTrees,
+    shortest_cut: int,
+    *,
+    cast: bool,
+    is_plain: Callable[[str], bool],
+) -> ReshardPlan:
     shortest = max(1, integer("plan_reshard", "shortest_cut", shortest_cut))
     names: dict[str, tuple[str, ...]] = {}
     if not isinstance(target, ShardColumns):
         trees = trees_by_rank(target, "plan_reshard")
-        target = {rank: apply_factories(tree) for rank, tree in trees.items()}
+        target = {rank: build_factories(tree, is_target=True)[0] for rank, tree in trees.items()}
         names = names_of_tensors((tree, target[rank]) for rank, tree in trees.items())
-    before, after = with_equal_axes(_columns(source), _columns(target))
-    check_kinds(before, after, cast=cast)
+    before, after = with_equal_axes(source, _columns(target))
+    check_kinds(before, after, cast=cast, is_plain=is_plain)
     check_sizes(before, after)
     check_mains(before, after)
     places = find_places(before, after)

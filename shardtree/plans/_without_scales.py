@@ -1,0 +1,57 @@
+"""Quantised values that a load would convert without the scales that lie beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..layouts import TensorKind
+from ..mapping import ShardedTensor
+from ..trees import scaled_line, scaled_values
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledValues:
+    """Values that would be converted without the scales that lie beside them.
+
+    Attributes:
+        key: the tensor.
+        dtype: that it is stored in.
+        scales: the keys of the scales.
+    """
+
+    key: str
+    dtype: torch.dtype
+    scales: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return scaled_line(self.key, self.dtype, self.scales)
+
+
+def find_scaled(
+    shards: Iterable[ShardedTensor],
+    kinds: Mapping[str, TensorKind],
+    stored: Callable[[Sequence[str]], Mapping[str, TensorKind]],
+    is_plain: Callable[[str], bool],
+) -> tuple[ScaledValues, ...]:
+    """Return the tensors whose values would be converted without the scales that are stored beside them.
+
+    Args:
+        shards: what is requested.
+        kinds: what is stored of their keys, where something is.
+        stored: returns what is stored of some keys, whoever requests it: so all ranks find the same.
+        is_plain: whether a key's values need no scales.
+
+    Examples:
+        >>> import torch
+        >>> there = {"w": TensorKind(torch.float8_e4m3fn, (2,), 0), "w_scale": TensorKind(torch.float32, (), 0)}
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> print(*find_scaled([shard], there, lambda keys: there, lambda key: False))
+        'w': float8_e4m3fn values that need 'w_scale' beside them
+    """
+    pairs = ((shard, kinds[shard.key].dtype) for shard in shards if shard.key in kinds)
+    changed = {shard.key: dtype for shard, dtype in pairs if shard.dtype != dtype and not is_plain(shard.key)}
+    found = scaled_values(changed, lambda keys: {key: kind.dtype for key, kind in stored(keys).items()})
+    return tuple(ScaledValues(key, changed[key], scales) for key, scales in found.items())

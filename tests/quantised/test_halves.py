@@ -1,0 +1,95 @@
+"""What `recode` is given and doesn't know: half of a weight, patterns that fit nothing, and what is no weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardtree as st
+from shardtree.errors import KeyMismatch, MetadataError, ShapeError
+from shardtree.quantised import FORMS, recode
+from shardtree.storage import MemoryStorage
+from tests.quantised.stored import stored
+
+
+def shards(tensors: dict[str, torch.Tensor]) -> dict[str, st.ShardedTensor]:
+    return {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "detected"])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_weight_without_any_one_of_its_parts_is_refused(name: str, is_named: bool) -> None:
+    """Blocks without scales, AWQ without zeros, scales without values: each was passed on as it is."""
+    whole = stored(name)
+    change = recode(torch.bfloat16, forms=[FORMS[name]] if is_named else None)
+    for lost in whole:
+        rest = {key: each for key, each in whole.items() if key != lost}
+        with pytest.raises(ShapeError, match=r"recode: tensors of no known form\n  'mlp\.") as caught:
+            change(shards(rest | {"norm.weight": torch.ones(4)}))
+        text = str(caught.value)
+        assert (f"'{lost}'" in text or "FP8 values without scales" in text) and "'norm.weight'" not in text
+
+
+def test_a_conversion_refuses_half_of_a_weight_before_it_writes() -> None:
+    place, target = MemoryStorage(), MemoryStorage()
+    st.save(shards({"up_blocks": stored("mxfp4", key="up")["up_blocks"]}), place)
+    with pytest.raises(ShapeError, match="'up_blocks': mxfp4 without 'up_scales'"):
+        st.convert(place, target, backend="safetensors", transform=recode(torch.bfloat16))
+    assert not st.is_checkpoint(target)
+
+
+PLAIN = {
+    "attn.logit_scale": torch.ones(4, 1, 1),
+    "attn.relative_position_index": torch.zeros(4, 4, dtype=torch.int64),
+    "layer_scale": torch.ones(8, 1),
+    "kv.k_scale": torch.tensor(0.5),
+    "act.scale": torch.tensor([0.5]),
+    "act.zero_point": torch.zeros(1, dtype=torch.int32),
+    "weight_fake_quant.scale": torch.ones(8),
+    "weight_fake_quant.zero_point": torch.zeros(8, dtype=torch.int32),
+    "mask": torch.ones(4, 4, dtype=torch.uint8),
+    "up.scales": torch.ones(4, 4).half(),
+    "up.weight": torch.ones(4, 4).bfloat16(),
+    "up.weight_scale": torch.ones(4, 1),
+    "blocks": torch.ones(4, 16, dtype=torch.uint8),
+}
+
+
+def test_what_belongs_to_no_quantised_weight_stays_as_it_is() -> None:
+    tree = shards(PLAIN)
+    assert recode(torch.bfloat16)(tree) == tree
+
+
+@pytest.mark.parametrize("also", [["**.wieght"], ["up.weight", "down.*"], ["ids"], ["phase"]])
+def test_a_pattern_of_also_that_quantises_nothing_is_an_error(also: list[str]) -> None:
+    tree = shards({"up.weight": torch.ones(2, 4), "ids": torch.ones(2, 4).int(), "phase": torch.ones(2, 4) * 1j})
+    with pytest.raises(KeyMismatch) as caught:
+        recode(FORMS["fp8_rows"], also=also)(tree)
+    assert str(caught.value).startswith(f"recode: also names what isn't there\n  '{also[-1]}'")
+
+
+def test_a_pattern_may_fit_a_weight_that_is_quantised_already() -> None:
+    tree = shards(stored("fp8_rows"))
+    assert sorted(recode(FORMS["fp8_blocks"], also=["**.weight"])(tree)) == ["mlp.weight", "mlp.weight_scale_inv"]
+
+
+def test_patterns_without_a_form_that_weights_get_are_refused() -> None:
+    with pytest.raises(MetadataError, match="recode: also doesn't fit"):
+        recode(torch.bfloat16, also=["**.weight"])
+    with pytest.raises(KeyMismatch, match="recode: also\n  found '\\*\\*', expected a list of patterns"):
+        recode(FORMS["fp8_rows"], also="**")
+    with pytest.raises(ShapeError, match=r"recode: not a floating-point dtype\n  found torch\.int8"):
+        recode(torch.int8)
+
+
+def test_what_is_plain_is_named_and_passed_on() -> None:
+    odd: dict[str, Any] = {"a.weight_scale": torch.ones(2, 1), "b.weight": torch.ones(2, 4).to(torch.float8_e4m3fn)}
+    tree = shards(odd | stored("fp8_rows", key="c"))
+    with pytest.raises(ShapeError, match=r"'b\.weight': FP8 values without scales\n.*\n.*\n.*plain=\[patterns\]"):
+        recode(torch.bfloat16)(tree)
+    done = recode(torch.bfloat16, plain=["a.*", "b.weight"])(tree)
+    assert sorted(done) == ["a.weight_scale", "b.weight", "c"] and done["b.weight"] is tree["b.weight"]
+    with pytest.raises(KeyMismatch, match="recode: plain names what isn't there\n  'd'"):
+        recode(torch.bfloat16, plain=["a.*", "b.weight", "d"])(tree)
