@@ -22,7 +22,7 @@ from shardtree.trees import (
     extract_metadata,
     flatten_with_paths,
     join,
-    key_expression,
+    key_form,
     map_data,
     map_shards,
     match_keys,
@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "merge: a tree and a leaf": lambda: merge({"a": {"b": 1}}, {"a": 1}),
     "merge: list and dict": lambda: merge({"a": [1]}, {"a": {0: 1}}),
     "combine: kinds": lambda: combine({"a": [HOLE]}, {"a": deque([HOLE])}),
-    "pattern: not a text": lambda: key_expression(3),  # type: ignore[arg-type]
+    "pattern: not a text": lambda: key_form(3),  # type: ignore[arg-type]
     "stars": lambda: check_stars("split", "a.*", ["b.*", "c", "**.*.d"]),
     "unused patterns": lambda: match_keys("rename", ["a.*", "a.b", "c"], ["a.b"]),
     "maps: structure": lambda: map_shards(lambda x, y: x, {"a": 1, "b": 2}, {"b": 1}),
