@@ -16,14 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TraceError, error_text, shorten
 from ..lazy import dense
 from . import _operations as operations
+from ._lists import read_alone
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through, whole
-from ._steps import Constant, Kind, cast, kind_of, operator_name, reread
+from ._scatters import places_of, write_places
+from ._steps import Constant, Kind, bits, cast, kind_of, operator_name, reread, seen_through
 from ._trace import Trace
 from ._tracer import Cell, Tracer, become, is_ordinary, mapped, meta_of, tensors_in
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
+_EXPANDED = "the view has elements more than once, as an expanded one: torch writes to its clone alone"
 _OURS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent))
 
 
@@ -81,24 +84,36 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with torch._C._DisableTorchDispatch():
                     elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
                     elements = elements.cpu().clone()
-                    is_one = count > 1 and bool((elements == elements[0]).all())
+                    rows = bits(elements).reshape(count, -1)  # by bits: 0.0 isn't -0.0
+                    is_one = count > 1 and bool((rows == rows[0]).all())
                 cell.before = Constant(elements[:1].clone() if is_one else elements)
                 loops = ((count, 1, 0 if is_one else 1),) if count > 1 else ()
                 cell.writes.add(Move(cell.before, 0, 0, loops))
         return cell
+
+    def is_traced(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's memory isn't what it holds."""
+        cell = None if isinstance(tensor, Tracer) else self.find_cell(tensor)
+        return isinstance(tensor, Tracer) or (cell is not None and cell.is_ahead)
 
     def as_tracer(self, value: Any) -> Any:
         """Return an ordinary tensor that was written to as a tracer of the same cell."""
         if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
             return value
         meta = torch.empty(cell.numel, dtype=value.dtype, device="meta")
-        return Tracer(self, cell, meta.as_strided(value.shape, value.stride(), value.storage_offset()))
+        meta = meta.as_strided(value.shape, value.stride(), value.storage_offset())
+        meta = meta.conj() if value.is_conj() else meta
+        return Tracer(self, cell, torch._neg_view(meta) if value.is_neg() else meta)
+
+    def seen(self, cell: Cell, view: torch.Tensor) -> tuple[Any, ...]:
+        """Return what a storage's elements go through in a view of it."""
+        return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
         """Return the moves that bring a tensor's elements to places with these steps."""
         view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
         moves = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
-        return list(through(moves, reread(cell.dtype, view.dtype)))
+        return list(through(moves, self.seen(cell, view)))
 
     def write(
         self, into: torch.Tensor, tensor: torch.Tensor, via: tuple[Any, ...] = (), *, keeps: bool = False
@@ -112,8 +127,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             keeps: whether it is made of what was there, which so isn't lost.
         """
         view = into.meta if isinstance(into, Tracer) else into
-        tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
         via = via or cast(tensor.dtype, view.dtype)
+        if not is_nested(read_of(0, view.shape, view.stride(), view.stride())):
+            if any(size > 1 and not step for size, step in zip(view.shape, view.stride(), strict=True)):
+                self.refuse("writing", [into], why=_EXPANDED)
+            write_places(self, into, places_of(view), tensor, via, keeps=keeps)
+            return
+        tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
         moves = self.reads(tensor, view.stride(), int(view.storage_offset()))
         self.put(into, through(moves, via), keeps=keeps)
 
@@ -123,14 +143,26 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place, stride = int(view.storage_offset()), view.stride()
         hole = read_of(place, view.shape, stride, stride, place)
         if not is_nested(hole):
-            self.refuse("writing to a view that has elements more than once, which", [into])
-        if view.numel() == cell.numel:
-            old = cell.writes.clear()
-        else:
-            old = cell.writes.take(hole) if view.numel() and len(cell.writes) else []
+            self.refuse("writing", [into], why=_EXPANDED)
+        is_whole = view.numel() == cell.numel
+        self.exchange(into, None if is_whole else [hole] if view.numel() else [], moves, keeps=keeps)
+
+    def exchange(
+        self, into: torch.Tensor, holes: Sequence[Move] | None, moves: Sequence[Move], *, keeps: bool = False
+    ) -> None:
+        """Record that moves write places of a storage, instead of what was there.
+
+        Args:
+            into: a view of the storage.
+            holes: the places, nested; None for all of the storage.
+            moves: what is written, as the view has it.
+            keeps: whether it is made of what was there.
+        """
+        view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
+        old = cell.writes.clear() if holes is None else [move for hole in holes for move in cell.writes.take(hole)]
         if not keeps:
             cell.overwritten += [move for move in old if not isinstance(move.root, Constant)]
-        for move in through(moves, reread(view.dtype, cell.dtype)):
+        for move in through(moves, (*seen_through(view), *reread(view.dtype, cell.dtype))):
             cell.writes.add(move)
         cell.is_ahead = True
 
@@ -158,10 +190,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = tuple([mapped(self.as_tracer, each) for each in args])
             kwargs = {word: mapped(self.as_tracer, each) for word, each in kwargs.items()}
             tensors = tensors_in(args, kwargs)
-        if isinstance(out := kwargs.get("out"), torch.Tensor):
+        if isinstance(kwargs.get("out"), torch.Tensor):
             rest = {word: value for word, value in kwargs.items() if word != "out"}
-            self.write(out, func.overloadpacket(*args, **rest))
-            return out
+            return self._write_out(original[1]["out"], func.overloadpacket(*args, **rest))
         if (rule := operations.RULES.get(name)) is not None:
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
@@ -174,11 +205,26 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operations.elementwise(self, func, args, kwargs)
         if name.endswith("_") and name[:-1] in operations.ELEMENTWISE:
             packet = getattr(torch.ops.aten, name[:-1])
+            func(torch.empty_like(meta_of(tensors[0]), device="meta"), *map(meta_of, args[1:]), **kwargs)  # its checks
             self.write(tensors[0], self.run(getattr(packet, func._overloadname), args, kwargs), keeps=True)
             return first
         if not func._schema.is_mutable and self._are_blank(original[2]):
             return func(*original[0], **original[1])
         return self.refuse(_NAMES.get(name, name), tensors)
+
+    def _write_out(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Record that a result is copied to ``out=``, which torch gives the result's shape if it is empty."""
+        kinds = Kind(tuple(out.shape), out.dtype), Kind(tuple(result.shape), result.dtype)
+        must_resize = kinds[0].shape != kinds[1].shape
+        if not torch.can_cast(result.dtype, out.dtype) or (must_resize and (isinstance(out, Tracer) or out.numel())):
+            self.refuse("out=", [result], why=f"it is {kinds[0]}, and the result {kinds[1]}")
+        if must_resize:
+            cell = self.find_cell(out)
+            out.resize_(result.shape)
+            if cell is not None:
+                cell.numel = out.untyped_storage().nbytes() // out.itemsize
+        self.write(out, result)
+        return out
 
     def _are_blank(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether tensors are on meta and no source is in them: what is made of them counts as never written."""
@@ -203,8 +249,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_really(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that no source's element takes part in, and note what is new, or empty still."""
         name = operator_name(func)
-        changes = func._schema.is_mutable and bool(args) and isinstance(args[0], torch.Tensor)
-        if changes and is_ordinary(args[0]):
+        changed = _changed(func, args, kwargs)
+        if len(changed) == 1 and changed[0] is args[0]:
             storage = args[0].untyped_storage()._cdata
             is_fill, is_met = name in ("copy_", "fill_", "zero_"), self.find_cell(args[0]) is not None
             if is_fill and (storage not in self.own_storages or args[0].device.type == "meta"):
@@ -217,6 +263,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.own_storages[storage] = _weak_reference(self.cells.pop(storage).keep)
             return result
         result = func(*args, **kwargs)
+        for each in changed:  # what it holds now counts
+            if (cell := self.cells.pop(each.untyped_storage()._cdata, None)) is not None:
+                self.own_storages[each.untyped_storage()._cdata] = _weak_reference(cell.keep)
         if not func._schema.is_mutable and not func.is_view:
             mapped(lambda each: self._note(each, is_empty=name in operations.EMPTY), result)
         return result
@@ -231,21 +280,42 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return which sources are in tensors, for a message."""
         cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
-        roots = dict.fromkeys(repr(str(move.root)) for cell in cells for move in cell.writes)
+        moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
+        roots = dict.fromkeys(repr(str(move.root)) for move in moves)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
 
-    def refuse(self, name: str, tensors: Sequence[torch.Tensor]) -> NoReturn:
+    def refuse(self, name: str, tensors: Sequence[torch.Tensor], why: str | None = None) -> NoReturn:
         """Raise the error for an operation that isn't recorded.
+
+        Args:
+            name: the operation.
+            tensors: its arguments.
+            why: the reason, if it isn't that elements are needed.
 
         Raises:
             TraceError: names it, the sources and the caller's line.
         """
-        what = f"trace: {name} needs elements of {self.names(tensors)}, which has none while it is traced"
+        names = self.names(tensors)
+        what = f"trace: {name} needs elements of {names}, which has none while it is traced"
+        what = what if why is None else f"trace: {name} can't be recorded for {names}: {why}"
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
             frame = frame.f_back
         line = f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         raise TraceError(error_text(what, found=line, fix=_FIX))
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the ordinary tensors that an operation writes to, in place or as ``out=``."""
+    if not func._schema.is_mutable:
+        return []
+    places = enumerate(func._schema.arguments)
+    values = [
+        kwargs.get(each.name) if each.kwarg_only else args[number] if number < len(args) else None
+        for number, each in places
+        if each.is_write
+    ]
+    return [each for each in tensors_in(values, {}) if is_ordinary(each)]
 
 
 def _is_composite(func: Any) -> bool:
@@ -257,11 +327,21 @@ def _weak_reference(storage: Any) -> StorageWeakRef:
 
 
 class Setter(TorchFunctionMode):
-    """Has ``parameter.data = tracer`` make the parameter itself a tracer; torch would leave it without memory."""
+    """Has ``parameter.data = tracer`` make the parameter itself a tracer; torch would leave it without memory.
+
+    And refuses what torch would read past the recorder: traced elements in lists.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__ and isinstance(args[1], Tracer):  # type: ignore[attr-defined]
             return become(args[0], args[1])
+        what, tensors = read_alone(func, args)
+        if lost := [each for each in tensors if self.record.is_traced(each)]:
+            self.record.refuse(what, lost)
         return func(*args, **(kwargs or {}))
 
 
@@ -310,7 +390,7 @@ def trace(
     entries = getattr(sources, "metadata", sources)
     kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    with Setter(), record:
+    with Setter(record), record:
         result = function(dict(tracers))
         return _collect(record, kinds, _checked_outputs(result if into is None else into()), fills=into is not None)
 
@@ -333,7 +413,7 @@ def _collect(record: Record, kinds: Mapping[str, Kind], tensors: Mapping[str, to
             moves[name] = Moves()
             continue
         view, steps = tensor.meta if isinstance(tensor, Tracer) else tensor, dense(outputs[name].shape).stride
-        place = (id(cell), view.storage_offset(), view.shape, view.stride(), view.dtype)
+        place = (id(cell), view.storage_offset(), view.shape, view.stride(), view.dtype, seen_through(view))
         if tensor.numel() and (one := first.setdefault(place, name)) != name:
             tied[name] = one
         reads = record.reads(tensor, steps)
