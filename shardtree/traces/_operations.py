@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from ..lazy import dense
 from . import _gathers as gathers
 from . import _scatters as scatters
 from ._moves import Moves, read_of, whole
-from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, number, operator_name
-from ._tracer import Tracer, is_ordinary, meta_of
+from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, number, operator_name, short
+from ._tracer import Tracer, is_ordinary, meta_of, tensors_in
 
 if TYPE_CHECKING:
     from ._recording import Record
@@ -146,7 +146,9 @@ def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if len(places) == 1 and values[places[0]].shape == meta.shape:
         # What the tensor's elements go through: its moves stay moves of sources.
         tensor, values[places[0]] = values[places[0]], None
-        record.write(new, tensor, (Function(func, places[0], tuple(values), options, alone=not tensor.ndim),))
+        # Without axes, what it is computed with decides the dtype, and whether it is a whole vector the last bit.
+        is_alone = not tensor.ndim and (operator_name(func) in INEXACT or any(isinstance(v, Constant) for v in values))
+        record.write(new, tensor, (Function(func, places[0], tuple(values), options, is_alone),))
         return new
     steps = dense(tuple(meta.shape)).stride
     for place in places:
@@ -157,6 +159,48 @@ def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[s
     flat = Moves(whole(root, meta.numel()))
     record.put(new, flat.find([read_of(0, meta.shape, meta.stride(), steps)])[0])
     return new
+
+
+# What operations write to.
+
+
+def check_cast(record: Record, name: str, result: torch.Tensor, into: torch.Tensor) -> None:
+    """Raise unless torch casts an operation's result to what it is written to, as it doesn't real numbers to integers.
+
+    Raises:
+        TraceError: it doesn't.
+    """
+    if not torch.can_cast(result.dtype, into.dtype):
+        why = f"the result is {short(result.dtype)}, which torch doesn't cast to {short(into.dtype)}"
+        record.refuse(name, [result], why=why)
+
+
+def write_out(record: Record, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Record that a result is copied to ``out=``, which torch gives the result's shape if it is empty."""
+    check_cast(record, "out=", result, out)
+    if out.shape != result.shape:
+        if isinstance(out, Tracer) or out.numel():
+            shapes = f"{[*out.shape]}, and the result's {[*result.shape]}"
+            record.refuse("out=", [result], why=f"its shape is {shapes}")
+        cell = record.find_cell(out)
+        out.resize_(result.shape)
+        if cell is not None:
+            cell.numel = out.untyped_storage().nbytes() // out.itemsize
+    record.write(out, result)
+    return out
+
+
+def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the ordinary tensors that an operation writes to, in place or as ``out=``."""
+    if not func._schema.is_mutable:
+        return []
+    places = enumerate(func._schema.arguments)
+    values = [
+        kwargs.get(each.name) if each.kwarg_only else args[number] if number < len(args) else None
+        for number, each in places
+        if each.is_write
+    ]
+    return [each for each in tensors_in(values, {}) if is_ordinary(each)]
 
 
 RULES: dict[str, Callable[..., torch.Tensor]] = {

@@ -18,7 +18,7 @@ from ..lazy import dense
 from . import _operations as operations
 from ._lists import read_alone
 from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through, whole
-from ._scatters import places_of, write_places
+from ._scatters import EXPANDED, write_apart
 from ._steps import Constant, Kind, bits, cast, kind_of, operator_name, reread, seen_through
 from ._trace import Trace
 from ._tracer import Cell, Tracer, become, is_ordinary, mapped, meta_of, tensors_in
@@ -26,7 +26,6 @@ from ._tracer import Cell, Tracer, become, is_ordinary, mapped, meta_of, tensors
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
-_EXPANDED = "the view has elements more than once, as an expanded one: torch writes to its clone alone"
 _OURS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent))
 
 
@@ -127,39 +126,37 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             keeps: whether it is made of what was there, which so isn't lost.
         """
         view = into.meta if isinstance(into, Tracer) else into
-        via = via or cast(tensor.dtype, view.dtype)
-        if not is_nested(read_of(0, view.shape, view.stride(), view.stride())):
-            if any(size > 1 and not step for size, step in zip(view.shape, view.stride(), strict=True)):
-                self.refuse("writing", [into], why=_EXPANDED)
-            write_places(self, into, places_of(view), tensor, via, keeps=keeps)
-            return
         tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
-        moves = self.reads(tensor, view.stride(), int(view.storage_offset()))
-        self.put(into, through(moves, via), keeps=keeps)
+        via = via or cast(tensor.dtype, view.dtype)
+        if (hole := _hole(view)) is None:
+            write_apart(self, into, tensor, via, keeps=keeps)
+        else:
+            moves = through(self.reads(tensor, view.stride(), int(view.storage_offset())), via)
+            self.exchange(into, [hole], moves, keeps=keeps)
 
-    def put(self, into: torch.Tensor, moves: Sequence[Move], *, keeps: bool = False) -> None:
+    def put(self, into: torch.Tensor, moves: Sequence[Move]) -> None:
         """Record that moves write all of a view, instead of what was there."""
-        view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
-        place, stride = int(view.storage_offset()), view.stride()
-        hole = read_of(place, view.shape, stride, stride, place)
-        if not is_nested(hole):
-            self.refuse("writing", [into], why=_EXPANDED)
-        is_whole = view.numel() == cell.numel
-        self.exchange(into, None if is_whole else [hole] if view.numel() else [], moves, keeps=keeps)
+        if (hole := _hole(into.meta if isinstance(into, Tracer) else into)) is None:
+            self.refuse("writing", [into], why=EXPANDED)
+        self.exchange(into, [hole], moves)
 
     def exchange(
-        self, into: torch.Tensor, holes: Sequence[Move] | None, moves: Sequence[Move], *, keeps: bool = False
+        self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
     ) -> None:
         """Record that moves write places of a storage, instead of what was there.
 
         Args:
             into: a view of the storage.
-            holes: the places, nested; None for all of the storage.
+            holes: the places, nested.
             moves: what is written, as the view has it.
             keeps: whether it is made of what was there.
         """
         view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
-        old = cell.writes.clear() if holes is None else [move for hole in holes for move in cell.writes.take(hole)]
+        count = sum([hole.numel for hole in holes])
+        if count == cell.numel:
+            old = cell.writes.clear()
+        else:
+            old = [move for hole in holes if count and len(cell.writes) for move in cell.writes.take(hole)]
         if not keeps:
             cell.overwritten += [move for move in old if not isinstance(move.root, Constant)]
         for move in through(moves, (*seen_through(view), *reread(view.dtype, cell.dtype))):
@@ -192,7 +189,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = tensors_in(args, kwargs)
         if isinstance(kwargs.get("out"), torch.Tensor):
             rest = {word: value for word, value in kwargs.items() if word != "out"}
-            return self._write_out(original[1]["out"], func.overloadpacket(*args, **rest))
+            return operations.write_out(self, original[1]["out"], func.overloadpacket(*args, **rest))
         if (rule := operations.RULES.get(name)) is not None:
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
@@ -205,26 +202,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operations.elementwise(self, func, args, kwargs)
         if name.endswith("_") and name[:-1] in operations.ELEMENTWISE:
             packet = getattr(torch.ops.aten, name[:-1])
-            func(torch.empty_like(meta_of(tensors[0]), device="meta"), *map(meta_of, args[1:]), **kwargs)  # its checks
-            self.write(tensors[0], self.run(getattr(packet, func._overloadname), args, kwargs), keeps=True)
+            result = self.run(getattr(packet, func._overloadname), args, kwargs)
+            operations.check_cast(self, name, result, tensors[0])
+            self.write(tensors[0], result, keeps=True)
             return first
         if not func._schema.is_mutable and self._are_blank(original[2]):
             return func(*original[0], **original[1])
         return self.refuse(_NAMES.get(name, name), tensors)
-
-    def _write_out(self, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """Record that a result is copied to ``out=``, which torch gives the result's shape if it is empty."""
-        kinds = Kind(tuple(out.shape), out.dtype), Kind(tuple(result.shape), result.dtype)
-        must_resize = kinds[0].shape != kinds[1].shape
-        if not torch.can_cast(result.dtype, out.dtype) or (must_resize and (isinstance(out, Tracer) or out.numel())):
-            self.refuse("out=", [result], why=f"it is {kinds[0]}, and the result {kinds[1]}")
-        if must_resize:
-            cell = self.find_cell(out)
-            out.resize_(result.shape)
-            if cell is not None:
-                cell.numel = out.untyped_storage().nbytes() // out.itemsize
-        self.write(out, result)
-        return out
 
     def _are_blank(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether tensors are on meta and no source is in them: what is made of them counts as never written."""
@@ -249,7 +233,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_really(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that no source's element takes part in, and note what is new, or empty still."""
         name = operator_name(func)
-        changed = _changed(func, args, kwargs)
+        changed = operations.changed(func, args, kwargs)
         if len(changed) == 1 and changed[0] is args[0]:
             storage = args[0].untyped_storage()._cdata
             is_fill, is_met = name in ("copy_", "fill_", "zero_"), self.find_cell(args[0]) is not None
@@ -305,17 +289,11 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise TraceError(error_text(what, found=line, fix=_FIX))
 
 
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the ordinary tensors that an operation writes to, in place or as ``out=``."""
-    if not func._schema.is_mutable:
-        return []
-    places = enumerate(func._schema.arguments)
-    values = [
-        kwargs.get(each.name) if each.kwarg_only else args[number] if number < len(args) else None
-        for number, each in places
-        if each.is_write
-    ]
-    return [each for each in tensors_in(values, {}) if is_ordinary(each)]
+def _hole(view: torch.Tensor) -> Move | None:
+    """Return the places of a view as a read of them to themselves, None if they aren't nested."""
+    place, stride = int(view.storage_offset()), view.stride()
+    hole = read_of(place, view.shape, stride, stride, place)
+    return hole if is_nested(hole) or not view.numel() else None
 
 
 def _is_composite(func: Any) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 IndexOf = Callable[[torch.Tensor], torch.Tensor]
 """An indexing expression: takes elements of a tensor, or numbers of a tensor like it."""
 
+EXPANDED = "the view has elements more than once, as an expanded one: torch writes to its clone alone"
 _TWICE = "several elements go to one place, and which of them stays is torch's choice"
 _SUM = "several elements are added to one place, and what that rounds to depends on torch's order"
 
@@ -32,6 +33,22 @@ def places_of(view: torch.Tensor) -> torch.Tensor:
         steps = torch.arange(size, device="cpu") * step
         places = places + steps.reshape([-1 if axis == dim else 1 for axis in range(view.ndim)])
     return places
+
+
+def write_apart(
+    record: Record, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
+) -> None:
+    """Record a ``copy_`` to a view whose elements aren't nested, as those of windows.
+
+    Raises:
+        TraceError: the view is expanded, or two elements of the value go to one place.
+    """
+    view = into.meta if isinstance(into, Tracer) else into
+    if any(size > 1 and not step for size, step in zip(view.shape, view.stride(), strict=True)):
+        record.refuse("writing", [into], why=EXPANDED)
+    with torch._C._DisableTorchDispatch():
+        places = places_of(view)
+    write_places(record, into, places, value, via, keeps=keeps)
 
 
 def write_places(
@@ -56,6 +73,8 @@ def write_places(
     Raises:
         TraceError: two elements of the value go to one place.
     """
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        value = value.narrow(dim, 0, 1) if size > 1 and not stride else value  # the same element has one number
     with torch._C._DisableTorchDispatch():
         numbers = torch.arange(value.numel(), device="cpu").reshape(value.shape).expand(places.shape)
         to, at = places.reshape(-1).numpy(), numbers.reshape(-1).numpy()
