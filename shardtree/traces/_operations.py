@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from . import _gathers as gathers
 from . import _scatters as scatters
 from ._moves import Moves, read_of, whole
 from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, number, operator_name, short
-from ._tracer import Tracer, is_ordinary, meta_of, tensors_in
+from ._tracer import Tracer, is_ordinary, meta_of
 
 if TYPE_CHECKING:
     from ._recording import Record
@@ -188,19 +188,6 @@ def write_out(record: Record, out: torch.Tensor, result: torch.Tensor) -> torch.
             cell.numel = out.untyped_storage().nbytes() // out.itemsize
     record.write(out, result)
     return out
-
-
-def changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the ordinary tensors that an operation writes to, in place or as ``out=``."""
-    if not func._schema.is_mutable:
-        return []
-    places = enumerate(func._schema.arguments)
-    values = [
-        kwargs.get(each.name) if each.kwarg_only else args[number] if number < len(args) else None
-        for number, each in places
-        if each.is_write
-    ]
-    return [each for each in tensors_in(values, {}) if is_ordinary(each)]
 
 
 RULES: dict[str, Callable[..., torch.Tensor]] = {

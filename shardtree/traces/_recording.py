@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError, error_text, shorten
-from ..lazy import dense
 from . import _operations as operations
-from ._lists import read_alone
-from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through, whole
-from ._scatters import EXPANDED, write_apart
-from ._steps import Constant, Kind, bits, cast, kind_of, operator_name, reread, seen_through
+from ._memory import Watch
+from ._moves import Move, read_of, through, whole
+from ._outputs import checked_outputs, collected
+from ._refusals import Refusals, caller
+from ._scatters import EXPANDED, hole_of, write_apart
+from ._steps import Constant, Kind, bits, cast, kind_of, operator_name, reread, seen_through, short
+from ._threads import recorded
 from ._trace import Trace
-from ._tracer import Cell, Tracer, become, is_ordinary, mapped, meta_of, tensors_in
+from ._tracer import Cell, Tracer, is_composite, is_ordinary, is_plain, mapped, meta_of, tensors_in, written
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
-_OURS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent))
+_FILLS = ("copy_", "fill_", "zero_")
 
 
 class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -37,13 +37,21 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cells: dict[int, Cell] = {}
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
-        self.lock = threading.RLock()  # loaders use threads, in which the mode isn't on but tracers work
+        # Those whose memory others have, who see no traced value there: by what they got it, and where.
+        self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.refusals = Refusals()
+        self.is_done = False
+        self.lock = threading.RLock()  # loaders use threads
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler for the first operation, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_done:
+            return func(*args, **(kwargs or {}))
+        if types and not any(issubclass(kind, Tracer) for kind in types) and not all(map(is_plain, types)):
+            return NotImplemented  # a tensor around others does what it does to those, which is recorded
         return self.run(func, args, kwargs or {})
 
     # Tensors and their cells.
@@ -76,9 +84,14 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
         cell = self.find_cell(tensor)
         if cell is None:
+            if not is_ordinary(tensor):
+                self.refuse(f"what is made with a {type(tensor).__name__}", [])
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
-            cell = self.cells[storage._cdata] = Cell(count, tensor.dtype, keep=storage)
+            cell = Cell(count, tensor.dtype, keep=storage)
+            if storage._cdata not in self.lent:  # whose elements may be others at any time
+                self.cells[storage._cdata] = cell
+                cell.note(tensor)
             if tensor.device.type != "meta" and count:
                 with torch._C._DisableTorchDispatch():
                     elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
@@ -90,11 +103,6 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 cell.writes.add(Move(cell.before, 0, 0, loops))
         return cell
 
-    def is_traced(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's memory isn't what it holds."""
-        cell = None if isinstance(tensor, Tracer) else self.find_cell(tensor)
-        return isinstance(tensor, Tracer) or (cell is not None and cell.is_ahead)
-
     def as_tracer(self, value: Any) -> Any:
         """Return an ordinary tensor that was written to as a tracer of the same cell."""
         if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
@@ -105,7 +113,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Tracer(self, cell, torch._neg_view(meta) if value.is_neg() else meta)
 
     def seen(self, cell: Cell, view: torch.Tensor) -> tuple[Any, ...]:
-        """Return what a storage's elements go through in a view of it."""
+        """Return the steps that a storage's elements go through in a view of it."""
         return (*reread(cell.dtype, view.dtype), *seen_through(view))
 
     def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
@@ -128,7 +136,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = into.meta if isinstance(into, Tracer) else into
         tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
         via = via or cast(tensor.dtype, view.dtype)
-        if (hole := _hole(view)) is None:
+        if (hole := hole_of(view)) is None:
             write_apart(self, into, tensor, via, keeps=keeps)
         else:
             moves = through(self.reads(tensor, view.stride(), int(view.storage_offset())), via)
@@ -136,7 +144,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def put(self, into: torch.Tensor, moves: Sequence[Move]) -> None:
         """Record that moves write all of a view, instead of what was there."""
-        if (hole := _hole(into.meta if isinstance(into, Tracer) else into)) is None:
+        if (hole := hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
             self.refuse("writing", [into], why=EXPANDED)
         self.exchange(into, [hole], moves)
 
@@ -152,6 +160,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             keeps: whether it is made of what was there.
         """
         view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
+        if cell.keep is not None and cell.keep._cdata in self.lent:
+            self.refuse_write(self.lent[cell.keep._cdata][1], moves)
         count = sum([hole.numel for hole in holes])
         if count == cell.numel:
             old = cell.writes.clear()
@@ -163,22 +173,74 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cell.writes.add(move)
         cell.is_ahead = True
 
+    # Memory.
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor holds traced values, which are in no memory."""
+        if isinstance(tensor, Tracer):
+            return True
+        cell = self.cells.get(tensor.untyped_storage()._cdata) if is_ordinary(tensor) else None
+        return cell is not None and cell.is_ahead
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
+        if is_ordinary(tensor):
+            with self.lock:
+                self.cells.pop(tensor.untyped_storage()._cdata, None)
+
+    def own(self, tensor: torch.Tensor) -> None:
+        """Take a tensor for the code's own, which it may change while it is traced."""
+        if is_ordinary(tensor):
+            with self.lock:
+                storage = tensor.untyped_storage()
+                self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
+
+    def lend(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that others have a tensor's memory from now on, by what they got it."""
+        if is_ordinary(tensor) and tensor.device.type != "meta":
+            with self.lock:
+                storage = tensor.untyped_storage()
+                self.cells.pop(storage._cdata, None)
+                self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
+
     # Operations.
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one operation, and return its result."""
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
-        with self.lock:
+        # The record's own questions aren't the code's: `Watch` doesn't have them.
+        with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
-            if not any(isinstance(each, Tracer) for each in tensors):
-                cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
-                if not any(cell.is_ahead for cell in cells):
-                    return self._run_really(func, args, kwargs)
-            # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
-            if func.is_view and not _is_composite(func) and not isinstance(tensors[0], Tracer):
-                return func(*args, **kwargs)
-            return self._record(func, args, kwargs, tensors)
+            if self._is_traced(func, tensors):
+                result = self._record(func, args, kwargs, tensors)
+                if func._schema.is_mutable and not is_composite(func):
+                    for tensor in written(func, args, kwargs):
+                        if not isinstance(tensor, Tracer) and (cell := self.find_cell(tensor)) is not None:
+                            cell.note(tensor, 1)
+                return result
+            if self._is_model_s(func, args):
+                return self._record_fill(func, args, kwargs)
+        # Not with the lock: it may take long, or wait for another thread.
+        result = func(*args, **kwargs)
+        with self.lock, torch._C.DisableTorchFunction():
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
+        if not any(isinstance(each, Tracer) for each in tensors):
+            cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
+            if not any(cell.is_ahead for cell in cells):
+                return False
+        # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
+        return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
+
+    def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether an operation fills a tensor that isn't the code's own: tracing changes no model."""
+        if operator_name(func) not in _FILLS or not is_ordinary(args[0]):
+            return False
+        return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         first, name, original = tensors[0], operator_name(func), (args, kwargs, tensors)
@@ -193,7 +255,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (rule := operations.RULES.get(name)) is not None:
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
-        if _is_composite(func):
+        if is_composite(func):
             with self:  # in here, and under inference_mode, these come whole
                 return func.decompose(*args, **kwargs)
         if func.is_view or name in operations.VIEWS:
@@ -230,40 +292,48 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return mapped(tracer, func(*map(meta_of, args), **{word: meta_of(each) for word, each in kwargs.items()}))
 
-    def _run_really(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that no source's element takes part in, and note what is new, or empty still."""
-        name = operator_name(func)
-        changed = operations.changed(func, args, kwargs)
-        if len(changed) == 1 and changed[0] is args[0]:
-            storage = args[0].untyped_storage()._cdata
-            is_fill, is_met = name in ("copy_", "fill_", "zero_"), self.find_cell(args[0]) is not None
-            if is_fill and (storage not in self.own_storages or args[0].device.type == "meta"):
-                return operations.RULES[name](self, func, *args, **kwargs)  # a model isn't changed by being traced
-            result = func(*args, **kwargs)
-            if is_fill and is_met:
-                operations.RULES[name](self, func, *args, **kwargs)
-                self.cells[storage].is_ahead = False
-            elif is_met:  # filled by something else: what it holds now counts
-                self.own_storages[storage] = _weak_reference(self.cells.pop(storage).keep)
-            return result
-        result = func(*args, **kwargs)
-        for each in changed:  # what it holds now counts
-            if (cell := self.cells.pop(each.untyped_storage()._cdata, None)) is not None:
-                self.own_storages[each.untyped_storage()._cdata] = _weak_reference(cell.keep)
-        if not func._schema.is_mutable and not func.is_view:
-            mapped(lambda each: self._note(each, is_empty=name in operations.EMPTY), result)
+    def _record_fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operations.RULES[operator_name(func)](self, func, *args, **kwargs)
+        self.cell(args[0]).note(args[0], 1)
         return result
 
-    def _note(self, result: Any, *, is_empty: bool) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note what an operation made or changed in which no source's element took part."""
+        name = operator_name(func)
+        if name == "set_":
+            # The code has the storage. Torch's own functions do this, too, but not in sight of the watch.
+            is_seen = any(isinstance(mode, Watch) for mode in _get_current_function_mode_stack())
+            if is_seen and "Storage" in func._overloadname:
+                self.lend(args[0], "a storage")
+            return
+        for tensor in written(func, args, kwargs):
+            if is_ordinary(tensor) and (cell := self.find_cell(tensor)) is not None:
+                if name in _FILLS:
+                    self._record_fill(func, args, kwargs)
+                    cell.is_ahead = False
+                else:  # filled by something else: what it holds now counts
+                    self.own(tensor)
+                    self.forget(tensor)
+        if name == "lift_fresh":
+            self._note_new(result, is_empty=False)
+            if not result.untyped_storage().resizable():
+                self.lend(result, "an array")
+        elif not func._schema.is_mutable and not func.is_view:
+            mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
+
+    def _note_new(self, result: Any, *, is_empty: bool) -> None:
         if isinstance(result, torch.Tensor) and is_ordinary(result):
-            storage = result.untyped_storage()
-            self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
+            self.own(result)
             if is_empty and result.numel():
+                storage = result.untyped_storage()
                 self.cells[storage._cdata] = Cell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
 
     def names(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return which sources are in tensors, for a message."""
-        cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
+        return self.names_in([cell for each in tensors if (cell := self.find_cell(each)) is not None])
+
+    def names_in(self, cells: Sequence[Cell]) -> str:
+        """Return which sources are in cells, for a message."""
         moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
         roots = dict.fromkeys(repr(str(move.root)) for move in moves)
         return ", ".join(shorten(roots, shown=3)) or "a new tensor"
@@ -272,55 +342,48 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Raise the error for an operation that isn't recorded.
 
         Args:
-            name: the operation.
-            tensors: its arguments.
-            why: the reason, if it isn't that elements are needed.
+            name: Name of the operation.
+            tensors: Tensors that it was given.
+            why: Reason, if it isn't that elements are needed.
 
         Raises:
             TraceError: names it, the sources and the caller's line.
         """
         names = self.names(tensors)
-        what = f"trace: {name} needs elements of {names}, which has none while it is traced"
-        what = what if why is None else f"trace: {name} can't be recorded for {names}: {why}"
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-            frame = frame.f_back
-        line = f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        raise TraceError(error_text(what, found=line, fix=_FIX))
+        what = f"{name} needs elements of {names}, which has none while it is traced"
+        what = what if why is None else f"{name} can't be recorded for {names}: {why}"
+        self.refusals.refuse(name, what, _FIX)
 
+    def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
+        """Raise the error for traced values that go to memory that others have.
 
-def _hole(view: torch.Tensor) -> Move | None:
-    """Return the places of a view as a read of them to themselves, None if they aren't nested."""
-    place, stride = int(view.storage_offset()), view.stride()
-    hole = read_of(place, view.shape, stride, stride, place)
-    return hole if is_nested(hole) or not view.numel() else None
+        Raises:
+            TraceError: names the sources, who has the memory since when, and the caller's line.
+        """
+        roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
+        fix = "Write to a new tensor, or take what needs the memory before: a copy, or data_ptr() to compare."
+        self.refusals.refuse(
+            "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see it", fix
+        )
 
+    def check_unchanged(self) -> None:
+        """Raise unless all changes of tensors that were met are recorded.
 
-def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+        Raises:
+            TraceError: names what the changed ones hold.
+        """
+        changed = [cell for cell in list(self.cells.values()) if cell.was_changed()]
+        if changed:
+            texts = [
+                f"a tensor of {cell.numel} elements of {short(cell.dtype)}, with those of {self.names_in([cell])}"
+                for cell in changed
+            ]
+            fix = "Change them in the thread that is traced, or in one that it starts, and by torch's operations."
+            raise TraceError(error_text("trace: tensors were changed unseen", offenders=texts, fix=fix))
 
 
 def _weak_reference(storage: Any) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-class Setter(TorchFunctionMode):
-    """Has ``parameter.data = tracer`` make the parameter itself a tracer; torch would leave it without memory.
-
-    And refuses what torch would read past the recorder: traced elements in lists.
-    """
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__set__ and isinstance(args[1], Tracer):  # type: ignore[attr-defined]
-            return become(args[0], args[1])
-        what, tensors = read_alone(func, args)
-        if lost := [each for each in tensors if self.record.is_traced(each)]:
-            self.record.refuse(what, lost)
-        return func(*args, **(kwargs or {}))
 
 
 def trace(
@@ -328,12 +391,14 @@ def trace(
     sources: Mapping[str, Any],
     *,
     into: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    may_catch: Collection[str] = (),
 ) -> Trace:
     """Run loading code once on tensors without data, and return what it does to their elements.
 
     The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
     those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, unless it replaces them, so a model is best made on the meta device.
+    changed, unless it replaces them, so a model is best made on the meta device. Threads that it starts are recorded
+    too; what can't be seen, `docs/trace.md` lists.
 
     Args:
         function: takes a dict of tensors by name, and returns tensors by name; or it fills what `into` names, as a
@@ -341,9 +406,12 @@ def trace(
         sources: anything with a shape and a dtype, by name: an open checkpoint, shards, tensors.
         into: is called afterwards for the destinations, as ``model.state_dict``. What they held before counts as
             never written.
+        may_catch: names of operations, as "max", whose refusal the code may catch and do something else instead; of
+            any other, that would be taken for what it does.
 
     Raises:
-        TraceError: the code asks for elements; names the operation, the source and the caller's line.
+        TraceError: the code asks for elements; names the operation, the source and the caller's line. Or it caught that
+            error; or tensors were changed unseen.
 
     Examples:
         >>> import shardtree as st
@@ -368,52 +436,11 @@ def trace(
     entries = getattr(sources, "metadata", sources)
     kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    with Setter(record), record:
+    with recorded(Watch(record)):
         result = function(dict(tracers))
-        return _collect(record, kinds, _checked_outputs(result if into is None else into()), fills=into is not None)
-
-
-def _collect(record: Record, kinds: Mapping[str, Kind], tensors: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
-    """Return the trace of a run.
-
-    Args:
-        record: of the run.
-        kinds: of the sources.
-        tensors: the outputs.
-        fills: whether they are destinations, of which only what was written counts.
-    """
-    outputs, moves, tied, losses = {}, {}, {}, {}
-    first: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        outputs[name] = Kind(tuple(tensor.shape), tensor.dtype)
-        cell = record.find_cell(tensor) if fills else record.cell(tensor)
-        if cell is None:
-            moves[name] = Moves()
-            continue
-        view, steps = tensor.meta if isinstance(tensor, Tracer) else tensor, dense(outputs[name].shape).stride
-        place = (id(cell), view.storage_offset(), view.shape, view.stride(), view.dtype, seen_through(view))
-        if tensor.numel() and (one := first.setdefault(place, name)) != name:
-            tied[name] = one
-        reads = record.reads(tensor, steps)
-        moves[name] = Moves(rolled([move for move in reads if not fills or move.root is not cell.before]))
-        if cell.overwritten:
-            # Places that were overwritten several times are there several times: each is found where it meets first.
-            there = read_of(int(view.storage_offset()), view.shape, steps, view.stride())
-            losses[name] = Moves(map(in_place, Moves(cell.overwritten).find([there])[0]))
-    return Trace(kinds, outputs, moves, tied, {name: each for name, each in losses.items() if len(each)})
-
-
-def _checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """Return what code made, after checking that these are tensors by name."""
-    if not isinstance(outputs, Mapping):
-        wrong: list[str] = [type(outputs).__name__]
-    else:
-        wrong = [f"{name!r}: {type(each).__name__}" for name, each in outputs.items() if not _is_tensor(each)]
-    if wrong:
-        fix = "Return them, or pass into=model.state_dict for a loader that fills a model."
-        raise TraceError(error_text("trace: the code gave no tensors by name", offenders=wrong, fix=fix))
-    return dict(outputs)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tracer) or (isinstance(value, torch.Tensor) and is_ordinary(value))
+        tensors = into() if into is not None else result
+        record.refusals.check_caught(may_catch)
+        with record.lock, torch._C.DisableTorchFunction():
+            found = collected(record, kinds, checked_outputs(tensors), fills=into is not None)
+    record.check_unchanged()
+    return found

@@ -11,7 +11,7 @@ import torch
 
 from ..lazy import dense
 from ._gathers import Rule, check_numbers, known, only_axis, positions_along, runs
-from ._moves import Moves, in_place, read_of, rolled, through
+from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through
 from ._steps import cast, number, operator_name
 from ._tracer import Tracer
 
@@ -33,6 +33,13 @@ def places_of(view: torch.Tensor) -> torch.Tensor:
         steps = torch.arange(size, device="cpu") * step
         places = places + steps.reshape([-1 if axis == dim else 1 for axis in range(view.ndim)])
     return places
+
+
+def hole_of(view: torch.Tensor) -> Move | None:
+    """Return the places of a view as a read of them to themselves, None if they aren't nested."""
+    place, stride = int(view.storage_offset()), view.stride()
+    hole = read_of(place, view.shape, stride, stride, place)
+    return hole if is_nested(hole) or not view.numel() else None
 
 
 def write_apart(
