@@ -1,9 +1,9 @@
-"""Recording: code runs once on tensors without data, and what it does to their elements is written down."""
+"""Recording: what torch's operations do to the elements of tensors without data is written down."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,12 +15,9 @@ from ..errors import TraceError, error_text, shorten
 from . import _operations as operations
 from ._memory import Watch
 from ._moves import Move, read_of, through, whole
-from ._outputs import checked_outputs, collected
 from ._refusals import Refusals, caller
 from ._scatters import EXPANDED, hole_of, write_apart
-from ._steps import Constant, Kind, bits, cast, kind_of, operator_name, reread, seen_through, short
-from ._threads import recorded
-from ._trace import Trace
+from ._steps import Constant, Kind, bits, cast, operator_name, reread, seen_through, short
 from ._tracer import Cell, Tracer, is_composite, is_ordinary, is_plain, mapped, meta_of, tensors_in, written
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
@@ -384,63 +381,3 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _weak_reference(storage: Any) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def trace(
-    function: Callable[[dict[str, Any]], Any],
-    sources: Mapping[str, Any],
-    *,
-    into: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-    may_catch: Collection[str] = (),
-) -> Trace:
-    """Run loading code once on tensors without data, and return what it does to their elements.
-
-    The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
-    those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, unless it replaces them, so a model is best made on the meta device. Threads that it starts are recorded
-    too; what can't be seen, `docs/trace.md` lists.
-
-    Args:
-        function: takes a dict of tensors by name, and returns tensors by name; or it fills what `into` names, as a
-            model's own loader does: ``lambda tensors: model.load_weights(tensors.items())``.
-        sources: anything with a shape and a dtype, by name: an open checkpoint, shards, tensors.
-        into: is called afterwards for the destinations, as ``model.state_dict``. What they held before counts as
-            never written.
-        may_catch: names of operations, as "max", whose refusal the code may catch and do something else instead; of
-            any other, that would be taken for what it does.
-
-    Raises:
-        TraceError: the code asks for elements; names the operation, the source and the caller's line. Or it caught that
-            error; or tensors were changed unseen.
-
-    Examples:
-        >>> import shardtree as st
-        >>> def load(tensors):
-        ...     q, k, v = tensors["qkv"].chunk(3)
-        ...     return {"q": q, "kv": torch.stack([k, v])}
-        >>> found = st.trace(load, {"qkv": torch.empty(6, 4)})
-        >>> print(found)
-        trace: 1 source -> 2 outputs
-          q: float32[2,4] =
-            [a, b] = qkv[0:+a, b]  (a=2 b=4)
-          kv: float32[2,2,4] =
-            [a, b, c] = qkv[2:+(a b), c]  (a=2 b=2 c=4)
-        >>> found.inverse()(found({"qkv": torch.arange(24.0).view(6, 4)}))["qkv"][1]
-        tensor([4., 5., 6., 7.])
-
-    References:
-        `jax.make_jaxpr`, for the form.
-    """
-    record = Record()
-    # An open checkpoint's metadata: its values would be made, and its objects read.
-    entries = getattr(sources, "metadata", sources)
-    kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
-    tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    with recorded(Watch(record)):
-        result = function(dict(tracers))
-        tensors = into() if into is not None else result
-        record.refusals.check_caught(may_catch)
-        with record.lock, torch._C.DisableTorchFunction():
-            found = collected(record, kinds, checked_outputs(tensors), fills=into is not None)
-    record.check_unchanged()
-    return found
