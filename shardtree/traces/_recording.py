@@ -315,6 +315,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_new(result, is_empty=False)
             if not result.untyped_storage().resizable():
                 self.lend(result, "an array")
+        elif name == "scalar_tensor" and result.is_meta:
+            operations.fill(self, func, result, args[0])  # of `meta[1:] = 0.5`, which keeps no number
         elif not func._schema.is_mutable and not func.is_view:
             mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
 
