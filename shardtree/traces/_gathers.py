@@ -31,7 +31,9 @@ _INDICES = {"index", "indices", "mask", "repeats"}
 # Indices must be known.
 
 
-def known(record: Record, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def known(
+    record: Record, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an operation's arguments with all indices as ordinary tensors on the CPU.
 
     Raises:
@@ -40,7 +42,7 @@ def known(record: Record, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     places = zip(func._schema.arguments, args, strict=False)
     take = partial(_known, record, f"an index of {operator_name(func)}")
     new = [mapped(take, value) if argument.name in _INDICES else value for argument, value in places]
-    return new, {word: mapped(take, value) if word in _INDICES else value for word, value in kwargs.items()}
+    return tuple(new), {word: mapped(take, value) if word in _INDICES else value for word, value in kwargs.items()}
 
 
 def _known(record: Record, what: str, index: Any) -> Any:
@@ -193,7 +195,8 @@ def _gathering(rule: Rule) -> Rule:
     def gathering(record: Record, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = known(record, func, args, kwargs)
         if not any(isinstance(each, Tracer) for each in tensors_in(args, kwargs)):
-            return func(*args, **kwargs)
+            constant: torch.Tensor = func(*args, **kwargs)
+            return constant
         return rule(record, func, *args, **kwargs)
 
     return gathering

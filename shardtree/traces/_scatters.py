@@ -109,7 +109,7 @@ def _scatter(
     with torch._C._DisableTorchDispatch():
         places = index_of(places_of(view))
     if adds:
-        if len(places.unique()) < places.numel():
+        if len(np.unique(places.numpy())) < places.numel():
             record.refuse(operator_name(func), [into], why=_SUM)
         value = index_of(into) + value
     elif not isinstance(value, torch.Tensor):
@@ -188,7 +188,8 @@ def _in_place(write: Callable[..., None]) -> Rule:
         args, kwargs = known(record, func, args, kwargs)
         _rehearsed(func, args, kwargs)
         write(record, func, *args, **kwargs)
-        return args[0]
+        into: torch.Tensor = args[0]
+        return into
 
     return writing
 
@@ -220,8 +221,9 @@ def _index_put(
     dim = None if accumulate or value.dtype is not into.dtype else only_axis(into, indices)
     if dim is not None:
         positions, inner = positions_along(into, indices, dim)
+        index: Any = indices[dim]
         # What is written twice, and a mask of bytes, which torch takes at times, are looked at by number.
-        if len(np.unique(positions)) == len(positions) and indices[dim].dtype is not torch.uint8:
+        if len(np.unique(positions)) == len(positions) and index.dtype is not torch.uint8:
             value = value.expand((*into.shape[:dim], *inner, *into.shape[dim + 1 :]))
             value = value.reshape((*into.shape[:dim], len(positions), *into.shape[dim + 1 :]))
             for place, first, count in runs(positions):
