@@ -20,7 +20,7 @@ from ._refusals import Refusals, caller
 from ._steps import Constant, Kind, cast, kind_of, operator_name, reread, short
 from ._threads import recorded
 from ._trace import Trace
-from ._tracer import Cell, Tracer, is_composite, is_ordinary, is_plain, mapped, meta_of, tensors_in, written
+from ._tracer import Cell, Tracer, is_composite, is_ordinary, is_plain, mapped, meta_of, parts_of, tensors_in, written
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
@@ -88,9 +88,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             count = storage.nbytes() // tensor.itemsize
             cell = Cell(count, tensor.dtype, keep=storage)
-            if storage._cdata not in self.lent:  # whose elements may be others at any time
+            if storage._cdata not in self.lent:  # those may have other elements at any time
                 self.cells[storage._cdata] = cell
-                cell.note(tensor)
             if tensor.device.type != "meta" and count:
                 with torch._C._DisableTorchDispatch():
                     elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
@@ -154,30 +153,31 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor holds traced values, which are in no memory."""
-        if isinstance(tensor, Tracer):
-            return True
-        cell = self.cells.get(tensor.untyped_storage()._cdata) if is_ordinary(tensor) else None
+        if isinstance(tensor, Tracer) or not is_ordinary(tensor):
+            return isinstance(tensor, Tracer)
+        with torch._C.DisableTorchFunction():
+            cell = self.cells.get(tensor.untyped_storage()._cdata)
         return cell is not None and cell.is_ahead
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
         if is_ordinary(tensor):
-            with self.lock:
+            with self.lock, torch._C.DisableTorchFunction():
                 self.cells.pop(tensor.untyped_storage()._cdata, None)
 
     def own(self, tensor: torch.Tensor) -> None:
         """Take a tensor for the code's own, which it may change while it is traced."""
         if is_ordinary(tensor):
-            with self.lock:
+            with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
         """Note that others have a tensor's memory from now on, by what they got it."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
-            with self.lock:
+            self.forget(tensor)
+            with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
-                self.cells.pop(storage._cdata, None)
                 self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
 
     # Operations.
@@ -191,10 +191,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = tensors_in(args, kwargs)
             if self._is_traced(func, tensors):
                 result = self._record(func, args, kwargs, tensors)
-                if func._schema.is_mutable and not is_composite(func):
-                    for tensor in written(func, args, kwargs):
-                        if not isinstance(tensor, Tracer) and (cell := self.find_cell(tensor)) is not None:
-                            cell.note(tensor, 1)
+                self._note_versions(tensors, [] if is_composite(func) else written(func, args, kwargs))
                 return result
             if self._is_model_s(func, args):
                 return self._record_fill(func, args, kwargs)
@@ -207,7 +204,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
         if not any(isinstance(each, Tracer) for each in tensors):
-            cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
+            parts = [part for each in tensors for part in parts_of(each)]
+            cells = [cell for each in parts if (cell := self.find_cell(each)) is not None]
             if not any(cell.is_ahead for cell in cells):
                 return False
         # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
@@ -268,9 +266,16 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return mapped(tracer, func(*map(meta_of, args), **{word: meta_of(each) for word, each in kwargs.items()}))
 
+    def _note_versions(self, tensors: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Tracer) and (cell := self.find_cell(tensor)) is not None:
+                changes = sum(each is tensor for each in changed)
+                if changes or not cell.versions:
+                    cell.note(tensor, changes)
+
     def _record_fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operations.RULES[operator_name(func)](self, func, *args, **kwargs)
-        self.cell(args[0]).note(args[0], 1)
+        self._note_versions(tensors_in(args, kwargs), [args[0]])
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

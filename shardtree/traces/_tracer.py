@@ -29,6 +29,7 @@ SAFETENSORS = {
     torch.bool: "BOOL",
 }
 """The names of dtypes in safetensors' files."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Cell:
@@ -202,6 +203,13 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory of its own: a parameter of any class does, a DTensor doesn't."""
     return tensor.layout is torch.strided and is_plain(type(tensor))
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that have a tensor's elements: itself, or a sparse one's values."""
+    if tensor.layout is torch.strided or not is_plain(type(tensor)):
+        return (tensor,)
+    return (tensor._values() if tensor.is_sparse else tensor.values(),) if tensor.layout in _SPARSE else (tensor,)
 
 
 def is_plain(kind: Any) -> bool:
