@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ._steps import kind_of
 from ._tracer import Tracer, become, is_ordinary
 
 if TYPE_CHECKING:
@@ -34,13 +35,9 @@ class Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return rule(self.record, func, args, kwargs or {})
 
-    def show(self, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-        """Return what a function gives that torch shows to no mode."""
-        return (
-            func(*args, **kwargs)
-            if self.record.is_done
-            else SHOWN[func.__name__.strip("_")](self.record, func, args, kwargs)
-        )
+    def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+        """Return the result of a function that torch shows to no mode, given its name in `SHOWN`."""
+        return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -54,7 +51,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _check(record: Record, func: Callable[..., Any], values: Any) -> None:
     """Raise if a tensor among values holds traced ones, which func would look for in its memory."""
-    if holders := [each for each in _tensors(values) if record.holds(each)]:
+    if holders := [each for each in _tensors(values) if record.held(each) is not None]:
         record.refuse(_name(func), holders)
 
 
@@ -111,12 +108,14 @@ def _take(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
 
 
 def _describe(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    return repr(record.as_tracer(args[0])) if record.holds(args[0]) else func(*args, **kwargs)
+    """Return text about a tensor; that of traced values has none of them, and asks for none."""
+    cell = record.held(args[0])
+    return func(*args, **kwargs) if cell is None else f"Tracer({record.names_in([cell])}, {kind_of(args[0])})"
 
 
 def _copy_deeply(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     tensor, memo = args
-    if record.holds(tensor):
+    if record.held(tensor) is not None:
         memo[id(tensor)] = copy = record.as_tracer(tensor).clone()
         return copy
     if not is_ordinary(tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,16 +15,25 @@ from ..errors import TraceError, error_text, shorten
 from . import _operations as operations
 from ._memory import Watch
 from ._moves import Move, is_nested, read_of, through, whole
-from ._outputs import checked_outputs, collected
 from ._refusals import Refusals, caller
-from ._steps import Constant, Kind, cast, kind_of, operator_name, reread, short
-from ._threads import recorded
-from ._trace import Trace
-from ._tracer import Cell, Tracer, is_composite, is_ordinary, is_plain, mapped, meta_of, parts_of, tensors_in, written
+from ._steps import Constant, Kind, cast, operator_name, reread, short
+from ._tracer import (
+    Cell,
+    Tracer,
+    elements_of,
+    is_composite,
+    is_ordinary,
+    is_plain,
+    mapped,
+    meta_of,
+    tensors_in,
+    written,
+)
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
 _FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
   copies, gathers by known indices, casts, and functions of each element."""
+_LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
 _FILLS = ("copy_", "fill_", "zero_")
 
 
@@ -151,17 +160,17 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Memory.
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor holds traced values, which are in no memory."""
+    def held(self, tensor: torch.Tensor) -> Cell | None:
+        """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
         if isinstance(tensor, Tracer) or not is_ordinary(tensor):
-            return isinstance(tensor, Tracer)
+            return tensor.cell if isinstance(tensor, Tracer) else None
         with torch._C.DisableTorchFunction():
             cell = self.cells.get(tensor.untyped_storage()._cdata)
-        return cell is not None and cell.is_ahead
+        return cell if cell is not None and cell.is_ahead else None
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
-        if is_ordinary(tensor):
+        if is_ordinary(tensor) and self.held(tensor) is None:
             with self.lock, torch._C.DisableTorchFunction():
                 self.cells.pop(tensor.untyped_storage()._cdata, None)
 
@@ -175,6 +184,8 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def lend(self, tensor: torch.Tensor, name: str) -> None:
         """Note that others have a tensor's memory from now on, by what they got it."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
+            if self.held(tensor) is not None:
+                self.refuse(name, [tensor])
             self.forget(tensor)
             with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
@@ -190,22 +201,35 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
             if self._is_traced(func, tensors):
-                result = self._record(func, args, kwargs, tensors)
-                self._note_versions(tensors, [] if is_composite(func) else written(func, args, kwargs))
+                result = self._recorded(func, args, kwargs, tensors)
+                if ordinary := [each for each in tensors if not isinstance(each, Tracer)]:
+                    self._note_versions(ordinary, [] if is_composite(func) else written(func, args, kwargs))
                 return result
             if self._is_model_s(func, args):
                 return self._record_fill(func, args, kwargs)
         # Not with the lock: it may take long, or wait for another thread.
         result = func(*args, **kwargs)
-        with self.lock, torch._C.DisableTorchFunction():
-            self._note(func, args, kwargs, result)
+        if not func.is_view or func is _LIFT:
+            with self.lock, torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, result)
         return result
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        try:
+            return self._record(func, args, kwargs, tensors)
+        except (TraceError, IndexError):  # indices that an axis doesn't have are the code's own error
+            raise
+        except Exception as error:
+            try:
+                func(*meta_of(args), **{word: meta_of(each) for word, each in kwargs.items()})
+            except Exception:
+                raise error from None  # it would be raised without a trace, too
+            self.refuse(operator_name(func), tensors)
 
     def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
         if not any(isinstance(each, Tracer) for each in tensors):
-            parts = [part for each in tensors for part in parts_of(each)]
-            cells = [cell for each in parts if (cell := self.find_cell(each)) is not None]
+            cells = [cell for each in tensors if (cell := self.find_cell(elements_of(each))) is not None]
             if not any(cell.is_ahead for cell in cells):
                 return False
         # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
@@ -268,7 +292,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_versions(self, tensors: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            if not isinstance(tensor, Tracer) and (cell := self.find_cell(tensor)) is not None:
+            if (cell := self.find_cell(tensor)) is not None:
                 changes = sum(each is tensor for each in changed)
                 if changes or not cell.versions:
                     cell.note(tensor, changes)
@@ -295,11 +319,11 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else:  # filled by something else: what it holds now counts
                     self.own(tensor)
                     self.forget(tensor)
-        if name == "lift_fresh":
+        if func is _LIFT:
             self._note_new(result, is_empty=False)
             if not result.untyped_storage().resizable():
                 self.lend(result, "an array")
-        elif not func._schema.is_mutable and not func.is_view:
+        elif not func._schema.is_mutable:
             mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
 
     def _note_new(self, result: Any, *, is_empty: bool) -> None:
@@ -357,63 +381,3 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _weak_reference(storage: Any) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def trace(
-    function: Callable[[dict[str, Any]], Any],
-    sources: Mapping[str, Any],
-    *,
-    into: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-    may_catch: Collection[str] = (),
-) -> Trace:
-    """Run loading code once on tensors without data, and return what it does to their elements.
-
-    The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
-    those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, unless it replaces them, so a model is best made on the meta device. Threads that it starts are recorded
-    too; what can't be seen, `docs/trace.md` lists.
-
-    Args:
-        function: takes a dict of tensors by name, and returns tensors by name; or it fills what `into` names, as a
-            model's own loader does: ``lambda tensors: model.load_weights(tensors.items())``.
-        sources: anything with a shape and a dtype, by name: an open checkpoint, shards, tensors.
-        into: is called afterwards for the destinations, as ``model.state_dict``. What they held before counts as
-            never written.
-        may_catch: names of operations, as "max", whose refusal the code may catch and do something else instead; of
-            any other, that would be taken for what it does.
-
-    Raises:
-        TraceError: the code asks for elements; names the operation, the source and the caller's line. Or it caught that
-            error; or tensors were changed unseen.
-
-    Examples:
-        >>> import shardtree as st
-        >>> def load(tensors):
-        ...     q, k, v = tensors["qkv"].chunk(3)
-        ...     return {"q": q, "kv": torch.stack([k, v])}
-        >>> found = st.trace(load, {"qkv": torch.empty(6, 4)})
-        >>> print(found)
-        trace: 1 source -> 2 outputs
-          q: float32[2,4] =
-            [a, b] = qkv[0:+a, b]  (a=2 b=4)
-          kv: float32[2,2,4] =
-            [a, b, c] = qkv[2:+(a b), c]  (a=2 b=2 c=4)
-        >>> found.inverse()(found({"qkv": torch.arange(24.0).view(6, 4)}))["qkv"][1]
-        tensor([4., 5., 6., 7.])
-
-    References:
-        `jax.make_jaxpr`, for the form.
-    """
-    record = Record()
-    # An open checkpoint's metadata: its values would be made, and its objects read.
-    entries = getattr(sources, "metadata", sources)
-    kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
-    tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    with recorded(Watch(record)):
-        result = function(dict(tracers))
-        tensors = into() if into is not None else result
-        record.refusals.check_caught(may_catch)
-        with record.lock, torch._C.DisableTorchFunction():
-            found = collected(record, kinds, checked_outputs(tensors), fills=into is not None)
-    record.check_unchanged()
-    return found

@@ -157,7 +157,7 @@ def _refuses(word: str, what: str) -> None:
 # What reads a tensor's memory without passing torch's dispatcher.
 for _word in (
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"),
-    *("apply_", "map_", "map2_"),
+    *("apply_", "map_", "map2_", "new", "resize_as"),
 ):
     _refuses(_word, _word.strip("_"))
 _refuses("__reduce_ex__", "pickling")
@@ -205,11 +205,11 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and is_plain(type(tensor))
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that have a tensor's elements: itself, or a sparse one's values."""
-    if tensor.layout is torch.strided or not is_plain(type(tensor)):
-        return (tensor,)
-    return (tensor._values() if tensor.is_sparse else tensor.values(),) if tensor.layout in _SPARSE else (tensor,)
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has a tensor's elements: itself, or a sparse one's values."""
+    if tensor.layout not in _SPARSE or not is_plain(type(tensor)):
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()
 
 
 def is_plain(kind: Any) -> bool:
