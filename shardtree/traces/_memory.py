@@ -57,7 +57,8 @@ def _check(record: Record, func: Callable[..., Any], values: Any) -> None:
 
 def _name(func: Any) -> str:
     own = getattr(getattr(func, "__self__", None), "fget", func)  # a property's
-    return _ITEM if func in _NUMBERS else str(own.__name__).strip("_")
+    name = str(own.__name__).lstrip("_")
+    return _ITEM if func in _NUMBERS else name.removesuffix("__")
 
 
 # Rules: each calls the function, or does what it would.
@@ -76,6 +77,19 @@ def _read(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
 def _read_lists(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a tensor of data: another tensor reaches the dispatcher, and those in lists don't."""
     _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))])
+    return func(*args, **kwargs)
+
+
+def _read_index(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Index by lists of lists, which torch makes tensors of."""
+    if isinstance(args[1], (list, tuple)):
+        _check(record, func, [each for each in args[1] if isinstance(each, (list, tuple))])
+    return func(*args, **kwargs)
+
+
+def _read_sizes(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Cut a tensor where another one's elements say."""
+    _check(record, func, [*args[1:], *kwargs.values()])
     return func(*args, **kwargs)
 
 
@@ -130,12 +144,19 @@ _T = torch.Tensor
 _ITEM = "item, bool, int or float"
 _NUMBERS = (_T.item, _T.__bool__, _T.__int__, _T.__float__, _T.__complex__, _T.__index__)
 _STORAGES = (_T.untyped_storage, _T.storage)
+_OF_LISTS = (
+    *(torch.tensor, torch.as_tensor, torch.asarray, _T.new_tensor, _T.new),
+    *(torch.sparse_coo_tensor, torch.sparse_compressed_tensor),
+    *(torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_bsr_tensor, torch.sparse_bsc_tensor),
+)
 _RULES: dict[Any, Rule] = {
     _T.data.__set__: _set_data,  # type: ignore[attr-defined]
     _T.__deepcopy__: _copy_deeply,
     **dict.fromkeys((_T.__repr__, _T.__format__), _describe),
     **dict.fromkeys((*_NUMBERS, _T.tolist), _read),
-    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _T.new_tensor), _read_lists),
+    **dict.fromkeys(_OF_LISTS, _read_lists),
+    **dict.fromkeys((_T.__getitem__, _T.__setitem__), _read_index),
+    **dict.fromkeys((torch.tensor_split, _T.tensor_split), _read_sizes),
     **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),  # type: ignore[attr-defined]
     **dict.fromkeys((*_STORAGES, _T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
     _T.__cuda_array_interface__.__get__: _give,  # type: ignore[attr-defined]

@@ -159,7 +159,7 @@ for _word in (
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"),
     *("apply_", "map_", "map2_", "new", "resize_as"),
 ):
-    _refuses(_word, _word.strip("_"))
+    _refuses(_word, _word.removeprefix("__").removesuffix("__"))
 _refuses("__reduce_ex__", "pickling")
 
 
