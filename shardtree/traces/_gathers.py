@@ -16,7 +16,7 @@ from ._steps import Constant, number, operator_name
 from ._tracer import Tracer, mapped, tensors_in
 
 if TYPE_CHECKING:
-    from ._recording import Record
+    from ._cells import Cells
 
 Array = np.ndarray[Any, Any]
 Rule = Callable[..., torch.Tensor]
@@ -32,7 +32,7 @@ _INDICES = {"index", "indices", "mask", "repeats"}
 
 
 def known(
-    record: Record, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    record: Cells, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an operation's arguments with all indices as ordinary tensors on the CPU.
 
@@ -45,7 +45,7 @@ def known(
     return tuple(new), {word: mapped(take, value) if word in _INDICES else value for word, value in kwargs.items()}
 
 
-def _known(record: Record, what: str, index: Any) -> Any:
+def _known(record: Cells, what: str, index: Any) -> Any:
     if not isinstance(index, torch.Tensor):
         return index
     if not isinstance(index, Tracer):
@@ -110,7 +110,7 @@ def only_axis(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> i
     return dim if is_one and not others else None
 
 
-def gather(record: Record, tensor: torch.Tensor, dim: int, index: Array) -> Tracer:
+def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Tracer:
     """Return the elements at positions along an axis."""
     view: torch.Tensor = tensor.meta if isinstance(tensor, Tracer) else tensor
     shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
@@ -145,7 +145,7 @@ def positions_along(
     return positions, (len(positions),) if _is_mask(index) else tuple(index.shape)
 
 
-def _index_select(record: Record, func: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _index_select(record: Cells, func: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     # torch takes no masks here, and no numbers that count from the end: it says so itself.
     size = tensor.shape[dim] if tensor.ndim else 0
     if index.ndim > 1 or _is_mask(index) or bool(((index < 0) | (index >= size)).any()):
@@ -154,7 +154,7 @@ def _index_select(record: Record, func: Any, tensor: torch.Tensor, dim: int, ind
     return gather(record, tensor, dim, _positions(index, tensor.shape[dim]))
 
 
-def _index(record: Record, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _index(record: Cells, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
     if (dim := only_axis(tensor, indices)) is None:
         return _by_number(record, func, tensor, indices)
     positions, inner = positions_along(tensor, indices, dim)
@@ -164,12 +164,12 @@ def _index(record: Record, func: Any, tensor: torch.Tensor, indices: Sequence[to
 # By the elements' numbers: what an operation does to them, it does to any elements.
 
 
-def check_numbers(record: Record, func: Any, tensor: torch.Tensor) -> None:
+def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
     if tensor.numel() > MOST_NUMBERS:
         record.refuse(operator_name(func), [tensor])
 
 
-def _by_number(record: Record, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Record an operation that moves elements, by doing it to the elements' numbers."""
     if others := [each for each in tensors_in(args, kwargs) if isinstance(each, Tracer)]:
         record.refuse(operator_name(func), others)
@@ -192,7 +192,7 @@ def _by_number(record: Record, func: Any, tensor: torch.Tensor, *args: Any, **kw
 def _gathering(rule: Rule) -> Rule:
     """Return the rule of an operation that takes elements by indices."""
 
-    def gathering(record: Record, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def gathering(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = known(record, func, args, kwargs)
         if not any(isinstance(each, Tracer) for each in tensors_in(args, kwargs)):
             constant: torch.Tensor = func(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ._steps import kind_of
 from ._tracer import Tracer, become, is_ordinary
 
 if TYPE_CHECKING:
@@ -34,13 +35,9 @@ class Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return rule(self.record, func, args, kwargs or {})
 
-    def show(self, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-        """Return what a function gives that torch shows to no mode."""
-        return (
-            func(*args, **kwargs)
-            if self.record.is_done
-            else SHOWN[func.__name__.strip("_")](self.record, func, args, kwargs)
-        )
+    def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+        """Return the result of a function that torch shows to no mode, given its name in `SHOWN`."""
+        return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -54,13 +51,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _check(record: Record, func: Callable[..., Any], values: Any) -> None:
     """Raise if a tensor among values holds traced ones, which func would look for in its memory."""
-    if holders := [each for each in _tensors(values) if record.holds(each)]:
+    if holders := [each for each in _tensors(values) if record.held(each) is not None]:
         record.refuse(_name(func), holders)
 
 
 def _name(func: Any) -> str:
     own = getattr(getattr(func, "__self__", None), "fget", func)  # a property's
-    return _ITEM if func in _NUMBERS else str(own.__name__).strip("_")
+    name = str(own.__name__).lstrip("_")
+    return _ITEM if func in _NUMBERS else name.removesuffix("__")
 
 
 # Rules: each calls the function, or does what it would.
@@ -83,9 +81,15 @@ def _read_lists(record: Record, func: Callable[..., Any], args: Args, kwargs: Op
 
 
 def _read_index(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    """Take elements by an index: a tensor in it reaches the dispatcher, and those in its lists don't."""
-    index = args[1] if isinstance(args[1], tuple) else args[1:2]
-    _check(record, func, [each for each in index if isinstance(each, list)])
+    """Index by lists of lists, which torch makes tensors of."""
+    if isinstance(args[1], (list, tuple)):
+        _check(record, func, [each for each in args[1] if isinstance(each, (list, tuple))])
+    return func(*args, **kwargs)
+
+
+def _read_sizes(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Cut a tensor where another one's elements say."""
+    _check(record, func, [*args[1:], *kwargs.values()])
     return func(*args, **kwargs)
 
 
@@ -118,12 +122,14 @@ def _take(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
 
 
 def _describe(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
-    return repr(record.as_tracer(args[0])) if record.holds(args[0]) else func(*args, **kwargs)
+    """Return text about a tensor; that of traced values has none of them, and asks for none."""
+    cell = record.held(args[0])
+    return func(*args, **kwargs) if cell is None else f"Tracer({record.names_in([cell])}, {kind_of(args[0])})"
 
 
 def _copy_deeply(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     tensor, memo = args
-    if record.holds(tensor):
+    if record.held(tensor) is not None:
         memo[id(tensor)] = copy = record.as_tracer(tensor).clone()
         return copy
     if not is_ordinary(tensor):
@@ -138,13 +144,19 @@ _T = torch.Tensor
 _ITEM = "item, bool, int or float"
 _NUMBERS = (_T.item, _T.__bool__, _T.__int__, _T.__float__, _T.__complex__, _T.__index__)
 _STORAGES = (_T.untyped_storage, _T.storage)
+_OF_LISTS = (
+    *(torch.tensor, torch.as_tensor, torch.asarray, _T.new_tensor, _T.new),
+    *(torch.sparse_coo_tensor, torch.sparse_compressed_tensor),
+    *(torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_bsr_tensor, torch.sparse_bsc_tensor),
+)
 _RULES: dict[Any, Rule] = {
     _T.data.__set__: _set_data,  # type: ignore[attr-defined]
     _T.__deepcopy__: _copy_deeply,
     **dict.fromkeys((_T.__repr__, _T.__format__), _describe),
     **dict.fromkeys((*_NUMBERS, _T.tolist), _read),
-    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _T.new_tensor), _read_lists),
+    **dict.fromkeys(_OF_LISTS, _read_lists),
     **dict.fromkeys((_T.__getitem__, _T.__setitem__), _read_index),
+    **dict.fromkeys((torch.tensor_split, _T.tensor_split), _read_sizes),
     **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),  # type: ignore[attr-defined]
     **dict.fromkeys((*_STORAGES, _T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
     _T.__cuda_array_interface__.__get__: _give,  # type: ignore[attr-defined]

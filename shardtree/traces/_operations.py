@@ -17,7 +17,7 @@ from ._steps import EXACT, INEXACT, Computed, Constant, Function, Operand, numbe
 from ._tracer import Tracer, is_ordinary, meta_of
 
 if TYPE_CHECKING:
-    from ._recording import Record
+    from ._cells import Cells
 
 ELEMENTWISE = EXACT | INEXACT
 VIEWS = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "view"}
@@ -25,7 +25,7 @@ EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided
 RANDOM = {"rand_like", "randn_like", "randint_like"}
 
 
-def _made_like(record: Record, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tracer:
+def _made_like(record: Cells, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tracer:
     """Return the empty result of an operation that makes a new tensor; devices aren't traced."""
     # The dtype and the memory format stay: strides follow from them.
     options = {word: value for word, value in kwargs.items() if word not in ("device", "pin_memory", "non_blocking")}
@@ -33,7 +33,7 @@ def _made_like(record: Record, func: Any, args: Sequence[Any], kwargs: dict[str,
     return record.fresh(func(*meta_of(args), **options))
 
 
-def _record_copy(record: Record, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Tracer:
+def _record_copy(record: Cells, func: Any, tensor: torch.Tensor, **kwargs: Any) -> Tracer:
     new = _made_like(record, func, [tensor], kwargs)
     record.write(new, tensor)
     return new
@@ -42,13 +42,13 @@ def _record_copy(record: Record, func: Any, tensor: torch.Tensor, **kwargs: Any)
 def _fill_rule(value: int | None, place: int = 0) -> Callable[..., torch.Tensor]:
     """Return the rule of an operation that fills a new tensor with a number, or with the argument at a place."""
 
-    def rule(record: Record, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def rule(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return fill(record, func, _made_like(record, func, args, kwargs), args[place] if value is None else value)
 
     return rule
 
 
-def fill(record: Record, func: Any, into: torch.Tensor, value: Any = 0) -> torch.Tensor:
+def fill(record: Cells, func: Any, into: torch.Tensor, value: Any = 0) -> torch.Tensor:
     """Record that all elements of a view are one number, or an element of a tensor."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
@@ -62,20 +62,20 @@ def fill(record: Record, func: Any, into: torch.Tensor, value: Any = 0) -> torch
     return into
 
 
-def _random(record: Record, func: Any, into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _random(record: Cells, func: Any, into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """Record that what was there is gone: random elements are nobody's, so they count as never written."""
     record.put(into, ())
     return into
 
 
-def _copy(record: Record, func: Any, into: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+def _copy(record: Cells, func: Any, into: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     if not isinstance(into, Tracer) and not is_ordinary(into):
         record.refuse(f"copy_ into a {type(into).__name__}", [tensor])
     record.write(into, tensor)
     return into
 
 
-def _cat(record: Record, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def _cat(record: Cells, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     new = _made_like(record, func, [tensors, dim], {})
     parts = [each for each in tensors if each.shape != (0,)]  # torch joins these with tensors of any shape
     for part, end in zip(parts, accumulate(each.shape[dim] for each in parts), strict=True):
@@ -83,11 +83,11 @@ def _cat(record: Record, func: Any, tensors: Sequence[torch.Tensor], dim: int = 
     return new
 
 
-def _stack(record: Record, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def _stack(record: Cells, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return torch.cat([each.unsqueeze(dim) for each in tensors], dim % (tensors[0].ndim + 1))
 
 
-def _flip(record: Record, func: Any, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+def _flip(record: Cells, func: Any, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     new = record.fresh(func(meta_of(tensor), dims))  # with torch's checks, and its strides
     for dim in dims:
         index = np.arange(tensor.shape[dim] - 1, -1, -1, dtype=np.int64)
@@ -96,7 +96,7 @@ def _flip(record: Record, func: Any, tensor: torch.Tensor, dims: Sequence[int]) 
     return new
 
 
-def _pad(record: Record, func: Any, tensor: torch.Tensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
+def _pad(record: Cells, func: Any, tensor: torch.Tensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
     pairs = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     pairs = [(0, 0)] * (tensor.ndim - len(pairs)) + pairs  # torch names the last axis first, and may stop early
     sizes = [size + low + high for size, (low, high) in zip(tensor.shape, pairs, strict=True)]
@@ -109,7 +109,7 @@ def _pad(record: Record, func: Any, tensor: torch.Tensor, pad: Sequence[int], va
     return new
 
 
-def _repeat(record: Record, func: Any, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _repeat(record: Cells, func: Any, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     sizes = (*(1,) * (len(counts) - tensor.ndim), *tensor.shape)
     wide = [each for pair in zip(counts, sizes, strict=True) for each in pair]
     ones = [each for size in sizes for each in (1, size)]
@@ -118,7 +118,7 @@ def _repeat(record: Record, func: Any, tensor: torch.Tensor, counts: Sequence[in
 
 
 def _roll(
-    record: Record, func: Any, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
+    record: Cells, func: Any, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()
 ) -> torch.Tensor:
     new = tensor if dims else tensor.reshape(-1)
     for shift, dim in zip(shifts, dims or [0], strict=True):
@@ -130,7 +130,7 @@ def _roll(
 # Functions of each element.
 
 
-def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
+def elementwise(record: Cells, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
     """Record a function of each element: of one tensor as what its elements go through, else as something computed."""
     meta = func(*meta_of(args), **kwargs)
     new = record.fresh(meta)
@@ -164,7 +164,7 @@ def elementwise(record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[s
 # What operations write to.
 
 
-def check_cast(record: Record, name: str, result: torch.Tensor, into: torch.Tensor) -> None:
+def check_cast(record: Cells, name: str, result: torch.Tensor, into: torch.Tensor) -> None:
     """Raise unless torch casts an operation's result to what it is written to, as it doesn't real numbers to integers.
 
     Raises:
@@ -175,7 +175,7 @@ def check_cast(record: Record, name: str, result: torch.Tensor, into: torch.Tens
         record.refuse(name, [result], why=why)
 
 
-def write_out(record: Record, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def write_out(record: Cells, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Record that a result is copied to ``out=``, which torch gives the result's shape if it is empty."""
     check_cast(record, "out=", result, out)
     if out.shape != result.shape:

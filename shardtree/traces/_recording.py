@@ -1,42 +1,47 @@
-"""Recording: what torch's operations do to the elements of tensors without data is written down."""
+"""Recording: what torch's operations do to tensors without data is written down in cells."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import TraceError, error_text, shorten
+from ..errors import TraceError, error_text
 from . import _operations as operations
+from ._cells import Cells
 from ._memory import Watch
-from ._moves import Move, read_of, through, whole
-from ._refusals import Refusals, caller
-from ._scatters import EXPANDED, hole_of, write_apart
-from ._steps import Constant, Kind, bits, cast, operator_name, reread, seen_through, short
-from ._tracer import Cell, Tracer, is_composite, is_ordinary, is_plain, mapped, meta_of, tensors_in, written
+from ._refusals import caller
+from ._steps import Constant, operator_name, short
+from ._tracer import (
+    Cell,
+    Tracer,
+    elements_of,
+    is_composite,
+    is_ordinary,
+    is_plain,
+    mapped,
+    meta_of,
+    tensors_in,
+    written,
+)
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
-_FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
-  copies, gathers by known indices, casts, and functions of each element."""
+_LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
 _FILLS = ("copy_", "fill_", "zero_")
 
 
-class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One run: which ordinary tensors hold what, by their storages, and how each operation is recorded."""
+class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One run: how each of torch's operations is recorded."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cells: dict[int, Cell] = {}
+        Cells.__init__(self)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
-        # Those whose memory others have, who see no traced value there: by what they got it, and where.
-        self.lent: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.refusals = Refusals()
         self.is_done = False
         self.lock = threading.RLock()  # loaders use threads
 
@@ -51,153 +56,37 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # a tensor around others does what it does to those, which is recorded
         return self.run(func, args, kwargs or {})
 
-    # Tensors and their cells.
-
-    def source(self, name: str, kind: Kind) -> Tracer:
-        """Return the tracer of a source."""
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-        return Tracer(self, Cell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
-
-    def fresh(self, meta: torch.Tensor) -> Tracer:
-        """Return a new tensor like a meta one, of which nothing is written."""
-        return Tracer(self, Cell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
-
-    def find_cell(self, tensor: torch.Tensor) -> Cell | None:
-        """Return a tensor's cell, None for an ordinary one that nothing is recorded of."""
-        if isinstance(tensor, Tracer):
-            return tensor.cell
-        if not is_ordinary(tensor):
-            return None
-        cell = self.cells.get(tensor.untyped_storage()._cdata)
-        if cell is not None and cell.dtype.itemsize != tensor.itemsize:
-            if len(cell.writes):
-                self.refuse("a view as a dtype of another size", [])
-            # A buffer of bytes, say, that is cut into tensors: its unit is that of what is written first.
-            cell.numel, cell.dtype = cell.numel * cell.dtype.itemsize // tensor.itemsize, tensor.dtype
-        return cell
-
-    def cell(self, tensor: torch.Tensor) -> Cell:
-        """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
-        cell = self.find_cell(tensor)
-        if cell is None:
-            if not is_ordinary(tensor):
-                self.refuse(f"what is made with a {type(tensor).__name__}", [])
-            storage = tensor.untyped_storage()
-            count = storage.nbytes() // tensor.itemsize
-            cell = Cell(count, tensor.dtype, keep=storage)
-            if storage._cdata not in self.lent:  # whose elements may be others at any time
-                self.cells[storage._cdata] = cell
-                cell.note(tensor)
-            if tensor.device.type != "meta" and count:
-                with torch._C._DisableTorchDispatch():
-                    elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
-                    elements = elements.cpu().clone()
-                    rows = bits(elements).reshape(count, -1)  # by bits: 0.0 isn't -0.0
-                    is_one = count > 1 and bool((rows == rows[0]).all())
-                cell.before = Constant(elements[:1].clone() if is_one else elements)
-                loops = ((count, 1, 0 if is_one else 1),) if count > 1 else ()
-                cell.writes.add(Move(cell.before, 0, 0, loops))
-        return cell
-
-    def as_tracer(self, value: Any) -> Any:
-        """Return an ordinary tensor that was written to as a tracer of the same cell."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
-            return value
-        meta = torch.empty(cell.numel, dtype=value.dtype, device="meta")
-        meta = meta.as_strided(value.shape, value.stride(), value.storage_offset())
-        meta = meta.conj() if value.is_conj() else meta
-        return Tracer(self, cell, torch._neg_view(meta) if value.is_neg() else meta)
-
-    def seen(self, cell: Cell, view: torch.Tensor) -> tuple[Any, ...]:
-        """Return the steps that a storage's elements go through in a view of it."""
-        return (*reread(cell.dtype, view.dtype), *seen_through(view))
-
-    def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
-        """Return the moves that bring a tensor's elements to places with these steps."""
-        view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
-        moves = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
-        return list(through(moves, self.seen(cell, view)))
-
-    def write(
-        self, into: torch.Tensor, tensor: torch.Tensor, via: tuple[Any, ...] = (), *, keeps: bool = False
-    ) -> None:
-        """Record a ``copy_``, which broadcasts and casts.
-
-        Args:
-            into: what is written to.
-            tensor: what is.
-            via: what elements go through besides.
-            keeps: whether it is made of what was there, which so isn't lost.
-        """
-        view = into.meta if isinstance(into, Tracer) else into
-        tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
-        via = via or cast(tensor.dtype, view.dtype)
-        if (hole := hole_of(view)) is None:
-            write_apart(self, into, tensor, via, keeps=keeps)
-        else:
-            moves = through(self.reads(tensor, view.stride(), int(view.storage_offset())), via)
-            self.exchange(into, [hole], moves, keeps=keeps)
-
-    def put(self, into: torch.Tensor, moves: Sequence[Move]) -> None:
-        """Record that moves write all of a view, instead of what was there."""
-        if (hole := hole_of(into.meta if isinstance(into, Tracer) else into)) is None:
-            self.refuse("writing", [into], why=EXPANDED)
-        self.exchange(into, [hole], moves)
-
-    def exchange(
-        self, into: torch.Tensor, holes: Sequence[Move], moves: Sequence[Move], *, keeps: bool = False
-    ) -> None:
-        """Record that moves write places of a storage, instead of what was there.
-
-        Args:
-            into: a view of the storage.
-            holes: the places, nested.
-            moves: what is written, as the view has it.
-            keeps: whether it is made of what was there.
-        """
-        view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
-        if cell.keep is not None and cell.keep._cdata in self.lent:
-            self.refuse_write(self.lent[cell.keep._cdata][1], moves)
-        count = sum([hole.numel for hole in holes])
-        if count == cell.numel:
-            old = cell.writes.clear()
-        else:
-            old = [move for hole in holes if count and len(cell.writes) for move in cell.writes.take(hole)]
-        if not keeps:
-            cell.overwritten += [move for move in old if not isinstance(move.root, Constant)]
-        for move in through(moves, (*seen_through(view), *reread(view.dtype, cell.dtype))):
-            cell.writes.add(move)
-        cell.is_ahead = True
-
     # Memory.
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor holds traced values, which are in no memory."""
-        if isinstance(tensor, Tracer):
-            return True
-        cell = self.cells.get(tensor.untyped_storage()._cdata) if is_ordinary(tensor) else None
-        return cell is not None and cell.is_ahead
+    def held(self, tensor: torch.Tensor) -> Cell | None:
+        """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
+        if isinstance(tensor, Tracer) or not is_ordinary(tensor):
+            return tensor.cell if isinstance(tensor, Tracer) else None
+        with torch._C.DisableTorchFunction():
+            cell = self.cells.get(tensor.untyped_storage()._cdata)
+        return cell if cell is not None and cell.is_ahead else None
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
-        if is_ordinary(tensor):
-            with self.lock:
+        if is_ordinary(tensor) and self.held(tensor) is None:
+            with self.lock, torch._C.DisableTorchFunction():
                 self.cells.pop(tensor.untyped_storage()._cdata, None)
 
     def own(self, tensor: torch.Tensor) -> None:
         """Take a tensor for the code's own, which it may change while it is traced."""
         if is_ordinary(tensor):
-            with self.lock:
+            with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
                 self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
     def lend(self, tensor: torch.Tensor, name: str) -> None:
         """Note that others have a tensor's memory from now on, by what they got it."""
         if is_ordinary(tensor) and tensor.device.type != "meta":
-            with self.lock:
+            if self.held(tensor) is not None:
+                self.refuse(name, [tensor])
+            self.forget(tensor)
+            with self.lock, torch._C.DisableTorchFunction():
                 storage = tensor.untyped_storage()
-                self.cells.pop(storage._cdata, None)
                 self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
 
     # Operations.
@@ -210,24 +99,35 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
             if self._is_traced(func, tensors):
-                result = self._record(func, args, kwargs, tensors)
-                if func._schema.is_mutable and not is_composite(func):
-                    for tensor in written(func, args, kwargs):
-                        if not isinstance(tensor, Tracer) and (cell := self.find_cell(tensor)) is not None:
-                            cell.note(tensor, 1)
+                result = self._recorded(func, args, kwargs, tensors)
+                if ordinary := [each for each in tensors if not isinstance(each, Tracer)]:
+                    self._note_versions(ordinary, [] if is_composite(func) else written(func, args, kwargs))
                 return result
             if self._is_model_s(func, args):
                 return self._record_fill(func, args, kwargs)
         # Not with the lock: it may take long, or wait for another thread.
         result = func(*args, **kwargs)
-        with self.lock, torch._C.DisableTorchFunction():
-            self._note(func, args, kwargs, result)
+        if not func.is_view or func is _LIFT:
+            with self.lock, torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, result)
         return result
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        try:
+            return self._record(func, args, kwargs, tensors)
+        except (TraceError, IndexError):  # indices that an axis doesn't have are the code's own error
+            raise
+        except Exception as error:
+            try:
+                func(*meta_of(args), **{word: meta_of(each) for word, each in kwargs.items()})
+            except Exception:
+                raise error from None  # it would be raised without a trace, too
+            self.refuse(operator_name(func), tensors)
 
     def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
         if not any(isinstance(each, Tracer) for each in tensors):
-            cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
+            cells = [cell for each in tensors if (cell := self.find_cell(elements_of(each))) is not None]
             if not any(cell.is_ahead for cell in cells):
                 return False
         # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
@@ -289,9 +189,16 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return mapped(tracer, func(*map(meta_of, args), **{word: meta_of(each) for word, each in kwargs.items()}))
 
+    def _note_versions(self, tensors: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if (cell := self.find_cell(tensor)) is not None:
+                changes = sum(each is tensor for each in changed)
+                if changes or not cell.versions:
+                    cell.note(tensor, changes)
+
     def _record_fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operations.RULES[operator_name(func)](self, func, *args, **kwargs)
-        self.cell(args[0]).note(args[0], 1)
+        self._note_versions(tensors_in(args, kwargs), [args[0]])
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -311,13 +218,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else:  # filled by something else: what it holds now counts
                     self.own(tensor)
                     self.forget(tensor)
-        if name == "lift_fresh":
+        if func is _LIFT:
             self._note_new(result, is_empty=False)
             if not result.untyped_storage().resizable():
                 self.lend(result, "an array")
         elif name == "scalar_tensor" and result.is_meta:
             operations.fill(self, func, result, args[0])  # of `meta[1:] = 0.5`, which keeps no number
-        elif not func._schema.is_mutable and not func.is_view:
+        elif not func._schema.is_mutable:
             mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
 
     def _note_new(self, result: Any, *, is_empty: bool) -> None:
@@ -326,44 +233,6 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_empty and result.numel():
                 storage = result.untyped_storage()
                 self.cells[storage._cdata] = Cell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
-
-    def names(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return which sources are in tensors, for a message."""
-        return self.names_in([cell for each in tensors if (cell := self.find_cell(each)) is not None])
-
-    def names_in(self, cells: Sequence[Cell]) -> str:
-        """Return which sources are in cells, for a message."""
-        moves = (move for cell in cells for move in cell.writes if not isinstance(move.root, Constant))
-        roots = dict.fromkeys(repr(str(move.root)) for move in moves)
-        return ", ".join(shorten(roots, shown=3)) or "a new tensor"
-
-    def refuse(self, name: str, tensors: Sequence[torch.Tensor], why: str | None = None) -> NoReturn:
-        """Raise the error for an operation that isn't recorded.
-
-        Args:
-            name: Name of the operation.
-            tensors: Tensors that it was given.
-            why: Reason, if it isn't that elements are needed.
-
-        Raises:
-            TraceError: names it, the sources and the caller's line.
-        """
-        names = self.names(tensors)
-        what = f"{name} needs elements of {names}, which has none while it is traced"
-        what = what if why is None else f"{name} can't be recorded for {names}: {why}"
-        self.refusals.refuse(name, what, _FIX)
-
-    def refuse_write(self, lent: str, moves: Sequence[Move]) -> NoReturn:
-        """Raise the error for traced values that go to memory that others have.
-
-        Raises:
-            TraceError: names the sources, who has the memory since when, and the caller's line.
-        """
-        roots = ", ".join(shorten(dict.fromkeys(repr(str(move.root)) for move in moves), shown=3)) or "a number"
-        fix = "Write to a new tensor, or take what needs the memory before: a copy, or data_ptr() to compare."
-        self.refusals.refuse(
-            "a write", f"a write of {roots} to memory that the code gave to {lent}, which can't see it", fix
-        )
 
     def check_unchanged(self) -> None:
         """Raise unless all changes of tensors that were met are recorded.

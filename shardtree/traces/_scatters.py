@@ -16,7 +16,7 @@ from ._steps import cast, number, operator_name
 from ._tracer import Tracer
 
 if TYPE_CHECKING:
-    from ._recording import Record
+    from ._cells import Cells
 
 IndexOf = Callable[[torch.Tensor], torch.Tensor]
 """An indexing expression: takes elements of a tensor, or numbers of a tensor like it."""
@@ -43,7 +43,7 @@ def hole_of(view: torch.Tensor) -> Move | None:
 
 
 def write_apart(
-    record: Record, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
+    record: Cells, into: torch.Tensor, value: torch.Tensor, via: tuple[Any, ...], *, keeps: bool = False
 ) -> None:
     """Record a ``copy_`` to a view whose elements aren't nested, as those of windows.
 
@@ -59,7 +59,7 @@ def write_apart(
 
 
 def write_places(
-    record: Record,
+    record: Cells,
     into: torch.Tensor,
     places: torch.Tensor,
     value: torch.Tensor,
@@ -102,7 +102,7 @@ def write_places(
 
 
 def _scatter(
-    record: Record, func: Any, into: torch.Tensor, index_of: IndexOf, value: Any, *, adds: bool = False
+    record: Cells, func: Any, into: torch.Tensor, index_of: IndexOf, value: Any, *, adds: bool = False
 ) -> None:
     """Record a write to the places that an indexing expression takes, or an addition to what is there."""
     view = into.meta if isinstance(into, Tracer) else into
@@ -118,32 +118,32 @@ def _scatter(
 
 
 def _index_put_at(
-    record: Record, func: Any, into: torch.Tensor, indices: Any, value: Any, accumulate: bool = False
+    record: Cells, func: Any, into: torch.Tensor, indices: Any, value: Any, accumulate: bool = False
 ) -> None:
     _scatter(record, func, into, lambda tensor: torch.ops.aten.index.Tensor(tensor, indices), value, adds=accumulate)
 
 
-def _masked_fill(record: Record, func: Any, into: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
+def _masked_fill(record: Cells, func: Any, into: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
     _scatter(record, func, into, lambda tensor: tensor[mask.expand(tensor.shape)], value)
 
 
-def _masked_scatter(record: Record, func: Any, into: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> None:
+def _masked_scatter(record: Cells, func: Any, into: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> None:
     mask = mask.expand(into.shape)
     _scatter(record, func, into, lambda tensor: tensor[mask], source.reshape(-1)[: int(mask.sum())])
 
 
 def _put(
-    record: Record, func: Any, into: torch.Tensor, index: torch.Tensor, source: Any, accumulate: bool = False
+    record: Cells, func: Any, into: torch.Tensor, index: torch.Tensor, source: Any, accumulate: bool = False
 ) -> None:
     _scatter(record, func, into, lambda tensor: tensor.take(index), source.reshape(index.shape), adds=accumulate)
 
 
-def _index_axis(record: Record, func: Any, into: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> None:
+def _index_axis(record: Cells, func: Any, into: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> None:
     _scatter(record, func, into, lambda tensor: tensor.index_select(dim, index), value)
 
 
 def _index_add(
-    record: Record, func: Any, into: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, alpha: Any = 1
+    record: Cells, func: Any, into: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, alpha: Any = 1
 ) -> None:
     if alpha != 1:
         record.refuse(f"{operator_name(func)} with alpha", [into, source])
@@ -151,7 +151,7 @@ def _index_add(
 
 
 def _scatter_along(
-    record: Record,
+    record: Cells,
     func: Any,
     into: torch.Tensor,
     dim: int,
@@ -183,7 +183,7 @@ def _rehearsed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _in_place(write: Callable[..., None]) -> Rule:
     """Return the rule of an operation that writes by indices."""
 
-    def writing(record: Record, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def writing(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])
         args, kwargs = known(record, func, args, kwargs)
         _rehearsed(func, args, kwargs)
@@ -197,7 +197,7 @@ def _in_place(write: Callable[..., None]) -> Rule:
 def _copying(write: Callable[..., None]) -> Rule:
     """Return the rule of an operation that copies a tensor and writes to the copy."""
 
-    def copying(record: Record, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def copying(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_numbers(record, func, args[0])
         args, kwargs = known(record, func, args, kwargs)
         like = _rehearsed(func, args, kwargs)
@@ -210,7 +210,7 @@ def _copying(write: Callable[..., None]) -> Rule:
 
 
 def _index_put(
-    record: Record,
+    record: Cells,
     func: Any,
     into: torch.Tensor,
     indices: Sequence[torch.Tensor | None],

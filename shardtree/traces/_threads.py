@@ -17,7 +17,7 @@ import torch
 from torch.utils import dlpack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from ._memory import Watch
+from ._memory import SHOWN, Watch
 
 _here = threading.local()
 _lock = threading.Lock()
@@ -101,11 +101,11 @@ def _add_done_callback(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_done_callback
 
 
-def _shown(original: Callable[..., Any]) -> Callable[..., Any]:
+def _shown(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def shown(*args: Any, **kwargs: Any) -> Any:
         watches = _watches()
-        return watches[-1].show(original, args, kwargs) if watches else original(*args, **kwargs)
+        return watches[-1].show(name, original, args, kwargs) if watches else original(*args, **kwargs)
 
     return shown
 
@@ -114,8 +114,8 @@ _REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[...
     (threading.Thread, "start", _start),
     (ThreadPoolExecutor, "submit", _submit),
     (Future, "add_done_callback", _add_done_callback),
-    *((module, name, _shown) for module in (torch, dlpack) for name in ("from_dlpack", "to_dlpack")),
-    (torch, "frombuffer", _shown),
+    *((torch, name, partial(_shown, name)) for name in SHOWN),
+    *((dlpack, name, partial(_shown, name)) for name in ("from_dlpack", "to_dlpack")),
 )
 
 

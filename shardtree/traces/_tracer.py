@@ -12,7 +12,7 @@ from ._moves import Move, Written
 from ._steps import Constant, Kind
 
 if TYPE_CHECKING:
-    from ._recording import Record
+    from ._cells import Cells
 
 SAFETENSORS = {
     torch.float64: "F64",
@@ -29,6 +29,7 @@ SAFETENSORS = {
     torch.bool: "BOOL",
 }
 """The names of dtypes in safetensors' files."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Cell:
@@ -74,12 +75,12 @@ class Cell:
 class Tracer(torch.Tensor):
     """A tensor without data: a view of a cell, of which a meta tensor has shape and strides."""
 
-    record: Record
+    record: Cells
     cell: Cell
     meta: torch.Tensor
 
     @staticmethod
-    def __new__(cls, record: Record, cell: Cell, meta: torch.Tensor) -> Tracer:
+    def __new__(cls, record: Cells, cell: Cell, meta: torch.Tensor) -> Tracer:
         if torch.is_inference_mode_enabled():
             # Sources are made outside of it, and torch takes no inference tensors for slices of others.
             with torch.inference_mode(mode=False):
@@ -156,9 +157,9 @@ def _refuses(word: str, what: str) -> None:
 # What reads a tensor's memory without passing torch's dispatcher.
 for _word in (
     *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"),
-    *("apply_", "map_", "map2_"),
+    *("apply_", "map_", "map2_", "new", "resize_as"),
 ):
-    _refuses(_word, _word.strip("_"))
+    _refuses(_word, _word.removeprefix("__").removesuffix("__"))
 _refuses("__reduce_ex__", "pickling")
 
 
@@ -202,6 +203,13 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory of its own: a parameter of any class does, a DTensor doesn't."""
     return tensor.layout is torch.strided and is_plain(type(tensor))
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has a tensor's elements: itself, or a sparse one's values."""
+    if tensor.layout not in _SPARSE or not is_plain(type(tensor)):
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()
 
 
 def is_plain(kind: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The run of loading code: once, on tensors without data, while a record has what it does."""
+"""Traces of code: it runs once on tensors without data, recorded in all threads that it uses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def trace(
         result = function(dict(tracers))
         tensors = into() if into is not None else result
         record.refusals.check_caught(may_catch)
+        outputs = checked_outputs(tensors)
         with record.lock, torch._C.DisableTorchFunction():
-            found = collected(record, kinds, checked_outputs(tensors), fills=into is not None)
+            found = collected(record, kinds, outputs, fills=into is not None)
     record.check_unchanged()
     return found
