@@ -40,22 +40,22 @@ def known(
         TraceError: an index is made of sources, or on the meta device.
     """
     places = zip(func._schema.arguments, args, strict=False)
-    take = partial(_known, record, f"an index of {operator_name(func)}")
+    take = partial(_known, record)
     new = [mapped(take, value) if argument.name in _INDICES else value for argument, value in places]
     return tuple(new), {word: mapped(take, value) if word in _INDICES else value for word, value in kwargs.items()}
 
 
-def _known(record: Cells, what: str, index: Any) -> Any:
+def _known(record: Cells, index: Any) -> Any:
     if not isinstance(index, torch.Tensor):
         return index
     if not isinstance(index, Tracer):
         if index.is_meta:
-            record.refuse(what, [index])
+            record.refuse("an index", [index])
         with torch._C._DisableTorchDispatch():
             return index.cpu()
     moves = Moves(record.reads(index, dense(tuple(index.shape)).stride))
     if moves.numel < index.numel() or any(not isinstance(move.root, Constant) for move in moves):
-        record.refuse(what, [index])
+        record.refuse("an index", [index])
     with torch._C._DisableTorchDispatch():
         return filled(torch.empty(index.shape, dtype=index.dtype, device="cpu"), moves, {}, lambda _: 0)
 

@@ -28,6 +28,8 @@ def _mask(random: Random, shape: tuple[int, ...]) -> torch.Tensor:
 
 def index_of(random: Random, shape: tuple[int, ...]) -> Index:
     """Return an index of a tensor: numbers, slices, None, Ellipsis, tensors that broadcast, masks of several axes."""
+    if random.random() < 0.15:
+        return (_mask(random, shape[: random.randint(1, len(shape))]),)
     index: list[Any] = []
     inner = random.choice([(), (1,), (2,), (2,), (3,), (2, 1), (1, 2), (2, 2), (0,)])
     axis, end = 0, len(shape) if random.random() < 0.6 else random.randint(0, len(shape))

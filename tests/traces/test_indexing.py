@@ -95,16 +95,20 @@ def test_any_index_writes_what_it_writes(seed: int) -> None:
     check_writes(seed)
 
 
-def test_the_law_of_writes_catches_a_mask_that_is_taken_for_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the mask's places along its first axis alone."""
+def test_the_law_of_writes_catches_a_mask_that_is_taken_for_one_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = _scatters.known
 
-    def careless(tensor: torch.Tensor, indices: Any) -> int | None:
-        found = [dim for dim, index in enumerate(indices) if index is not None]
-        return found[0] if len(found) == 1 else None
+    def careless(*args: Any) -> Any:
+        (into, indices, *rest), options = known(*args)
+        masks = isinstance(indices, list) and [
+            each.flatten(1).any(1) if each is not None and each.ndim > 1 and each.dtype is torch.bool else each
+            for each in indices
+        ]
+        return (into, masks or indices, *rest), options
 
-    monkeypatch.setattr(_scatters, "only_axis", careless)
+    monkeypatch.setattr(_scatters, "known", careless)
     with pytest.raises(AssertionError):
-        [check_writes(seed) for seed in range(60)]
+        [check_writes(seed) for seed in range(200)]
 
 
 def test_the_law_of_writes_catches_places_that_forget_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +176,9 @@ def test_a_form_is_recorded(function: tuple[str, Callable[[Tensors], Tensors]]) 
         ("depends on torch's order", written(lambda one, given: one.index_add_(0, ROWS.long(), given["w"]))),
         ("scatter_ with reduce", written(lambda one, given: one.scatter_(0, ROWS.long()[None, :3], 2.0, reduce="add"))),
         ("index_add_ with alpha", written(lambda one, given: one.index_add_(0, ROWS.long()[:1], one[:1], alpha=2))),
-        ("an index of masked_fill", written(lambda one, given: one.masked_fill(one > 3, 0))),
-        ("an index of repeat_interleave", lambda given: {"r": torch.repeat_interleave(given["v"].long())}),
-        ("an index of index", lambda given: {"r": given["w"][torch.arange(2, device="meta")]}),
+        ("an index needs elements of", written(lambda one, given: one.masked_fill(one > 3, 0))),
+        ("an index needs elements of", lambda given: {"r": torch.repeat_interleave(given["v"].long())}),
+        ("an index needs elements of", lambda given: {"r": given["w"][torch.arange(2, device="meta")]}),
         ("setitem|getitem", lambda given: {"r": torch.arange(30.0)[[[given["v"][0].long(), 1]]]}),
     ],
 )
