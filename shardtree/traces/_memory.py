@@ -157,9 +157,9 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_OF_LISTS, _read_lists),
     **dict.fromkeys((_T.__getitem__, _T.__setitem__), _read_index),
     **dict.fromkeys((torch.tensor_split, _T.tensor_split), _read_sizes),
-    **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),  # type: ignore[attr-defined]
+    **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),
     **dict.fromkeys((*_STORAGES, _T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
-    _T.__cuda_array_interface__.__get__: _give,  # type: ignore[attr-defined]
+    _T.__cuda_array_interface__.__get__: _give,
 }
 SHOWN: dict[str, Rule] = {"from_dlpack": _take, "frombuffer": _take, "to_dlpack": _give}
 """Functions of torch's that it shows to no mode."""

@@ -206,8 +206,8 @@ class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = operator_name(func)
         if name == "set_":
             # The code has the storage. Torch's own functions do this, too, but not in sight of the watch.
-            is_seen = any(isinstance(mode, Watch) for mode in _get_current_function_mode_stack())
-            if is_seen and "Storage" in func._overloadname:
+            modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            if "Storage" in func._overloadname and any(isinstance(mode, Watch) for mode in modes):
                 self.lend(args[0], "a storage")
             return
         for tensor in written(func, args, kwargs):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection
-from pathlib import PurePath
 from typing import NoReturn
 
 import torch
 
 from ..errors import TraceError, error_text
 
-_OURS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent))
+_OURS = (__file__.removesuffix("_refusals.py"), *torch.__path__)
 
 
 class Refusals:

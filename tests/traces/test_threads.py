@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from queue import SimpleQueue
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import TraceError
+from shardtree.traces import _threads
 from tests.traces.programs import ONE_TO_ONE, VALUES, given, program
 from tests.traces.test_recording import Linear, Tensors, eager_and_traced, in_threads
 
@@ -209,6 +211,7 @@ def test_all_is_put_back_after_traces_within_traces_and_errors() -> None:
 
 def test_what_others_put_over_it_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # so that this one is put back in the end
 
     def load(tensors: Tensors) -> Tensors:
         below = threading.Thread.start
@@ -217,7 +220,7 @@ def test_what_others_put_over_it_meanwhile_stays(monkeypatch: pytest.MonkeyPatch
             seen.append(thread)
             below(thread)
 
-        monkeypatch.setattr(threading.Thread, "start", start)
+        threading.Thread.start = start  # type: ignore[method-assign]
         return dict(tensors)
 
     st.trace(load, GIVEN)
@@ -293,20 +296,27 @@ def test_counts_of_changes_are_those_that_torch_has() -> None:
     assert torch.equal(found(GIVEN)["weight"], GIVEN["w"] * 2)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_programs_in_threads_do_what_they_do(seed: int) -> None:
-    from random import Random
-
-    from shardtree.testing import check_trace
-
-    steps = program(seed, (*ONE_TO_ONE, *VALUES))
+def buffers_in_a_thread(seed: int) -> tuple[Tensors, st.Trace, st.Trace]:
+    """Return sources, and the traces of a program on them, and of it in a thread on buffers filled before."""
+    steps, sources = program(seed, (*ONE_TO_ONE, *VALUES)), given(Random(seed))
 
     def run(tensors: Tensors) -> Tensors:
-        with ThreadPoolExecutor(2) as pool:
-            return pool.submit(steps, tensors).result()
+        buffers = {name: torch.zeros(each.shape).copy_(each) for name, each in tensors.items()}
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(steps, buffers).result()
 
-    sources = given(Random(seed))
-    found = st.trace(run, sources)
-    assert found == st.trace(steps, sources)
-    if seed < 4:
-        check_trace(run, sources)
+    return sources, st.trace(steps, sources), st.trace(run, sources)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_programs_in_threads_do_what_they_do(seed: int) -> None:
+    sources, alone, in_thread = buffers_in_a_thread(seed)
+    outputs, expected = in_thread(sources), program(seed, (*ONE_TO_ONE, *VALUES))(sources)
+    assert all(torch.equal(outputs[name], each) for name, each in expected.items())
+    assert in_thread == alone
+
+
+def test_the_law_of_threads_catches_one_that_isn_t_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "_REPLACEMENTS", ())
+    _, alone, in_thread = buffers_in_a_thread(0)
+    assert in_thread != alone
