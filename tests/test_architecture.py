@@ -23,7 +23,7 @@ PURE = {
     *("errors", "geometry", "lazy", "mapping", "trees", "objects", "layouts", "lenses", "buffers", "optim"),
     *("quantised", "transforms", "plans", "fingerprints", "retention", "pictures", "traces"),
 }
-RUNS_CODE = {"traces/_recording"}  # a caller's, which may load in several threads: it holds a lock
+RUNS_CODE = {"traces/_recording", "traces/_threads"}  # a caller's, which may load in several threads: it holds a lock
 EFFECT = {"world", "codec", "live", "storage", "strategies", "checkpoint", "interop", "display", "cli"}
 IMPURE = {"os", "io", "pathlib", "random", "time", "torch.distributed", "shutil", "tempfile", "mmap", "threading"}
 

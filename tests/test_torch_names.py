@@ -30,6 +30,10 @@ USED = {
     "torch._C._DisableTorchDispatch": "what is traced is computed on its meta tensors",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "whether an operation is made of others",
     "torch.Tensor._make_wrapper_subclass": "a tensor that is traced has a shape and no memory",
+    "torch.overrides._get_current_function_mode_stack": "whether an operation is of a function of torch's",
+    "torch.utils._python_dispatch._push_mode": "a thread that is traced has the mode; as a context, it would set flags "
+    "of all threads",
+    "torch.utils._python_dispatch._pop_mode": "and leaves it",
     "torch.utils._python_dispatch.TorchDispatchMode": "loading code is seen operation by operation while it is traced",
     "torch.overrides._pop_mode": "a function mode is left for a call",
     "torch.overrides._push_mode": "and entered again",

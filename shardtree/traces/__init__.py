@@ -6,9 +6,9 @@ from ._differences import Difference
 from ._local import Local, check_written, localized, transformed, whole_shard
 from ._moves import Loop, Move, Moves
 from ._problems import Problem, coverage
-from ._recording import trace
 from ._steps import Computed, Constant, Kind
 from ._text import axis_of, factored
 from ._trace import Trace
+from ._tracing import trace
 
 __all__ = ["Box", "Difference", "Kind", "Move", "Moves", "Problem", "Trace", "trace"]

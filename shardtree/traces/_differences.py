@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._evaluate import operand_moves, strided
+from ._evaluate import gone_through, operand_moves, strided
 from ._moves import Move, Moves, in_place, turned
-from ._steps import Computed, Constant, Operand, bits
+from ._steps import Computed, Constant, Operand, bits, exactly
 from ._text import move_text, root_shape
 
 if TYPE_CHECKING:
@@ -91,22 +91,20 @@ def _same(piece: Move, move: Move) -> bool:
     return (
         isinstance(mine, Computed)
         and isinstance(theirs, Computed)
-        and (mine.func, mine.options, mine.dtype, move.via) == (theirs.func, theirs.options, theirs.dtype, piece.via)
+        and (mine.func, mine.dtype, move.via) == (theirs.func, theirs.dtype, piece.via)
+        and exactly(mine.options) == exactly(theirs.options)
         and len(mine.operands) == len(theirs.operands)
         and all(_same_operand(*pair, piece) for pair in zip(mine.operands, theirs.operands, strict=True))
     )
 
 
 def _elements(root: Constant, place: int, piece: Move, side: int, via: tuple[Any, ...]) -> torch.Tensor:
-    value = strided(root.value, piece.size, [loop[side] for loop in piece.loops], place)
-    for step in via:
-        value = step(value)
-    return value
+    return gone_through(strided(root.value, piece.size, [loop[side] for loop in piece.loops], place), via)
 
 
 def _same_operand(mine: Any, theirs: Any, piece: Move) -> bool:
     if not (isinstance(mine, Operand) and isinstance(theirs, Operand)):
-        return type(mine) is type(theirs) and bool(mine == theirs)
+        return bool(exactly(mine) == exactly(theirs))
     if (mine.dtype, mine.alone) != (theirs.dtype, theirs.alone):
         return False
     here, there = operand_moves(mine, turned(piece)), operand_moves(theirs, piece)

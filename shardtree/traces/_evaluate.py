@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import copysign
 
 import torch
 
@@ -33,7 +34,8 @@ def filled(
     """
     if missing := into.numel() - sum([move.numel for move in moves]):
         fill = unwritten(missing)
-        _ = into.fill_(fill) if fill else as_integers(into).zero_()  # torch can't fill some dtypes, even with zeros
+        is_zero = not fill and copysign(1.0, fill) > 0
+        _ = as_integers(into).zero_() if is_zero else into.fill_(fill)  # torch can't fill some dtypes, even with zeros
     for move in moves:
         # What only moves does so as integers: torch can't copy all dtypes that can be stored.
         whole = into if move.via or isinstance(move.root, Computed) else as_integers(into)
@@ -57,9 +59,17 @@ def _value(
     else:
         root = move.root.value.to(device) if isinstance(move.root, Constant) else sources[move.root]
         value = strided(root if move.via else as_integers(root), move.size, steps, move.at)
-    for step in move.via:
-        value = step(value)
-    return value
+    return gone_through(value, move.via)
+
+
+def gone_through(value: torch.Tensor, via: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
+    """Return elements after what they go through, which is done once for an expanded one."""
+    small = value
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        small = small.narrow(dim, 0, 1) if via and size > 1 and not stride else small
+    for step in via:
+        small = step(small)
+    return small.expand(value.shape)
 
 
 def operand_moves(operand: Operand, move: Move) -> list[Move]:

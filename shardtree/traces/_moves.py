@@ -234,7 +234,7 @@ def _cut_at_carry(read: Move, steps: list[int], weight: int, at: int) -> tuple[M
     moving = [number for number, step in enumerate(steps) if step and loops[number][0] > 1]
     which = max(moving, key=lambda number: (loops[number][0] - 1) * steps[number])
     count, to, step = loops[which]
-    period = weight // gcd(step, weight)
+    period = weight // gcd(steps[which], weight)  # of what is left of the step below larger digits
     if period < count:
         whole_periods = count // period * period
         if whole_periods < count:

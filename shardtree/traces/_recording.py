@@ -1,139 +1,93 @@
-"""Recording: code runs once on tensors without data, and what it does to their elements is written down."""
+"""Recording: what torch's operations do to tensors without data is written down in cells."""
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import TraceError, error_text, shorten
-from ..lazy import dense
-from ..mapping import without_shape
+from ..errors import TraceError, error_text
 from . import _operations as operations
-from ._moves import Move, Moves, in_place, is_nested, read_of, rolled, through, whole
-from ._steps import Constant, Kind, cast, kind_of, operator_name, reread
-from ._trace import Trace
-from ._tracer import Cell, Tracer, become, is_ordinary, mapped, meta_of, tensors_in
+from ._cells import Cells
+from ._memory import Watch
+from ._refusals import caller
+from ._steps import Constant, operator_name, short
+from ._tracer import (
+    Cell,
+    Tracer,
+    elements_of,
+    is_composite,
+    is_ordinary,
+    is_plain,
+    mapped,
+    meta_of,
+    tensors_in,
+    written,
+)
 
 _NAMES = {"_local_scalar_dense": "item, bool, int or float", "_to_copy": "to"}
-_FIX = """Do it after the load, or give it the tensor another way. What may be done to elements: views, cat, stack,
-  copies, gathers by known indices, casts, and functions of each element."""
-_OURS = (str(PurePath(__file__).parent), str(PurePath(torch.__file__).parent))
+_LIFT = torch.ops.aten.lift_fresh.default  # the last step in making a tensor of data
+_FILLS = ("copy_", "fill_", "zero_")
 
 
-class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One run: which ordinary tensors hold what, by their storages, and how each operation is recorded."""
+class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One run: how each of torch's operations is recorded."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cells: dict[int, Cell] = {}
+        Cells.__init__(self)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
-        self.lock = threading.RLock()  # loaders use threads, in which the mode isn't on but tracers work
+        self.is_done = False
+        self.lock = threading.RLock()  # loaders use threads
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler for the first operation, which takes two seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_done:
+            return func(*args, **(kwargs or {}))
+        if types and not any(issubclass(kind, Tracer) for kind in types) and not all(map(is_plain, types)):
+            return NotImplemented  # a tensor around others does what it does to those, which is recorded
         return self.run(func, args, kwargs or {})
 
-    # Tensors and their cells.
+    # Memory.
 
-    def source(self, name: str, kind: Kind) -> Tracer:
-        """Return the tracer of a source."""
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-        return Tracer(self, Cell(kind.numel, kind.dtype, whole(name, kind.numel)), meta)
+    def held(self, tensor: torch.Tensor) -> Cell | None:
+        """Return the cell of a tensor that holds traced values, which are in no memory; else None."""
+        if isinstance(tensor, Tracer) or not is_ordinary(tensor):
+            return tensor.cell if isinstance(tensor, Tracer) else None
+        with torch._C.DisableTorchFunction():
+            cell = self.cells.get(tensor.untyped_storage()._cdata)
+        return cell if cell is not None and cell.is_ahead else None
 
-    def fresh(self, meta: torch.Tensor) -> Tracer:
-        """Return a new tensor like a meta one, of which nothing is written."""
-        return Tracer(self, Cell(meta.untyped_storage().nbytes() // meta.itemsize, meta.dtype), meta)
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let a tensor that holds no traced values have whatever is in its memory when it is read."""
+        if is_ordinary(tensor) and self.held(tensor) is None:
+            with self.lock, torch._C.DisableTorchFunction():
+                self.cells.pop(tensor.untyped_storage()._cdata, None)
 
-    def find_cell(self, tensor: torch.Tensor) -> Cell | None:
-        """Return a tensor's cell, None for an ordinary one that nothing is recorded of."""
-        if isinstance(tensor, Tracer):
-            return tensor.cell
-        if not is_ordinary(tensor):
-            return None
-        cell = self.cells.get(tensor.untyped_storage()._cdata)
-        if cell is not None and cell.dtype.itemsize != tensor.itemsize:
-            if len(cell.writes):
-                self.refuse("a view as a dtype of another size", [])
-            # A buffer of bytes, say, that is cut into tensors: its unit is that of what is written first.
-            cell.numel, cell.dtype = cell.numel * cell.dtype.itemsize // tensor.itemsize, tensor.dtype
-        return cell
+    def own(self, tensor: torch.Tensor) -> None:
+        """Take a tensor for the code's own, which it may change while it is traced."""
+        if is_ordinary(tensor):
+            with self.lock, torch._C.DisableTorchFunction():
+                storage = tensor.untyped_storage()
+                self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
 
-    def cell(self, tensor: torch.Tensor) -> Cell:
-        """Return a tensor's cell; an ordinary one gets its own, with its present elements unless it is on meta."""
-        cell = self.find_cell(tensor)
-        if cell is None:
-            storage = tensor.untyped_storage()
-            count = storage.nbytes() // tensor.itemsize
-            cell = self.cells[storage._cdata] = Cell(count, tensor.dtype, keep=storage)
-            if tensor.device.type != "meta" and count:
-                with torch._C._DisableTorchDispatch():
-                    elements = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
-                    elements = elements.cpu().clone()
-                    is_one = count > 1 and bool((elements == elements[0]).all())
-                cell.before = Constant(elements[:1].clone() if is_one else elements)
-                loops = ((count, 1, 0 if is_one else 1),) if count > 1 else ()
-                cell.writes.add(Move(cell.before, 0, 0, loops))
-        return cell
-
-    def as_tracer(self, value: Any) -> Any:
-        """Return an ordinary tensor that was written to as a tracer of the same cell."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, Tracer) or (cell := self.find_cell(value)) is None:
-            return value
-        meta = torch.empty(cell.numel, dtype=value.dtype, device="meta")
-        return Tracer(self, cell, meta.as_strided(value.shape, value.stride(), value.storage_offset()))
-
-    def reads(self, tensor: torch.Tensor, into: Sequence[int], to: int = 0) -> list[Move]:
-        """Return the moves that bring a tensor's elements to places with these steps."""
-        view, cell = tensor.meta if isinstance(tensor, Tracer) else tensor, self.cell(tensor)
-        moves = cell.writes.find([read_of(int(view.storage_offset()), view.shape, into, view.stride(), to)])[0]
-        return list(through(moves, reread(cell.dtype, view.dtype)))
-
-    def write(
-        self, into: torch.Tensor, tensor: torch.Tensor, via: tuple[Any, ...] = (), *, keeps: bool = False
-    ) -> None:
-        """Record a ``copy_``, which broadcasts and casts.
-
-        Args:
-            into: what is written to.
-            tensor: what is.
-            via: what elements go through besides.
-            keeps: whether it is made of what was there, which so isn't lost.
-        """
-        view = into.meta if isinstance(into, Tracer) else into
-        tensor = tensor if tensor.shape == view.shape else tensor.expand(view.shape)
-        via = via or cast(tensor.dtype, view.dtype)
-        moves = self.reads(tensor, view.stride(), int(view.storage_offset()))
-        self.put(into, through(moves, via), keeps=keeps)
-
-    def put(self, into: torch.Tensor, moves: Sequence[Move], *, keeps: bool = False) -> None:
-        """Record that moves write all of a view, instead of what was there."""
-        view, cell = into.meta if isinstance(into, Tracer) else into, self.cell(into)
-        place, stride = int(view.storage_offset()), view.stride()
-        hole = read_of(place, view.shape, stride, stride, place)
-        if not is_nested(hole):
-            self.refuse("writing to a view that has elements more than once, which", [into])
-        if view.numel() == cell.numel:
-            old = cell.writes.clear()
-        else:
-            old = cell.writes.take(hole) if view.numel() and len(cell.writes) else []
-        if not keeps:
-            cell.overwritten += [move for move in old if not isinstance(move.root, Constant)]
-        for move in through(moves, reread(view.dtype, cell.dtype)):
-            cell.writes.add(move)
-        cell.is_ahead = True
+    def lend(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that others have a tensor's memory from now on, by what they got it."""
+        if is_ordinary(tensor) and tensor.device.type != "meta":
+            if self.held(tensor) is not None:
+                self.refuse(name, [tensor])
+            self.forget(tensor)
+            with self.lock, torch._C.DisableTorchFunction():
+                storage = tensor.untyped_storage()
+                self.lent.setdefault(storage._cdata, (_weak_reference(storage), f"{name} {caller()}"))
 
     # Operations.
 
@@ -141,16 +95,49 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record one operation, and return its result."""
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
-        with self.lock:
+        # The record's own questions aren't the code's: `Watch` doesn't have them.
+        with self.lock, torch._C.DisableTorchFunction():
             tensors = tensors_in(args, kwargs)
-            if not any(isinstance(each, Tracer) for each in tensors):
-                cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
-                if not any(cell.is_ahead for cell in cells):
-                    return self._run_really(func, args, kwargs)
-            # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
-            if func.is_view and not _is_composite(func) and not isinstance(tensors[0], Tracer):
-                return func(*args, **kwargs)
+            if self._is_traced(func, tensors):
+                result = self._recorded(func, args, kwargs, tensors)
+                if ordinary := [each for each in tensors if not isinstance(each, Tracer)]:
+                    self._note_versions(ordinary, [] if is_composite(func) else written(func, args, kwargs))
+                return result
+            if self._is_model_s(func, args):
+                return self._record_fill(func, args, kwargs)
+        # Not with the lock: it may take long, or wait for another thread.
+        result = func(*args, **kwargs)
+        if not func.is_view or func is _LIFT:
+            with self.lock, torch._C.DisableTorchFunction():
+                self._note(func, args, kwargs, result)
+        return result
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        try:
             return self._record(func, args, kwargs, tensors)
+        except (TraceError, IndexError):  # indices that an axis doesn't have are the code's own error
+            raise
+        except Exception as error:
+            try:
+                func(*meta_of(args), **{word: meta_of(each) for word, each in kwargs.items()})
+            except Exception:
+                raise error from None  # it would be raised without a trace, too
+            self.refuse(operator_name(func), tensors)
+
+    def _is_traced(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Return whether traced values take part in an operation, other than in a view of an ordinary tensor."""
+        if not any(isinstance(each, Tracer) for each in tensors):
+            cells = [cell for each in tensors if (cell := self.find_cell(elements_of(each))) is not None]
+            if not any(cell.is_ahead for cell in cells):
+                return False
+        # Composite ones aren't: `reshape` says that it is a view, and would copy what memory holds.
+        return not func.is_view or is_composite(func) or isinstance(tensors[0], Tracer)
+
+    def _is_model_s(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether an operation fills a tensor that isn't the code's own: tracing changes no model."""
+        if operator_name(func) not in _FILLS or not is_ordinary(args[0]):
+            return False
+        return args[0].untyped_storage()._cdata not in self.own_storages or args[0].device.type == "meta"
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         first, name, original = tensors[0], operator_name(func), (args, kwargs, tensors)
@@ -159,14 +146,13 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = tuple([mapped(self.as_tracer, each) for each in args])
             kwargs = {word: mapped(self.as_tracer, each) for word, each in kwargs.items()}
             tensors = tensors_in(args, kwargs)
-        if isinstance(out := kwargs.get("out"), torch.Tensor):
+        if isinstance(kwargs.get("out"), torch.Tensor):
             rest = {word: value for word, value in kwargs.items() if word != "out"}
-            self.write(out, func.overloadpacket(*args, **rest))
-            return out
+            return operations.write_out(self, original[1]["out"], func.overloadpacket(*args, **rest))
         if (rule := operations.RULES.get(name)) is not None:
             result = rule(self, func, *args, **kwargs)
             return first if result is tensors[0] else result
-        if _is_composite(func):
+        if is_composite(func):
             with self:  # in here, and under inference_mode, these come whole
                 return func.decompose(*args, **kwargs)
         if func.is_view or name in operations.VIEWS:
@@ -175,7 +161,9 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operations.elementwise(self, func, args, kwargs)
         if name.endswith("_") and name[:-1] in operations.ELEMENTWISE:
             packet = getattr(torch.ops.aten, name[:-1])
-            self.write(tensors[0], self.run(getattr(packet, func._overloadname), args, kwargs), keeps=True)
+            result = self.run(getattr(packet, func._overloadname), args, kwargs)
+            operations.check_cast(self, name, result, tensors[0])
+            self.write(tensors[0], result, keeps=True)
             return first
         if not func._schema.is_mutable and self._are_blank(original[2]):
             return func(*original[0], **original[1])
@@ -201,164 +189,66 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return mapped(tracer, func(*map(meta_of, args), **{word: meta_of(each) for word, each in kwargs.items()}))
 
-    def _run_really(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that no source's element takes part in, and note what is new, or empty still."""
-        name = operator_name(func)
-        changes = func._schema.is_mutable and bool(args) and isinstance(args[0], torch.Tensor)
-        if changes and is_ordinary(args[0]):
-            storage = args[0].untyped_storage()._cdata
-            is_fill, is_met = name in ("copy_", "fill_", "zero_"), self.find_cell(args[0]) is not None
-            if is_fill and (storage not in self.own_storages or args[0].device.type == "meta"):
-                return operations.RULES[name](self, func, *args, **kwargs)  # a model isn't changed by being traced
-            result = func(*args, **kwargs)
-            if is_fill and is_met:
-                operations.RULES[name](self, func, *args, **kwargs)
-                self.cells[storage].is_ahead = False
-            elif is_met:  # filled by something else: what it holds now counts
-                self.own_storages[storage] = _weak_reference(self.cells.pop(storage).keep)
-            return result
-        result = func(*args, **kwargs)
-        if not func._schema.is_mutable and not func.is_view:
-            mapped(lambda each: self._note(each, is_empty=name in operations.EMPTY), result)
+    def _note_versions(self, tensors: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if (cell := self.find_cell(tensor)) is not None:
+                changes = sum(each is tensor for each in changed)
+                if changes or not cell.versions:
+                    cell.note(tensor, changes)
+
+    def _record_fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operations.RULES[operator_name(func)](self, func, *args, **kwargs)
+        self._note_versions(tensors_in(args, kwargs), [args[0]])
         return result
 
-    def _note(self, result: Any, *, is_empty: bool) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note what an operation made or changed in which no source's element took part."""
+        name = operator_name(func)
+        if name == "set_":
+            # The code has the storage. Torch's own functions do this, too, but not in sight of the watch.
+            modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            if "Storage" in func._overloadname and any(isinstance(mode, Watch) for mode in modes):
+                self.lend(args[0], "a storage")
+            return
+        for tensor in written(func, args, kwargs):
+            if is_ordinary(tensor) and (cell := self.find_cell(tensor)) is not None:
+                if name in _FILLS:
+                    self._record_fill(func, args, kwargs)
+                    cell.is_ahead = False
+                else:  # filled by something else: what it holds now counts
+                    self.own(tensor)
+                    self.forget(tensor)
+        if func is _LIFT:
+            self._note_new(result, is_empty=False)
+            if not result.untyped_storage().resizable():
+                self.lend(result, "an array")
+        elif name == "scalar_tensor" and result.is_meta:
+            operations.fill(self, func, result, args[0])  # of `meta[1:] = 0.5`, which keeps no number
+        elif not func._schema.is_mutable:
+            mapped(lambda each: self._note_new(each, is_empty=name in operations.EMPTY), result)
+
+    def _note_new(self, result: Any, *, is_empty: bool) -> None:
         if isinstance(result, torch.Tensor) and is_ordinary(result):
-            storage = result.untyped_storage()
-            self.own_storages.setdefault(storage._cdata, _weak_reference(storage))
+            self.own(result)
             if is_empty and result.numel():
+                storage = result.untyped_storage()
                 self.cells[storage._cdata] = Cell(storage.nbytes() // result.itemsize, result.dtype, keep=storage)
 
-    def names(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return which sources are in tensors, for a message."""
-        cells = [cell for each in tensors if (cell := self.find_cell(each)) is not None]
-        roots = dict.fromkeys(repr(str(move.root)) for cell in cells for move in cell.writes)
-        return ", ".join(shorten(roots, shown=3)) or "a new tensor"
-
-    def refuse(self, name: str, tensors: Sequence[torch.Tensor]) -> NoReturn:
-        """Raise the error for an operation that isn't recorded.
+    def check_unchanged(self) -> None:
+        """Raise unless all changes of tensors that were met are recorded.
 
         Raises:
-            TraceError: names it, the sources and the caller's line.
+            TraceError: names what the changed ones hold.
         """
-        what = f"trace: {name} needs elements of {self.names(tensors)}, which has none while it is traced"
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-            frame = frame.f_back
-        line = f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        raise TraceError(error_text(what, found=line, fix=_FIX))
-
-
-def _is_composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+        changed = [cell for cell in list(self.cells.values()) if cell.was_changed()]
+        if changed:
+            texts = [
+                f"a tensor of {cell.numel} elements of {short(cell.dtype)}, with those of {self.names_in([cell])}"
+                for cell in changed
+            ]
+            fix = "Change them in the thread that is traced, or in one that it starts, and by torch's operations."
+            raise TraceError(error_text("trace: tensors were changed unseen", offenders=texts, fix=fix))
 
 
 def _weak_reference(storage: Any) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-class Setter(TorchFunctionMode):
-    """Has ``parameter.data = tracer`` make the parameter itself a tracer; torch would leave it without memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.data.__set__ and isinstance(args[1], Tracer):  # type: ignore[attr-defined]
-            return become(args[0], args[1])
-        return func(*args, **(kwargs or {}))
-
-
-def trace(
-    function: Callable[[dict[str, Any]], Any],
-    sources: Mapping[str, Any],
-    *,
-    into: Callable[[], Mapping[str, torch.Tensor]] | None = None,
-) -> Trace:
-    """Run loading code once on tensors without data, and return what it does to their elements.
-
-    The code may take views of tensors, join, copy, cast and gather them by known indices, and compute each element from
-    those at its place. Whatever asks for what the elements are is refused. Tensors of its own that it writes to aren't
-    changed, unless it replaces them, so a model is best made on the meta device.
-
-    Args:
-        function: takes a dict of tensors by name, and returns tensors by name; or it fills what `into` names, as a
-            model's own loader does: ``lambda tensors: model.load_weights(tensors.items())``.
-        sources: anything with a shape and a dtype, by name: an open checkpoint, shards, tensors.
-        into: is called afterwards for the destinations, as ``model.state_dict``. What they held before counts as
-            never written.
-
-    Raises:
-        TraceError: the code asks for elements; names the operation, the source and the caller's line.
-
-    Examples:
-        >>> import shardtree as st
-        >>> def load(tensors):
-        ...     q, k, v = tensors["qkv"].chunk(3)
-        ...     return {"q": q, "kv": torch.stack([k, v])}
-        >>> found = st.trace(load, {"qkv": torch.empty(6, 4)})
-        >>> print(found)
-        trace: 1 source -> 2 outputs
-          q: float32[2,4] =
-            [a, b] = qkv[0:+a, b]  (a=2 b=4)
-          kv: float32[2,2,4] =
-            [a, b, c] = qkv[2:+(a b), c]  (a=2 b=2 c=4)
-        >>> found.inverse()(found({"qkv": torch.arange(24.0).view(6, 4)}))["qkv"][1]
-        tensor([4., 5., 6., 7.])
-
-    References:
-        `jax.make_jaxpr`, for the form.
-    """
-    record = Record()
-    # An open checkpoint's metadata: its values would be made, and its objects read.
-    entries = getattr(sources, "metadata", sources)
-    kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
-    tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
-    with Setter(), record:
-        result = function(dict(tracers))
-        return _collect(record, kinds, _checked_outputs(result if into is None else into()), fills=into is not None)
-
-
-def _collect(record: Record, kinds: Mapping[str, Kind], tensors: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
-    """Return the trace of a run.
-
-    Args:
-        record: of the run.
-        kinds: of the sources.
-        tensors: the outputs.
-        fills: whether they are destinations, of which only what was written counts.
-    """
-    outputs, moves, tied, losses = {}, {}, {}, {}
-    first: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        outputs[name] = Kind(tuple(tensor.shape), tensor.dtype)
-        cell = record.find_cell(tensor) if fills else record.cell(tensor)
-        if cell is None:
-            moves[name] = Moves()
-            continue
-        view, steps = tensor.meta if isinstance(tensor, Tracer) else tensor, dense(outputs[name].shape).stride
-        place = (id(cell), view.storage_offset(), view.shape, view.stride(), view.dtype)
-        if tensor.numel() and (one := first.setdefault(place, name)) != name:
-            tied[name] = one
-        reads = record.reads(tensor, steps)
-        moves[name] = Moves(rolled([move for move in reads if not fills or move.root is not cell.before]))
-        if cell.overwritten:
-            # Places that were overwritten several times are there several times: each is found where it meets first.
-            there = read_of(int(view.storage_offset()), view.shape, steps, view.stride())
-            losses[name] = Moves(map(in_place, Moves(cell.overwritten).find([there])[0]))
-    return Trace(kinds, outputs, moves, tied, {name: each for name, each in losses.items() if len(each)})
-
-
-def _checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """Return what code made, after checking that these are tensors by name."""
-    if not isinstance(outputs, Mapping):
-        wrong: list[str] = [type(outputs).__name__]
-    else:
-        wrong = [f"{name!r}: {type(each).__name__}" for name, each in outputs.items() if not _is_tensor(each)]
-    if wrong:
-        fix = "Return them, or pass into=model.state_dict for a loader that fills a model."
-        raise TraceError(error_text("trace: the code gave no tensors by name", offenders=wrong, fix=fix))
-    return dict(outputs)
-
-
-def _is_tensor(value: Any) -> bool:
-    if isinstance(value, Tracer):
-        return True
-    return isinstance(value, torch.Tensor) and is_ordinary(value) and not without_shape(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,6 +46,29 @@ def kind_of(like: Any) -> Kind:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, uint8 (bytes,)."""
     return flat_bytes(as_integers(tensor))
+
+
+def number(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as a tensor without axes, cast as torch fills tensors."""
+    with torch._C._DisableTorchDispatch():
+        new = torch.zeros((), dtype=dtype, device="cpu")
+        return new if isinstance(value, int) and not value else new.fill_(value)  # some dtypes can't be filled
+
+
+def exactly(value: Any) -> Any:
+    """Return what equals another value's only where no function tells them apart: 0.0 and -0.0 differ, as do all NaN.
+
+    Examples:
+        >>> exactly(0.0) == exactly(-0.0), exactly(1) == exactly(1.0), exactly(float("nan")) == exactly(float("nan"))
+        (False, True, True)
+    """
+    if isinstance(value, complex):
+        return complex, struct.pack("2d", value.real, value.imag)
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 53):
+        return float, struct.pack("d", value)
+    if isinstance(value, tuple | list):
+        return tuple([exactly(each) for each in value])
+    return type(value), value
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +150,24 @@ class Function:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         shape = tensor.shape
-        values = [each.value if isinstance(each, Constant) else each for each in self.args]
         # torch promotes by whether a tensor has axes, so it gets as many as it had, none or some.
-        values[self.place] = tensor.reshape(()) if self.alone else tensor if shape else tensor.reshape(1)
-        return steady(self.func, values, dict(self.options)).reshape(shape)
+        if self.alone:
+            return torch.stack([self._of(element) for element in tensor.reshape(-1)]).reshape(shape)
+        return self._of(tensor if shape else tensor.reshape(1)).reshape(shape)
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = [each.value if isinstance(each, Constant) else each for each in self.args]
+        values[self.place] = tensor
+        return steady(self.func, values, dict(self.options))
+
+    def _exactly(self) -> Any:
+        return self.func, self.place, exactly(self.args), exactly(self.options), self.alone
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self._exactly() == other._exactly()
+
+    def __hash__(self) -> int:
+        return hash(self._exactly())
 
     def __str__(self) -> str:
         others = (str(each) for number, each in enumerate(self.args) if number != self.place)
@@ -180,6 +218,15 @@ class Computed:
         ]
         return steady(self.func, values, dict(self.options))
 
+    def _exactly(self) -> Any:
+        return self.func, exactly(self.operands), exactly(self.options), self.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Computed) and self._exactly() == other._exactly())
+
+    def __hash__(self) -> int:
+        return hash((self.func, exactly(self.options), self.dtype))
+
     def __str__(self) -> str:
         names = (
             ", ".join(shorten(dict.fromkeys(str(move.root) for move in each.moves), shown=3))
@@ -195,11 +242,13 @@ def operator_name(func: Any) -> str:
     return str(func._schema.name).removeprefix("aten::")
 
 
+_CONJUGATE = Function(torch.ops.aten._conj_physical.default, 0, (None,), (), alone=False)
+_NEGATE = Function(torch.ops.aten.neg.default, 0, (None,), (), alone=False)
 EXACT = {
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__lshift__", "__rshift__", "floor_divide"),
     *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "_conj_physical"),
 }
 """Functions whose results are rounded the same wherever in a tensor an element lies."""
 INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
@@ -283,20 +332,32 @@ def joined(first: tuple[Any, ...], then: tuple[Any, ...]) -> tuple[Any, ...]:
         return first or then
     last, step, rest = first[-1], then[0], then[1:]
     # After one that rounds, a cast back gives other values than there were, so both stay.
-    if isinstance(last, Cast) and isinstance(step, Cast) and last.keeps:
+    if isinstance(last, Cast) and isinstance(step, Cast) and last.keeps and not _overflows(last, step):
         keeps = step.keeps or has_all_values(step.dtype, last.source)
         new: tuple[Any, ...] = () if last.source is step.dtype else (Cast(last.source, step.dtype, keeps),)
     elif isinstance(last, Bits) and isinstance(step, Bits):
         new = reread(last.source, step.dtype)
-    elif _is_negation(last) and last == step:
+    elif _is_own_inverse(last) and last == step:
         new = ()
     else:
         return (*first, *then)
     return joined(joined(first[:-1], new), rest)
 
 
-def _is_negation(step: Any) -> bool:
-    return isinstance(step, Function) and operator_name(step.func) == "neg"
+def _overflows(last: Cast, step: Cast) -> bool:
+    """Return whether a cast may leave an integer's range: what that gives differs by the dtype that is cast from."""
+    is_integer = not (step.dtype.is_floating_point or step.dtype.is_complex or step.dtype is torch.bool)
+    return is_integer and last.dtype.is_floating_point and not has_all_values(step.dtype, last.source)
+
+
+def _is_own_inverse(step: Any) -> bool:
+    return isinstance(step, Function) and operator_name(step.func) in ("neg", "_conj_physical")
+
+
+def seen_through(view: torch.Tensor) -> tuple[Function, ...]:
+    """Return what a view does to the elements of its memory, and back: torch conjugates and negates when it reads."""
+    conjugated = (_CONJUGATE,) if view.is_conj() else ()
+    return (*conjugated, _NEGATE) if view.is_neg() else conjugated
 
 
 def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
@@ -307,7 +368,7 @@ def undone(via: tuple[Any, ...]) -> tuple[Any, ...] | str:
             own: Any = Cast(step.dtype, step.source, keeps=True)
         elif isinstance(step, Bits):
             own = Bits(step.dtype, step.source)
-        elif _is_negation(step):
+        elif _is_own_inverse(step):
             own = step
         elif isinstance(step, Cast):
             return f"is rounded: {short(step.source)} -> {short(step.dtype)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from ._moves import Move, Written
 from ._steps import Constant, Kind
 
 if TYPE_CHECKING:
-    from ._recording import Record
+    from ._cells import Cells
 
 SAFETENSORS = {
     torch.float64: "F64",
@@ -28,6 +29,7 @@ SAFETENSORS = {
     torch.bool: "BOOL",
 }
 """The names of dtypes in safetensors' files."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Cell:
@@ -41,26 +43,44 @@ class Cell:
         keep: the storage of an ordinary tensor.
         before: what an ordinary tensor held when it was met.
         is_ahead: whether an ordinary tensor's memory isn't what `writes` says, so that it mustn't be read.
+        versions: ordinary tensors by which it was met or written to, with torch's count of changes then, and how many
+            more the record made.
     """
 
-    __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "writes")
+    __slots__ = ("before", "dtype", "is_ahead", "keep", "numel", "overwritten", "versions", "writes")
 
     def __init__(self, numel: int, dtype: torch.dtype, writes: Iterable[Move] = (), keep: Any = None) -> None:
         self.numel, self.dtype, self.writes, self.keep = numel, dtype, Written(writes), keep
         self.overwritten: list[Move] = []
         self.before: Constant | None = None
         self.is_ahead = False
+        self.versions: list[tuple[torch.Tensor, int, int]] = []
+
+    def note(self, tensor: torch.Tensor, changes: int = 0) -> None:
+        """Note what torch counts of a tensor's changes, and how many more the record makes."""
+        if self.keep is not None and not tensor.is_inference():  # those have no count
+            self.versions.append((tensor, tensor._version, changes))
+
+    def was_changed(self) -> bool:
+        """Return whether an ordinary tensor was changed more often than the record knows."""
+        known: dict[int, tuple[int, int]] = {}  # by the count now, which views share: the lowest before, and changes
+        for tensor, before, changes in self.versions:
+            # A parameter whose data were replaced isn't of this memory any longer.
+            if not isinstance(tensor, Tracer) and tensor.untyped_storage()._cdata == self.keep._cdata:
+                lowest, more = known.get(tensor._version, (before, 0))
+                known[tensor._version] = min(lowest, before), more + changes
+        return any(count - lowest > changes for count, (lowest, changes) in known.items())
 
 
 class Tracer(torch.Tensor):
     """A tensor without data: a view of a cell, of which a meta tensor has shape and strides."""
 
-    record: Record
+    record: Cells
     cell: Cell
     meta: torch.Tensor
 
     @staticmethod
-    def __new__(cls, record: Record, cell: Cell, meta: torch.Tensor) -> Tracer:
+    def __new__(cls, record: Cells, cell: Cell, meta: torch.Tensor) -> Tracer:
         if torch.is_inference_mode_enabled():
             # Sources are made outside of it, and torch takes no inference tensors for slices of others.
             with torch.inference_mode(mode=False):
@@ -81,6 +101,9 @@ class Tracer(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Tracer({self.record.names([self])}, {Kind(tuple(self.shape), self.dtype)})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)  # torch would ask a tensor without axes for its number
 
     # Of safetensors' slices, in whose place tracers are given to loaders.
     def get_shape(self) -> list[int]:
@@ -132,20 +155,44 @@ def _refuses(word: str, what: str) -> None:
 
 
 # What reads a tensor's memory without passing torch's dispatcher.
-for _word in ("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"):
-    _refuses(_word, _word.strip("_"))
+for _word in (
+    *("numpy", "tolist", "data_ptr", "untyped_storage", "storage", "share_memory_", "__dlpack__", "__array__"),
+    *("apply_", "map_", "map2_", "new", "resize_as"),
+):
+    _refuses(_word, _word.removeprefix("__").removesuffix("__"))
 _refuses("__reduce_ex__", "pickling")
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among arguments and in lists of them; by hand, since pytrees took half of the time."""
+    """Return the tensors among arguments and in lists of lists of them; by hand: pytrees took half of the time."""
     tensors = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += [each for each in value if isinstance(each, torch.Tensor)]
+        elif isinstance(value, (list, tuple)) and value:
+            tensors += tensors_in(value, {})
     return tensors
+
+
+@lru_cache(maxsize=1024)
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation changes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(
+        (number, each.name) for number, each in arguments if each.alias_info is not None and each.alias_info.is_write
+    )
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among an operation's arguments that it changes."""
+    places = _places_written(func)
+    return tensors_in([args[each] if each < len(args) else kwargs.get(word) for each, word in places], {})
+
+
+@lru_cache(maxsize=1024)
+def is_composite(func: Any) -> bool:
+    """Return whether an operation is made of others."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -155,8 +202,19 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory of its own: a parameter of any class does, a DTensor doesn't."""
-    kind = type(tensor)
-    return tensor.layout is torch.strided and kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and is_plain(type(tensor))
+
+
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has a tensor's elements: itself, or a sparse one's values."""
+    if tensor.layout not in _SPARSE or not is_plain(type(tensor)):
+        return tensor
+    return tensor._values() if tensor.is_sparse else tensor.values()
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether tensors of a class have torch do what is done to them, as a parameter's are."""
+    return bool(kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__)
 
 
 def meta_of(value: Any) -> Any:

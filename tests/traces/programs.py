@@ -15,6 +15,12 @@ from shardtree.traces._moves import Move
 Tensors = dict[str, torch.Tensor]
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits: 0.0 isn't -0.0, and NaN equals itself."""
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).reshape(*tensor.shape, tensor.itemsize)
+
+
 def places(move: Move, side: int) -> np.ndarray[Any, Any]:
     """Return the place of each element on one side: 0 of the destination, 1 of the root."""
     found = np.array([(move.to, move.at)[side]])
@@ -122,6 +128,21 @@ def _add(random: Random, pool: Pool) -> None:
     pool.append(one + random.choice([each for each in pool if each.shape == one.shape]))
 
 
+def _write(random: Random, one: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in which elements that a mask of some axes picks are in reverse order, or are all one of them."""
+    new, axes = one.clone(), random.randint(1, one.ndim)
+    mask = torch.tensor([random.random() < 0.5 for _ in range(one.shape[:axes].numel())]).reshape(one.shape[:axes])
+    new[mask] = one[mask].flip(0) if random.random() < 0.7 else one.reshape(-1)[random.randrange(one.numel())]
+    return new
+
+
+def _scale(random: Random, one: torch.Tensor, _: int) -> torch.Tensor:
+    """Return a tensor by a scale without axes, beside the scale: it is computed with, and used twice."""
+    scale = one.reshape(-1)[random.randrange(one.numel())] / 64
+    scale = random.choice([scale, -scale, scale * torch.tensor(0.5, dtype=torch.float64), scale * scale])
+    return torch.stack([(one * scale).to(one.dtype), scale.expand(one.shape).to(one.dtype)])
+
+
 _MOVING: dict[str, Step] = {
     "transpose": _replaced(lambda random, one: one.permute(*random.sample(range(one.ndim), one.ndim))),
     "narrow": _added(_narrow),
@@ -134,6 +155,7 @@ _MOVING: dict[str, Step] = {
     "copy": _added(_copy),
     "step": _added(lambda random, one, _: one[random.randrange(one.shape[0]) :: random.randint(1, 3)]),
     "flip": _added(lambda _, one, dim: one.flip(dim)),
+    "write": _replaced(_write),
     "expand": _added(lambda random, one, _: one.unsqueeze(0).expand(random.randint(1, 3), *one.shape)),
 }
 _COMPUTING: dict[str, Step] = {
@@ -144,6 +166,7 @@ _COMPUTING: dict[str, Step] = {
     "round": _value(lambda one: one.to(torch.bfloat16)),
     "exp": _value(lambda one: (one / 64).exp()),
     "bits": _value(lambda one: one.view(torch.int32).view(torch.float32) if one.dtype is torch.float32 else one),
+    "scale_by_one": _added(_scale),
     "choose": _value(lambda one: torch.where(one > 7, one, -one)),
 }
 _STEPS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from shardtree.traces import _moves
 from shardtree.traces._differences import same
 from shardtree.traces._moves import Move, Moves, Written, normal, rolled
 from shardtree.traces._problems import coverage
@@ -77,6 +79,47 @@ def check_read(random: Random, cell: Moves, array: np.ndarray) -> None:
         assert (got[places(move, 0)] == -2).all(), "an element is found twice"
         got[places(move, 0)] = places(move, 1) if move.root else -1
     assert (got == want).all()
+
+
+def nested_loops(random: Random) -> list[tuple[int, int]]:
+    """Return loops (count, step) with gaps of any width between them, outermost first."""
+    below, loops = 1, list[tuple[int, int]]()
+    for _ in range(random.randint(1, 4)):
+        step, count = below + random.choice([0, 0, 1, 2, 3, 5]), random.randint(2, 4)
+        loops.append((count, step))
+        below = step * count + random.choice([0, 0, 1, 4])
+    return loops[::-1]
+
+
+@pytest.fixture
+def _that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that is cut into itself for ever gets one more loop each time."""
+    meet = _moves._meet
+
+    def checked(read: Move, *args: Any) -> Any:
+        assert len(read.loops) < 64
+        return meet(read, *args)
+
+    monkeypatch.setattr(_moves, "_meet", checked)
+
+
+@pytest.mark.usefixtures("_that_ends")
+@given(seeds)
+def test_a_read_by_any_steps_ends(seed: int) -> None:
+    random = Random(seed)
+    write = Move("s", random.randint(0, 20), 0, tuple((n, to, random.randint(0, 50)) for n, to in nested_loops(random)))
+    loops, below, dense = [(random.randint(1, 5), random.randint(0, 40)) for _ in range(3)], 1, list[int]()
+    for count, _ in reversed(loops):
+        dense.insert(0, below)
+        below *= count
+    read = Move(None, 0, random.randint(0, 30), tuple((n, to, at) for (n, at), to in zip(loops, dense, strict=True)))
+    array = np.full(max(write.end, read.last) + 1, -1)
+    array[places(write, 0)] = places(write, 1)
+    found, missing = Moves([write]).find([read])
+    got = np.full(below, -2)
+    for move in (*found, *missing):
+        got[places(move, 0)] = places(move, 1) if move.root else -1
+    assert (got == array[places(read, 1)]).all()
 
 
 def test_the_law_of_reads_catches_a_step_that_carries() -> None:

@@ -121,24 +121,6 @@ def test_a_parameter_s_data_can_be_set() -> None:
     assert torch.equal(found(GIVEN)["weight"], GIVEN["w"].flip(0) * 2)
 
 
-def test_a_parameter_s_data_set_in_another_thread_is_refused() -> None:
-    model, refused = Linear(), list[str]()
-
-    def load(tensors: Tensors) -> None:
-        def put() -> None:
-            try:
-                model.weight.data = tensors["w"]
-            except RuntimeError as error:
-                refused.append(str(error))
-
-        in_threads(put)
-
-    found = st.trace(load, GIVEN, into=model.state_dict)
-    assert "incompatible tensor type" in refused[0]
-    assert {each.kind for each in found.check()} == {"unused", "unwritten"}
-    assert not model.weight.any(), "it has its memory still"
-
-
 def test_data_may_be_set_again_and_in_any_thread_then() -> None:
     model = Linear()
 
@@ -214,7 +196,7 @@ def test_what_a_destination_held_before_counts_as_never_written(device: str) -> 
     assert [each.elements for each in untouched.check() if each.kind == "unwritten"] == [12]
 
 
-# Trap 6: in other threads the mode isn't on.
+# Trap 6: modes belong to one thread; more of it is in test_threads.py.
 
 
 def test_threads_may_load() -> None:
@@ -266,7 +248,8 @@ def test_what_is_reshaped_in_inference_mode_is_copied_from_what_was_written() ->
 
 def test_a_tracer_can_be_copied_and_printed() -> None:
     def load(tensors: Tensors) -> Tensors:
-        assert repr(tensors["w"]) == "Tracer('w', float32[4,3])"
+        assert repr(tensors["w"]) == f"{tensors['w']}" == "Tracer('w', float32[4,3])"
+        assert f"{tensors['v'][0]:.3f}" == "Tracer('v', float32[])"
         return {"w": copy.deepcopy(tensors["w"])}
 
     st.trace(load, GIVEN)
@@ -447,7 +430,7 @@ def test_a_write_to_a_view_with_elements_twice_is_refused() -> None:
         new.as_strided((2, 3), (2, 1)).copy_(tensors["w"][:2])
         return {"new": new}
 
-    with pytest.raises(TraceError, match="writing to a view that has elements more than once"):
+    with pytest.raises(TraceError, match="which of them stays is torch's choice"):
         st.trace(load, GIVEN)
 
 

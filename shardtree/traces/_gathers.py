@@ -1,0 +1,212 @@
+"""Gathers by known indices: runs of consecutive elements become moves, which `rolled` joins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..lazy import dense
+from ._evaluate import filled
+from ._moves import Moves, in_place, read_of, rolled, through
+from ._steps import Constant, number, operator_name
+from ._tracer import Tracer, mapped, tensors_in
+
+if TYPE_CHECKING:
+    from ._cells import Cells
+
+Array = np.ndarray[Any, Any]
+Rule = Callable[..., torch.Tensor]
+"""The record of an operation: called with the run, the operator and its arguments."""
+
+MOST_NUMBERS = 1 << 26
+"""The largest tensor whose elements are numbered, for what isn't a gather along one axis."""
+_INDICES = {"index", "indices", "mask", "repeats"}
+"""The arguments of torch's operations that are indices."""
+
+
+# Indices must be known.
+
+
+def known(
+    record: Cells, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an operation's arguments with all indices as ordinary tensors on the CPU.
+
+    Raises:
+        TraceError: an index is made of sources, or on the meta device.
+    """
+    places = zip(func._schema.arguments, args, strict=False)
+    take = partial(_known, record)
+    new = [mapped(take, value) if argument.name in _INDICES else value for argument, value in places]
+    return tuple(new), {word: mapped(take, value) if word in _INDICES else value for word, value in kwargs.items()}
+
+
+def _known(record: Cells, index: Any) -> Any:
+    if not isinstance(index, torch.Tensor):
+        return index
+    if not isinstance(index, Tracer):
+        if index.is_meta:
+            record.refuse("an index", [index])
+        with torch._C._DisableTorchDispatch():
+            return index.cpu()
+    moves = Moves(record.reads(index, dense(tuple(index.shape)).stride))
+    if moves.numel < index.numel() or any(not isinstance(move.root, Constant) for move in moves):
+        record.refuse("an index", [index])
+    with torch._C._DisableTorchDispatch():
+        return filled(torch.empty(index.shape, dtype=index.dtype, device="cpu"), moves, {}, lambda _: 0)
+
+
+# Along one axis: no element is looked at.
+
+
+def runs(index: Array) -> list[tuple[int, int, int]]:
+    """Return (place, first index, count) of each run of consecutive indices."""
+    edges = np.flatnonzero(np.diff(index, prepend=-9, append=-9) != 1)
+    return list(zip(edges[:-1].tolist(), index[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True))
+
+
+def _regular(index: Array) -> list[tuple[int, int]] | None:
+    """Return the loops (count, step), outermost first, that an index is, None if it is none: so it is one move."""
+    loops: list[tuple[int, int]] = []
+    while len(index) > 1:
+        step = int(index[1] - index[0])
+        ends = np.flatnonzero(np.diff(index) != step)
+        count = int(ends[0]) + 1 if len(ends) else len(index)
+        if step < 0 or len(index) % count:
+            return None
+        rows = index.reshape(-1, count)
+        if not (rows == rows[:, :1] + step * np.arange(count)).all():
+            return None
+        loops.append((count, step))
+        index = rows[:, 0]
+    return loops[::-1]
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _positions(index: torch.Tensor, length: int) -> Array:
+    """Return an index as positions along an axis."""
+    with torch._C._DisableTorchDispatch():
+        positions = index.nonzero() if _is_mask(index) else index
+        places: Array = positions.reshape(-1).numpy().astype(np.int64)
+    if places.size and not (-length <= places.min() and places.max() < length):
+        raise IndexError(f"index {places.min()} to {places.max()} is out of bounds for an axis of {length}")
+    return places % max(1, length)  # negative ones count from the end
+
+
+def only_axis(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> int | None:
+    """Return the axis that is indexed, None if several are, or one in a way that only torch checks."""
+    [(dim, index), *others] = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if _is_mask(index):
+        is_one = index.shape == tensor.shape[dim : dim + 1]
+    else:
+        is_one = index.dtype in (torch.int32, torch.int64)
+    return dim if is_one and not others else None
+
+
+def gather(record: Cells, tensor: torch.Tensor, dim: int, index: Array) -> Tracer:
+    """Return the elements at positions along an axis."""
+    view: torch.Tensor = tensor.meta if isinstance(tensor, Tracer) else tensor
+    shape = (*view.shape[:dim], len(index), *view.shape[dim + 1 :])
+    new = record.fresh(torch.empty(shape, dtype=view.dtype, device="meta"))
+    own, strides, start = new.meta.stride(), view.stride(), int(view.storage_offset())
+    loops = _regular(index) if len(index) else []
+    if loops is None:
+        reads = [
+            read_of(
+                start + first * strides[dim], (*shape[:dim], count, *shape[dim + 1 :]), own, strides, place * own[dim]
+            )
+            for place, first, count in runs(index)
+        ]
+    else:
+        counts = [count for count, _ in loops]
+        sizes = (*shape[:dim], *counts, *shape[dim + 1 :])
+        into = (*own[:dim], *(each * own[dim] for each in dense(tuple(counts)).stride), *own[dim + 1 :])
+        steps = (*strides[:dim], *(step * strides[dim] for _, step in loops), *strides[dim + 1 :])
+        reads = [read_of(start + int(index[0]) * strides[dim], sizes, into, steps)] if len(index) else []
+    cell = record.cell(tensor)
+    moves = rolled(cell.writes.find(rolled(reads))[0])
+    record.put(new, list(through(moves, record.seen(cell, view))))
+    return new
+
+
+def positions_along(
+    tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], dim: int
+) -> tuple[Array, tuple[int, ...]]:
+    """Return the positions along an axis that is indexed, and the axes that they are put in its place as."""
+    index: Any = indices[dim]
+    positions = _positions(index, tensor.shape[dim])
+    return positions, (len(positions),) if _is_mask(index) else tuple(index.shape)
+
+
+def _index_select(record: Cells, func: Any, tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    # torch takes no masks here, and no numbers that count from the end: it says so itself.
+    size = tensor.shape[dim] if tensor.ndim else 0
+    if index.ndim > 1 or _is_mask(index) or bool(((index < 0) | (index >= size)).any()):
+        return _by_number(record, func, tensor, dim, index)
+    dim %= max(1, tensor.ndim)
+    return gather(record, tensor, dim, _positions(index, tensor.shape[dim]))
+
+
+def _index(record: Cells, func: Any, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    if (dim := only_axis(tensor, indices)) is None:
+        return _by_number(record, func, tensor, indices)
+    positions, inner = positions_along(tensor, indices, dim)
+    return gather(record, tensor, dim, positions).reshape((*tensor.shape[:dim], *inner, *tensor.shape[dim + 1 :]))
+
+
+# By the elements' numbers: what an operation does to them, it does to any elements.
+
+
+def check_numbers(record: Cells, func: Any, tensor: torch.Tensor) -> None:
+    if tensor.numel() > MOST_NUMBERS:
+        record.refuse(operator_name(func), [tensor])
+
+
+def _by_number(record: Cells, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Record an operation that moves elements, by doing it to the elements' numbers."""
+    if others := [each for each in tensors_in(args, kwargs) if isinstance(each, Tracer)]:
+        record.refuse(operator_name(func), others)
+    check_numbers(record, func, tensor)
+    with torch._C._DisableTorchDispatch():
+        # From 1: what an operation fills with zeros has no number. In a dtype that all operations take.
+        numbers = torch.arange(1, tensor.numel() + 1, device="cpu", dtype=torch.float64).reshape(tensor.shape)
+        result = func(numbers, *args, **kwargs)
+        index = result.reshape(-1).numpy().astype(np.int64) - 1
+    new = record.fresh(torch.empty(result.shape, dtype=tensor.dtype, device="meta"))
+    flat = Moves(record.reads(tensor, dense(tuple(tensor.shape)).stride))
+    reads = [read_of(first, (count,), (1,), (1,), place) for place, first, count in runs(index) if first >= 0]
+    if (index < 0).any():
+        record.write(new, number(0, tensor.dtype))
+    reads = rolled(reads)
+    record.exchange(new, list(map(in_place, reads)), flat.find(reads)[0])
+    return new
+
+
+def _gathering(rule: Rule) -> Rule:
+    """Return the rule of an operation that takes elements by indices."""
+
+    def gathering(record: Cells, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = known(record, func, args, kwargs)
+        if not any(isinstance(each, Tracer) for each in tensors_in(args, kwargs)):
+            constant: torch.Tensor = func(*args, **kwargs)
+            return constant
+        return rule(record, func, *args, **kwargs)
+
+    return gathering
+
+
+_GATHERS = ("gather", "take", "rot90", "repeat_interleave", "tril", "triu", "take_along_dim", "masked_select")
+_SHUFFLES = ("channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "im2col")
+RULES: dict[str, Rule] = {
+    **dict.fromkeys((*_GATHERS, *_SHUFFLES), _gathering(_by_number)),
+    "index": _gathering(_index),
+    "index_select": _gathering(_index_select),
+}
+"""From an operator's name to how it is recorded."""

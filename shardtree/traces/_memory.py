@@ -1,0 +1,165 @@
+"""Functions that read a tensor's memory, or give it away, without passing torch's dispatcher.
+
+Traced values are in no memory. So a tensor that holds some refuses these, as a tracer does; and memory that others have
+got while code runs takes no traced values any more, since nobody could see what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ._steps import kind_of
+from ._tracer import Tracer, become, is_ordinary
+
+if TYPE_CHECKING:
+    from ._recording import Record
+
+Args = tuple[Any, ...]
+Options = Mapping[str, Any]
+Rule = Callable[["Record", Callable[..., Any], Args, Options], Any]
+
+
+class Watch(TorchFunctionMode):
+    """What torch's functions are asked for in a thread, before they reach the dispatcher, where a record has them."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (rule := _RULES.get(func)) is None or self.record.is_done:
+            return func(*args, **(kwargs or {}))
+        return rule(self.record, func, args, kwargs or {})
+
+    def show(self, name: str, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+        """Return the result of a function that torch shows to no mode, given its name in `SHOWN`."""
+        return func(*args, **kwargs) if self.record.is_done else SHOWN[name](self.record, func, args, kwargs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments, and in lists of lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _check(record: Record, func: Callable[..., Any], values: Any) -> None:
+    """Raise if a tensor among values holds traced ones, which func would look for in its memory."""
+    if holders := [each for each in _tensors(values) if record.held(each) is not None]:
+        record.refuse(_name(func), holders)
+
+
+def _name(func: Any) -> str:
+    own = getattr(getattr(func, "__self__", None), "fget", func)  # a property's
+    name = str(own.__name__).lstrip("_")
+    return _ITEM if func in _NUMBERS else name.removesuffix("__")
+
+
+# Rules: each calls the function, or does what it would.
+
+
+def _set_data(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Make a parameter whose data are set to a tracer one itself; torch would leave it without memory."""
+    return become(args[0], args[1]) if isinstance(args[1], Tracer) else func(*args)
+
+
+def _read(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    _check(record, func, args)
+    return func(*args, **kwargs)
+
+
+def _read_lists(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Make a tensor of data: another tensor reaches the dispatcher, and those in lists don't."""
+    _check(record, func, [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))])
+    return func(*args, **kwargs)
+
+
+def _read_index(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Index by lists of lists, which torch makes tensors of."""
+    if isinstance(args[1], (list, tuple)):
+        _check(record, func, [each for each in args[1] if isinstance(each, (list, tuple))])
+    return func(*args, **kwargs)
+
+
+def _read_sizes(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Cut a tensor where another one's elements say."""
+    _check(record, func, [*args[1:], *kwargs.values()])
+    return func(*args, **kwargs)
+
+
+def _change(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Let a function of Python's compute elements in memory, of which nothing that is known holds any longer."""
+    _check(record, func, args)
+    record.forget(args[0])
+    return func(*args, **kwargs)
+
+
+def _give(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    tensor = args[0]
+    if func in _STORAGES and tensor.device.type == "meta":
+        return func(*args, **kwargs)  # there is nothing to read
+    _check(record, func, [tensor])
+    if not is_ordinary(tensor):
+        return func(*args, **kwargs)
+    with torch._C._DisableTorchDispatch():  # some copy the memory, by operations that aren't the code's
+        result = func(*args, **kwargs)
+    record.lend(tensor, _name(func))
+    return result
+
+
+def _take(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Make a tensor of memory that others have, too."""
+    result = func(*args, **kwargs)
+    record.own(result)
+    record.lend(result, _name(func))
+    return result
+
+
+def _describe(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Return text about a tensor; that of traced values has none of them, and asks for none."""
+    cell = record.held(args[0])
+    return func(*args, **kwargs) if cell is None else f"Tracer({record.names_in([cell])}, {kind_of(args[0])})"
+
+
+def _copy_deeply(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    tensor, memo = args
+    if record.held(tensor) is not None:
+        memo[id(tensor)] = copy = record.as_tracer(tensor).clone()
+        return copy
+    if not is_ordinary(tensor):
+        return func(*args, **kwargs)
+    with torch._C._DisableTorchDispatch():  # it copies the storage's bytes, which would be recorded as such
+        copy = func(*args, **kwargs)
+    record.own(copy)
+    return copy
+
+
+_T = torch.Tensor
+_ITEM = "item, bool, int or float"
+_NUMBERS = (_T.item, _T.__bool__, _T.__int__, _T.__float__, _T.__complex__, _T.__index__)
+_STORAGES = (_T.untyped_storage, _T.storage)
+_OF_LISTS = (
+    *(torch.tensor, torch.as_tensor, torch.asarray, _T.new_tensor, _T.new),
+    *(torch.sparse_coo_tensor, torch.sparse_compressed_tensor),
+    *(torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_bsr_tensor, torch.sparse_bsc_tensor),
+)
+_RULES: dict[Any, Rule] = {
+    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+    _T.__deepcopy__: _copy_deeply,
+    **dict.fromkeys((_T.__repr__, _T.__format__), _describe),
+    **dict.fromkeys((*_NUMBERS, _T.tolist), _read),
+    **dict.fromkeys(_OF_LISTS, _read_lists),
+    **dict.fromkeys((_T.__getitem__, _T.__setitem__), _read_index),
+    **dict.fromkeys((torch.tensor_split, _T.tensor_split), _read_sizes),
+    **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),
+    **dict.fromkeys((*_STORAGES, _T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
+    _T.__cuda_array_interface__.__get__: _give,
+}
+SHOWN: dict[str, Rule] = {"from_dlpack": _take, "frombuffer": _take, "to_dlpack": _give}
+"""Functions of torch's that it shows to no mode."""

@@ -1,0 +1,68 @@
+"""What a recorded run made, as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import TraceError, error_text
+from ..lazy import dense
+from ..mapping import without_shape
+from ._moves import Moves, in_place, read_of, rolled
+from ._steps import Kind, seen_through
+from ._trace import Trace
+from ._tracer import Tracer, is_ordinary
+
+if TYPE_CHECKING:
+    from ._recording import Record
+
+
+def collected(record: Record, kinds: Mapping[str, Kind], tensors: Mapping[str, torch.Tensor], *, fills: bool) -> Trace:
+    """Return the trace of a run.
+
+    Args:
+        record: of the run.
+        kinds: of the sources.
+        tensors: the outputs.
+        fills: whether they are destinations, of which only what was written counts.
+    """
+    outputs, moves, tied, losses = {}, {}, {}, {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        outputs[name] = Kind(tuple(tensor.shape), tensor.dtype)
+        cell = record.find_cell(tensor) if fills else record.cell(tensor)
+        if cell is None:
+            moves[name] = Moves()
+            continue
+        view, steps = tensor.meta if isinstance(tensor, Tracer) else tensor, dense(outputs[name].shape).stride
+        memory = id(cell) if cell.keep is None else cell.keep._cdata
+        place = (memory, view.storage_offset(), view.shape, view.stride(), view.dtype, seen_through(view))
+        if tensor.numel() and (one := first.setdefault(place, name)) != name:
+            tied[name] = one
+        reads = record.reads(tensor, steps)
+        moves[name] = Moves(rolled([move for move in reads if not fills or move.root is not cell.before]))
+        if cell.overwritten:
+            # Places that were overwritten several times are there several times: each is found where it meets first.
+            there = read_of(int(view.storage_offset()), view.shape, steps, view.stride())
+            losses[name] = Moves(map(in_place, Moves(cell.overwritten).find([there])[0]))
+    return Trace(kinds, outputs, moves, tied, {name: each for name, each in losses.items() if len(each)})
+
+
+def checked_outputs(outputs: Any) -> dict[str, torch.Tensor]:
+    """Return what code made, after checking that these are tensors by name."""
+    if not isinstance(outputs, Mapping):
+        wrong: list[str] = [type(outputs).__name__]
+    else:
+        wrong = [f"{name!r}: {type(each).__name__}" for name, each in outputs.items() if not _is_tensor(each)]
+    if wrong:
+        fix = "Return them, or pass into=model.state_dict for a loader that fills a model."
+        raise TraceError(error_text("trace: the code gave no tensors by name", offenders=wrong, fix=fix))
+    return dict(outputs)
+
+
+def _is_tensor(value: Any) -> bool:
+    if isinstance(value, Tracer):
+        return True
+    return isinstance(value, torch.Tensor) and is_ordinary(value) and not without_shape(value)

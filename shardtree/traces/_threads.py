@@ -1,0 +1,143 @@
+"""Threads that traced code starts, and work that it gives to pools: recorded as its own is.
+
+Torch's modes belong to one thread. So while a trace runs, what starts threads, and a few functions that torch shows to
+no mode, are replaced in their modules. In threads that no trace runs in, these do what they did.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.utils import dlpack
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from ._memory import SHOWN, Watch
+
+_here = threading.local()
+_lock = threading.Lock()
+_replaced: list[tuple[Any, str, Any, Any]] = []
+_running = 0
+
+
+@contextmanager
+def recorded(watch: Watch) -> Iterator[None]:
+    """Record what this thread does, and those that it starts, until the end of the block."""
+    with _replacing(), watch, watch.record, _watched((*_watches(), watch)):
+        try:
+            yield
+        finally:
+            watch.record.is_done = True  # for threads that go on
+
+
+def _watches() -> tuple[Watch, ...]:
+    """Return the watches of this thread, outermost first: traces may run within traces."""
+    watches: tuple[Watch, ...] = getattr(_here, "watches", ())
+    return watches
+
+
+@contextmanager
+def _watched(watches: tuple[Watch, ...]) -> Iterator[None]:
+    before, _here.watches = _watches(), watches
+    try:
+        yield
+    finally:
+        _here.watches = before
+
+
+def _within(watches: tuple[Watch, ...], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a function's result, recorded in this thread as in the one that handed it on."""
+    new = [watch for watch in watches if watch not in _watches() and not watch.record.is_done]
+    with ExitStack() as stack:
+        for watch in new:
+            stack.enter_context(watch)
+            # Entered as a context, it would set flags of torch's that all threads share, and set them back too late.
+            _push_mode(watch.record)
+            stack.callback(_pop_mode)
+        stack.enter_context(_watched((*_watches(), *new)))
+        return function(*args, **kwargs)
+
+
+# What is replaced: each takes the function that was there.
+
+
+def _start(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def start(thread: threading.Thread) -> None:
+        if watches := _watches():
+            thread.run = partial(_run, thread, watches, thread.run)  # type: ignore[method-assign]
+        original(thread)
+
+    return start
+
+
+def _run(thread: threading.Thread, watches: tuple[Watch, ...], run: Callable[[], None]) -> None:
+    thread.__dict__.pop("run", None)  # else the thread would hold itself
+    _within(watches, run)
+
+
+def _submit(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not (watches := _watches()):
+            return original(pool, function, *args, **kwargs)
+        with _watched(()):  # the pool's threads may outlive the trace: what they are given is recorded, not they
+            return original(pool, partial(_within, watches, function), *args, **kwargs)
+
+    return submit
+
+
+def _add_done_callback(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def add_done_callback(future: Future[Any], function: Callable[..., Any]) -> None:
+        watches = _watches()
+        original(future, partial(_within, watches, function) if watches else function)
+
+    return add_done_callback
+
+
+def _shown(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        watches = _watches()
+        return watches[-1].show(name, original, args, kwargs) if watches else original(*args, **kwargs)
+
+    return shown
+
+
+_REPLACEMENTS: tuple[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
+    (threading.Thread, "start", _start),
+    (ThreadPoolExecutor, "submit", _submit),
+    (Future, "add_done_callback", _add_done_callback),
+    *((torch, name, partial(_shown, name)) for name in SHOWN),
+    *((dlpack, name, partial(_shown, name)) for name in ("from_dlpack", "to_dlpack")),
+)
+
+
+@contextmanager
+def _replacing() -> Iterator[None]:
+    """Replace functions until the last of the traces that run at a time has ended."""
+    global _running
+    with _lock:
+        _running += 1
+        if _running == 1:
+            for owner, name, replacement in _REPLACEMENTS:
+                original = getattr(owner, name)
+                new = replacement(original)
+                _replaced.append((owner, name, original, new))
+                setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+            while not _running and _replaced:
+                owner, name, original, new = _replaced.pop()
+                # What somebody else has put over it meanwhile stays: underneath, this one does what the original does.
+                if getattr(owner, name) is new:
+                    setattr(owner, name, original)
