@@ -219,6 +219,9 @@ def keep_every(count: int) -> RetentionPolicy:
 def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
     """Return the policy that keeps steps for a time.
 
+    The newest step is the one with the largest number. A step whose time is later, because a clock was ahead, counts
+    as saved together with it.
+
     Args:
         seconds: how long, from when a step was saved.
         now: the end of that time, in seconds since 1970; None for when the newest step was saved, so that a run
@@ -236,8 +239,9 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
     end = None if now is None else duration("keep_for", now)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
-        latest = max((step.time for step in steps), default=0.0) if end is None else end
-        return {step.number for step in steps if latest - step.time <= length}
+        # Not the latest time: one step saved by a clock that is ahead would make every other one old.
+        until = end if end is not None else max(steps, key=lambda step: step.number).time if steps else 0.0
+        return {step.number for step in steps if until - step.time <= length}
 
     return RetentionPolicy(f"keep_for({seconds})" if now is None else f"keep_for({seconds}, now={now})", choose)
 
