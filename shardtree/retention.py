@@ -219,13 +219,10 @@ def keep_every(count: int) -> RetentionPolicy:
 def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
     """Return the policy that keeps steps for a time.
 
-    The newest step is the one with the largest number. A step whose time is later, because a clock was ahead, counts
-    as saved together with it.
-
     Args:
         seconds: how long, from when a step was saved.
-        now: the end of that time, in seconds since 1970; None for when the newest step was saved, so that a run
-            that stands still loses nothing.
+        now: the end of that time, in seconds since 1970; None for when the step with the largest number was saved, so
+            that a run that stands still loses nothing. A later time of another step is a clock that was ahead.
 
     Raises:
         MetadataError: that is no number of seconds.
@@ -239,7 +236,6 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
     end = None if now is None else duration("keep_for", now)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
-        # Not the latest time: one step saved by a clock that is ahead would make every other one old.
         until = end if end is not None else max(steps, key=lambda step: step.number).time if steps else 0.0
         return {step.number for step in steps if until - step.time <= length}
 
