@@ -67,6 +67,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
+from ._register import register_dataclass
 
 register_nodes()
 
@@ -95,6 +96,7 @@ __all__ = [
     "partition",
     "prefix",
     "rebox",
+    "register_dataclass",
     "rename",
     "restrict",
     "select",

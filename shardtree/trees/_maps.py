@@ -16,7 +16,8 @@ from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text,
 from ..geometry import refuse
 from ..lazy import LazyTensor
 from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
-from ._nodes import NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
+from ._hidden import flatten_visible, hides_shards
+from ._nodes import LEAVES, NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
 
 # Shards and factories as nodes of optree, whose only child is their data.
 #
@@ -126,6 +127,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Raises:
         TreeError: a tree of `rest` doesn't have the first one's structure.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         MetadataError: f isn't a function.
         Exception: what f raises, with a note of the leaf's path.
 
@@ -136,7 +138,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         {'a': 11}
     """
     check_function("map_shards", "f", f)
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_visible(tree)
     columns = [leaves, *(_column("map_shards", spec, other, number) for number, other in enumerate(rest, 2))]
     return spec.unflatten(call_on_leaves(f, spec, *columns))
 
@@ -172,6 +174,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     Raises:
         ShapeError: f returned a tensor of another dtype or shape.
         TreeError: a tree of `rest` doesn't have the first one's structure.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         Exception: what f raises, with a note of the leaf's path.
 
     Examples:
@@ -184,7 +187,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
         tensor([2., 2.])
     """
     check_function("map_data", "f", f)
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_visible(tree)
 
     def on_leaf(leaf: Any, *others: Any) -> Any:
         if not isinstance(leaf, _KINDS) or leaf.data is None:
@@ -200,21 +203,28 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
 def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
 
+    Raises:
+        UnsupportedValue: shards lie in values that aren't nodes.
+
     Examples:
         >>> tree = {"a": [1], "b": 2}
         >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
         True
     """
-    new: SameTree = _map_sharing(f, tree, ())
+
+    def at(path: TreePath, node: Tree) -> Tree:
+        if type(node) in LEAVES:
+            return call_at(path, f, node)
+        children = entries(node)
+        if children is None:
+            if hides_shards(node):
+                flatten_visible(tree)  # raises, and names all such leaves
+            return call_at(path, f, node)
+        new = {entry: at((*path, entry), child) for entry, child in children.items()}
+        return node if all(new[entry] is child for entry, child in children.items()) else like(node, new)
+
+    new: SameTree = at((), tree)
     return new
-
-
-def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:
-    children = entries(tree)
-    if children is None:
-        return call_at(path, f, tree)
-    new = {entry: _map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
-    return tree if all(new[entry] is child for entry, child in children.items()) else like(tree, new)
 
 
 def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:
