@@ -15,7 +15,7 @@ import torch
 from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text, plural, render_path
 from ..geometry import refuse
 from ..lazy import LazyTensor
-from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory, check_has_shape
 from ._hidden import flatten_visible, hides_shards
 from ._nodes import LEAVES, NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
 
@@ -162,7 +162,8 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
 
     f isn't called where the first tree has no data (None); plain values, `ShardedObject` and
-    `LocalNonpersistentObject` are left alone.
+    `LocalNonpersistentObject` are left alone, such as step counters and generators' states. A tree of plain tensors
+    alone is refused: there f would be called nowhere.
 
     Args:
         f: takes a shard's or factory's data, and what each other tree has there: a shard's data, or a value itself. It
@@ -173,7 +174,7 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
 
     Raises:
         ShapeError: f returned a tensor of another dtype or shape.
-        TreeError: a tree of `rest` doesn't have the first one's structure.
+        TreeError: a tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
         UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         Exception: what f raises, with a note of the leaf's path.
 
@@ -189,6 +190,9 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     check_function("map_data", "f", f)
     leaves, spec = flatten_visible(tree)
 
+    if not any(map(_is_sharded, leaves)):
+        _refuse_plain(spec, leaves)
+
     def on_leaf(leaf: Any, *others: Any) -> Any:
         if not isinstance(leaf, _KINDS) or leaf.data is None:
             return leaf
@@ -197,6 +201,20 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
 
     columns = (_column("map_data", spec, other, number) for number, other in enumerate(rest, 2))
     return cast("SameTree", spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns)))
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, (ShardedBase, LocalNonpersistentObject))
+
+
+def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
+    tensors = [
+        path for path, leaf in zip(spec.paths(), leaves, strict=True) if isinstance(leaf, (torch.Tensor, LazyTensor))
+    ]
+    if tensors:
+        what, found = "map_data: a tree of plain tensors, without shards", ", ".join(map(render_path, tensors[:3]))
+        fix = "Use `map_shards(f, tree)`, whose f gets each leaf: numbers and texts too."
+        raise TreeError(error_text(what, found=found, expected="shards", fix=fix))
 
 
 @refusing_depth

@@ -223,9 +223,11 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
     choose = _chooser(wanted, tree)
 
     def at(path: TreePath, node: Tree) -> Tree:
-        children = None if type(node) in LEAVES else entries(node)
+        if type(node) in LEAVES:
+            return node if call_at(path, choose, path, node) else HOLE
+        children = entries(node)
         if children is None:
-            if type(node) not in LEAVES and hides_shards(node):
+            if hides_shards(node):
                 flatten_visible(tree)  # raises, and names all such leaves
             return node if call_at(path, choose, path, node) else HOLE
         new = {entry: at((*path, entry), child) for entry, child in children.items()}
