@@ -221,8 +221,8 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
 
     Args:
         seconds: how long, from when a step was saved.
-        now: the end of that time, in seconds since 1970; None for when the newest step was saved, so that a run
-            that stands still loses nothing.
+        now: the end of that time, in seconds since 1970; None for when the step with the largest number was saved, so
+            that a run that stands still loses nothing. A later time of another step is a clock that was ahead.
 
     Raises:
         MetadataError: that is no number of seconds.
@@ -236,8 +236,8 @@ def keep_for(seconds: float, *, now: float | None = None) -> RetentionPolicy:
     end = None if now is None else duration("keep_for", now)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
-        latest = max((step.time for step in steps), default=0.0) if end is None else end
-        return {step.number for step in steps if latest - step.time <= length}
+        until = end if end is not None else max(steps, key=lambda step: step.number).time if steps else 0.0
+        return {step.number for step in steps if until - step.time <= length}
 
     return RetentionPolicy(f"keep_for({seconds})" if now is None else f"keep_for({seconds}, now={now})", choose)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 from .._ambient import shielded
-from ..errors import CorruptCheckpoint, StorageError, error_text, plural
+from ..errors import CorruptCheckpoint, StorageError, UnsafeFile, UnsupportedValue, error_text, plural
 from ..storage import Directory, in_turn
 from ..strategies import (
     METADATA_FILE,
@@ -25,6 +25,7 @@ from ..strategies import (
     is_of_others,
     manifest_findings,
     refuse_replaced,
+    refused_findings,
     unless_replaced,
 )
 from ..world import one_process
@@ -51,7 +52,8 @@ def verify(
         checkpoint_dir: where the checkpoint is.
         report: called once, with how many bytes were read and which couldn't be checked.
         strategies: the dispatch table; None for the process's.
-        options: `threads` and `progress` of these count here.
+        options: `threads`, `progress`, and what decides which values a load takes: `types` and `allow_pickle`. Values
+            that a load with these options refuses are in the report, by name; they aren't damage.
 
     Raises:
         NotACheckpoint: there is none.
@@ -109,9 +111,25 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     with unless_replaced(checkpoint):
         by_manifest, whole = manifest_findings(checkpoint)
         findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
+        if not any(isinstance(one, Damage) for one in findings):  # damaged bytes can't be loaded in any case
+            findings += tuple(_common_findings(checkpoint, strategies))
     if any(isinstance(one, Damage) for one in findings):
         refuse_replaced(checkpoint)
     return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))
+
+
+def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Finding]:
+    """Yield what keeps the common state from being loaded, whose bytes are as they were saved."""
+    backend, version = common_backend(checkpoint.fields)
+    load = find_strategy(StrategyAction.LOAD_COMMON, backend, version, strategies=strategies)
+    if load is None:
+        return
+    try:
+        load(checkpoint)
+    except (UnsafeFile, UnsupportedValue) as error:
+        yield from refused_findings({"the common state": str(error)})
+    except CorruptCheckpoint as error:
+        yield Damage("", str(error))
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[Unchecked, ...]:

@@ -158,6 +158,23 @@ def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
     return [Unchecked(name, f"{name!r} isn't taken: {why}", 0) for name, why in sorted(untaken.items())]
 
 
+def refused_findings(refused: Mapping[str, str]) -> list[Unchecked]:
+    """Return the finding of values that are as they were saved, and that a load with the same options refuses.
+
+    Args:
+        refused: The error's text by the value's name.
+
+    Examples:
+        >>> refused_findings({"rng/shard_0_1": "it names http.HTTPStatus, which isn't known to be harmless"})[0].nbytes
+        0
+    """
+    if not refused:
+        return []
+    name, error = min(refused.items())
+    cause = error.partition("\n")[0]
+    return [Unchecked(name, f"a load with these options refuses {plural(len(refused), 'value')}: {cause}", 0)]
+
+
 def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
     """Return what couldn't be checked, by why.
 

@@ -72,6 +72,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
+from ._register import register_dataclass
 from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
 from ._wrappers import factory_of, has_factories, unwrap
 
@@ -102,6 +103,7 @@ __all__ = [
     "partition",
     "prefix",
     "rebox",
+    "register_dataclass",
     "rename",
     "restrict",
     "select",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -26,19 +24,13 @@ from ..mapping import (
     lacks_memory,
     without_shape,
 )
+from ._hidden import HIDDEN, PLAIN, REGISTER, REGISTRATION, SCALARS, inside, reachable
 from ._join import Record
-from ._nodes import NAMESPACE, TOO_DEEP, entries, subclasses
+from ._nodes import TOO_DEEP, entries, subclasses
 
-_DEEPEST = 100  # levels that are searched for hidden shards; the codec refuses deeper values anyway
-_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype))
-_PLAIN = _SCALARS | {torch.Tensor, torch.nn.Parameter}
-_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, LazyTensor, np.ndarray, np.generic)
-"""Values that hold no shards, or are pickled by name; of arrays only those of objects do."""
 _BY_VALUE = (dict, list, tuple, deque, set, frozenset, Namespace, Record)
 """Values that are stored item by item, so that what lies in them is stored as it would be outside."""
 _OURS = (ShardedBase, LocalNonpersistentObject, LazyTensor, Record)
-_REGISTRATION = f"`optree.register_pytree_node(cls, flatten, unflatten, namespace={NAMESPACE!r})`."
-_REGISTER = f"Of a class of yours, pass a dict of its fields (`vars` gives one), or register the class: {_REGISTRATION}"
 
 
 def check_is_tree(doing: str, tree: Any) -> None:
@@ -57,40 +49,41 @@ def check_is_tree(doing: str, tree: Any) -> None:
         >>> check_is_tree("save", {"step": 3})
     """
     if not isinstance(tree, (dict, list, tuple)) and (isinstance(tree, deque) or entries(tree) is None):
-        expected, fix = "a dict, list or tuple of shards", _REGISTER if is_dataclass(tree) else None
+        expected, fix = "a dict, list or tuple of shards", REGISTER if is_dataclass(tree) else None
         raise TreeError(error_text(f"{doing}: not a tree", found=type(tree).__name__, expected=expected, fix=fix))
     with refuse_too_deep(doing):
         unknown = subclasses(tree)
     # They would come back as the dict or list that they derive from. One without shards is a value to the codec.
-    nodes = [(path, node) for path, node in unknown if any(map(_is_part, _reachable([node])))]
+    nodes = [(path, node) for path, node in unknown if any(map(_is_part, reachable([node])))]
     if nodes:
         names = [f"{render_path(path)}: {type(node).__name__}" for path, node in nodes]
         base = next(kind.__name__ for kind in (dict, list, deque) if isinstance(nodes[0][1], kind))
         what, fix = (
             f"{doing}: shards in subclasses of dict, list or deque",
-            f"Pass `{base}(value)`, or register the class: {_REGISTRATION}",
+            f"Pass `{base}(value)`, or register the class: {REGISTRATION}",
         )
         raise UnsupportedValue(error_text(what, offenders=names, fix=fix))
 
 
 @contextmanager
 def refuse_too_deep(doing: str) -> Iterator[None]:
-    """Name the operation in errors about trees that are too deep.
+    """Name the operation in errors of tree maps: about trees that are too deep, and about hidden shards.
 
     Args:
         doing: what is being done, for the message.
 
     Raises:
         TreeError: the tree exceeded Python's recursion limit.
+        UnsupportedValue: shards are hidden in values.
     """
     try:
         yield
     except RecursionError:
         raise TreeError(error_text(f"{doing}: {TOO_DEEP}", fix="Flatten it.")) from None
-    except TreeError as error:
-        if not str(error).startswith(TOO_DEEP):
+    except (TreeError, UnsupportedValue) as error:
+        if not str(error).startswith((TOO_DEEP, HIDDEN)):
             raise
-        raise TreeError(f"{doing}: {error}") from None
+        raise type(error)(f"{doing}: {error}") from None
 
 
 def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
@@ -106,7 +99,7 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
         >>> refuse_hidden("save", [(("options",), {1, 2})])
     """
     refuse_wrappers(doing, leaves)
-    others = [(path, leaf) for path, leaf in leaves if type(leaf) not in _PLAIN and type(leaf) is not ShardedTensor]
+    others = [(path, leaf) for path, leaf in leaves if type(leaf) not in PLAIN and type(leaf) is not ShardedTensor]
     forms = {path: form for path, leaf in others if (form := _other_form(leaf))}
     if forms:
         what, fix = f"{doing}: objects where shards are meant", " ".join(dict.fromkeys(forms.values()))
@@ -115,7 +108,7 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     hosts = [(path, leaf) for path, leaf in others if _hides_any(leaf)]
     if hosts:
         fix = "Put shards, tensors and local objects in dicts, lists and tuples; those are entered."
-        fix += f" {_REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
+        fix += f" {REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
         names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))
 
@@ -132,7 +125,7 @@ def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     wrappers = [
         (path, leaf)
         for path, leaf in leaves
-        if type(leaf) is ShardedTensor and type(leaf.data) not in _PLAIN and is_wrapper(leaf.data)
+        if type(leaf) is ShardedTensor and type(leaf.data) not in PLAIN and is_wrapper(leaf.data)
     ]
     if wrappers:
         names = [f"{leaf.key!r} at {render_path(path)}: {type(leaf.data).__name__}" for path, leaf in wrappers]
@@ -158,10 +151,10 @@ def _other_form(leaf: Any) -> str:
 
 def _hides_any(leaf: Any) -> bool:
     """Return whether parts lie anywhere in a leaf, or tensors where it would be stored without its class."""
-    if any(map(_is_part, _reachable(_inside(leaf)))):
+    if any(map(_is_part, reachable(inside(leaf)))):
         return True
     # Together, so that what many of them share is searched once.
-    return holds_tensors([value for value in _reachable([leaf], into=_BY_VALUE) if _has_fields(value)])
+    return holds_tensors([value for value in reachable([leaf], into=_BY_VALUE) if _has_fields(value)])
 
 
 # Recognised by names and attributes: importing the classes would load torch.distributed, or need Megatron-Core. A
@@ -210,8 +203,8 @@ def holds_tensors(value: Any) -> bool:
         (True, False)
     """
     # Most leaves of a tree's plain values are numbers and texts: a search of each would cost as much as the rest.
-    return type(value) not in _SCALARS and any(
-        isinstance(each, (torch.Tensor, LazyTensor)) for each in _reachable([value])
+    return type(value) not in SCALARS and any(
+        isinstance(each, (torch.Tensor, LazyTensor)) for each in reachable([value])
     )
 
 
@@ -236,10 +229,10 @@ def refuse_without_elements(doing: str, leaves: Sequence[tuple[TreePath, Any]]) 
     """
     offenders = []
     for path, leaf in leaves:
-        if type(leaf) in _SCALARS:
+        if type(leaf) in SCALARS:
             continue
         content = leaf.data if isinstance(leaf, ShardedObject) else leaf
-        offenders += [f"{render_path(path)}: {kind}" for value in _reachable([content]) if (kind := _lacking(value))]
+        offenders += [f"{render_path(path)}: {kind}" for value in reachable([content]) if (kind := _lacking(value))]
     if offenders:
         fix = "Save while their memory is there; run a module with lazy parameters once before."
         raise UnsupportedValue(error_text(f"{doing}: tensors without elements", offenders=offenders, fix=fix))
@@ -265,39 +258,3 @@ def _lacking(value: Any) -> str:
     if is_lazy(value):
         return "not initialised yet"
     return "its storage is freed" if lacks_memory(value) else ""
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    """Return what a value that tree maps don't enter holds: its items, or what a pickle of it would include."""
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return value.flat
-    if type(value) in _PLAIN or isinstance(value, _OPAQUE):
-        return ()
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return value
-    if isinstance(value, ShardedObject):
-        return (value.data,)
-    slots = (name for kind in type(value).__mro__ for name in _slot_names(kind))
-    # Only slots' descriptors are read by getattr: a property may run any code.
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _slot_names(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return (name for name in names if isinstance(vars(kind).get(name), MemberDescriptorType))
-
-
-def _reachable(values: Iterable[Any], into: Any = object) -> Iterator[Any]:
-    """Yield values and what lies in those of some types, each value once, which ends cycles."""
-    seen: set[int] = set()
-    left = [(value, 0) for value in values]
-    while left:
-        value, depth = left.pop()
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield value
-            if depth < _DEEPEST and isinstance(value, into):
-                left += [(inner, depth + 1) for inner in _inside(value)]

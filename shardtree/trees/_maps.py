@@ -15,8 +15,9 @@ import torch
 from ..errors import MetadataError, ShapeError, TreeError, TreePath, error_text, plural, render_path
 from ..geometry import refuse
 from ..lazy import LazyTensor
-from ..mapping import ShardedTensor, ShardedTensorFactory, check_has_shape
-from ._nodes import NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
+from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor, ShardedTensorFactory, check_has_shape
+from ._hidden import flatten_visible, hides_shards
+from ._nodes import LEAVES, NAMESPACE, SameTree, Tree, entries, flatten, like, refusing_depth
 
 # Shards and factories as nodes of optree, whose only child is their data.
 #
@@ -126,6 +127,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Raises:
         TreeError: a tree of `rest` doesn't have the first one's structure.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         MetadataError: f isn't a function.
         Exception: what f raises, with a note of the leaf's path.
 
@@ -136,7 +138,7 @@ def map_shards(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         {'a': 11}
     """
     check_function("map_shards", "f", f)
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_visible(tree)
     columns = [leaves, *(_column("map_shards", spec, other, number) for number, other in enumerate(rest, 2))]
     return spec.unflatten(call_on_leaves(f, spec, *columns))
 
@@ -160,7 +162,8 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     """Return a tree where the tensors of shards and factories are f's values, and their metadata is untouched.
 
     f isn't called where the first tree has no data (None); plain values, `ShardedObject` and
-    `LocalNonpersistentObject` are left alone.
+    `LocalNonpersistentObject` are left alone, such as step counters and generators' states. A tree of plain tensors
+    alone is refused: there f would be called nowhere.
 
     Args:
         f: takes a shard's or factory's data, and what each other tree has there: a shard's data, or a value itself. It
@@ -171,7 +174,8 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
 
     Raises:
         ShapeError: f returned a tensor of another dtype or shape.
-        TreeError: a tree of `rest` doesn't have the first one's structure.
+        TreeError: a tree of `rest` doesn't have the first one's structure; or the first one has tensors and no shards.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
         Exception: what f raises, with a note of the leaf's path.
 
     Examples:
@@ -184,7 +188,10 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
         tensor([2., 2.])
     """
     check_function("map_data", "f", f)
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_visible(tree)
+
+    if not any(map(_is_sharded, leaves)):
+        _refuse_plain(spec, leaves)
 
     def on_leaf(leaf: Any, *others: Any) -> Any:
         if not isinstance(leaf, _KINDS) or leaf.data is None:
@@ -196,25 +203,46 @@ def map_data(f: Callable[..., Any], tree: SameTree, *rest: Tree) -> SameTree:
     return cast("SameTree", spec.unflatten(call_on_leaves(on_leaf, spec, leaves, *columns)))
 
 
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, (ShardedBase, LocalNonpersistentObject))
+
+
+def _refuse_plain(spec: optree.PyTreeSpec, leaves: list[Any]) -> None:
+    tensors = [
+        path for path, leaf in zip(spec.paths(), leaves, strict=True) if isinstance(leaf, (torch.Tensor, LazyTensor))
+    ]
+    if tensors:
+        what, found = "map_data: a tree of plain tensors, without shards", ", ".join(map(render_path, tensors[:3]))
+        fix = "Use `map_shards(f, tree)`, whose f gets each leaf: numbers and texts too."
+        raise TreeError(error_text(what, found=found, expected="shards", fix=fix))
+
+
 @refusing_depth
 def map_sharing(f: Callable[[Any], Any], tree: SameTree) -> SameTree:
     """Return the tree with f's value in each leaf's place; a subtree whose leaves f returned unchanged is shared.
+
+    Raises:
+        UnsupportedValue: shards lie in values that aren't nodes.
 
     Examples:
         >>> tree = {"a": [1], "b": 2}
         >>> map_sharing(lambda leaf: 3 if leaf == 2 else leaf, tree)["a"] is tree["a"]
         True
     """
-    new: SameTree = _map_sharing(f, tree, ())
+
+    def at(path: TreePath, node: Tree) -> Tree:
+        if type(node) in LEAVES:
+            return call_at(path, f, node)
+        children = entries(node)
+        if children is None:
+            if hides_shards(node):
+                flatten_visible(tree)  # raises, and names all such leaves
+            return call_at(path, f, node)
+        new = {entry: at((*path, entry), child) for entry, child in children.items()}
+        return node if all(new[entry] is child for entry, child in children.items()) else like(node, new)
+
+    new: SameTree = at((), tree)
     return new
-
-
-def _map_sharing(f: Callable[[Any], Tree], tree: Tree, path: TreePath) -> Tree:
-    children = entries(tree)
-    if children is None:
-        return call_at(path, f, tree)
-    new = {entry: _map_sharing(f, child, (*path, entry)) for entry, child in children.items()}
-    return tree if all(new[entry] is child for entry, child in children.items()) else like(tree, new)
 
 
 def check_function(doing: str, field: str, value: object, expected: str = "a function") -> None:

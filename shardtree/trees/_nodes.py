@@ -201,7 +201,7 @@ def subclasses(tree: Tree) -> list[tuple[TreePath, Tree]]:
         [(('seen',), Counter({'a': 1, 'b': 1}))]
     """
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_known_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    if not any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
+    if not _has_subclasses(set(map(type, leaves))):
         return []
     return [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if isinstance(leaf, _OPEN_KINDS)]
 
@@ -273,17 +273,33 @@ def is_known_leaf(node: Any) -> bool:
     return type(node) in LEAVES
 
 
-@refusing_depth
 def flatten(tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return a tree's leaves, shards among them, and its structure."""
+    return flatten_with_kinds(tree, is_leaf)[:2]
+
+
+@refusing_depth
+def flatten_with_kinds(
+    tree: Tree, is_leaf: Callable[[Any], Any] = is_known_leaf
+) -> tuple[list[Any], optree.PyTreeSpec, set[type]]:
+    """Return a tree's leaves, shards among them, its structure, and the leaves' types.
+
+    Examples:
+        >>> flatten_with_kinds({"a": [1, 2]})[2]
+        {<class 'int'>}
+    """
     # The spec sorts dict keys, so that ranks whose dicts have other orders agree on the order of leaves.
     leaves, spec = optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     # To optree a subclass of dict, list or deque is a leaf. Such ones are replaced by the type that they derive from,
     # until none is left below them.
-    while any(issubclass(kind, _OPEN_KINDS) for kind in set(map(type, leaves))):
+    while _has_subclasses(kinds := set(map(type, leaves))):
         again = spec.unflatten(map(_plain, leaves))
         leaves, spec = optree.tree_flatten(again, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return leaves, spec
+    return leaves, spec, kinds
+
+
+def _has_subclasses(kinds: Set[type]) -> bool:
+    return any(issubclass(kind, _OPEN_KINDS) for kind in kinds)
 
 
 def _plain(leaf: Any) -> Tree:

@@ -9,15 +9,16 @@ from typing import Any, TypeAlias
 
 from ..errors import TreeError, TreePath, error_text, render_path
 from ..mapping import LocalNonpersistentObject, ShardedBase
+from ._hidden import flatten_visible, hides_shards
 from ._key_patterns import key_matcher, shell_differences
 from ._maps import call_at, call_on_leaves, check_function
 from ._nodes import (
     HOLE,
+    LEAVES,
     Tree,
     describe,
     drop_holes,
     entries,
-    flatten,
     is_dict,
     is_sequence,
     leaves_with_paths,
@@ -39,6 +40,9 @@ def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tre
         tree: any tree.
         predicate: takes a leaf; shards are leaves.
 
+    Raises:
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+
     Examples:
         >>> small, rest = partition({"a": 1, "b": [2, 3]}, lambda leaf: leaf < 2)
         >>> small, rest
@@ -47,7 +51,7 @@ def partition(tree: Tree, predicate: Callable[[Any], object]) -> tuple[Tree, Tre
         >>> combine(small, rest)
         {'a': 1, 'b': [2, 3]}
     """
-    leaves, spec = flatten(tree)
+    leaves, spec = flatten_visible(tree)
     flags = call_on_leaves(lambda leaf: leaf is HOLE or bool(predicate(leaf)), spec, leaves)
     matching = [leaf if yes else HOLE for leaf, yes in zip(leaves, flags, strict=True)]
     rest = [HOLE if yes else leaf for leaf, yes in zip(leaves, flags, strict=True)]
@@ -207,6 +211,7 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
 
     Raises:
         TreeError: a text would fit other leaves in a shell, where ``*`` goes across dots: which is meant?
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
         >>> tree = {"model": {"w": 1, "bias": 2}, "groups": [{"lr": 3, "eps": 4}, {"eps": 5}]}
@@ -215,20 +220,25 @@ def select(tree: Tree, wanted: Wanted) -> Tree:
         >>> select(tree, lambda path, leaf: path[-1] == "lr")
         {'groups': [{'lr': 3}, HOLE]}
     """
-    part = _select(tree, (), _chooser(wanted, tree))
+    choose = _chooser(wanted, tree)
+
+    def at(path: TreePath, node: Tree) -> Tree:
+        if type(node) in LEAVES:
+            return node if call_at(path, choose, path, node) else HOLE
+        children = entries(node)
+        if children is None:
+            if hides_shards(node):
+                flatten_visible(tree)  # raises, and names all such leaves
+            return node if call_at(path, choose, path, node) else HOLE
+        new = {entry: at((*path, entry), child) for entry, child in children.items()}
+        if all(child is HOLE for child in new.values()):
+            return HOLE
+        if all(new[entry] is child for entry, child in children.items()):
+            return node
+        return like(node, drop_holes(new) if is_dict(node) else new)
+
+    part = at((), tree)
     return like(tree, {}) if part is HOLE and (is_dict(tree) or isinstance(tree, list)) else part
-
-
-def _select(tree: Tree, path: TreePath, choose: Callable[[TreePath, Any], object]) -> Tree:
-    children = entries(tree)
-    if children is None:
-        return tree if call_at(path, choose, path, tree) else HOLE
-    new = {entry: _select(child, (*path, entry), choose) for entry, child in children.items()}
-    if all(child is HOLE for child in new.values()):
-        return HOLE
-    if all(new[entry] is child for entry, child in children.items()):
-        return tree
-    return like(tree, drop_holes(new) if is_dict(tree) else new)
 
 
 def _chooser(wanted: Wanted, tree: Tree) -> Callable[[TreePath, Any], object]:

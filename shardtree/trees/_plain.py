@@ -14,6 +14,7 @@ import torch
 from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from ._hidden import flatten_visible, hides_shards
 from ._maps import described_kind, map_sharing, with_data
 from ._nodes import HOLE, Tree, describe, entries, is_sequence, leaves_with_paths, like, refusing_depth, same_kind
 
@@ -61,6 +62,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     Raises:
         ShapeError: tensors aren't of their shards' shapes and dtypes; each is named by its path.
         TreeError: there is no place for a box, or no tensor for a shard; each is named by its path.
+        UnsupportedValue: boxes lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -74,6 +76,7 @@ def rebox(tree: Tree, data: Tree) -> Tree:
     """
     places: list[str] = []
     shapes: list[str] = []
+    flatten_visible(tree)
     new = _rebox(tree, data, (), places, shapes)
     if places or shapes:
         what, fix = "rebox: the data doesn't fit the sharded tree", "Pass the tree that the data was loaded for."
@@ -191,8 +194,10 @@ def _problem(path: TreePath, leaf: Any) -> str | None:
 
 def _holds_shards(node: Tree) -> bool:
     children = entries(node)
-    return children is not None and any(
-        isinstance(child, ShardedBase) or _holds_shards(child) for child in children.values()
+    return (
+        hides_shards(node)
+        if children is None
+        else any(isinstance(child, ShardedBase) or _holds_shards(child) for child in children.values())
     )
 
 

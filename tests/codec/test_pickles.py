@@ -32,7 +32,7 @@ from shardtree.errors import CheckpointingException, CorruptCheckpoint, UnsafeFi
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
-SETS = {
+CLASSES = {
     ("builtins", "set"): Constructor(lambda items: set(items), keys=lambda items: items),
     ("builtins", "frozenset"): Constructor(lambda items: frozenset(items), keys=lambda items: items),
     ("builtins", "bytearray"): Constructor(lambda *args: bytearray(*args)),
@@ -41,8 +41,6 @@ SETS = {
     ("collections", "OrderedDict"): Constructor(OrderedDict),
     ("collections", "deque"): Constructor(deque),
 }
-PYTHON_2 = {("__builtin__", name): value for (module, name), value in SETS.items() if module == "builtins"}
-CLASSES = SETS | PYTHON_2
 
 
 def read(data: bytes, classes: Any = CLASSES, **options: Any) -> Any:

@@ -154,6 +154,47 @@ def test_a_union_keeps_the_union(several: list[Policy], steps: list[SavedStep]) 
     check_union(keep_any, several, steps)
 
 
+by_time = some.one_of(
+    some.builds(keep_for, some.integers(0, 120)),
+    some.builds(keep_for, some.integers(0, 120), now=some.integers(1000, 1400)),
+    some.builds(keep_every_seconds, some.integers(0, 90)),
+)
+
+
+def check_wrong_clock(policy: Policy, steps: Sequence[SavedStep], odd: SavedStep) -> None:
+    others = [step for step in steps if step.number != odd.number]
+    ahead = replace(odd, time=max(step.time for step in steps) + 86_400.0)
+    kept = set(policy([*others, ahead]))
+    assert kept - {odd.number} == set(policy(others)), "the other steps' times are what they were"
+    assert odd.number in kept, "its true time isn't known"
+
+
+@given(by_time, listings().filter(lambda steps: len(steps) > 1), some.data())
+def test_a_step_saved_by_a_clock_ahead_takes_no_other_with_it(
+    policy: Policy, steps: list[SavedStep], data: some.DataObject
+) -> None:
+    older = sorted(steps, key=lambda step: step.number)[:-1]
+    check_wrong_clock(policy, steps, data.draw(some.sampled_from(older)))
+
+
+def before_the_latest_time(steps: Sequence[SavedStep]) -> set[int]:
+    """The planted fault: a minute before the latest time, whichever step has it."""
+    return {step.number for step in steps if max(step.time for step in steps) - step.time <= 60}
+
+
+def test_the_law_of_clocks_catches_the_latest_time_taken_for_the_newest_step() -> None:
+    steps = [SavedStep(number, time=1000.0 + number) for number in range(4)]
+    with pytest.raises(AssertionError, match="other steps"):
+        check_wrong_clock(before_the_latest_time, steps, steps[1])
+
+
+def test_a_series_with_one_step_of_tomorrow_keeps_the_last_hour() -> None:
+    steps = [SavedStep(number, time=600.0 * number) for number in range(12)]
+    steps[9] = replace(steps[9], time=steps[9].time + 86_400)
+    assert keep_for(3600)(steps) == {5, 6, 7, 8, 9, 10, 11}
+    assert keep_for(3600)([]) == frozenset()
+
+
 def check_union(join: Callable[..., Policy], several: Sequence[Policy], steps: Sequence[SavedStep]) -> None:
     assert join(*several)(steps) == frozenset().union(*(policy(steps) for policy in several))
 

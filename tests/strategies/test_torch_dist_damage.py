@@ -144,6 +144,16 @@ def test_verify_tells_of_every_file(tmp_path):
     assert index.file == ".metadata"
 
 
+def test_verify_tells_of_places_that_contradict_each_other():
+    metadata = pickle.loads(FILES[".metadata"])
+    metadata.planner_data = {"step": ("a",), "w": ("a", "b")}
+    folder = folder_of(FILES | {".metadata": pickle.dumps(metadata, 4)})
+    (damage,) = st.verify(folder)
+    assert "tree['a'] is there twice" in damage.what
+    with pytest.raises(CorruptCheckpoint, match="is there twice"):
+        st.load({}, folder)
+
+
 # Hostile
 
 

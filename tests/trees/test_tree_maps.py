@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 
 from shardtree.errors import ShapeError, TreeError
-from shardtree.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from shardtree.lazy import stored
+from shardtree.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from shardtree.trees import NAMESPACE, flatten_with_paths, leaves_with_paths, map_data, map_shards, shard_leaves
 from tests.trees.samples import assert_caught, halves, join_halves, outline, trees
 
@@ -81,7 +82,7 @@ def takes_data_of_both(map_: Callable[..., Any], tree: Any) -> None:
 
 @given(trees())
 def test_map_data_takes_the_data_of_several_trees(tree: Any) -> None:
-    takes_data_of_both(map_data, tree)
+    takes_data_of_both(map_data, [W, tree])  # plain tensors alone are refused
 
 
 def test_map_data_of_several_trees_catches_shards_that_are_passed_whole() -> None:
@@ -144,3 +145,31 @@ def test_shard_leaves_are_the_leaves_that_are_shards(tree: Any) -> None:
     expected = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)]
     assert list(map(id, shard_leaves(tree))) == list(map(id, expected))
     assert shard_leaves({"b": W, "a": [None, 1]}) == [W]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"w": torch.ones(2), "step": 3}, [None, (torch.ones(2),)], {"w": stored(lambda *_: W, (2,), W.dtype, name="w")}],
+)
+def test_map_data_of_plain_tensors_alone_is_refused(tree: Any) -> None:
+    with pytest.raises(TreeError, match=r"map_data: a tree of plain tensors(.|\n)*`map_shards\(f, tree\)`"):
+        map_data(torch.neg, tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"w": W, "step": torch.tensor(3)},
+        {"f": FACTORY, "step": torch.tensor(3)},
+        {"w": replace(W, data=None), "step": torch.tensor(3)},
+        {"o": ShardedObject("o", 1, (1,), (0,)), "step": torch.tensor(3)},
+        {"cache": LocalNonpersistentObject(1), "step": torch.tensor(3)},
+    ],
+)
+def test_map_data_leaves_plain_tensors_beside_shards_alone(tree: Any) -> None:
+    assert map_data(torch.neg, tree)["step"] is tree["step"]
+
+
+@pytest.mark.parametrize("tree", [{}, [], {"step": 3}, {"a": None}, ()])
+def test_map_data_of_a_tree_without_tensors_is_the_tree(tree: Any) -> None:
+    assert map_data(torch.neg, tree) == tree

@@ -72,9 +72,11 @@ def is_boxed(leaf: Any) -> bool:
     return isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
 
 
+W = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+
 NEW: dict[str, Of] = {
     "map_shards": lambda tree: map_shards(lambda leaf: leaf, tree),
-    "map_data": lambda tree: map_data(torch.neg, tree),
+    "map_data": lambda tree: map_data(torch.neg, [W, tree]),
     "partition": lambda tree: partition(tree, lambda leaf: leaf is None),
     "extract_sharded": extract_sharded,
     "extract_nonpersistent": extract_nonpersistent,

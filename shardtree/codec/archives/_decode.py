@@ -121,7 +121,6 @@ _BUILTINS: dict[str, Constructor] = {
     "bytearray": Constructor(_bytearray),
     "complex": Constructor(lambda real, imaginary: complex(exactly(float, real), exactly(float, imaginary))),
     "range": Constructor(_range),
-    "xrange": Constructor(_range),
     "slice": Constructor(_slice),
 }
 _FACTORY_OF = {_BUILTINS[kind.__name__]: kind for kind in FACTORIES}
@@ -134,7 +133,7 @@ def _defaultdict(factory: Any = None, pairs: Any = ()) -> defaultdict[Any, Any]:
 
 
 VALUES: dict[tuple[str, str], Any] = {
-    **{(module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")},
+    **{("builtins", name): value for name, value in _BUILTINS.items()},
     ("_codecs", "encode"): Constructor(_bytes),
     ("collections", "OrderedDict"): Constructor(_made_of(OrderedDict, _dict), _ignore_state, _keys),
     ("collections", "defaultdict"): Constructor(_defaultdict, keys=lambda factory=None, pairs=(): _keys(pairs)),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -363,12 +365,14 @@ class Machine(pickle._Unpickler):
         return line
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the constructor or value of a name."""
-        try:
-            return self.classes[module, name]
-        except KeyError:
-            wrong = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
-            raise self.unsafe(wrong) from None
+        """Return the constructor or value of a name; the names of Python 2 are those of today's classes."""
+        # torch.save writes protocol 2, in which pickle itself calls int `__builtin__.long`.
+        today = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+        for place in ((module, name), today):
+            with suppress(KeyError):
+                return self.classes[place]
+        wrong = f"names {module[:100]}.{name[:100]}, which is neither data nor known to be harmless"
+        raise self.unsafe(wrong)
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the value of a persistent id."""

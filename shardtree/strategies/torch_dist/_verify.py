@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from ...codec import dtype_name
-from ...codec.archives import archive_records, decode_archive, tensor_place
+from ...codec.archives import archive_records, tensor_place
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
-from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
+from .._findings import Damage, Finding, Region, Unchecked, refused_findings, uncovered, untaken_findings
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
 from ..torch import HEADERS, verify_archive
@@ -21,7 +21,7 @@ from ._common import load_dcp_common
 from ._listing import META_FILE, Listing, has_meta, read_listing
 from ._load import master_damage
 from ._metadata_file import INDEX_FILE
-from ._payloads import archive_name, batches, check_kind, check_tensor, ends_of, part_of, wholes_of
+from ._payloads import archive_name, batches, check_kind, check_tensor, decoded_at, ends_of, part_of, wholes_of
 
 # Checking one archive: the CRC32 of each of its records, and its value against `.metadata`
 
@@ -62,12 +62,14 @@ class _BatchResult:
         damage: of the archives.
         spans: the byte ranges of the file that have a CRC32.
         large: records among them that haven't been read yet.
+        refused: The errors of values that a load with the same options refuses, by name.
     """
 
     file: int
     damage: list[Damage] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     large: list[LargeRecord] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, result: _BatchResult) -> None:
@@ -80,8 +82,8 @@ def _check_archive(checkpoint: Checkpoint, listing: Listing, reader: Reader, num
     try:
         if _records_are_right(listing, reader, number, what, result):
             _check_value(checkpoint, listing, reader, number, what)
-    except (UnsafeFile, UnsupportedValue):
-        pass  # a value that can't be read here may still be what was saved
+    except (UnsafeFile, UnsupportedValue) as error:
+        result.refused[archives.names[number]] = str(error)  # it may still be what was saved
     except CheckpointingException as error:
         result.damage.append(archive_damage(listing, number, str(error), begin, begin + length))
 
@@ -120,7 +122,7 @@ def _check_value(checkpoint: Checkpoint, listing: Listing, reader: Reader, numbe
             check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
             return
     if length <= _DECODED_BYTES:
-        value = decode_archive(part_of(reader, byte, 0, length), what=what, types=checkpoint.options.types)
+        value = decoded_at(checkpoint, listing, reader, number)
         if is_tensor:
             check_tensor(listing, number, value, what)
 
@@ -170,6 +172,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         *findings,
         *_meta(checkpoint),
         *untaken_findings(listing.unknown),
+        *refused_findings({name: error for one in results for name, error in one.refused.items()}),
         *_unchecked_bytes(checkpoint, listing, results),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -13,7 +12,7 @@ from ...codec import canonical_json
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
 from ...geometry import Column
 from ...storage import Storage, files_in, in_threads, is_folder, read_if_there, threads_of
-from .._findings import Damage, Finding, Region, Unchecked, uncovered, untaken_findings
+from .._findings import Damage, Finding, Region, Unchecked, refused_findings, uncovered, untaken_findings
 from .._manifest import MANIFEST_FILE
 from .._metadata import checked_name
 from .._values import Checkpoint
@@ -150,8 +149,10 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
         name = file_at(group.index, number).name
         try:
             data = object_bytes(checkpoint, name)
-            with suppress(UnsafeFile):  # a class that we won't make: the bytes may still be what was saved
+            try:
                 decoded_object(checkpoint, name, data)
+            except (UnsafeFile, UnsupportedValue) as error:  # the bytes may still be what was saved
+                yield from refused_findings({name: str(error)})
             yield from archive_unchecked(name, data)
         except CheckpointingException as error:
             yield Damage(name, str(error))
