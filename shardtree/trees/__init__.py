@@ -68,6 +68,7 @@ from ._nodes import (
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
 from ._register import register_dataclass
+from ._states import StateKey, state_keys
 
 register_nodes()
 
