@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import ShapeError, TreeError, error_text
 from ..geometry import integer
 from ..mapping import ShardedTensor
-from ..trees import check_stars, checked_keys, match_keys
+from ..trees import check_stars, checked_keys
 
 Flat = Mapping[str, Any]
 """A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
@@ -130,28 +130,6 @@ def _has(shard: ShardedTensor) -> str:
 
 
 # Functions on one axis, of which shards must be whole.
-
-
-def map_tensors(
-    doing: str, tree: Flat, keys: Sequence[str], change: Callable[[ShardedTensor], ShardedTensor]
-) -> dict[str, Any]:
-    """Return the tree with the tensors whose keys match patterns changed, each at its entry.
-
-    Raises:
-        TreeError: a pattern matches nothing, or two entries would have one name.
-
-    Examples:
-        >>> import torch
-        >>> shard = ShardedTensor.from_rank_offsets("h.0.w", torch.ones(2))
-        >>> list(map_tensors("call", {"h.0.w": shard, "step": 3}, ["h.*.w"], lambda shard: replace(shard, key="w")))
-        ['w', 'step']
-    """
-    keys = checked_keys(doing, keys)
-    shards = flat_tensors(doing, tree)
-    matches = match_keys(doing, keys, {shard.key for shard in shards.values()})
-    return replace_entries(
-        doing, tree, {entry: [change(shard)] for entry, shard in shards.items() if shard.key in matches}
-    )
 
 
 def checked_names(doing: str, key: str, names: Sequence[str]) -> list[str]:

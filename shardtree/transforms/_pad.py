@@ -14,7 +14,8 @@ from ..geometry import integer, integers, refuse
 from ..lazy import computed
 from ..mapping import ShardedTensor
 from ..trees import join_data, padding_like
-from ._flat import Flat, check_plain, map_tensors, resized, whole_axis
+from ._flat import Flat, check_plain, resized, whole_axis
+from ._states import map_tensors
 
 # Padding at the end of an axis, as that of a vocabulary.
 
@@ -22,7 +23,7 @@ from ._flat import Flat, check_plain, map_tensors, resized, whole_axis
 def unpad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) -> dict[str, Any]:
     """Return the tree with tensors cut off at a length along an axis, as views.
 
-    What is cut off isn't read. Undoes `pad_tensors`.
+    What is cut off isn't read, and neither is that of an optimizer's moments. Undoes `pad_tensors`.
 
     Args:
         tree: shards by key.
@@ -65,7 +66,7 @@ def pad_tensors(
 ) -> dict[str, Any]:
     """Return the tree with tensors made longer along an axis, at the end; undone by `unpad_tensors`.
 
-    Tensors in memory are copied; lazy ones aren't read.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer get zeros there, as by `keep_layers`.
 
     Args:
         tree: shards by key.
@@ -96,7 +97,8 @@ def pad_tensors(
         fix = "Pass fill=0, say, or a function from the tensor to what each new place gets."
         found = type(fill).__name__
         refuse("pad_tensors", "fill", found, "a number or a function", fix, error=MetadataError)
-    return map_tensors("pad_tensors", tree, keys, partial(_pad, length=length, axis=axis, fill=fill))
+    longer = partial(_pad, length=length, axis=axis)
+    return map_tensors("pad_tensors", tree, keys, partial(longer, fill=fill), partial(longer, fill=0))
 
 
 def _pad(shard: ShardedTensor, length: int, axis: int, fill: _Fill) -> ShardedTensor:

@@ -13,6 +13,7 @@ from ..geometry import integer, integers
 from ..mapping import ShardedTensor
 from ..trees import fill_key, join_data, match_key
 from ._flat import Flat, check_same, checked_names, flat_tensors, replace_entries, resized, whole_axis
+from ._states import StateChange, carry_states
 
 # Groups of equal length along an axis.
 
@@ -58,7 +59,8 @@ def split_tensor(
 ) -> dict[str, Any]:
     """Return the tree with a tensor cut along an axis into several; undone by `merge_tensors`.
 
-    The new tensors are views. With several groups, tensors in memory are copied; lazy ones aren't read.
+    The new tensors are views. With several groups, tensors in memory are copied; lazy ones aren't read. Moments of an
+    optimizer are cut likewise, as by `keep_layers`, and each part gets what there is once, as a number of steps.
 
     Args:
         tree: shards by key.
@@ -70,7 +72,7 @@ def split_tensor(
             QKV has one for each query group: ``[q q k v, q q k v, ...]``.
 
     Raises:
-        TreeError: no key matches, or patterns have different numbers of stars.
+        TreeError: no key matches, patterns have different numbers of stars, or states can't follow their parameters.
         ShapeError: the sizes don't add up or aren't divisible into groups, or the shard isn't whole along the axis.
 
     Examples:
@@ -86,14 +88,19 @@ def split_tensor(
     """
     names = checked_names("split_tensor", key, names)
     count = checked_groups("split_tensor", groups)
-    new: dict[str, list[ShardedTensor]] = {}
-    for entry, shard in flat_tensors("split_tensor", tree).items():
-        parts = match_key(key, shard.key)
-        if parts is not None:
-            new[entry] = _cut(shard, [fill_key(name, parts) for name in names], sizes, axis, count)
+
+    def cuts(tree: Flat) -> dict[str, list[ShardedTensor]]:
+        return {
+            entry: _cut(shard, [fill_key(name, parts) for name in names], sizes, axis, count)
+            for entry, shard in flat_tensors("split_tensor", tree).items()
+            if (parts := match_key(key, shard.key)) is not None
+        }
+
+    new = cuts(tree)
     if not new:
         raise TreeError(error_text("split_tensor: no key matches", expected=repr(key)))
-    return replace_entries("split_tensor", tree, new)
+    in_states = StateChange(lambda states: replace_entries("split_tensor", states, cuts(states)), others="copy")
+    return carry_states("split_tensor", tree, replace_entries("split_tensor", tree, new), new, in_states)
 
 
 def _cut(
@@ -138,7 +145,8 @@ _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, groups: int = 1) -> dict[str, Any]:
     """Return the tree with several tensors joined along an axis to one; undone by `split_tensor`.
 
-    Tensors in memory are copied; lazy ones aren't read.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined likewise, as by
+    `keep_layers`; states of which each tensor has one, as its number of steps, can't be.
 
     Args:
         tree: shards by key.
@@ -150,7 +158,7 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
             the second ones, as in Megatron-Core's QKV.
 
     Raises:
-        TreeError: no keys match, some are missing, or tensors can't be combined.
+        TreeError: no keys match, some are missing, tensors can't be combined, or states can't follow their parameters.
         ShapeError: a shard isn't whole along the axis, or isn't divisible into groups.
 
     Examples:
@@ -164,20 +172,31 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
     """
     names = checked_names("merge_tensors", key, names)
     count = checked_groups("merge_tensors", groups)
+
+    def joined(tree: Flat) -> dict[str, list[ShardedTensor]]:
+        new: dict[str, list[ShardedTensor]] = {}
+        for parts, own in _members(tree, names).items():
+            members = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, own)
+            new |= {entry: [] for entry, _ in own.values()}
+            new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), members, axis, count)]
+        return new
+
+    new = joined(tree)
+    if not new:
+        raise TreeError(error_text("merge_tensors: no keys match", expected=", ".join(map(repr, names))))
+    in_states = StateChange(lambda states: replace_entries("merge_tensors", states, joined(states)), others="refuse")
+    return carry_states("merge_tensors", tree, replace_entries("merge_tensors", tree, new), new, in_states)
+
+
+def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]]:
+    """Return the entries and tensors to join, by what stars match and by name."""
     matches: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
     for entry, shard in flat_tensors("merge_tensors", tree).items():
         for name in names:
             parts = match_key(name, shard.key)
             if parts is not None:
                 _add(matches.setdefault(parts, {}), name, entry, shard)
-    if not matches:
-        raise TreeError(error_text("merge_tensors: no keys match", expected=", ".join(map(repr, names))))
-    new: dict[str, list[ShardedTensor]] = {}
-    for parts, own in matches.items():
-        members = _complete(fill_key(key, parts), {name: fill_key(name, parts) for name in names}, own)
-        new |= {entry: [] for entry, _ in own.values()}
-        new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), members, axis, count)]
-    return replace_entries("merge_tensors", tree, new)
+    return matches
 
 
 def _add(own: dict[str, tuple[str, ShardedTensor]], name: str, entry: str, shard: ShardedTensor) -> None:

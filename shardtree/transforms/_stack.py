@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from ..trees import (
     text_piece,
 )
 from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries, replace_named
+from ._states import StateChange, by_number, carry_states, renamed_states
 
 _ALIKE = (
     *("dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"),
@@ -39,15 +41,15 @@ _Group = dict[int, tuple[str, ShardedTensor]]
 def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked to one ``<prefix>.<name>`` for each name.
 
-    The layers' number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Undone by
-    `unstack_layers`.
+    The layers' number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers
+    of an optimizer are stacked likewise, as by `keep_layers`. Undone by `unstack_layers`.
 
     Args:
         tree: shards by key; each layer's the same box of a tensor of the same shape and dtype.
         prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
 
     Raises:
-        TreeError: no key matches, a layer is missing, or layers differ.
+        TreeError: no key matches, a layer is missing, layers differ, or states can't follow their parameters.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -59,19 +61,30 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     """
     # Without leading zeros: unstacking must give back the same keys.
     form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("number"), text_piece("."), Piece("rest")))
+    new = _stacks(tree, form)
+    if not new:
+        raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
+
+    def change(states: Flat) -> dict[str, Any]:
+        return replace_entries("stack_layers", states, _stacks(states, form))
+
+    in_states = StateChange(change, lambda state, _: isinstance(state, ShardedTensor), "refuse")
+    return carry_states("stack_layers", tree, replace_entries("stack_layers", tree, new), new, in_states)
+
+
+def _stacks(tree: Flat, form: KeyForm) -> dict[str, list[ShardedTensor]]:
+    """Return the stacked tensor for the first entry of each group of layers, and nothing for the other entries."""
     groups: dict[str, _Group] = defaultdict(dict)
     for entry, shard in flat_tensors("stack_layers", tree).items():
         if (match := form.match(shard.key)) is not None:
             *_, number, name = match
             before = shard.key.removesuffix(f".{number}.{name}")
             _add(groups[f"{before}.{name}"], _number("stack_layers", number), entry, shard)
-    if not groups:
-        raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
     new: dict[str, list[ShardedTensor]] = {}
     for key, group in groups.items():
         new |= {entry: [] for entry, _ in group.values()}
         new[next(iter(group.values()))[0]] = [_stack(key, group)]
-    return replace_entries("stack_layers", tree, new)
+    return new
 
 
 def _number(doing: str, text: str) -> int:
@@ -117,15 +130,15 @@ def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedT
 def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     """Return the tree with each ``<prefix>.<name>`` unstacked along its first axis: ``<prefix>.<number>.<name>``.
 
-    The new tensors are views. A box of some layers gives those, by their own numbers. Undone by
-    `stack_layers`.
+    The new tensors are views. A box of some layers gives those, by their own numbers. Moments of an optimizer are
+    unstacked likewise, and each layer gets what there is once, as a number of steps. Undone by `stack_layers`.
 
     Args:
         tree: shards by key. Keys that have a number after the prefix already stay.
         prefix: of the keys; each ``*`` in it matches one part between dots.
 
     Raises:
-        TreeError: no key matches, or a tensor has no first axis.
+        TreeError: no key matches, a tensor has no first axis, or states can't follow their parameters.
 
     Examples:
         >>> from shardtree.mapping import ShardedTensor
@@ -134,13 +147,30 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
         {'h.0.w': [0, 1], 'h.1.w': [2, 3], 'h.2.w': [4, 5]}
     """
     form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("rest without number")))
-    new: dict[str, list[ShardedTensor]] = {}
-    for entry, shard in flat_tensors("unstack_layers", tree).items():
-        if (match := form.match(shard.key)) is not None:
-            new[entry] = _layers(shard, shard.key.removesuffix(f".{match[-1]}"), match[-1])
+
+    def layers(tree: Flat) -> dict[str, list[ShardedTensor]]:
+        tensors = flat_tensors("unstack_layers", tree)
+        matches = {entry: form.match(shard.key) for entry, shard in tensors.items()}
+        return {
+            entry: _layers(tensors[entry], tensors[entry].key.removesuffix(f".{match[-1]}"), match[-1])
+            for entry, match in matches.items()
+            if match is not None
+        }
+
+    new = layers(tree)
     if not new:
         raise _no_match("unstack_layers", f"{prefix}.<name>", tree)
-    return replace_entries("unstack_layers", tree, new)
+
+    def change(states: Flat) -> dict[str, Any]:
+        return replace_entries("unstack_layers", states, layers(states))
+
+    in_states = StateChange(change, _have_layers, "copy")
+    return carry_states("unstack_layers", tree, replace_entries("unstack_layers", tree, new), new, in_states)
+
+
+def _have_layers(state: ShardedBase, parameter: ShardedBase) -> bool:
+    """Return whether a state's first axis counts the layers of its parameter."""
+    return isinstance(state, ShardedTensor) and state.global_shape[:1] == parameter.global_shape[:1] != ()
 
 
 def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]:
@@ -165,8 +195,10 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     """Return the tree with some layers alone, numbered anew: ``layers[0]`` becomes layer 0, ``layers[1]`` layer 1.
 
     Of ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``, tensors, objects and factories alike, sharded in any way.
-    An optimizer's states and groups (``optimizer.state.<state>.<prefix>...``) go with their parameters. Layers may be
-    listed in another order, or several times, to make a deeper model of them; data are shared.
+    An optimizer's states and groups go with their parameters, wherever they stand: their keys have the parameter's key
+    in them (``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``), or all but its first parts, which name
+    the model in the tree (``opt.0.mu.layers.2.w`` of ``model.layers.2.w``). Layers may be listed in another order, or
+    several times, to make a deeper model of them; data are shared.
 
     Args:
         tree: shards by key. An entry's name changes where its shard's key does.
@@ -175,7 +207,8 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
         absent: numbers that this rank may lack, as those of other pipeline stages.
 
     Raises:
-        TreeError: no key matches, no layer has a number that is listed, or two entries would have one name.
+        TreeError: no key matches, no layer has a number that is listed, two entries would have one name, or states
+            can't be related to parameters.
         MetadataError: the numbers aren't integers.
 
     Examples:
@@ -193,20 +226,37 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
     if not matches and not elsewhere:
         raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
-    by_entry = {entry: _number(doing, match[-2]) for entry, match in matches.items()}
-    numbers = {*by_entry.values()}
+    numbers = {_number(doing, match[-2]) for match in matches.values()}
     missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in elsewhere]
     if missing:
         fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
         found = f"layers {', '.join(map(str, sorted(numbers)[:20]))}"
         raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
+
+    # Behind an optimizer's name, a number of these layers that no parameter in the tree explains.
+    numbered = re.compile(rf"(?:.+\.)?{re.escape(prefix.rpartition('.')[2])}\.[0-9]+(?:\..+)?", re.DOTALL)
+
+    def kept(tree: Flat) -> dict[str, Any]:
+        return replace_named(doing, tree, _renumbered(doing, tree, form, layers))
+
+    def is_lost(key: str) -> bool:
+        return by_number(key) or numbered.fullmatch(key) is not None
+
+    in_states = StateChange(kept, lambda *_: True, is_lost=is_lost)
+    return carry_states(doing, tree, kept(tree), matches, in_states)
+
+
+def _renumbered(doing: str, tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
+    """Return each entry of a layer under each number that it gets, which may be none."""
     new: dict[str, list[tuple[str, Any]]] = {}
-    for entry, match in matches.items():
-        *_, number, rest = match
-        head = shards[entry].key.removesuffix(f".{number}{rest}")
-        keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == by_entry[entry]]
-        new[entry] = [_renumber(entry, shards[entry], key) for key in keys]
-    return replace_named(doing, tree, new)
+    for entry, leaf in tree.items():
+        match = form.match(leaf.key) if isinstance(leaf, ShardedBase) else None
+        if match is not None:
+            *_, number, rest = match
+            head, own = leaf.key.removesuffix(f".{number}{rest}"), _number(doing, number)
+            keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == own]
+            new[entry] = [_renumber(entry, leaf, key) for key in keys]
+    return new
 
 
 def _renumber(entry: str, leaf: Any, key: str) -> tuple[str, Any]:
@@ -232,6 +282,8 @@ SameTree = TypeVar("SameTree")
 def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     """Return the tree with other shard keys, by patterns; other keys stay, and so does the tree's structure.
 
+    States whose parameters get other keys get them too, as by `keep_layers`, unless a pattern fits their own.
+
     Args:
         tree: any tree.
         names: old key -> new key. Each ``*`` matches one part between dots, and is filled in again in order. The
@@ -239,7 +291,8 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
 
     Raises:
         MetadataError: `names` isn't a mapping.
-        TreeError: a pattern matches no key, patterns have different numbers of stars, or two keys would become one.
+        TreeError: a pattern matches no key, patterns have different numbers of stars, two keys would become one, or a
+            state can't follow its parameter.
 
     Examples:
         >>> import torch
@@ -253,4 +306,5 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
         check_stars("partial_rename", old, [new])
     keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}
     matches = match_keys("partial_rename", names, keys)
-    return rename(tree, {key: fill_key(names[pattern], parts) for key, (pattern, parts) in matches.items()})
+    new = {key: fill_key(names[pattern], parts) for key, (pattern, parts) in matches.items()}
+    return rename(tree, new | renamed_states("partial_rename", keys, new))

@@ -1,0 +1,238 @@
+"""States of the parameters that a transform changes: moments get the same change, wherever they stand in a tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..errors import CheckpointingException, TreeError, error_text
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor
+from ..trees import StateKey, checked_keys, match_keys, state_keys
+from ._flat import Flat, flat_tensors, replace_named
+
+_BY_NUMBER = re.compile(r"(?:.+\.)?state\.[0-9]+\.[^.]+", re.DOTALL)
+"""A state that stands under its parameter's number, as in what ``optimizer.state_dict()`` gives."""
+
+
+def by_number(key: str) -> bool:
+    """Return whether a state's key says its parameter's number and not its name.
+
+    Examples:
+        >>> by_number("optimizer.state.3.exp_avg"), by_number("optimizer.state.exp_avg.w")
+        (True, False)
+    """
+    return _BY_NUMBER.fullmatch(key) is not None
+
+
+def same_shape(state: ShardedBase, parameter: ShardedBase) -> bool:
+    """Return whether a state is a tensor of its parameter's shape, as moments are.
+
+    Examples:
+        >>> import torch
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        >>> same_shape(replace(weight, key="exp_avg.w"), weight)
+        True
+    """
+    tensors = isinstance(state, ShardedTensor) and isinstance(parameter, ShardedTensor)
+    return tensors and state.global_shape == parameter.global_shape
+
+
+@dataclass(frozen=True, slots=True)
+class StateChange:
+    """A transform's effect on the states of the parameters that it changes.
+
+    Attributes:
+        change: The transform, of a flat tree in which states have their parameters' keys.
+        fits: Whether a state is changed, given the state and its parameter.
+        others: Fate of numbers and objects that don't fit: they stay, are copied to each new parameter, or are refused.
+        is_lost: Whether a state's key that can't be related to any parameter is refused.
+    """
+
+    change: Callable[[Flat], Mapping[str, Any]]
+    fits: Callable[[ShardedBase, ShardedBase], bool] = same_shape
+    others: Literal["stay", "copy", "refuse"] = "stay"
+    is_lost: Callable[[str], bool] = by_number
+
+
+def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change: StateChange) -> dict[str, Any]:
+    """Return a transformed tree in which the states of the changed parameters are changed with them.
+
+    Args:
+        doing: The transform, for errors.
+        tree: The flat tree as it was.
+        new: The tree after the transform of the parameters, in which other entries are as they were.
+        own: Entries of the tree whose shards the transform has changed itself.
+        change: What is done to states.
+
+    Raises:
+        TreeError: a state can't be related to one parameter, or the change can't be made in it; names the keys.
+
+    Examples:
+        >>> import torch
+        >>> shards = [ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in ("model.a", "opt.mu.a")]
+        >>> def renamed(flat):
+        ...     return {"model.b": replace(leaf, key="model.b") for leaf in flat.values()}
+        >>> tree = {shard.key: shard for shard in shards}
+        >>> new = {"model.a": replace(shards[0], key="model.b"), "opt.mu.a": shards[1]}
+        >>> [leaf.key for leaf in carry_states("rename", tree, new, {"model.a"}, StateChange(renamed)).values()]
+        ['model.b', 'opt.mu.b']
+    """
+    shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
+    parameters = {shards[entry].key: shards[entry] for entry in own}
+    states, unclear = state_keys({leaf.key for leaf in shards.values()})
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    wrong: list[str] = []
+    for entry, leaf in shards.items():
+        if entry in own:
+            continue
+        owners = unclear.get(leaf.key)
+        state = states.get(leaf.key)
+        if state is not None and state.parameter in parameters:
+            groups.setdefault((state.before, state.root, state.after), []).append(entry)
+        elif owners and not parameters.keys().isdisjoint(owners):
+            wrong.append(f"{leaf.key!r}: of {' or '.join(map(repr, owners))}")
+        elif owners == () and change.is_lost(leaf.key) and _has_axes(leaf):
+            wrong.append(f"{leaf.key!r}: of no parameter in the tree")
+    replaced: dict[str, Sequence[tuple[str, Any]]] = {}
+    for entries in groups.values():
+        group = {entry: (shards[entry], states[shards[entry].key]) for entry in entries}
+        wrong += _misfits(group, parameters, change)
+        if not wrong:
+            replaced |= {entry: [] for entry in entries}
+            replaced[entries[0]] = list(_changed(group, parameters, change))
+    if wrong:
+        raise _stuck(doing, wrong)
+    return replace_named(doing, new, replaced)
+
+
+def map_tensors(
+    doing: str,
+    tree: Flat,
+    keys: Sequence[str],
+    change: Callable[[ShardedTensor], ShardedTensor],
+    in_states: Callable[[ShardedTensor], ShardedTensor] | None = None,
+) -> dict[str, Any]:
+    """Return the tree with the tensors whose keys match patterns changed, each at its entry, and so their moments.
+
+    Args:
+        doing: The transform, for errors.
+        tree: The flat tree.
+        keys: The patterns.
+        change: The change of a tensor, which keeps its key.
+        in_states: The change of a moment; None for the same.
+
+    Raises:
+        TreeError: a pattern matches nothing, or states can't follow their parameters.
+
+    Examples:
+        >>> import torch
+        >>> shard = ShardedTensor.from_rank_offsets("h.0.w", torch.ones(2))
+        >>> list(map_tensors("call", {"h.0.w": shard, "step": 3}, ["h.*.w"], lambda shard: shard))
+        ['h.0.w', 'step']
+    """
+    keys = checked_keys(doing, keys)
+    shards = flat_tensors(doing, tree)
+    matches = match_keys(doing, keys, {shard.key for shard in shards.values()})
+    new = {entry: change(shard) for entry, shard in shards.items() if shard.key in matches}
+    inner = in_states or change
+    states = StateChange(lambda states: {entry: inner(leaf) for entry, leaf in states.items()}, is_lost=lambda _: False)
+    return carry_states(doing, tree, {**tree, **new}, new, states)
+
+
+def _stuck(doing: str, lines: Sequence[str]) -> TreeError:
+    fix = "Take them out before, by `select`, say; states by number get names by LoadOptions(parameter_names=[...])."
+    return TreeError(error_text(f"{doing}: states that can't follow their parameters", offenders=lines, fix=fix))
+
+
+def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the new keys of states whose parameters get other keys, by their old ones.
+
+    Args:
+        doing: The transform, for errors.
+        keys: All keys of the tree.
+        names: New keys by old ones, of parameters and whatever else is renamed.
+
+    Raises:
+        TreeError: a state can't be related to one parameter, or its parameter's new key isn't under the same root.
+
+    Examples:
+        >>> renamed_states("rename", ["model.a", "opt.mu.a", "opt.nu.a"], {"model.a": "model.b", "opt.nu.a": "x"})
+        {'opt.mu.a': 'opt.mu.b'}
+    """
+    states, unclear = state_keys(keys)
+    wrong = [
+        f"{key!r}: of {' or '.join(map(repr, owners))}"
+        for key, owners in unclear.items()
+        if key not in names and not names.keys().isdisjoint(owners)
+    ]
+    new: dict[str, str] = {}
+    for key, state in states.items():
+        if key in names or state.parameter not in names:
+            continue
+        name = state.of(names[state.parameter])
+        if name is None:
+            wrong.append(f"{key!r}: its parameter {names[state.parameter]!r} isn't under {state.root!r} any more")
+        else:
+            new[key] = name
+    if wrong:
+        raise _stuck(doing, wrong)
+    return new
+
+
+_Group = Mapping[str, tuple[Any, StateKey]]
+
+
+def _has_axes(leaf: ShardedBase) -> bool:
+    return not isinstance(leaf, ShardedTensor) or bool(leaf.global_shape)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, ShardedObject) or (isinstance(leaf, ShardedTensor) and not leaf.global_shape)
+
+
+def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: StateChange) -> list[str]:
+    """Return the states that are neither changed nor left as they are."""
+    others = [(leaf, state) for leaf, state in group.values() if not change.fits(leaf, parameters[state.parameter])]
+    return [
+        f"{leaf.key!r} of {state.parameter!r}: " + ("one value for each" if _is_number(leaf) else "of another shape")
+        for leaf, state in others
+        if change.others == "refuse" or not _is_number(leaf)
+    ]
+
+
+def _changed(group: _Group, parameters: Mapping[str, ShardedBase], change: StateChange) -> Iterator[tuple[str, Any]]:
+    """Yield the names and leaves that replace the states of one kind."""
+    names = {_name(leaf): entry for entry, (leaf, _) in group.items()}
+    first, (leaf, kind) = next(iter(group.items()))
+    front = first.removesuffix(_name(leaf)) if first.endswith(_name(leaf)) else ""
+
+    def named(leaf: Any, key: str) -> tuple[str, Any]:
+        new_key = kind.of(key)
+        if new_key is None:
+            found, expected = f"a parameter {key!r}", f"one under {kind.root!r}"
+            raise TreeError(error_text(f"the state {leaf.key!r} can't follow", found=found, expected=expected))
+        new = replace(leaf, key=new_key)
+        return names.get(_name(new), front + _name(new)), new
+
+    fitting = {entry: leaf for entry, (leaf, state) in group.items() if change.fits(leaf, parameters[state.parameter])}
+    as_parameters = {entry: replace(leaf, key=group[entry][1].parameter) for entry, leaf in fitting.items()}
+    if as_parameters:
+        try:
+            changed = change.change(as_parameters)
+        except CheckpointingException as error:
+            error.add_note(f"in states with keys such as {leaf.key!r}")
+            raise
+        yield from (named(new, new.key) for new in changed.values())
+    for entry, (other, state) in group.items():
+        if entry in fitting:
+            continue
+        parameter: Any = parameters[state.parameter].without_data()
+        keys = [new.key for new in change.change({entry: parameter}).values()] if change.others == "copy" else None
+        yield from [(entry, other)] if keys is None else (named(other, key) for key in keys)
+
+
+def _name(leaf: Any) -> str:
+    name: str = getattr(leaf, "unique_key", leaf.key)
+    return name

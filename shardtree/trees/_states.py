@@ -1,0 +1,121 @@
+"""Which parameter a state belongs to, by their keys alone: moments, masters, averages, wherever they stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+_OPTIMIZER = re.compile(r"opt(?:im(?:izer)?s?)?(?:_?states?)?(?:_?[0-9]+)?")
+"""A part of a key, as trees call an optimizer."""
+_STATES = frozenset(
+    """
+    exp_avg exp_avg_sq max_exp_avg_sq exp_inf mu_product momentum_buffer square_avg grad_avg acc_delta sum step
+    step_size prev ax eta row_var col_var variance fp32_param master_param master_weight
+    mu nu trace v_row v_col acc_grads ema ema_params
+    """.split()
+)
+"""States' names in optimizers of torch, Megatron-Core and optax."""
+
+_INNER = re.compile(rf"states?|param_groups?|[0-9]+|{_OPTIMIZER.pattern}")
+"""A part before a parameter's key that isn't one of the model."""
+
+Parts = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """A state's key, as what it adds to its parameter's.
+
+    Attributes:
+        parameter: The parameter's key.
+        root: Beginning of the parameter's key that the state's lacks, its dot included.
+        before: Beginning of the state's key, its dot included.
+        after: End of the state's key, its dot included.
+    """
+
+    parameter: str
+    root: str
+    before: str
+    after: str
+
+    def of(self, parameter: str) -> str | None:
+        """Return the key of the same state of another parameter; None if that isn't under the same root.
+
+        Examples:
+            >>> key = StateKey("model.layers.2.w", "model.", "opt.0.mu.", "")
+            >>> key.of("model.layers.1.w"), key.of("head.w")
+            ('opt.0.mu.layers.1.w', None)
+        """
+        if not parameter.startswith(self.root):
+            return None
+        return f"{self.before}{parameter.removeprefix(self.root)}{self.after}"
+
+
+def state_keys(keys: Collection[str]) -> tuple[dict[str, StateKey], dict[str, Parts]]:
+    """Return the states among a tree's keys, by key, and what seems to be a state of no or of several parameters.
+
+    A state's key has its parameter's key in it, or all but the first parts of that, such as the tree's own name for the
+    model. It has an optimizer's name in front, or a state's name before or after: ``optim.state.layers.2.w.exp_avg``
+    and ``opt.0.mu.layers.2.w`` belong to ``model.layers.2.w``.
+
+    Args:
+        keys: All keys of a tree, parameters' and states'.
+
+    Returns:
+        What each state's key says, and the possible parameters of each key that can't be related, maybe none.
+
+    Examples:
+        >>> states, unclear = state_keys(["model.h.2.w", "model.norm.w", "opt.0.mu.h.2.w", "opt.state.norm.w.exp_avg"])
+        >>> {key: state.parameter for key, state in states.items()}
+        {'opt.0.mu.h.2.w': 'model.h.2.w', 'opt.state.norm.w.exp_avg': 'model.norm.w'}
+        >>> state_keys(["encoder.w", "decoder.w", "opt.mu.w"])[1]
+        {'opt.mu.w': ('decoder.w', 'encoder.w')}
+    """
+    parts_of = {key: tuple(key.split(".")) for key in keys}
+    under = {key for key, parts in parts_of.items() if _is_under_states(parts)}
+    likely = {key: parts for key, parts in parts_of.items() if key in under or parts[-1] in _STATES}
+    ends: dict[Parts, list[str]] = {}
+    for key in parts_of.keys() - under if likely else ():
+        for at in range(len(parts_of[key])):
+            ends.setdefault(parts_of[key][at:], []).append(key)
+    states: dict[str, StateKey] = {}
+    unclear: dict[str, Parts] = {}
+    for key, parts in likely.items():
+        found = _state_key(key, parts, ends)
+        if isinstance(found, StateKey):
+            states[key] = found
+        elif found or key in under:
+            unclear[key] = found
+    return states, unclear
+
+
+def _state_key(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> StateKey | Parts:
+    """Return whose state a key is of, or the keys of several parameters, or of none."""
+    start, stop = _parameter_in(key, parts, ends)
+    before, run, after = parts[:start], parts[start:stop], parts[stop:]
+    name = ".".join(run)
+    owners = [name] if name in ends.get(run, ()) else sorted({*ends.get(run, ())} - {key})
+    # With a part left out in front, only what ends the optimizer's own names may precede: in ``opt.mu.a.w``, a ``w``
+    # isn't that of ``b.w``.
+    if name not in owners and not (set(before[-1:]) <= _STATES or _INNER.fullmatch(before[-1])):
+        return ()
+    if len(owners) != 1:
+        return tuple(owners)
+    in_front, behind = "".join(f"{part}." for part in before), "".join(f".{part}" for part in after)
+    return StateKey(owners[0], owners[0].removesuffix(name), in_front, behind)
+
+
+def _is_under_states(parts: Parts) -> bool:
+    return parts[0] in _STATES or any(part.startswith("opt") and _OPTIMIZER.fullmatch(part) for part in parts[:-1])
+
+
+def _parameter_in(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> tuple[int, int]:
+    """Return where the longest run of parts is that another key ends with; none unless a state's name stands around."""
+    for length in range(len(parts) - 1, 0, -1):
+        for start in range(len(parts) - length + 1):
+            if any(other != key for other in ends.get(parts[start : start + length], ())):
+                before, after = parts[:start], parts[start + length :]
+                named = (before and _is_under_states((*before, ""))) or not _STATES.isdisjoint(after[-1:])
+                return (start, start + length) if named else (0, 0)
+    return 0, 0
