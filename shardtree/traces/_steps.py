@@ -242,13 +242,13 @@ def operator_name(func: Any) -> str:
     return str(func._schema.name).removeprefix("aten::")
 
 
-_CONJUGATE = Function(torch.ops.aten._conj_physical.default, 0, (None,), (), alone=False)
+_CONJUGATE = Function(torch.ops.aten.conj_physical.default, 0, (None,), (), alone=False)
 _NEGATE = Function(torch.ops.aten.neg.default, 0, (None,), (), alone=False)
 EXACT = {
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal", "clamp", "clamp_min", "clamp_max"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "__lshift__", "__rshift__", "floor_divide"),
     *("bitwise_left_shift", "bitwise_right_shift", "remainder", "minimum", "maximum", "where"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "_conj_physical"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "conj_physical"),
 }
 """Functions whose results are rounded the same wherever in a tensor an element lies."""
 INEXACT = {"exp", "exp2", "expm1", "log", "log2", "rsqrt", "pow", "ldexp", "sigmoid", "tanh"}
@@ -351,7 +351,7 @@ def _overflows(last: Cast, step: Cast) -> bool:
 
 
 def _is_own_inverse(step: Any) -> bool:
-    return isinstance(step, Function) and operator_name(step.func) in ("neg", "_conj_physical")
+    return isinstance(step, Function) and operator_name(step.func) in ("neg", "conj_physical")
 
 
 def seen_through(view: torch.Tensor) -> tuple[Function, ...]:

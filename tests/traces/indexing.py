@@ -26,40 +26,42 @@ def _mask(random: Random, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(kept, dtype=torch.bool).reshape(shape)
 
 
+def _tensor_or_mask(random: Random, shape: tuple[int, ...], inner: tuple[int, ...]) -> tuple[Any, int]:
+    """Return an index that is a tensor, and how many axes it takes."""
+    if random.random() < 0.6:
+        return _numbers(random, shape[0], random.choice([inner, inner, ()])), 1
+    count = random.randint(1, len(shape))
+    mask = _mask(random, shape[:count])
+    return (mask.to(torch.uint8) if random.random() < 0.15 else mask), count
+
+
+def _one_index(random: Random, shape: tuple[int, ...], inner: tuple[int, ...]) -> tuple[Any, int]:
+    """Return what may stand in an index before these axes, and how many of them it takes."""
+    size = shape[0]
+    return random.choice(
+        [
+            lambda: (random.randrange(-size, size), 1),
+            lambda: (slice(random.randint(0, size), random.randint(0, size), random.randint(1, 3)), 1),
+            lambda: (slice(None), 1),
+            lambda: (None, 0),
+            lambda: (random.choice([True, False, torch.tensor(True)]), 0),
+            lambda: (_numbers(random, size, inner or (1,)).tolist(), 1),
+            *[lambda: _tensor_or_mask(random, shape, inner)] * 5,
+        ]
+    )()
+
+
 def index_of(random: Random, shape: tuple[int, ...]) -> Index:
     """Return an index of a tensor: numbers, slices, None, Ellipsis, tensors that broadcast, masks of several axes."""
     if random.random() < 0.15:
         return (_mask(random, shape[: random.randint(1, len(shape))]),)
-    index: list[Any] = []
     inner = random.choice([(), (1,), (2,), (2,), (3,), (2, 1), (1, 2), (2, 2), (0,)])
-    axis, end = 0, len(shape) if random.random() < 0.6 else random.randint(0, len(shape))
-    while axis < end:
-        form, size = random.randrange(10), shape[axis]
-        if form == 0:
-            index.append(random.randrange(-size, size))
-        elif form == 1:
-            index.append(slice(random.randint(0, size), random.randint(0, size), random.randint(1, 3)))
-        elif form == 2:
-            index.append(slice(None))
-        elif form == 3:
-            index.append(_numbers(random, size, inner).tolist() if inner and random.random() < 0.3 else None)
-            axis -= index[-1] is None
-        elif form in (4, 5, 6):
-            index.append(_numbers(random, size, random.choice([inner, inner, ()])))
-        elif form in (7, 8):
-            count = random.randint(1, end - axis)
-            mask = _mask(random, shape[axis : axis + count])
-            index.append(mask.to(torch.uint8) if random.random() < 0.15 else mask)
-            axis += count - 1
-        else:
-            index.append(random.choice([True, False, torch.tensor(True)]))
-            axis -= 1
-        axis += 1
-        if len(index) > 6:
-            break
-    if end < len(shape) and random.random() < 0.5:
-        index.append(Ellipsis)
-    return tuple(index)
+    left = shape if random.random() < 0.6 else shape[: random.randint(0, len(shape))]
+    index, after = list[Any](), len(left) < len(shape) and random.random() < 0.5
+    while left and len(index) < 7:
+        one, count = _one_index(random, left, inner)
+        index, left = [*index, one], left[count:]
+    return (*index, Ellipsis) if after else tuple(index)
 
 
 Value = Callable[[tuple[int, ...], torch.Tensor], Any]
