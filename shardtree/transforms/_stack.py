@@ -170,7 +170,8 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
 
 def _have_layers(state: ShardedBase, parameter: ShardedBase) -> bool:
     """Return whether a state's first axis counts the layers of its parameter."""
-    return isinstance(state, ShardedTensor) and state.global_shape[:1] == parameter.global_shape[:1] != ()
+    layers = parameter.global_shape[:1] if isinstance(parameter, ShardedTensor) else ()
+    return isinstance(state, ShardedTensor) and state.global_shape[:1] == layers != ()
 
 
 def _layers(shard: ShardedTensor, prefix: str, name: str) -> list[ShardedTensor]:
@@ -306,5 +307,5 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
         check_stars("partial_rename", old, [new])
     keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}
     matches = match_keys("partial_rename", names, keys)
-    new = {key: fill_key(names[pattern], parts) for key, (pattern, parts) in matches.items()}
-    return rename(tree, new | renamed_states("partial_rename", keys, new))
+    new_keys = {key: fill_key(names[pattern], parts) for key, (pattern, parts) in matches.items()}
+    return rename(tree, new_keys | renamed_states("partial_rename", keys, new_keys))

@@ -35,8 +35,11 @@ def same_shape(state: ShardedBase, parameter: ShardedBase) -> bool:
         >>> same_shape(replace(weight, key="exp_avg.w"), weight)
         True
     """
-    tensors = isinstance(state, ShardedTensor) and isinstance(parameter, ShardedTensor)
-    return tensors and state.global_shape == parameter.global_shape
+    return (
+        isinstance(state, ShardedTensor)
+        and isinstance(parameter, ShardedTensor)
+        and state.global_shape == parameter.global_shape
+    )
 
 
 @dataclass(frozen=True, slots=True)

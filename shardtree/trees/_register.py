@@ -16,7 +16,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
-    """Return a dataclass after registering it, so that tree maps, saves and loads enter its instances.
+    """Return a dataclass, registered so that tree maps, saves and loads enter its instances.
 
     A path names its fields, as in ``state.params.w``. Its new instances are made without `__init__` or `__post_init__`:
     a map's values needn't be what these accept. Attributes that aren't fields aren't kept. A file stores an instance as
@@ -98,7 +98,7 @@ class _Node:
 
     def unflatten(self, static: dict[str, Any], children: Any) -> Any:
         """Return a new instance with these fields."""
-        value = object.__new__(self.cls)
+        value: Any = object.__new__(self.cls)
         for name, child in (*zip(self.children, children, strict=True), *static.items()):
             object.__setattr__(value, name, child)  # the class's own would refuse it where the class is frozen
         return value

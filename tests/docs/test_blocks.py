@@ -32,7 +32,7 @@ def run_block(code: str, line: int, name: str, namespace: dict[str, object]) -> 
     """Run one block; where it has prompts, what it prints must be what stands there."""
     if not re.search(r"^ *>>> ", code, re.MULTILINE):
         # Empty lines above, so that a traceback shows the page's own line numbers.
-        exec(compile("\n" * (line - 1) + code, name, "exec"), namespace)
+        exec(compile("\n" * (line - 1) + code, name, "exec", dont_inherit=True), namespace)
         return
     test = doctest.DocTestParser().get_doctest(code, namespace, name, name, line - 1)
     test.globs = namespace  # get_doctest copies it
