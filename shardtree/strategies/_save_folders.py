@@ -270,10 +270,10 @@ def save_is_alive(storage: Storage, folder: str) -> bool | None:
         note = read_if_there(storage, name)
     except StorageError:
         return None  # the note is being removed at this moment
-    # A save that was killed before it left its note, as a crash right then makes an empty folder; or one that was
-    # replaced, if its removal was interrupted. This process knows of its own saves which ones are alive.
+    # A crash before a save leaves its note makes an empty folder, and so does one while a replaced save is removed. Of
+    # its own saves this process knows which ones are alive.
     alive, token = is_alive(note), folder[-16:]
-    is_dead = maker_is_dead(token) or (made_here(token) and not is_claimed(folder))
+    is_dead = maker_is_dead(token) or (made_here(token) and not is_claimed(folder) and not storage.names(folder))
     return False if alive is None and is_dead else alive
 
 

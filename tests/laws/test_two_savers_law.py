@@ -278,7 +278,7 @@ def test_the_law_catches_a_commit_that_another_one_interrupts(monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["torch_dist", "zarr"])
 def test_the_law_catches_a_saver_that_looks_at_nobodys_note(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_save_folders, "check_alone", lambda *_, **__: None)
+    monkeypatch.setattr(_save_folders, "check_alone", lambda *_, **options: None)
     with pytest.raises((AssertionError, CheckpointingException)):
         check_law(name, name, list)
 
