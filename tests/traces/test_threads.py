@@ -64,8 +64,10 @@ def mapped_by_a_pool(action: Action) -> None:
 
 
 def as_a_callback(action: Action) -> None:
+    go = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).add_done_callback(lambda _: action())
+        pool.submit(go.wait).add_done_callback(lambda _: action())  # not yet done: the pool's thread calls it
+        go.set()
 
 
 def by_asyncio(action: Action) -> None:
