@@ -45,6 +45,7 @@ def knows_what_it_saw_whole(make: Callable[[int], BlockHasher], length: int, spa
         at = stop
         last = block_count(length) if stop == length else stop // BLOCK_BYTES
         whole |= set(range(-(-since // BLOCK_BYTES), last)) if stop > since else set()
+    assert set(hasher.hashes) <= set(range(len(right)))
     assert {number: right[number] for number in hasher.hashes} == hasher.hashes
     assert whole <= set(hasher.hashes)
 
