@@ -4,8 +4,8 @@ Names and meaning are Megatron-Core's; every change is a new value. A shard is t
 [global_offset, global_offset + shape) of the global tensor named by its key, or one flat range of such a box.
 """
 
+from ._elements import INTEGERS, given_tensor, has_elements, is_wrapper, lacks_memory
 from ._leaves import (
-    INTEGERS,
     CommonStateDict,
     FactoryBuildFn,
     FactoryMergeFn,
@@ -17,11 +17,7 @@ from ._leaves import (
     ShardedStateDict,
     ShardedTensorFactory,
     StateDict,
-    given_tensor,
-    has_elements,
     is_main_replica,
-    is_wrapper,
-    lacks_memory,
     refuse_subclass,
 )
 from ._many import box_of, whole_tensors, with_data, with_keys

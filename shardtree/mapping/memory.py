@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ShapeError, error_text
 from ..lazy import flat_bytes
-from ._leaves import INTEGERS, is_wrapper, lacks_memory
+from ._elements import INTEGERS, is_wrapper, lacks_memory
 from ._tensor import ShardedTensor
 
 # One tensor: whether it still fits its leaf, and may be written.

@@ -50,7 +50,7 @@ def digest_of(f: Callable[..., Any], source: MemoryStorage, *others: MemoryStora
     batches = batches_of(list(tree.values()), [], None, 2**20)
     backends = ("safetensors", 1), ("safetensors", 1)
     where = (MemoryStorage(), opened.checkpoint, backends, batches, None)
-    return journal_of(*where, nonce=token_hex(), allow_pickle=False).folder
+    return journal_of(*where, common={}, nonce=token_hex(), allow_pickle=False).folder
 
 
 def test_a_conversion_is_known_by_the_formula_and_by_the_other_checkpoints() -> None:

@@ -68,6 +68,7 @@ MAPS: dict[str, Callable[[Any], Any]] = {
     "without_data as meta": lambda tree: trees.without_data(tree, meta=True),
     "apply_factories": trees.apply_factories,
     "unbox": trees.unbox,
+    "unwrap": trees.unwrap,
     "rebox": lambda tree: trees.rebox(tree, trees.leaves_with_paths(tree)),
 }
 OTHERS = {

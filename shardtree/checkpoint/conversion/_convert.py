@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..._ambient import shielded
-from ..._deferred import notebook_html
 from ...errors import (
     AlreadyACheckpoint,
     CorruptCheckpoint,
@@ -18,9 +17,6 @@ from ...errors import (
     StorageError,
     WorldError,
     error_text,
-    plural,
-    shorten,
-    size_text,
 )
 from ...mapping import ShardedTensor
 from ...storage import Directory, can, in_larger_requests, in_turn, listed, remove_folder, storage_at
@@ -46,65 +42,12 @@ from ._check import CheckResult, check_destination
 from ._journal import Journal, abort_uploads, begin_journal, begun_save, files_of, forget, journal_of, remove_others
 from ._passage import Passage
 from ._plan import Cutting, Plan, Transform, plan_conversion
+from ._report import ConversionReport, report_of
 from ._single import in_one_file, single_file
 from ._source import open_alike
 from ._write import Batches, Destination, Turn, rehearse_common, rehearse_tensors, write_batches
 
 _LEAST_BYTES = 1024 * 1024  # of memory for reading back: less would be a read for every few elements
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ConversionReport:
-    """What a conversion did.
-
-    Attributes:
-        tensors: how many were written.
-        objects: how many were written.
-        nbytes: the tensors' length in bytes.
-        left_out: keys and unique keys of the source that were left out, what of it can't be read, such as arrays of
-            texts, and ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
-        unused: (key, elements) of tensors of which only a part was used.
-        batches: how many there were.
-        resumed: how many of them an earlier call had written.
-        verified_nbytes: bytes of tensors that were read back and compared; None if that was skipped.
-        fingerprints: of the tensors that were read back, by key, as `fingerprint` gives them.
-    """
-
-    tensors: int
-    objects: int
-    nbytes: int
-    left_out: tuple[str, ...]
-    unused: tuple[tuple[str, int], ...]
-    batches: int
-    resumed: int
-    verified_nbytes: int | None
-    fingerprints: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        objects = f" and {plural(self.objects, 'object')}" if self.objects else ""
-        batches = f"{self.batches} batch" if self.batches == 1 else f"{self.batches} batches"
-        earlier = f", {self.resumed} of them by an earlier call" if self.resumed else ""
-        if self.verified_nbytes is None:
-            check = "not read back"
-        else:
-            check = f"{size_text(self.verified_nbytes)} read back and compared, by fingerprint"
-        lines = [
-            f"{plural(self.tensors, 'tensor')}{objects}, {size_text(self.nbytes)}, in {batches}{earlier}; {check}",
-            *_line("left out", self.left_out),
-            *_line("used in part", (f"{key}: {count:,} elements" for key, count in self.unused)),
-        ]
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return f"ConversionReport({plural(self.tensors, 'tensor')}, {size_text(self.nbytes)})"
-
-    def _repr_html_(self) -> str:
-        return notebook_html(self)
-
-
-def _line(name: str, each: Iterable[str]) -> list[str]:
-    text = ", ".join(shorten(each))
-    return [f"{name}: {text}"] if text else []
 
 
 @shielded
@@ -226,7 +169,7 @@ def convert(
         most = min(max(max_bytes_in_flight, _LEAST_BYTES), MOST_BYTES)
         check = _check(target, journal, plan, passage, most, reading, world)
     on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=earlier == len(plan.batches)))
-    return _report(plan, earlier, check)
+    return report_of(plan, earlier, check)
 
 
 def _destination(
@@ -287,20 +230,6 @@ def _finish(target: Destination, journal: Journal, *, is_old: bool) -> None:
     forget(journal)
     if target.single is not None:
         remove_folder(target.single.above, target.single.folder)
-
-
-def _report(plan: Plan, earlier: int, check: CheckResult | None) -> ConversionReport:
-    return ConversionReport(
-        tensors=len({shard.key for shard in plan.tensors}),
-        objects=len(plan.objects),
-        nbytes=sum(batch.nbytes for batch in plan.batches),
-        left_out=plan.left_out,
-        unused=plan.unused,
-        batches=len(plan.batches),
-        resumed=earlier,
-        verified_nbytes=None if check is None else check.nbytes,
-        fingerprints={} if check is None else check.fingerprints,
-    )
 
 
 def _write(target: Destination, journal: Journal, plan: Plan, passage: Passage, world: World) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""What a conversion is known by, and the journal that it keeps in its destination to go on after it was killed.
+"""The journal that a conversion keeps in its destination to go on after it was killed.
 
 The journal is a hidden folder with the conversion's hash in its name: another conversion's half is never gone on with.
 For each batch it holds the names of its files, written before they are, and then what writing the batch returned, with
@@ -16,10 +16,8 @@ from itertools import count
 from threading import Lock
 from typing import Any
 
-from ...codec import canonical_json, decode_tree, dtype_name, encode_tree, parse_json, row_major_bits
+from ...codec import canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
-from ...lazy import LazyTensor
-from ...mapping import ShardedObject, ShardedTensor
 from ...storage import (
     Buffer,
     Function,
@@ -29,9 +27,7 @@ from ...storage import (
     abort_open_uploads,
     around,
     digest,
-    file_lengths,
     in_threads,
-    listed,
     make_folder,
     remove_files,
     remove_folder,
@@ -41,9 +37,8 @@ from ...storage import (
 from ...strategies import Checkpoint, Strategies, save_is_alive, table_of
 from ...trees import HOLE, Record
 from .._dispatch import Backends
-from ..opened import StoredBoxes
+from ._identity import common_hash, contents_of, source_of
 from ._plan import Batch
-from ._source import StoredObject
 
 _PREFIX = ".convert-"
 _BEGUN = "begun.json"
@@ -68,9 +63,7 @@ class Journal:
     common: str = ""
 
 
-# The identity of a conversion: the source's bytes, the format, and how each piece is made of the source
-
-_VERSION = 1  # of the journal and of what is hashed here
+_VERSION = 1  # of the journal and of what is hashed
 
 
 def journal_of(
@@ -98,68 +91,14 @@ def journal_of(
         nonce: another one in each call, and the same on all its ranks: the hash of what can't be hashed.
         allow_pickle: whether values are pickled.
     """
-    hashes: dict[int, str] = {}
-    contents = [
-        [_tensor(shard, hashes, nonce) for shard in batch.tensors]
-        + [_object(item, nonce, allow_pickle) for item in batch.objects]
-        for batch in batches
-    ]
-    name = digest(canonical_json([_VERSION, _identity(source), backends, allow_pickle, contents]))
+    contents = contents_of(batches, nonce=nonce, allow_pickle=allow_pickle)
+    name = digest(canonical_json([_VERSION, source_of(source), backends, allow_pickle, contents]))
     table = table_of(strategies)
     # Only those rows: looking up another format's would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
-    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), _common_hash(common, allow_pickle))
-
-
-def _common_hash(common: Any, allow_pickle: bool) -> str:
-    """Return the hash of a common state; an empty text where it has values that only its format can write."""
-    try:
-        return digest(encode_tree(common, allow_pickle=allow_pickle))
-    except CheckpointingException:
-        return ""
-
-
-def _identity(source: Checkpoint) -> Any:
-    """Return a checkpoint's own digest, or else the names, lengths and times of change of its files."""
-    own_digest = source.fields.get("digest")
-    if isinstance(own_digest, str):
-        return own_digest
-    with listed(source.storage) as listing:
-        files = [(name, length, str(listing.changed(name))) for name, length in file_lengths(listing)]
-    return [source.storage.where(), *files]
-
-
-def _tensor(shard: ShardedTensor, hashes: dict[int, str], nonce: str) -> Any:
-    place = (shard.global_shape, shard.global_offset, shard.local_shape, shard.prepend_axis_num)
-    fragments = shard.axis_fragmentations
-    return [shard.key, dtype_name(shard.dtype), place, fragments, _data(shard.data, hashes, nonce)]
-
-
-def _data(data: Any, hashes: dict[int, str], nonce: str) -> Any:
-    if isinstance(data, LazyTensor):
-        return [tuple(data.place), [dtype_name(cast) for cast in data.casts], _source(data.source, hashes, nonce)]
-    return digest(memoryview(row_major_bits(data).numpy()))
-
-
-def _source(source: Any, hashes: dict[int, str], nonce: str) -> str:
-    """Return the hash of what a lazy tensor is a view of, computed once for all views."""
-    if id(source) not in hashes:
-        # A caller's function can't be hashed: such a conversion begins anew each time.
-        parts = [nonce] if source.made_of is None else source.made_of
-        inputs = [_data(part, hashes, nonce) if isinstance(part, LazyTensor) else part for part in parts]
-        reader = getattr(source, "reader", None)  # of another checkpoint, from which a transform takes this tensor
-        origin = [_identity(reader.tree.checkpoint)] if isinstance(reader, StoredBoxes) else []
-        hashes[id(source)] = digest(canonical_json([source.shape, dtype_name(source.dtype), *inputs, *origin]))
-    return hashes[id(source)]
-
-
-def _object(item: ShardedObject, nonce: str, allow_pickle: bool) -> Any:
-    if isinstance(item.data, StoredObject):
-        return [item.unique_key, item.data.unique_key]
-    try:
-        return [item.unique_key, digest(encode_tree(item.data, allow_pickle=allow_pickle))]
-    except CheckpointingException:
-        return [item.unique_key, nonce]  # can't be hashed: equal to nothing, so it's written anew
+    return Journal(
+        storage, _PREFIX + name, frozenset({"shardtree", *packages}), common_hash(common, allow_pickle=allow_pickle)
+    )
 
 
 # The journal
