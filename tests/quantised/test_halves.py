@@ -40,6 +40,74 @@ def test_a_conversion_refuses_half_of_a_weight_before_it_writes() -> None:
     assert not st.is_checkpoint(target)
 
 
+def integers(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+_INT32, _INT8 = torch.int32, torch.int8
+_POWERS = getattr(torch, "float8_e8m0fnu", torch.float16)  # torch 2.6 hasn't
+UNKNOWN = {
+    "compressed-tensors' 8 bits in integers": {
+        "up.weight_packed": integers(8, 8, dtype=_INT32),
+        "up.weight_scale": torch.ones(8, 1).bfloat16(),
+        "up.weight_shape": torch.tensor([8, 32]),
+    },
+    "compressed-tensors' INT8": {"up.weight": integers(8, 32, dtype=_INT8), "up.weight_scale": torch.ones(8, 1)},
+    "bitsandbytes' NF4": {
+        "up.weight": integers(128, 1),
+        "up.weight.absmax": torch.ones(4),
+        "up.weight.quant_map": torch.ones(16),
+        "up.weight.quant_state.bitsandbytes__nf4": integers(90),
+    },
+    "bitsandbytes' NF4 whose values are stored as bfloat16": {
+        "up.weight.quant_state.bitsandbytes__nf4": integers(90),
+        "up.weight": torch.ones(64, 1).bfloat16(),
+        "up.weight.absmax": integers(4),
+    },
+    "bitsandbytes' INT8": {
+        "up.weight": integers(8, 16, dtype=_INT8),
+        "up.SCB": torch.ones(8),
+        "up.weight_format": integers(),
+    },
+    "HQQ": {"up.W_q": integers(8, 64), "up.scale": torch.ones(16, 1).half(), "up.zero": torch.ones(16, 1).half()},
+    "symmetric GPTQ": {
+        "up.qweight": integers(16, 24, dtype=_INT32),
+        "up.scales": torch.ones(1, 24).half(),
+        "up.g_idx": torch.zeros(128, dtype=_INT32),
+    },
+    "symmetric GPTQ without groups": {"up.qweight": integers(16, 24, dtype=_INT32), "up.scales": torch.ones(1, 24)},
+    "DeepSeek-V4": {
+        "up.weight": integers(8, 64, dtype=_INT8),
+        "up.scale": integers(8, 4).view(_POWERS),
+    },
+    "Quanto": {"up.weight._data": integers(8, 16, dtype=_INT8), "up.weight._scale": torch.ones(8, 1)},
+    "torchao": {"up._weight_qdata": integers(8, 16, dtype=_INT8), "up._weight_scale": torch.ones(8, 1)},
+    "MLX": {"up.weight": integers(8, 8).to(torch.uint32), "up.scales": torch.ones(8, 1), "up.biases": torch.ones(8, 1)},
+}
+"""By program, tensors that no form explains, whose values come first."""
+
+
+@pytest.mark.parametrize("tensors", UNKNOWN.values(), ids=[*UNKNOWN])
+def test_values_beside_scales_that_no_form_explains_are_refused(tensors: dict[str, torch.Tensor]) -> None:
+    tree = shards(tensors | {"norm.weight": torch.ones(4)} | stored("fp8_blocks", key="known"))
+    first = next(iter(tensors))
+    for forms in (None, [FORMS["fp8_blocks"]]):
+        with pytest.raises(ShapeError, match="recode: tensors of no known form") as caught:
+            recode(torch.bfloat16, forms=forms)(tree)
+        text = str(caught.value)
+        assert f"'{first}'" in text and "plain=[patterns]" in text and "norm" not in text and "'known'" not in text
+    done = recode(torch.bfloat16, plain=["up.**"])(tree)
+    assert all(done[key] is tree[key] for key in tensors) and done["known"].dtype is torch.bfloat16
+
+
+def test_a_conversion_refuses_what_no_form_explains_before_it_writes() -> None:
+    place, target = MemoryStorage(), MemoryStorage()
+    st.save(shards(UNKNOWN["bitsandbytes' INT8"]), place, "safetensors")
+    with pytest.raises(ShapeError, match=r"'up\.weight': int8 beside 'up\.SCB', as no form has them"):
+        st.convert(place, target, backend="safetensors", transform=recode(torch.bfloat16))
+    assert not st.is_checkpoint(target)
+
+
 PLAIN = {
     "attn.logit_scale": torch.ones(4, 1, 1),
     "attn.relative_position_index": torch.zeros(4, 4, dtype=torch.int64),
