@@ -32,18 +32,20 @@ def half_weights(
         {'up_blocks': "mxfp4 without 'up_scales'"}
     """
     rest = {key: tensor for key, tensor in tensors.items() if key not in used}
-    found = dict[str, tuple[int, str]]()
+    found = dict[str, tuple[int, int, str]]()
     for form in forms:
         for stem in dict.fromkeys(_stems(rest, form.parts)):
             names = [stem + part.name for part in form.parts]
             lacking = [name for name in names if name not in tensors]
             pairs = zip(names, form.parts, strict=True)
             held = [(name, part) for name, part in pairs if name in rest and _may_be(part, rest[name])]
-            if lacking and _is_certain(form.parts[0], held, names[0] in tensors, are_named):
+            has_values = names[0] in tensors or stem + form.base in tensors
+            if lacking and _is_certain(form.parts[0], held, has_values, are_named):
+                # AWQ's names are among GPTQ's: what lacks least is meant, and of these what has most.
                 text = f"{form.name} without {', '.join(shorten(map(repr, lacking)))}"
-                # AWQ's names are among GPTQ's: what lacks least is meant.
-                found[held[0][0]] = min((len(lacking), text), found.get(held[0][0], (len(lacking), text)))
-    return {key: text for key, (_, text) in found.items()}
+                rank = (len(lacking), -len(held), text)
+                found[held[0][0]] = min(rank, found.get(held[0][0], rank))
+    return {key: text for key, (*_, text) in found.items()}
 
 
 def _stems(tensors: Mapping[str, ShardedTensor], parts: Iterable[Part]) -> Iterator[str]:
@@ -64,7 +66,7 @@ def _is_certain(values: Part, held: Sequence[tuple[str, Part]], has_values: bool
     Args:
         values: the form's first part.
         held: keys that are there, with the parts that they fit.
-        has_values: whether a tensor has the first part's key, of whatever dtype.
+        has_values: whether a tensor has the first part's key, or the weight's, of whatever dtype.
         are_named: as for `half_weights`.
     """
     if held and held[0][1] is values:

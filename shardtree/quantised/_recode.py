@@ -136,8 +136,9 @@ def _forms_of(
     for form in forms:
         for key, names in form.found(tree).items():
             try:
-                form.shape_of(key, tree)
-                fitting[key].append(form)
+                shape = form.shape_of(key, tree)
+                if all(form.means(shape) != other.means(shape) for other in fitting[key]):
+                    fitting[key].append(form)
             except ShapeError as error:
                 # Names alone don't make a form, as a norm's scale shows; bytes or integers beside scales do.
                 if tree[names[0]].dtype.itemsize == 1 or not tree[names[0]].dtype.is_floating_point:

@@ -40,6 +40,9 @@ _ROWS: tuple[tuple[str, Dtypes, str, Dtypes], ...] = (
     ("weight_packed", _BYTES, "weight_scale", (*_FP8, *_BYTES, *_POWERS)),
     ("weight_packed", _BYTES, "weight_global_scale", _NUMBERS),
     ("weight_packed", _INTEGERS, "weight_scale", _NUMBERS),
+    ("weight_packed", _INTEGERS, "weight_shape", (torch.int64, *_INTEGERS)),
+    ("weight_packed", _INTEGERS, "weight_zero_point", _INTEGERS),
+    ("weight_zero_point", _INTEGERS, "weight_packed", _INTEGERS),
     *(("qweight", _INTEGERS, *beside) for beside in (("scales", _NUMBERS), ("qzeros", _INTEGERS))),
     *(("qzeros", _INTEGERS, *beside) for beside in (("scales", _NUMBERS), ("qweight", _INTEGERS))),
     # Of programs whose forms `quantised` doesn't know.

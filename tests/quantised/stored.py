@@ -19,6 +19,11 @@ SHAPES = {  # of what is stored as matrices: edges within blocks where a form ca
     "nvfp4": (7, 64),
     "awq": (256, 24),
     "nvfp4_packed": (7, 64),
+    "fp8_blocks_scale": (300, 200),
+    **dict.fromkeys(("fp8_tensor", "fp8_tensor_1"), (12, 10)),
+    "mxfp4_packed": (7, 96),
+    **dict.fromkeys(("int4_packed", "int4_packed_zeros"), (20, 256)),
+    **dict.fromkeys(("int4_packed_rows", "int4_packed_rows_zeros"), (20, 136)),
     **dict.fromkeys(("gptq", "gptq_v2", "gptq_in_order", "gptq_v2_in_order"), (384, 24)),
 }
 
@@ -29,7 +34,9 @@ def stored(name: str, seed: int = 0, key: str = "mlp.weight") -> dict[str, torch
     random, made = torch.Generator().manual_seed(seed), {}
     for part_key, part in zip(form.keys(key), form.parts, strict=True):
         size, dtype = part.of(shape).box((0,) * len(shape), shape).shape, part.dtypes[0]
-        if dtype in (torch.float32, torch.float16):
+        if part.shape:
+            made[part_key] = torch.tensor(shape)
+        elif dtype in (torch.float32, torch.float16, torch.bfloat16):
             made[part_key] = (torch.rand(size, generator=random) + 0.1).to(dtype)
         elif part is not form.parts[0] and dtype.itemsize == 1:
             made[part_key] = torch.randint(60, 120, size, generator=random, dtype=torch.uint8).view(dtype)
