@@ -11,7 +11,7 @@ import shardtree as st
 from shardtree.errors import KeyMismatch, MetadataError, ShapeError
 from shardtree.quantised import FORMS, recode
 from shardtree.storage import MemoryStorage
-from tests.quantised.stored import stored
+from tests.quantised.stored import UNKNOWN, stored
 
 
 def shards(tensors: dict[str, torch.Tensor]) -> dict[str, st.ShardedTensor]:
@@ -40,54 +40,6 @@ def test_a_conversion_refuses_half_of_a_weight_before_it_writes() -> None:
     with pytest.raises(ShapeError, match="'up_blocks': mxfp4 without 'up_scales'"):
         st.convert(place, target, backend="safetensors", transform=recode(torch.bfloat16))
     assert not st.is_checkpoint(target)
-
-
-def integers(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype)
-
-
-_INT32, _INT8 = torch.int32, torch.int8
-_POWERS = getattr(torch, "float8_e8m0fnu", torch.float16)  # torch 2.6 hasn't
-UNKNOWN = {
-    "compressed-tensors' integers, columns of which belong to any group": {
-        "up.weight_packed": integers(8, 32, dtype=_INT32),
-        "up.weight_scale": torch.ones(8, 2).bfloat16(),
-        "up.weight_shape": torch.tensor([8, 256]),
-        "up.weight_g_idx": torch.zeros(256, dtype=_INT32),
-    },
-    "compressed-tensors' INT8": {"up.weight": integers(8, 32, dtype=_INT8), "up.weight_scale": torch.ones(8, 1)},
-    "bitsandbytes' NF4": {
-        "up.weight": integers(128, 1),
-        "up.weight.absmax": torch.ones(4),
-        "up.weight.quant_map": torch.ones(16),
-        "up.weight.quant_state.bitsandbytes__nf4": integers(90),
-    },
-    "bitsandbytes' NF4 whose values are stored as bfloat16": {
-        "up.weight.quant_state.bitsandbytes__nf4": integers(90),
-        "up.weight": torch.ones(64, 1).bfloat16(),
-        "up.weight.absmax": integers(4),
-    },
-    "bitsandbytes' INT8": {
-        "up.weight": integers(8, 16, dtype=_INT8),
-        "up.SCB": torch.ones(8),
-        "up.weight_format": integers(),
-    },
-    "HQQ": {"up.W_q": integers(8, 64), "up.scale": torch.ones(16, 1).half(), "up.zero": torch.ones(16, 1).half()},
-    "symmetric GPTQ": {
-        "up.qweight": integers(16, 24, dtype=_INT32),
-        "up.scales": torch.ones(1, 24).half(),
-        "up.g_idx": torch.zeros(128, dtype=_INT32),
-    },
-    "symmetric GPTQ without groups": {"up.qweight": integers(16, 24, dtype=_INT32), "up.scales": torch.ones(1, 24)},
-    "DeepSeek-V4": {
-        "up.weight": integers(8, 64, dtype=_INT8),
-        "up.scale": integers(8, 4).view(_POWERS),
-    },
-    "Quanto": {"up.weight._data": integers(8, 16, dtype=_INT8), "up.weight._scale": torch.ones(8, 1)},
-    "torchao": {"up._weight_qdata": integers(8, 16, dtype=_INT8), "up._weight_scale": torch.ones(8, 1)},
-    "MLX": {"up.weight": integers(8, 8).to(torch.uint32), "up.scales": torch.ones(8, 1), "up.biases": torch.ones(8, 1)},
-}
-"""By program, tensors that no form explains, whose values come first."""
 
 
 @pytest.mark.parametrize("tensors", UNKNOWN.values(), ids=[*UNKNOWN])
