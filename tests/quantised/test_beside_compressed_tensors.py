@@ -22,6 +22,10 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4_packed_zeros": ("pack-quantized", GROUPS | {"symmetric": False}),
     "int4_packed_rows_zeros": ("pack-quantized", ROWS | {"symmetric": False}),
     "mxfp4_packed": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    "nvfp4_packed": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
     "fp8_blocks_scale": ("naive-quantized", FP8 | {"strategy": "block", "block_structure": [128, 128]}),
     "fp8_rows": ("float-quantized", FP8 | {"strategy": "channel"}),
     "fp8_tensor": ("float-quantized", FP8 | {"strategy": "tensor"}),
@@ -46,7 +50,7 @@ def theirs() -> SimpleNamespace:
 
 def scales_as(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     scale = tensors["weight_scale"]
-    return tensors | {"weight_scale": scale if scale.dtype is torch.uint8 else scale.to(dtype)}
+    return tensors | {"weight_scale": scale if scale.dtype.itemsize == 1 else scale.to(dtype)}
 
 
 @pytest.mark.peers
