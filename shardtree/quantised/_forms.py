@@ -200,23 +200,24 @@ def _gptq(name: str, above: int, *, in_order: bool) -> Form:
     return Form(name, parts, base="weight", is_turned=True, block=(128, 1), join=join)
 
 
+# Of names that several have, the commonest last: its blocks are named where none fits.
 _ALL = (
     _fp8("fp8_blocks", "_scale_inv", _NUMBERS, (128, 128), _to_fp8),
     *(_fp8("fp8_blocks_ue8m0", "_scale_inv", (dtype,), (128, 128), _to_fp8_by_powers) for dtype in _POWERS),
-    _fp8("fp8_rows", "_scale", _NUMBERS, (1, 0), _to_fp8),
-    _fp8("fp8_blocks_scale", "_scale", _NUMBERS, (128, 128), _to_fp8),
     _fp8_tensor("fp8_tensor", ()),
     _fp8_tensor("fp8_tensor_1", (1,)),
+    _fp8("fp8_rows", "_scale", _NUMBERS, (1, 0), _to_fp8),
+    _fp8("fp8_blocks_scale", "_scale", _NUMBERS, (128, 128), _to_fp8),
     _fp8("mxfp8", "_scale_inv", (torch.uint8, *_POWERS), (1, 32), _to_mxfp8),
     Form("mxfp4", _MXFP4, is_turned=True, block=(1, 32), encode=_to_mxfp4),
     Form("nvfp4", _NVFP4, block=(1, 16)),
     Form("awq", _AWQ, base="weight", is_turned=True, block=(128, 1), join=_above_zeros),
     Form("nvfp4_packed", _PACKED_NVFP4, base="weight", block=(1, 16), join=_divided),
     Form("mxfp4_packed", _PACKED_MXFP4, base="weight", block=(1, 32)),
-    _int4("int4_packed", 128, zeros=False),
     _int4("int4_packed_rows", 0, zeros=False),
-    _int4("int4_packed_zeros", 128, zeros=True),
+    _int4("int4_packed", 128, zeros=False),
     _int4("int4_packed_rows_zeros", 0, zeros=True),
+    _int4("int4_packed_zeros", 128, zeros=True),
     _gptq("gptq", 1, in_order=False),
     _gptq("gptq_v2", 0, in_order=False),
     _gptq("gptq_in_order", 1, in_order=True),

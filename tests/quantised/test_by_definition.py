@@ -80,6 +80,19 @@ def test_integers_of_other_bits_and_padded_rows_are_refused(name: str) -> None:
     assert not st.is_checkpoint(target)
 
 
+def test_groups_of_another_size_are_named_and_nothing_else() -> None:
+    tensors = stored("int4_packed", key="weight")
+    tensors["weight_scale"] = tensors["weight_scale"].repeat(1, 4)
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+    with pytest.raises(ShapeError) as caught:
+        recode(torch.bfloat16)(tree)
+    assert str(caught.value).split("\n")[1].startswith("  'weight': 'weight_scale': bfloat16 (20, 8), not bfloat16 or")
+    assert "(20, 2)" in str(caught.value) and "without" not in str(caught.value)
+    values, scale, shape = FORMS["int4_packed"].parts
+    form = replace(FORMS["int4_packed"], parts=(values, replace(scale, per=(1, 32)), shape), block=(1, 32))
+    assert torch.equal(recode(torch.bfloat16, forms=[form])(tree)["weight"].data, form.dequantise(tensors)["weight"])
+
+
 def test_zeros_arent_left_out() -> None:
     tensors = stored("int4_packed_zeros", key="up.weight")
     assert FORMS["int4_packed"].dequantise(tensors) == {}
