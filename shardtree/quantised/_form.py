@@ -34,6 +34,7 @@ class Form:
         encode: from float32 matrices of whole blocks, (..., rows, columns), and `block`, to the parts; None where
             weights of this form are only read.
         join: from the parts' elements, as they are read, to the weight's, as float32.
+        without: names, as the parts have, of tensors beside which a weight is one of another form.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Form:
     block: tuple[int, int] = (1, 1)
     encode: Encode | None = None
     join: Join = scaled
+    without: tuple[str, ...] = ()
 
     # What is stored, by names and shapes.
 
@@ -65,8 +67,9 @@ class Form:
     def found(self, tensors: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         """Return by weight's key the keys of its tensors, where all that the form has are there; dtypes don't count."""
         first = self.parts[0].name
-        keys = [key.removesuffix(first) + self.base for key in tensors if key.endswith(first)]
-        return {key: parts for key in keys if set(parts := self.keys(key)) <= tensors.keys()}
+        stems = [key.removesuffix(first) for key in tensors if key.endswith(first)]
+        own = [stem + self.base for stem in stems if not any(stem + name in tensors for name in self.without)]
+        return {key: parts for key in own if set(parts := self.keys(key)) <= tensors.keys()}
 
     def shape_of(self, key: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a weight's shape, from the tensors in which it is stored, or shards of them.
@@ -93,6 +96,24 @@ class Form:
             fix = "Take the form that config.json names; blocks of another size are another `per` of the form's parts."
             raise ShapeError(error_text(f"quantised: {key!r} isn't stored as {self.name}", offenders=wrong, fix=fix))
         return self._turn(whole)
+
+    def means(self, shape: Sequence[int]) -> tuple[object, ...]:
+        """Return what tells the form from others for a weight of a shape: blocks larger than that are all of it.
+
+        Examples:
+            >>> from shardtree.quantised import FORMS
+            >>> rows, blocks = FORMS["fp8_rows"], FORMS["fp8_blocks_scale"]
+            >>> rows.means((1, 100)) == blocks.means((1, 100)), rows.means((2, 100)) == blocks.means((2, 100))
+            (True, False)
+        """
+        sizes = self._turn(shape)[-2:]
+        parts = tuple(
+            replace(
+                part, per=part.per and tuple(min(n or size, size) for n, size in zip(part.per, sizes, strict=False))
+            )
+            for part in self.parts
+        )
+        return self.base, self.is_turned, self.join, parts
 
     # Whole weights, eagerly.
 
@@ -316,7 +337,9 @@ class Form:
         rooms = [str(getattr(each, "__module__", None)) for each in functions if each is not None]
         if not all(room.startswith("shardtree.") for room in rooms):
             return None
-        parts = [(part.name, part.dtypes, part.per, part.pack, part.tail, part.group) for part in self.parts]
+        parts = [
+            (part.name, part.dtypes, part.per, part.pack, part.tail, part.group, part.shape) for part in self.parts
+        ]
         names = [each and each.__qualname__ for each in functions]
         return str((doing, self.name, self.base, self.is_turned, self.block, names, parts))
 

@@ -1,4 +1,4 @@
-"""The forms of the field: FP8 by blocks and rows, MXFP8, MXFP4, NVFP4, and integers of 4 bits (AWQ's, GPTQ's)."""
+"""The forms of the field: FP8, MXFP8, MXFP4, NVFP4, and integers of 4 bits (AWQ's, GPTQ's, compressed-tensors')."""
 
 from __future__ import annotations
 
@@ -115,12 +115,26 @@ def _in_groups(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, a
     return torch.where(away == 0, _above_zeros(values, scale, zeros), float("nan"))
 
 
+def _above_eight(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    return _of_shape((values - 8) * scale, away)
+
+
+def _packed_zeros(values: torch.Tensor, scale: torch.Tensor, away: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    return _of_shape(_above_zeros(values, scale, zeros), away)
+
+
+def _of_shape(weight: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    """Return weights whose shape is the one that is stored; NaN for others, which a trace can't refuse."""
+    return torch.where((away[:1] == 0) & (away[1:] == 0), weight, float("nan"))
+
+
 def _fp8(name: str, scale: str, dtypes: tuple[torch.dtype, ...], block: tuple[int, int], encode: Encode) -> Form:
     parts = (Part("", (FP8,), as_stored), Part(scale, dtypes, scales, per=block))
     return Form(name, parts, block=block, join=fp8_products, encode=encode)
 
 
 _ORDER = nibbles(0, 4, 1, 5, 2, 6, 3, 7)
+_STRAIGHT, _STACKED = nibbles(*range(8)), nibbles(*range(8), axis=-2)
 _MXFP4 = (
     Part("_blocks", (torch.uint8,), _grouped_fours, pack=(1, 32), tail=(16,)),
     Part("_scales", (torch.uint8,), scales, per=(1, 32)),
@@ -140,30 +154,70 @@ _PACKED_NVFP4 = (
     Part("weight_scale", (FP8,), floats, per=(1, 16)),
     Part("weight_global_scale", (torch.float32,), scales, per=None, tail=(1,)),
 )
+_PACKED_MXFP4 = (
+    Part("weight_packed", (torch.uint8,), fours, pack=(1, 2)),
+    Part("weight_scale", (torch.uint8, *_POWERS), scales, per=(1, 32)),
+)
+
+
+def _fp8_tensor(name: str, tail: tuple[int, ...]) -> Form:
+    """Return a form of FP8 with one scale for all, which has no axes or a tail."""
+    parts = (Part("", (FP8,), as_stored), Part("_scale", _NUMBERS, scales, per=None, tail=tail))
+    return Form(name, parts, block=(0, 0), join=fp8_products)
+
+
+def _int4(name: str, columns: int, *, zeros: bool) -> Form:
+    """Return a form of compressed-tensors' integers, which are stored with 8 added, as their zeros are.
+
+    Args:
+        name: of the form.
+        columns: how many of a row have one scale; 0 is all.
+        zeros: whether there are zeros, which are packed along columns.
+    """
+    per = (1, columns)
+    parts = (
+        Part("weight_packed", (torch.int32,), _STRAIGHT, pack=(1, 8)),
+        Part("weight_scale", (torch.bfloat16, torch.float16, torch.float32), scales, per=per),
+        Part("weight_shape", (torch.int64, torch.int32), torch.Tensor.long, per=None, tail=(2,), shape=(0, 0)),
+    )
+    if zeros:
+        last = Part("weight_zero_point", (torch.int32,), _STACKED, per=per, pack=(8, 1))
+        return Form(name, (*parts, last), "weight", block=per, join=_packed_zeros, without=("weight_g_idx",))
+    others = ("weight_zero_point", "weight_g_idx")
+    return Form(name, parts, "weight", block=per, join=_above_eight, without=others)
 
 
 def _gptq(name: str, above: int, *, in_order: bool) -> Form:
     """Return a form of GPTQ; with the order of activations, the scale of a row is any."""
-    per, straight = (128 if in_order else -128, 1), range(8)
+    per = (128 if in_order else -128, 1)
     parts = (
-        Part("qweight", (torch.int32,), nibbles(*straight, axis=-2), pack=(8, 1)),
+        Part("qweight", (torch.int32,), _STACKED, pack=(8, 1)),
         Part("scales", (torch.float16, torch.bfloat16), scales, per=per),
-        Part("qzeros", (torch.int32,), nibbles(*straight, above=above), per=per, pack=(1, 8)),
+        Part("qzeros", (torch.int32,), nibbles(*range(8), above=above), per=per, pack=(1, 8)),
         Part("g_idx", (torch.int32,), torch.Tensor.long, per=(1,), group=per[0]),
     )
     join = _in_groups if in_order else _of_groups
     return Form(name, parts, base="weight", is_turned=True, block=(128, 1), join=join)
 
 
+# Of names that several have, the commonest last: its blocks are named where none fits.
 _ALL = (
     _fp8("fp8_blocks", "_scale_inv", _NUMBERS, (128, 128), _to_fp8),
     *(_fp8("fp8_blocks_ue8m0", "_scale_inv", (dtype,), (128, 128), _to_fp8_by_powers) for dtype in _POWERS),
+    _fp8_tensor("fp8_tensor", ()),
+    _fp8_tensor("fp8_tensor_1", (1,)),
     _fp8("fp8_rows", "_scale", _NUMBERS, (1, 0), _to_fp8),
+    _fp8("fp8_blocks_scale", "_scale", _NUMBERS, (128, 128), _to_fp8),
     _fp8("mxfp8", "_scale_inv", (torch.uint8, *_POWERS), (1, 32), _to_mxfp8),
     Form("mxfp4", _MXFP4, is_turned=True, block=(1, 32), encode=_to_mxfp4),
     Form("nvfp4", _NVFP4, block=(1, 16)),
     Form("awq", _AWQ, base="weight", is_turned=True, block=(128, 1), join=_above_zeros),
     Form("nvfp4_packed", _PACKED_NVFP4, base="weight", block=(1, 16), join=_divided),
+    Form("mxfp4_packed", _PACKED_MXFP4, base="weight", block=(1, 32)),
+    _int4("int4_packed_rows", 0, zeros=False),
+    _int4("int4_packed", 128, zeros=False),
+    _int4("int4_packed_rows_zeros", 0, zeros=True),
+    _int4("int4_packed_zeros", 128, zeros=True),
     _gptq("gptq", 1, in_order=False),
     _gptq("gptq_v2", 0, in_order=False),
     _gptq("gptq_in_order", 1, in_order=True),
@@ -176,5 +230,8 @@ FORMS: Mapping[str, Form] = MappingProxyType({form.name: form for form in _ALL})
 a row; ``mxfp8``, ``mxfp4`` (gpt-oss's) and ``nvfp4`` (ModelOpt's) have 32, 32 and 16 elements of a row to a scale;
 ``awq`` has groups of 128 rows of packed integers, ``gptq`` too, of rows in any order. ``gptq_v2`` stores zeros, not one
 less; ``gptq_in_order`` and ``gptq_v2_in_order`` are for files without the order of activations, each box of which has
-its own scales. ``nvfp4_packed`` is compressed-tensors'.
+its own scales. ``nvfp4_packed``, ``mxfp4_packed`` and ``int4_packed`` are compressed-tensors', the last with groups of
+128 of a row; with one scale a row it is ``int4_packed_rows``, and both have forms with zeros. ``fp8_blocks_scale`` is
+FP8 by blocks as compressed-tensors names it; ``fp8_tensor`` and ``fp8_tensor_1`` have one scale for all, of no axis or
+of one.
 """

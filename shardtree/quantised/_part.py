@@ -37,6 +37,8 @@ class Part:
         group: elements are numbers of groups of so many rows, which lie one after another, and are read as the distance
             to the group there: 0. -n for groups of n whose rows lie anywhere; 0 for a part of other elements.
         count: how many are stored, or what numbers are below, where any element may need any; `of` tells.
+        shape: elements are the shape of the weight's matrices, and are read as the distance to it: 0. Any two sizes, of
+            which `of` makes the weight's; nothing for a part of other elements.
     """
 
     name: str
@@ -47,9 +49,12 @@ class Part:
     tail: tuple[int, ...] = ()
     group: int = 0
     count: int = 1
+    shape: tuple[int, ...] = ()
 
     def of(self, whole: Sequence[int]) -> Part:
         """Return the part of a weight whose matrices have a shape."""
+        if self.shape:
+            return replace(self, shape=tuple(whole[-2:]))
         by = min(self.group, *(self.per or (0,)))
         return replace(self, count=-(whole[-2] // by)) if by < 0 else self
 
@@ -97,6 +102,8 @@ class Part:
         if self.group > 0:
             places = torch.arange(offset[-2], offset[-2] + shape[-2], device=values.device)
             values = values - places // self.group
+        if self.shape:
+            values = values - torch.tensor(self.shape, device=values.device)
         if len(self.per or ()) == 1:
             values = values.unsqueeze(-1)
         for axis, per, step in zip((-2, -1), self.per or (), self.steps, strict=False):
@@ -138,7 +145,7 @@ def decoded(
     """Return a box of a weight, as its matrices are stored, from the boxes of its parts that it needs.
 
     Raises:
-        UnsupportedValue: rows belong to other groups than the form says.
+        UnsupportedValue: rows belong to other groups than the form says, or the stored shape is another one.
     """
     if not all(type(tensor) is torch.Tensor for tensor in tensors):  # traced: one step, whatever its size
         return join(*(part.spread(each, *box) for part, each in zip(parts, tensors, strict=True))).to(dtype)
@@ -151,12 +158,21 @@ def decoded(
         spread = []
         for part, tensor, base in zip(parts, tensors, outer, strict=True):
             spread.append(part.spread(tensor[slices(*inside(part.box(place, size), base))], place, size))
-            if part.group and not bool(((spread[-1] >= 0) & (spread[-1] < part.count)).all()):
-                what = f"quantised: rows of {key!r} belong to other groups than the form says"
-                fix = "Take the form for rows in any order, or `per` and `group` of another size, as config.json says."
-                raise UnsupportedValue(error_text(what, found=f"{part.name} of rows from {place[-2]}", fix=fix))
+            if (part.group or part.shape) and not bool(((spread[-1] >= 0) & (spread[-1] < part.count)).all()):
+                raise _not_as_said(key, part, tensor, place[-2])
         new[slices(start, size)] = join(*spread)
     return new
+
+
+def _not_as_said(key: str, part: Part, tensor: torch.Tensor, row: int) -> UnsupportedValue:
+    if part.shape:
+        what = f"quantised: {key!r} has another shape than its values say"
+        found, expected = f"{part.name} {tensor.tolist()}", list(part.shape)
+        fix = "They have other bits, or are padded, which no form is for: recode them by the program that wrote them."
+        return UnsupportedValue(error_text(what, found=found, expected=expected, fix=fix))
+    what = f"quantised: rows of {key!r} belong to other groups than the form says"
+    fix = "Take the form for rows in any order, or `per` and `group` of another size, as config.json says."
+    return UnsupportedValue(error_text(what, found=f"{part.name} of rows from {row}", fix=fix))
 
 
 def windows(box: Box, high: int, wide: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -30,6 +30,7 @@ def fp8_products(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return floats(values) * scale
     products = torch.empty(values.shape, device="cpu", dtype=torch.float32)
     # A window's scale is mostly one row for all. Several matrices with a row each have one for each of their rows.
+    scale = scale if scale.ndim > 1 else scale.reshape(1, -1)  # one number for all may have no axes, or one
     above = scale.shape[:-1] if scale.shape[:-1].numel() == 1 else values.shape[:-1]
     wide = scale.expand(*above, values.shape[-1]).contiguous()
     rows = [each.flatten(0, -2).numpy() for each in (values.view(torch.uint8), wide, products)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..errors import KeyMismatch, MetadataError, ShapeError, UnsupportedValue, e
 from ..geometry import check_type, refuse
 from ..lazy import Box, of_source
 from ..mapping import ShardedTensor
-from ..trees import check_patterns_fit, checked_patterns, key_matcher
+from ..trees import check_patterns_fit, checked_patterns, key_matcher, scaled_values, those_of
 from ._encode import Encode
 from ._form import Form
 from ._forms import FORMS
@@ -45,7 +45,7 @@ def recode(
     Raises:
         ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: tensors with
             the names of a form fit none, or several forms, or FP8 values have no scales, or only some parts of a
-            weight are there; names each.
+            weight are there, or scales lie beside integers or bytes that no form explains; names each.
         KeyMismatch: a pattern fits nothing, or nothing that gets the form; or a part would have the key of another
             tensor; names each.
         MetadataError: there are patterns in `also`, and no form that weights get.
@@ -129,19 +129,21 @@ def _forms_of(
 
     Raises:
         ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 values have no
-            scales, or only some parts of a weight are there.
+            scales, or only some parts of a weight are there, or scales lie beside values that no form explains.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
-    fitting, misfits = defaultdict[str, list[Form]](list), dict[str, str]()
+    fitting, misfits, named = defaultdict[str, list[Form]](list), dict[str, str](), set[str]()
     for form in forms:
         for key, names in form.found(tree).items():
             try:
-                form.shape_of(key, tree)
-                fitting[key].append(form)
+                shape = form.shape_of(key, tree)
+                if all(form.means(shape) != other.means(shape) for other in fitting[key]):
+                    fitting[key].append(form)
             except ShapeError as error:
                 # Names alone don't make a form, as a norm's scale shows; bytes or integers beside scales do.
                 if tree[names[0]].dtype.itemsize == 1 or not tree[names[0]].dtype.is_floating_point:
                     misfits[key] = " ".join(str(error).split("\n")[1:3]).strip()
+                    named.update(names)
     several = [f"{key!r}: {', '.join(form.name for form in some)}" for key, some in fitting.items() if len(some) > 1]
     if several:
         fix = "Pass forms=[FORMS[...]] with the one that config.json names: names, dtypes and shapes don't tell."
@@ -150,7 +152,7 @@ def _forms_of(
     used = {name for key, form in form_of.items() for name in form.keys(key)}
     bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
     halves = half_weights(tensors, forms, {*used, *(tensors.keys() - tree.keys())}, are_named=are_named)
-    wrong = bare | misfits | halves
+    wrong = _unexplained(tree, used | named) | bare | misfits | halves
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
     if offenders:
         fix = (
@@ -159,6 +161,21 @@ def _forms_of(
         )
         raise ShapeError(error_text("recode: tensors of no known form", offenders=offenders, fix=fix))
     return form_of
+
+
+def _unexplained(tensors: Mapping[str, ShardedTensor], known: Collection[str]) -> dict[str, str]:
+    """Return what is said of integers and bytes that mean numbers only by what lies beside them, by key.
+
+    Args:
+        tensors: shards by key.
+        known: keys of those of which a form says what they mean, or an error what is wrong.
+    """
+    dtypes = {key: tensor.dtype for key, tensor in tensors.items()}
+    values = {key: dtype for key, dtype in dtypes.items() if key not in known}
+    return {
+        key: f"{str(dtypes[key]).removeprefix('torch.')} beside {', '.join(map(repr, names))}, as no form has them"
+        for key, names in scaled_values(values, those_of(dtypes)).items()
+    }
 
 
 def _in_form(weight: ShardedTensor, to: Form | torch.dtype, lossless: bool) -> Sequence[ShardedTensor]:

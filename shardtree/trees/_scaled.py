@@ -25,20 +25,41 @@ def _named(*names: str) -> Dtypes:
 _BYTES, _INTEGERS, _NUMBERS = (torch.uint8,), (torch.int32,), (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = _named("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _POWERS = _named("float8_e8m0fnu")
+_PACKED = (torch.int8, *_BYTES, *_INTEGERS)
+_STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
 # Ends of keys in place of each other, with dtypes: of what must not be cast alone, and of what shows that beside it.
 _ROWS: tuple[tuple[str, Dtypes, str, Dtypes], ...] = (
     ("", _FP8, "_scale_inv", (*_NUMBERS, *_BYTES, *_POWERS)),
-    ("", _FP8, "_scale", (*_NUMBERS, *_POWERS)),
+    ("", _FP8, "_scale", (*_NUMBERS, *_BYTES, *_POWERS)),
     ("_scale_inv", _BYTES, "", _FP8),  # powers of two, as bytes
     ("_blocks", _BYTES, "_scales", _BYTES),
     ("_scales", _BYTES, "_blocks", _BYTES),
     ("", _BYTES, "_scale", _FP8),
     ("", _BYTES, "_scale_2", _NUMBERS),
-    ("weight_packed", _BYTES, "weight_scale", _FP8),
+    ("weight_packed", _BYTES, "weight_scale", (*_FP8, *_BYTES, *_POWERS)),
     ("weight_packed", _BYTES, "weight_global_scale", _NUMBERS),
+    ("weight_packed", _INTEGERS, "weight_scale", _NUMBERS),
+    ("weight_packed", _INTEGERS, "weight_shape", (torch.int64, *_INTEGERS)),
+    ("weight_packed", _INTEGERS, "weight_zero_point", _INTEGERS),
+    ("weight_zero_point", _INTEGERS, "weight_packed", _INTEGERS),
     *(("qweight", _INTEGERS, *beside) for beside in (("scales", _NUMBERS), ("qzeros", _INTEGERS))),
     *(("qzeros", _INTEGERS, *beside) for beside in (("scales", _NUMBERS), ("qweight", _INTEGERS))),
+    # Of programs whose forms `quantised` doesn't know.
+    ("", (torch.int8,), "_scale", (*_NUMBERS, *_BYTES, *_POWERS)),  # compressed-tensors' integers, ModelOpt's
+    ("", (torch.int8,), "_scale_inv", (*_NUMBERS, *_BYTES, *_POWERS)),
+    ("weight", _BYTES, "weight_scale", _NUMBERS),
+    ("weight", (torch.int8, *_BYTES, *_FP8), "scale", (*_NUMBERS, *_POWERS)),  # DeepSeek's own names
+    ("weight", (torch.int8,), "SCB", _NUMBERS),  # bitsandbytes'
+    ("weight", (torch.int8,), "weight_scales", _NUMBERS),  # EETQ's
+    ("", (torch.int8, *_BYTES), ".absmax", (*_NUMBERS, *_BYTES)),
+    ("", (torch.int8, *_BYTES), ".quant_map", _NUMBERS),
+    (".absmax", _BYTES, ".nested_absmax", _NUMBERS),
+    *((state, _BYTES, ".absmax", (*_NUMBERS, *_BYTES)) for state in _STATES),  # values may be stored as bfloat16
+    *(("W_q", _PACKED, name, _NUMBERS) for name in ("scale", "zero", "meta.scale", "meta.zero")),  # HQQ's
+    ("._data", (*_PACKED, *_FP8), "._scale", _NUMBERS),  # Quanto's
+    ("qdata", (*_PACKED, *_FP8), "scale", (*_NUMBERS, *_FP8, *_BYTES, *_POWERS)),  # torchao's
+    ("weight", _named("uint32"), "scales", (*_NUMBERS, *_BYTES)),  # MLX's
 )
 SCALED_DTYPES = frozenset(dtype for _, dtypes, _, _ in _ROWS for dtype in dtypes)
 """Those in which values may be stored that need scales."""

@@ -17,7 +17,7 @@ from shardtree.storage import MemoryStorage
 from shardtree.trees import SCALED_DTYPES, scaled_values, those_of
 from shardtree.trees._scaled import _ROWS
 from tests.cli.checkpoints import run
-from tests.quantised.stored import stored
+from tests.quantised.stored import UNKNOWN, stored
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Tensors = Mapping[str, torch.Tensor]
@@ -144,6 +144,14 @@ def test_the_table_of_names_has_what_the_forms_have(name: str) -> None:
             there = {first: dtypes[first], other: dtype}
             assert scaled_values({first: dtypes[first]}, those_of(there)) == {first: (other,)}
     assert {row[1][0] for row in _ROWS} <= SCALED_DTYPES
+
+
+@pytest.mark.parametrize("tensors", UNKNOWN.values(), ids=[*UNKNOWN])
+def test_values_of_programs_whose_forms_arent_known_arent_cast(tensors: dict[str, torch.Tensor]) -> None:
+    first = next(iter(tensors))
+    with pytest.raises(ShapeError, match=rf"'{first}': \w+ values that need 'up\."):
+        load(tensors, [first], [])
+    assert load(tensors, [first], [first])[first].dtype is BF16
 
 
 def test_powers_of_two_as_bytes_arent_taken_for_numbers() -> None:

@@ -19,6 +19,11 @@ SHAPES = {  # of what is stored as matrices: edges within blocks where a form ca
     "nvfp4": (7, 64),
     "awq": (256, 24),
     "nvfp4_packed": (7, 64),
+    "fp8_blocks_scale": (300, 200),
+    **dict.fromkeys(("fp8_tensor", "fp8_tensor_1"), (12, 10)),
+    "mxfp4_packed": (7, 96),
+    **dict.fromkeys(("int4_packed", "int4_packed_zeros"), (20, 256)),
+    **dict.fromkeys(("int4_packed_rows", "int4_packed_rows_zeros"), (20, 136)),
     **dict.fromkeys(("gptq", "gptq_v2", "gptq_in_order", "gptq_v2_in_order"), (384, 24)),
 }
 
@@ -29,7 +34,9 @@ def stored(name: str, seed: int = 0, key: str = "mlp.weight") -> dict[str, torch
     random, made = torch.Generator().manual_seed(seed), {}
     for part_key, part in zip(form.keys(key), form.parts, strict=True):
         size, dtype = part.of(shape).box((0,) * len(shape), shape).shape, part.dtypes[0]
-        if dtype in (torch.float32, torch.float16):
+        if part.shape:
+            made[part_key] = torch.tensor(shape)
+        elif dtype in (torch.float32, torch.float16, torch.bfloat16):
             made[part_key] = (torch.rand(size, generator=random) + 0.1).to(dtype)
         elif part is not form.parts[0] and dtype.itemsize == 1:
             made[part_key] = torch.randint(60, 120, size, generator=random, dtype=torch.uint8).view(dtype)
@@ -69,3 +76,51 @@ def held(form: Form, shard: st.ShardedTensor, tensors: Mapping[str, torch.Tensor
         low, size = part.of(whole).box(offset, shape)
         found[name] = tensors[name][tuple(slice(at, at + count) for at, count in zip(low, size, strict=True))]
     return found
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+_INT32, _INT8 = torch.int32, torch.int8
+_POWERS = getattr(torch, "float8_e8m0fnu", torch.float16)  # torch 2.6 hasn't
+UNKNOWN = {
+    "compressed-tensors' integers, columns of which belong to any group": {
+        "up.weight_packed": integers(8, 32, dtype=_INT32),
+        "up.weight_scale": torch.ones(8, 2).bfloat16(),
+        "up.weight_shape": torch.tensor([8, 256]),
+        "up.weight_g_idx": torch.zeros(256, dtype=_INT32),
+    },
+    "compressed-tensors' INT8": {"up.weight": integers(8, 32, dtype=_INT8), "up.weight_scale": torch.ones(8, 1)},
+    "bitsandbytes' NF4": {
+        "up.weight": integers(128, 1),
+        "up.weight.absmax": torch.ones(4),
+        "up.weight.quant_map": torch.ones(16),
+        "up.weight.quant_state.bitsandbytes__nf4": integers(90),
+    },
+    "bitsandbytes' NF4 whose values are stored as bfloat16": {
+        "up.weight.quant_state.bitsandbytes__nf4": integers(90),
+        "up.weight": torch.ones(64, 1).bfloat16(),
+        "up.weight.absmax": integers(4),
+    },
+    "bitsandbytes' INT8": {
+        "up.weight": integers(8, 16, dtype=_INT8),
+        "up.SCB": torch.ones(8),
+        "up.weight_format": integers(),
+    },
+    "HQQ": {"up.W_q": integers(8, 64), "up.scale": torch.ones(16, 1).half(), "up.zero": torch.ones(16, 1).half()},
+    "symmetric GPTQ": {
+        "up.qweight": integers(16, 24, dtype=_INT32),
+        "up.scales": torch.ones(1, 24).half(),
+        "up.g_idx": torch.zeros(128, dtype=_INT32),
+    },
+    "symmetric GPTQ without groups": {"up.qweight": integers(16, 24, dtype=_INT32), "up.scales": torch.ones(1, 24)},
+    "DeepSeek-V4": {
+        "up.weight": integers(8, 64, dtype=_INT8),
+        "up.scale": integers(8, 4).view(_POWERS),
+    },
+    "Quanto": {"up.weight._data": integers(8, 16, dtype=_INT8), "up.weight._scale": torch.ones(8, 1)},
+    "torchao": {"up._weight_qdata": integers(8, 16, dtype=_INT8), "up._weight_scale": torch.ones(8, 1)},
+    "MLX": {"up.weight": integers(8, 8).to(torch.uint32), "up.scales": torch.ones(8, 1), "up.biases": torch.ones(8, 1)},
+}
+"""By program, tensors that no form explains, whose values come first."""

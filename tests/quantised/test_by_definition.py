@@ -43,6 +43,64 @@ def test_a_global_scale_divides_and_a_second_one_multiplies() -> None:
         FORMS["nvfp4_packed"].dequantise(tensors | {"weight_global_scale": by[0]})
 
 
+INT4 = {"int4_packed": 128, "int4_packed_rows": 256, "int4_packed_zeros": 128, "int4_packed_rows_zeros": 256}
+"""By form how many columns have one scale, of 256."""
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_int4(name: str) -> None:
+    tensors = stored(name, key="weight") | {"weight_shape": torch.tensor([20, 256], dtype=torch.int32)}
+    if "rows" in name:
+        tensors["weight_packed"] = tensors["weight_packed"].repeat(1, 2)[:, :32]
+    values, scales, _, *rest = (each.tolist() for each in tensors.values())
+    expected = torch.empty(20, 256)
+    for row in range(20):
+        for column in range(256):
+            group = column // INT4[name]
+            integer = values[row][column // 8] >> 4 * (column % 8) & 15
+            zero = rest[0][row // 8][group] >> 4 * (row % 8) & 15 if rest else 8
+            expected[row, column] = (integer - zero) * scales[row][group]
+    assert first_difference(FORMS[name].dequantise(tensors, torch.float32)["weight"], expected) is None
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_integers_of_other_bits_and_padded_rows_are_refused(name: str) -> None:
+    """Eight bits in integers have the shapes of four, of twice the columns: only the stored shape tells."""
+    form, tensors = FORMS[name], stored(name, key="weight")
+    rows, columns = tensors["weight_shape"].tolist()
+    for size in (columns // 2, columns - 3):
+        tensors["weight_shape"] = torch.tensor([rows, size])
+        with pytest.raises(UnsupportedValue, match=rf"another shape than its values say\n  found .*\[{rows}, {size}\]"):
+            form.dequantise(tensors)
+        assert st.trace(form.dequantise, tensors)(tensors)["weight"].isnan().all()
+    source, target = st.storage.MemoryStorage(), st.storage.MemoryStorage()
+    st.save([st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()], source)
+    with pytest.raises(UnsupportedValue, match="'weight' has another shape than its values say"):
+        st.convert(source, target, backend="huggingface", transform=recode(torch.bfloat16))
+    assert not st.is_checkpoint(target)
+
+
+def test_groups_of_another_size_are_named_and_nothing_else() -> None:
+    tensors = stored("int4_packed", key="weight")
+    tensors["weight_scale"] = tensors["weight_scale"].repeat(1, 4)
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+    with pytest.raises(ShapeError) as caught:
+        recode(torch.bfloat16)(tree)
+    assert str(caught.value).split("\n")[1].startswith("  'weight': 'weight_scale': bfloat16 (20, 8), not bfloat16 or")
+    assert "(20, 2)" in str(caught.value) and "without" not in str(caught.value)
+    values, scale, shape = FORMS["int4_packed"].parts
+    form = replace(FORMS["int4_packed"], parts=(values, replace(scale, per=(1, 32)), shape), block=(1, 32))
+    assert torch.equal(recode(torch.bfloat16, forms=[form])(tree)["weight"].data, form.dequantise(tensors)["weight"])
+
+
+def test_zeros_arent_left_out() -> None:
+    tensors = stored("int4_packed_zeros", key="up.weight")
+    assert FORMS["int4_packed"].dequantise(tensors) == {}
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+    with pytest.raises(ShapeError, match=r"'up\.weight_packed': int32 beside 'up\.weight_scale'"):
+        recode(torch.bfloat16, forms=[FORMS["int4_packed"]])(tree)
+
+
 # What a reader of GPTQ's files does wrong.
 
 
@@ -102,6 +160,23 @@ def test_tensors_that_fit_several_forms_are_refused(tensors: dict[str, torch.Ten
     tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
     with pytest.raises(ShapeError, match=f"recode: tensors that fit several forms\n  {words}"):
         recode(torch.bfloat16)(tree)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if not name.startswith("gptq")])
+def test_names_dtypes_and_shapes_tell_the_other_forms(name: str) -> None:
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in stored(name).items()}
+    found = recode(torch.bfloat16)(tree)["mlp.weight"]
+    assert first_difference(found.data, FORMS[name].dequantise(stored(name))["mlp.weight"]) is None
+
+
+def test_forms_that_mean_the_same_of_a_small_weight_are_one() -> None:
+    tensors = stored("int4_packed", key="weight")  # of one group, which is the row
+    tensors |= {"weight_packed": tensors["weight_packed"][:, :16], "weight_scale": tensors["weight_scale"][:, :1]}
+    tensors["weight_shape"] = torch.tensor([20, 128])
+    tree = {key: st.ShardedTensor.from_rank_offsets(key, each) for key, each in tensors.items()}
+    found = recode(torch.bfloat16)(tree)["weight"].data
+    for name in ("int4_packed", "int4_packed_rows"):
+        assert torch.equal(found, FORMS[name].dequantise(tensors)["weight"])
 
 
 def test_scales_of_two_names_of_which_one_fits_are_taken() -> None:

@@ -11,7 +11,7 @@ import shardtree as st
 from shardtree.errors import KeyMismatch, MetadataError, ShapeError
 from shardtree.quantised import FORMS, recode
 from shardtree.storage import MemoryStorage
-from tests.quantised.stored import stored
+from tests.quantised.stored import UNKNOWN, stored
 
 
 def shards(tensors: dict[str, torch.Tensor]) -> dict[str, st.ShardedTensor]:
@@ -25,6 +25,8 @@ def test_a_weight_without_any_one_of_its_parts_is_refused(name: str, is_named: b
     whole = stored(name)
     change = recode(torch.bfloat16, forms=[FORMS[name]] if is_named else None)
     for lost in whole:
+        if lost.endswith("zero_point") and not is_named:
+            continue  # what is left is a whole weight without zeros
         rest = {key: each for key, each in whole.items() if key != lost}
         with pytest.raises(ShapeError, match=r"recode: tensors of no known form\n  'mlp\.") as caught:
             change(shards(rest | {"norm.weight": torch.ones(4)}))
@@ -36,6 +38,27 @@ def test_a_conversion_refuses_half_of_a_weight_before_it_writes() -> None:
     place, target = MemoryStorage(), MemoryStorage()
     st.save(shards({"up_blocks": stored("mxfp4", key="up")["up_blocks"]}), place)
     with pytest.raises(ShapeError, match="'up_blocks': mxfp4 without 'up_scales'"):
+        st.convert(place, target, backend="safetensors", transform=recode(torch.bfloat16))
+    assert not st.is_checkpoint(target)
+
+
+@pytest.mark.parametrize("tensors", UNKNOWN.values(), ids=[*UNKNOWN])
+def test_values_beside_scales_that_no_form_explains_are_refused(tensors: dict[str, torch.Tensor]) -> None:
+    tree = shards(tensors | {"norm.weight": torch.ones(4)} | stored("fp8_blocks", key="known"))
+    first = next(iter(tensors))
+    for forms in (None, [FORMS["fp8_blocks"]]):
+        with pytest.raises(ShapeError, match="recode: tensors of no known form") as caught:
+            recode(torch.bfloat16, forms=forms)(tree)
+        text = str(caught.value)
+        assert f"'{first}'" in text and "plain=[patterns]" in text and "norm" not in text and "'known'" not in text
+    done = recode(torch.bfloat16, plain=["up.**"])(tree)
+    assert all(done[key] is tree[key] for key in tensors) and done["known"].dtype is torch.bfloat16
+
+
+def test_a_conversion_refuses_what_no_form_explains_before_it_writes() -> None:
+    place, target = MemoryStorage(), MemoryStorage()
+    st.save(shards(UNKNOWN["bitsandbytes' INT8"]), place, "safetensors")
+    with pytest.raises(ShapeError, match=r"'up\.weight': int8 beside 'up\.SCB', as no form has them"):
         st.convert(place, target, backend="safetensors", transform=recode(torch.bfloat16))
     assert not st.is_checkpoint(target)
 

@@ -50,6 +50,12 @@ def test_compiled_or_not_it_is_what_torch_says(
     same_bits(lambda values, scale: floats(values) * scale, rows, columns, shared, seed, matrices)
 
 
+@pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.tensor([0.3])])
+def test_a_scale_for_all_may_have_no_axes(scale: torch.Tensor) -> None:
+    values = torch.arange(120, dtype=torch.uint8).reshape(2, 4, 15).view(FP8)
+    assert torch.equal(compiled(values, scale), floats(values) * scale)
+
+
 def test_the_law_catches_a_scale_of_another_row() -> None:
     assert_caught(same_bits, lambda values, scale: compiled(values, scale.roll(1, -2)), SIDES, SIDES, SHARED, SEEDS)
 
