@@ -20,7 +20,9 @@ from ._forms import FORMS
 from ._halves import half_weights
 from ._lazy import Boxwise
 
-_FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+_NEED_SCALES = {torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"}
+if hasattr(torch, "float4_e2m1fn_x2"):  # torch 2.6 hasn't
+    _NEED_SCALES[torch.float4_e2m1fn_x2] = "FP4"
 
 
 def recode(
@@ -44,7 +46,7 @@ def recode(
 
     Raises:
         ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: tensors with
-            the names of a form fit none, or several forms, or FP8 values have no scales, or only some parts of a
+            the names of a form fit none, or several forms, or FP8 or FP4 values have no scales, or only some parts of a
             weight are there; names each.
         KeyMismatch: a pattern fits nothing, or nothing that gets the form; or a part would have the key of another
             tensor; names each.
@@ -128,8 +130,8 @@ def _forms_of(
         are_named: whether the caller chose the forms.
 
     Raises:
-        ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 values have no
-            scales, or only some parts of a weight are there.
+        ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 or FP4 values
+            have no scales, or only some parts of a weight are there.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
     fitting, misfits = defaultdict[str, list[Form]](list), dict[str, str]()
@@ -148,7 +150,8 @@ def _forms_of(
         raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
     form_of = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in form_of.items() for name in form.keys(key)}
-    bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
+    names = {key: _NEED_SCALES[leaf.dtype] for key, leaf in tree.items() if leaf.dtype in _NEED_SCALES}
+    bare = {key: f"{name} values without scales" for key, name in names.items() if key not in used}
     halves = half_weights(tensors, forms, {*used, *(tensors.keys() - tree.keys())}, are_named=are_named)
     wrong = bare | misfits | halves
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
