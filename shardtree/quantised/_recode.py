@@ -150,8 +150,11 @@ def _forms_of(
         raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
     form_of = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in form_of.items() for name in form.keys(key)}
-    names = {key: _NEED_SCALES[leaf.dtype] for key, leaf in tree.items() if leaf.dtype in _NEED_SCALES}
-    bare = {key: f"{name} values without scales" for key, name in names.items() if key not in used}
+    bare = {
+        key: f"{_NEED_SCALES[leaf.dtype]} values without scales"
+        for key, leaf in tree.items()
+        if key not in used and leaf.dtype in _NEED_SCALES
+    }
     halves = half_weights(tensors, forms, {*used, *(tensors.keys() - tree.keys())}, are_named=are_named)
     wrong = bare | misfits | halves
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]
