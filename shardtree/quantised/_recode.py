@@ -20,8 +20,8 @@ from ._forms import FORMS
 from ._halves import half_weights
 from ._lazy import Boxwise
 
-_NAMES = {"float8_e4m3fn": "FP8", "float8_e5m2": "FP8", "float4_e2m1fn_x2": "FP4"}
-_NEED_SCALES = {getattr(torch, name): what for name, what in _NAMES.items() if hasattr(torch, name)}  # torch 2.6: no FP4
+_NAMES = {"float8_e4m3fn": "FP8", "float8_e5m2": "FP8", "float4_e2m1fn_x2": "FP4"}  # torch 2.6 lacks the last
+_NEED_SCALES = {getattr(torch, name): what for name, what in _NAMES.items() if hasattr(torch, name)}
 
 
 def recode(
