@@ -22,7 +22,7 @@ from ..pictures import COLOURS, Picture, picture_lines
 from ..storage import Directory
 from ..strategies import LoadOptions
 from ..strategies.index import find_texts, reasoned, texts, untaken_of
-from ..trees import near_names
+from ..trees import as_integers, near_names, torch_converts
 from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, plain, shape_text, stored_index
 from ._layouts import chunk_shard
 from ._output import Heading, Output, json_text, printable, show_table, size
@@ -180,17 +180,23 @@ def show_values(console: Console, tree: OpenCheckpoint, text: str, *, as_json: b
     if nbytes > _MOST:
         fix = f"Ask for a part: '{key}[0:4]'."
         raise ShapeError(error_text(f"inspect: {text!r} has {size(nbytes)}, too many to print", fix=fix))
-    values: torch.Tensor = data.read()
+    values, dtype = _numbers(data.read()), data.dtype
     if as_json:
-        record = {"key": key, "dtype": dtype_name(values.dtype), "shape": list(values.shape)}
+        record = {"key": key, "dtype": dtype_name(dtype), "shape": list(values.shape)}
         # What JSON has no form for, as complex numbers, is a text.
         content = values.tolist() if values.dtype in _LISTED or values.is_floating_point() else str(values)
         print(json_text({**record, "values": plain(content)}))
         return
     shape = shape_text(tuple(values.shape))
-    console.print(Text.assemble((printable(text), "bold"), f"  {dtype_name(values.dtype)}  {shape}  {size(nbytes)}"))
+    console.print(Text.assemble((printable(text), "bold"), f"  {dtype_name(dtype)}  {shape}  {size(nbytes)}"))
     for line in str(values).split("\n"):
         console.print(Text(line))
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return values, or their bits as integers where torch has no numbers of them, as of pairs of 4-bit floats."""
+    has_numbers = values.is_complex() or torch_converts(values.dtype, torch.float64)
+    return values if has_numbers else as_integers(values)
 
 
 def _entry(part: str, text: str) -> int | slice:

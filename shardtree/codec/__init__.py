@@ -15,6 +15,8 @@ from ._dtypes import (
     is_dense,
     is_plain_memory,
     is_tagged,
+    kind_from_file,
+    kind_in_file,
     row_major_bits,
 )
 from ._header import (

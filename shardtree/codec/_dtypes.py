@@ -42,6 +42,10 @@ _TAGS_BY_NAME = {
 _TAGS = {_BY_NAME[name]: tag for name, tag in _TAGS_BY_NAME.items() if name in _BY_NAME}
 _BY_TAG = {tag: dtype for dtype, tag in _TAGS.items()}
 
+# Two values in each byte: an element of torch's is a pair, while headers of safetensors count values.
+_PAIR_TAGS = {_BY_NAME[name]: tag for name, tag in {"float4_e2m1fn_x2": "F4"}.items() if name in _BY_NAME}
+_PAIRS_BY_TAG = {tag: dtype for dtype, tag in _PAIR_TAGS.items()}
+
 _QUANTISED_DTYPES = frozenset(
     _BY_NAME[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in _BY_NAME
 )
@@ -80,7 +84,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def format_tag(dtype: torch.dtype) -> str:
-    """Return the safetensors tag of a dtype; `"U8"`, plain bytes, if it has none.
+    """Return the safetensors tag of a dtype; `"U8"`, plain bytes, if none counts the same elements as torch.
 
     Examples:
         >>> format_tag(torch.bfloat16), format_tag(torch.complex128)
@@ -90,7 +94,7 @@ def format_tag(dtype: torch.dtype) -> str:
 
 
 def is_tagged(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a tag for a dtype.
+    """Return whether safetensors has a tag for a dtype, whose elements are torch's: not of pairs, as `kind_in_file`.
 
     Examples:
         >>> is_tagged(torch.uint8), is_tagged(torch.complex128)
@@ -114,6 +118,40 @@ def dtype_from_tag(tag: str) -> torch.dtype:
     except KeyError:
         what = f"dtype: torch {torch.__version__} has no dtype for the safetensors tag {tag[:100]!r}"
         raise UnsupportedValue(error_text(what, fix="Use a torch that has it.")) from None
+
+
+def kind_in_file(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the tag and shape that safetensors' library writes for a tensor; None if it can't.
+
+    As `format_tag`, and 4-bit floats too, which torch counts in pairs: their last axis is twice as long in a header.
+
+    Examples:
+        >>> kind_in_file(torch.bfloat16, (2, 3)), kind_in_file(torch.complex128, (2, 3))
+        (('BF16', (2, 3)), None)
+        >>> kind_in_file(*kind_from_file("F4", (2, 6)))
+        ('F4', (2, 6))
+    """
+    if dtype in _PAIR_TAGS:  # a single pair without an axis has none on which values could be counted
+        return (_PAIR_TAGS[dtype], (*shape[:-1], 2 * shape[-1])) if shape else None
+    return (_TAGS[dtype], shape) if dtype in _TAGS else None
+
+
+def kind_from_file(tag: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape in torch of a tensor in a safetensors file, the inverse of `kind_in_file`.
+
+    Raises:
+        UnsupportedValue: this torch has no dtype for the tag, or none for that shape: an odd number of 4-bit floats.
+
+    Examples:
+        >>> kind_from_file("BF16", (2, 3))
+        (torch.bfloat16, (2, 3))
+    """
+    if tag not in _PAIRS_BY_TAG:
+        return dtype_from_tag(tag), shape
+    if not shape or shape[-1] % 2:
+        what = f"shape: torch has pairs of the safetensors tag {tag!r} along the last axis"
+        raise UnsupportedValue(error_text(what, found=shape, expected="a last axis of an even length"))
+    return _PAIRS_BY_TAG[tag], (*shape[:-1], shape[-1] // 2)
 
 
 def is_quantised(dtype: torch.dtype) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..geometry import Column, intersect, slices
 from ..layouts import TensorKind, shard_boxes, shard_columns
 from ..mapping import ShardedTensor
 from ..objects import ShapeChange
-from ..trees import differing_prefix, near_names
+from ..trees import differing_prefix, near_names, torch_converts
 from ._without_scales import ScaledValues
 
 # Dtypes that a load or a reshard converts, when it is asked to.
@@ -39,9 +38,7 @@ def convertible(before: torch.dtype, after: torch.dtype) -> bool:
         (False, False)
     """
     # Ranks of kinds order what can hold what: a conversion upwards keeps every value up to rounding.
-    return before == after or (
-        _rank(before) <= _rank(after) and after not in _SCALES and _torch_converts(before, after)
-    )
+    return before == after or (_rank(before) <= _rank(after) and after not in _SCALES and torch_converts(before, after))
 
 
 def _rank(dtype: torch.dtype) -> int:
@@ -53,16 +50,6 @@ def _rank(dtype: torch.dtype) -> int:
 def is_integer(dtype: torch.dtype) -> bool:
     """Return whether a dtype holds integers; bools are none."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-@cache
-def _torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
-    try:
-        # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
-        torch.zeros(before.itemsize, dtype=torch.uint8, device="cpu").view(before).to(after)
-    except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
-        return False
-    return True
 
 
 # The overlap of a shard with a tensor that is stored with another global shape.

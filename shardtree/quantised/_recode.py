@@ -20,7 +20,8 @@ from ._forms import FORMS
 from ._halves import half_weights
 from ._lazy import Boxwise
 
-_FP8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+_NAMES = {"float8_e4m3fn": "FP8", "float8_e5m2": "FP8", "float4_e2m1fn_x2": "FP4"}  # torch 2.6 lacks the last
+_NEED_SCALES = {getattr(torch, name): what for name, what in _NAMES.items() if hasattr(torch, name)}
 
 
 def recode(
@@ -44,7 +45,7 @@ def recode(
 
     Raises:
         ShapeError: the form is only read, or the dtype isn't a floating-point one. When it is applied: tensors with
-            the names of a form fit none, or several forms, or FP8 values have no scales, or only some parts of a
+            the names of a form fit none, or several forms, or FP8 or FP4 values have no scales, or only some parts of a
             weight are there, or scales lie beside integers or bytes that no form explains; names each.
         KeyMismatch: a pattern fits nothing, or nothing that gets the form; or a part would have the key of another
             tensor; names each.
@@ -128,8 +129,8 @@ def _forms_of(
         are_named: whether the caller chose the forms.
 
     Raises:
-        ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 values have no
-            scales, or only some parts of a weight are there, or scales lie beside values that no form explains.
+        ShapeError: the tensors of one fit none of the forms that have their names, or several, or FP8 or FP4 values
+            have no scales, or only some parts of a weight are there, or scales lie beside values that no form explains.
     """
     tree = {key: tensor for key, tensor in tensors.items() if not is_plain(key)}
     fitting, misfits, named = defaultdict[str, list[Form]](list), dict[str, str](), set[str]()
@@ -150,7 +151,11 @@ def _forms_of(
         raise ShapeError(error_text("recode: tensors that fit several forms", offenders=several, fix=fix))
     form_of = {key: form for key, [form] in fitting.items()}
     used = {name for key, form in form_of.items() for name in form.keys(key)}
-    bare = {key: "FP8 values without scales" for key, leaf in tree.items() if key not in used and leaf.dtype in _FP8}
+    bare = {
+        key: f"{_NEED_SCALES[leaf.dtype]} values without scales"
+        for key, leaf in tree.items()
+        if key not in used and leaf.dtype in _NEED_SCALES
+    }
     halves = half_weights(tensors, forms, {*used, *(tensors.keys() - tree.keys())}, are_named=are_named)
     wrong = _unexplained(tree, used | named) | bare | misfits | halves
     offenders = [f"{key!r}: {why}" for key, why in wrong.items() if key not in form_of]

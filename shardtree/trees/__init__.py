@@ -27,6 +27,7 @@ from ._edit import (
     padding_like,
     prefix,
     rename,
+    torch_converts,
     without_data,
 )
 from ._factories import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any, NoReturn
 
@@ -69,6 +70,22 @@ def full_data(shape: Sequence[int], dtype: torch.dtype, device: torch.device | s
 def _refuse_fill(fill: float, dtype: torch.dtype, actual: object) -> NoReturn:
     what = f"a padding of {fill} in a tensor of {dtype}"
     raise ShapeError(error_text(what, found=actual, expected="a number that torch can put there"))
+
+
+@cache
+def torch_converts(before: torch.dtype, after: torch.dtype) -> bool:
+    """Return whether torch converts elements of a dtype to another one.
+
+    Examples:
+        >>> torch_converts(torch.float8_e4m3fn, torch.float32), torch_converts(torch.bits16, torch.float32)
+        (True, False)
+    """
+    try:
+        # Tried out instead of listed: torch adds dtypes from release to release, and which ones convert changes too.
+        torch.zeros(before.itemsize, dtype=torch.uint8, device="cpu").view(before).to(after)
+    except (RuntimeError, TypeError):  # packed dtypes, as float4, have no conversions
+        return False
+    return True
 
 
 def padding_like(data: Any, shape: Sequence[int], fill: float) -> Any:
@@ -197,7 +214,8 @@ def cast(
         plain: patterns of keys of FP8 numbers that need no scales, though tensors beside them are named like scales.
 
     Raises:
-        ShapeError: `dtype` isn't a floating-point dtype; or quantised values would be cast without their scales.
+        ShapeError: `dtype` isn't a floating-point dtype; or torch can't convert a shard's to it, as pairs of 4-bit
+            floats; or quantised values would be cast without their scales.
         MetadataError: it is no dtype of torch.
         TreeError: a pattern matches no key, or `keys` isn't a list.
         KeyMismatch: a pattern of `plain` matches no key.
@@ -219,17 +237,26 @@ def cast(
         patterns, shards = checked_keys("cast", keys), map(_key_of, flatten(tree)[0])
         fits = match_keys("cast", patterns, dict.fromkeys(key for key in shards if key is not None)).__contains__
     is_plain = plain_matcher("cast", plain, lambda: filter(None, map(_key_of, flatten(tree)[0])))
-    values = dict[str, torch.dtype]()
+    values, fixed = dict[str, torch.dtype](), dict[str, torch.dtype]()
 
     def on_leaf(leaf: Any) -> Any:
+        old = _dtype_of(leaf)
+        if old in {None, dtype} or not old.is_floating_point:
+            return leaf
         if fits is not None and not (isinstance(leaf, ShardedBase) and fits(leaf.key)):
             return leaf
-        new = _cast(leaf, dtype)
-        if new is not leaf and (old := _dtype_of(leaf)) in SCALED_DTYPES and not is_plain(leaf.key):
+        if not torch_converts(old, dtype):
+            fixed[leaf.key] = old
+            return leaf
+        if old in SCALED_DTYPES and not is_plain(leaf.key):
             values[leaf.key] = old
-        return new
+        return _cast(leaf, dtype)
 
     cast_tree = map_sharing(on_leaf, tree)
+    if fixed:
+        fix = "Name what is to be cast by keys=[patterns]."
+        lines = [f"{key!r}: {old}" for key, old in fixed.items()]
+        raise ShapeError(error_text(f"cast: torch can't convert these to {dtype}", offenders=lines, fix=fix))
     refuse_scaled("cast", values, scaled_values(values, lambda names: _dtypes_of(tree, names)))
     return cast_tree
 
@@ -250,9 +277,6 @@ def _dtypes_of(tree: Tree, keys: Collection[str]) -> dict[str, torch.dtype]:
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
-    old_dtype = _dtype_of(leaf) or dtype
-    if old_dtype == dtype or not old_dtype.is_floating_point:
-        return leaf
     data = None if leaf.data is None else leaf.data.to(dtype)
     return replace(leaf, dtype=dtype, data=data) if isinstance(leaf, ShardedTensor) else replace(leaf, data=data)
 

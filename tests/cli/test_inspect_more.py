@@ -135,6 +135,15 @@ def test_values_are_those_that_are_asked_for(folder: Path, index: str, expected:
     assert "tensor(" in run("inspect", folder, "--values", f"model.weight{index}").stdout
 
 
+@pytest.mark.parametrize("name", ["bits8", "uint4", "float4_e2m1fn_x2"])
+def test_values_that_torch_has_no_numbers_of_are_shown_by_their_bits(name: str, tmp_path: Path) -> None:
+    data = torch.tensor([1, 99], dtype=torch.uint8).view(getattr(torch, name))
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", data)}, tmp_path / "saved")
+    found = document("inspect", tmp_path / "saved", "--values", "w")
+    assert (found["dtype"], found["values"]) == (name, [1, 99])
+    assert "99" in run("inspect", tmp_path / "saved", "--values", "w").stdout
+
+
 def test_only_the_values_that_are_asked_for_are_read() -> None:
     storage, read = MemoryStorage(), list[int]()
     st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(1 << 16, 64))}, storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +17,11 @@ from shardtree.codec import (
     dtype_name,
     format_tag,
     is_tagged,
+    kind_from_file,
+    kind_in_file,
     row_major_bits,
 )
+from shardtree.codec._header import byte_length
 from shardtree.errors import MetadataError, UnsupportedValue
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -49,6 +53,32 @@ def test_tag_is_invertible_where_the_format_has_one(dtype: torch.dtype) -> None:
         assert dtype_from_tag(format_tag(dtype)) is dtype
     else:
         assert format_tag(dtype) == "U8"
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 1), (2, 3, 5), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kind_in_a_file_is_invertible_and_has_the_bytes_of_the_tensor(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    kind = kind_in_file(dtype, shape)
+    are_pairs = "float4" in str(dtype)
+    assert (kind is not None) is (is_tagged(dtype) or (are_pairs and shape != ()))
+    if kind is not None:
+        assert kind_from_file(*kind) == (dtype, shape)
+        assert byte_length(*kind) == math.prod(shape) * dtype.itemsize
+        assert kind == (("F4", (*shape[:-1], 2 * shape[-1])) if are_pairs else (format_tag(dtype), shape))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 1), (0, 3)], ids=str)
+def test_four_bit_floats_that_are_no_pairs_along_the_last_axis_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedValue, match="an even length"):
+        kind_from_file("F4", shape)
+
+
+@pytest.mark.parametrize("tag", ["F6_E2M3", "F6_E3M2", "F128"])
+def test_tags_that_torch_lacks_are_named(tag: str) -> None:
+    with pytest.raises(UnsupportedValue, match=f"no dtype for the safetensors tag '{tag}'"):
+        kind_from_file(tag, (4,))
 
 
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)

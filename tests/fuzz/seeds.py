@@ -204,7 +204,7 @@ _RAW = {
 
 
 def huggingface() -> list[Files]:
-    """Return a model in one file, and one in two files with an index."""
+    """Return a model in one file, one in two files with an index, and one of 4-bit floats, which torch has in pairs."""
     one = saved(("huggingface", 1))
     entries = [Entry("a", "F32", (2, 3), 0, 24)]
     part = encode_header(entries, {"format": "pt"}) + bytes(24)
@@ -212,4 +212,6 @@ def huggingface() -> list[Files]:
     index = {"metadata": {"total_size": 48}, "weight_map": names}
     other = part.replace(b'"a"', b'"b"')
     two = {"model.safetensors.index.json": json.dumps(index).encode(), names["a"]: part, names["b"]: other}
-    return [one, two]
+    entries = [Entry("b", "F32", (1,), 0, 4), Entry("a", "F4", (2, 6), 4, 10)]
+    pairs = encode_header(entries, {"format": "pt"}) + bytes(10)
+    return [one, two, {"model.safetensors": pairs}]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import shardtree as st
-from shardtree.codec import is_tagged
+from shardtree.codec import kind_in_file
+from shardtree.errors import CheckpointingException
 from shardtree.testing import Layout, Piece, assemble, cut, even_layout, first_difference, refilled
 from shardtree.trees import without_data
 from tests.strategies.test_huggingface import table
@@ -149,7 +150,8 @@ def test_the_index_is_the_one_that_transformers_writes(model, tmp_path):
 
 @pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_file_is_byte_for_byte_what_the_library_writes(lie, tmp_path):
-    dtypes = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and is_tagged(dtype)]
+    every = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+    dtypes = [dtype for dtype in every if kind_in_file(dtype, (8, 4)) is not None]
     tensors = {
         f'layer.{number}.{dtype} "é"\n': torch.arange(8 * 4, dtype=torch.uint8)
         .repeat(8)[: 32 * dtype.itemsize]
@@ -159,6 +161,33 @@ def test_the_file_is_byte_for_byte_what_the_library_writes(lie, tmp_path):
     } | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "flags": torch.arange(5) > 2}
     save_from_ranks(tensors, tmp_path, lie)
     assert (tmp_path / "model.safetensors").read_bytes() == safetensors_torch.save(tensors, {"format": "pt"})
+
+
+@pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
+def test_four_bit_floats_load_as_the_library_loads_them(lie, tmp_path):
+    raw = torch.arange(8 * 12, dtype=torch.uint8)
+    shapes = {"matrix": (8, 12), "row": (96,), "cube": (4, 3, 8), "empty": (0, 4), "of none": (4, 0)}
+    tensors = {key: raw[: torch.Size(shape).numel()].view(shape) for key, shape in shapes.items()}
+    tensors = {key: tensor.clone().view(torch.float4_e2m1fn_x2) for key, tensor in tensors.items()}
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    assert_same(theirs, tensors)
+    assert_same(st.load_plain_tensors(tmp_path), theirs)
+    for ranks in (1, 4):
+        assert_same(load_on_ranks(theirs, tmp_path, lie, ranks), theirs)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4, 1), (7,), (), (0, 3)], ids=str)
+def test_an_odd_number_of_four_bit_floats_is_refused_as_by_the_library(shape, tmp_path):
+    length = -(-torch.Size(shape).numel() // 2)
+    fields = {"w": {"dtype": "F4", "shape": shape, "data_offsets": [0, length]}}
+    text = json.dumps(fields).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors_torch.load_file(path)
+    with pytest.raises(CheckpointingException, match=r"used in part|a last axis of an even length"):
+        st.load({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, tmp_path)
 
 
 @pytest.mark.slow

@@ -116,3 +116,15 @@ def test_what_is_plain_is_named_and_passed_on() -> None:
     assert sorted(done) == ["a.weight_scale", "b.weight", "c"] and done["b.weight"] is tree["b.weight"]
     with pytest.raises(KeyMismatch, match="recode: plain names what isn't there\n  'd'"):
         recode(torch.bfloat16, plain=["a.*", "b.weight", "d"])(tree)
+
+
+def test_four_bit_floats_without_scales_are_refused_by_name() -> None:
+    pairs = st.ShardedTensor.from_rank_offsets("a.weight", torch.zeros(2, 16).byte().view(torch.float4_e2m1fn_x2))
+    folder = MemoryStorage()
+    st.save({"a": pairs, "b": st.ShardedTensor.from_rank_offsets("b", torch.ones(2))}, folder)
+    for to in (torch.bfloat16, FORMS["fp8_rows"]):
+        with pytest.raises(ShapeError, match=r"'a\.weight': FP4 values without scales"):
+            st.convert(folder, MemoryStorage(), backend="safetensors", transform=recode(to))
+    kept = MemoryStorage()
+    st.convert(folder, kept, backend="safetensors", transform=recode(torch.bfloat16, plain=["a.weight"]))
+    assert st.load_plain_tensors(kept)["a.weight"].dtype == torch.float4_e2m1fn_x2

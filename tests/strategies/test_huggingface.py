@@ -21,6 +21,7 @@ from shardtree.errors import (
     KeyMismatch,
     NotACheckpoint,
     StorageError,
+    UnsupportedValue,
 )
 from shardtree.storage import MemoryStorage, wrapped
 from shardtree.strategies import StrategyAction, default_strategies, huggingface
@@ -33,6 +34,7 @@ from tests.trees.samples import assert_caught
 
 HF = ("huggingface", 1)
 TAGGED = [torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+PAIRS = [torch.float4_e2m1fn_x2] if hasattr(torch, "float4_e2m1fn_x2") else []  # torch 2.6 hasn't; they need an axis
 quiet = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
@@ -85,9 +87,10 @@ def states(draw, max_tensors=3):
     keys = draw(
         some.lists(some.text('ab./é"\\\n', min_size=1, max_size=3), min_size=1, max_size=max_tensors, unique=True)
     )
+    kinds = {key: draw(shapes()) for key in keys}
     tensors = {
-        key: random_bits(draw(shapes()), draw(some.sampled_from(TAGGED)), seed=draw(some.integers(0, 99)))
-        for key in keys
+        key: random_bits(shape, draw(some.sampled_from(TAGGED + PAIRS * bool(shape))), seed=draw(some.integers(0, 99)))
+        for key, shape in kinds.items()
     }
     ranks = draw(some.integers(1, 4)), draw(some.integers(1, 3))
     pair = [{key: draw(layouts(tuple(tensor.shape), n)) for key, tensor in tensors.items()} for n in ranks]
@@ -332,6 +335,79 @@ def test_an_embedding_that_the_config_calls_tied_is_missing_and_no_damage(config
     damage = st.verify(folder, report=reports.append)
     assert bool(damage) is (is_damage or twin == "b")
     assert absent in (damage[0].keys if damage else {one.file for one in reports[0].unchecked})
+
+
+# Floats of 4 bits, which torch has in pairs and a header counts one by one
+
+FOUR_BITS = bytes(range(12))
+
+
+def four_bits(shape=(4, 3)):
+    return torch.tensor(list(FOUR_BITS), dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(shape)
+
+
+def raw_bytes(tensor):
+    return bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def four_bit_folder():
+    return folder_of({"model.safetensors": safetensors.torch.save({"w": four_bits()}, {"format": "pt"})})
+
+
+def test_four_bit_floats_are_cut_along_their_last_axis_in_pairs():
+    folder = four_bit_folder()
+    assert st.verify(folder) == ()
+    found = st.load_plain_tensors(folder)["w"]
+    assert (found.dtype, found.shape, raw_bytes(found)) == (torch.float4_e2m1fn_x2, (4, 3), FOUR_BITS)
+    for number in range(3):
+        part = whole("w", torch.empty(4, 1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), (1, number, 3))
+        loaded = st.load({"w": part}, folder, validate_access_integrity=False)["w"]
+        assert raw_bytes(loaded) == FOUR_BITS[number::3]
+    opened = st.open_checkpoint(folder)["w"]
+    assert opened.global_shape == (4, 3)
+    assert raw_bytes(opened.data[1:3, 1:].read()) == bytes([4, 5, 7, 8])
+
+
+@pytest.mark.parametrize("backend", ["safetensors", "torch_dist", "dcp", "zarr", "huggingface"])
+def test_four_bit_floats_go_through_every_format_and_come_back(backend):
+    folder, between, back = four_bit_folder(), MemoryStorage(), MemoryStorage()
+    st.convert(folder, between, backend=backend)
+    assert raw_bytes(st.load_plain_tensors(between)["w"]) == FOUR_BITS
+    assert st.verify(between) == ()
+    st.convert(between, back, backend="huggingface")
+    assert back.read("model.safetensors") == folder.read("model.safetensors")
+
+
+def test_a_pair_of_four_bit_floats_without_an_axis_is_kept_by_the_native_format_alone():
+    pair, native = whole("w", four_bits()[0, 0].clone()), MemoryStorage()
+    with pytest.raises(UnsupportedValue, match=r"or not in that shape\n  'w': \(\) float4\w+\n.*reshape"):
+        st.save({"w": pair}, MemoryStorage(), HF)
+    st.save({"w": pair}, native)
+    with pytest.raises(UnsupportedValue, match="'w'"):
+        st.convert(native, MemoryStorage(), backend="huggingface")
+    assert st.convert(native, MemoryStorage(), backend="huggingface", leave_out=["w"]).left_out == ("w",)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4, 1), (1, 3, 2, 1)], ids=str)
+def test_an_odd_last_axis_of_four_bit_floats_is_an_error_of_that_tensor_alone(shape):
+    length = torch.Size(shape).numel() // 2
+    odd = {"odd": ("F4", shape, bytes(length)), "w": ("U8", (1,), b"w")}
+    folder = folder_of({"model.safetensors": file_of(odd)})
+    reports = []
+    assert list(st.load_plain_tensors(folder)) == ["w"]
+    assert st.verify(folder, report=reports.append) == ()
+    assert "odd" in {one.file for one in reports[0].unchecked}
+    with pytest.raises(KeyMismatch, match=r"'odd': shape: .*'F4'.*\n.*even length\n.*leave_out"):
+        st.convert(folder, MemoryStorage(), backend="safetensors")
+    with pytest.raises(UnsupportedValue, match="even length"):
+        st.load({"odd": whole("odd", torch.zeros(2))}, folder)
+
+
+def test_half_a_byte_of_four_bit_floats_is_damage():
+    folder = folder_of({"model.safetensors": file_of({"odd": ("F4", (7,), bytes(4)), "w": ("U8", (1,), b"w")})})
+    with pytest.raises(CorruptCheckpoint, match=r"'odd'.*used in part"):
+        st.load_plain_tensors(folder)
+    assert [one.file for one in st.verify(folder)] == ["model.safetensors"]
 
 
 def test_axes_beyond_counting():

@@ -93,6 +93,19 @@ def test_cast_of_a_lazy_or_absent_tensor() -> None:
     assert cast(shapes, torch.float16) is shapes
 
 
+@pytest.mark.parametrize("make", [lambda shard: shard, lambda shard: shard.without_data()], ids=["held", "absent"])
+def test_cast_of_four_bit_floats_is_refused_by_name(make: Any) -> None:
+    pairs = make(ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3).byte().view(torch.float4_e2m1fn_x2)))
+    tree = {"w": pairs, "b": ShardedTensor.from_rank_offsets("b", torch.ones(2))}
+    with pytest.raises(ShapeError, match=r"can't convert these to torch\.bfloat16\n  'w': torch\.float4\w+\n.*keys="):
+        cast(tree, torch.bfloat16)
+    with pytest.raises(ShapeError, match=r"'b': torch\.float32"):
+        cast(tree, torch.float4_e2m1fn_x2)
+    half = cast(tree, torch.bfloat16, ["b"])
+    assert half["w"] is pairs and half["b"].dtype == torch.bfloat16
+    assert cast({"w": pairs}, torch.float4_e2m1fn_x2)["w"] is pairs
+
+
 def casts_what_matches(cast_some: Any, drawn: tuple[Any, str]) -> None:
     tree, pattern = drawn
     try:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from ...codec import Entry, encode_header, format_tag, is_tagged
+from ...codec import Entry, encode_header, kind_in_file
 from ...errors import UnsupportedValue, error_text
 from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
 from ...layouts import TensorKind
@@ -56,7 +56,7 @@ def model_files(
         writers: who writes each tensor; a file has tensors of one writer then. None where several write to a file.
 
     Raises:
-        UnsupportedValue: safetensors files can't hold a dtype, or a name.
+        UnsupportedValue: safetensors files can't hold a dtype, a pair of values that has no axis, or a name.
 
     Examples:
         >>> import torch
@@ -76,10 +76,11 @@ def tensor_bytes(kind: TensorKind) -> int:
 
 
 def _check_storable(kinds: Kinds) -> None:
-    wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if not is_tagged(kind.dtype)]
+    wrong = [f"{key!r}: {kind}" for key, kind in kinds.items() if kind_in_file(kind.dtype, kind.global_shape) is None]
     if wrong:
-        fix = "Cast them, or save in the native format."
-        raise UnsupportedValue(error_text("save: dtypes that safetensors files don't have", offenders=wrong, fix=fix))
+        what = "save: dtypes that safetensors files don't have, or not in that shape"
+        fix = "Cast or reshape them, or save in the native format."
+        raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
     if "__metadata__" in kinds:
         what = "save: a tensor in a safetensors file can't be named '__metadata__'"
         raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
@@ -102,10 +103,11 @@ def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mappi
 
 def _file(names: Sequence[str], kinds: Kinds) -> ModelFile:
     entries, end = list[Entry](), 0
-    for name in sorted(names, key=lambda name: (_ORDER[format_tag(kinds[name].dtype)], name)):
-        kind = kinds[name]
-        start, end = end, end + tensor_bytes(kind)
-        entries.append(Entry(name, format_tag(kind.dtype), kind.global_shape, start, end))
+    in_file = {name: kind_in_file(kinds[name].dtype, kinds[name].global_shape) for name in names}
+    tagged = [(name, *kind) for name, kind in in_file.items() if kind is not None]
+    for name, tag, shape in sorted(tagged, key=lambda row: (_ORDER[row[1]], row[0])):
+        start, end = end, end + tensor_bytes(kinds[name])
+        entries.append(Entry(name, tag, shape, start, end))
     header = encode_header(entries, {"format": "pt"}, alignment=8)
     return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
 

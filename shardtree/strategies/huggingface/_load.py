@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..._ambient import collector_paused
-from ...codec import Entry, decode_header_and_metadata, dtype_from_tag, header_length
+from ...codec import Entry, decode_header_and_metadata, header_length, kind_from_file
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text
 from ...geometry import box_column
 from ...layouts import ShardColumns, TensorKind
@@ -211,18 +211,17 @@ def _refusal(entry: Entry) -> str:
     if len(entry.shape) > _MOST_AXES:
         return f"it has {len(entry.shape)} axes"
     try:
-        dtype_from_tag(entry.tag)
+        kind_from_file(entry.tag, entry.shape)
     except UnsupportedValue as error:
         return str(error)
     return ""
 
 
 def _columns(entries: Sequence[Entry]) -> ShardColumns:
-    shapes = [entry.shape for entry in entries]
-    shape = box_column(shapes, fill=1)
     # A model repeats few kinds in many layers; each is one object.
-    unique_kinds = {kind: TensorKind(dtype_from_tag(kind[0]), kind[1], 0) for kind in {entry[1:3] for entry in entries}}
+    unique_kinds = {kind: TensorKind(*kind_from_file(*kind), 0) for kind in {entry[1:3] for entry in entries}}
     kinds = {entry.name: unique_kinds[entry[1:3]] for entry in entries}
+    shape = box_column([kind.global_shape for kind in kinds.values()], fill=1)
     return stored_columns(kinds, np.arange(len(entries)), np.zeros_like(shape), shape)
 
 
