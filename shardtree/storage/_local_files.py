@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import stat
 import sys
@@ -20,6 +21,8 @@ from typing import Any, Self
 
 from ..errors import StorageError, error_text
 from ._storage import AnyBuffer, Buffer, SizedBuffers, byte_view
+
+logger = logging.getLogger("shardtree")
 
 MOST_BUFFERS = 1024  # IOV_MAX on Linux and macOS
 
@@ -287,6 +290,7 @@ def _close(descriptor: int | None) -> None:
 
 # Locking a folder.
 
+_LONG_WAIT, _LONGEST_WAIT = 10.0, 600.0  # seconds
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
 
 
@@ -295,14 +299,15 @@ def lock_folder(path: str) -> int:
 
     Raises:
         OSError: the folder can't be opened.
+        StorageError: another program holds the lock for ten minutes.
     """
     # The folder itself and no file in it: nothing has to be cleaned up, other programs see nothing, and the system
-    # takes the lock from a process that dies.
+    # takes the lock from a process that dies, once the children that it forked meanwhile have ended too.
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                _wait_for_lock(descriptor, path)
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -312,6 +317,23 @@ def lock_folder(path: str) -> int:
             _close(descriptor)
             raise
         _close(descriptor)  # it was exchanged for another folder meanwhile
+
+
+def _wait_for_lock(descriptor: int, path: str) -> None:
+    """Take a folder's lock; a save holds it for moments, so that who waits long says so, and then gives up."""
+    begin, is_told = time.monotonic(), False
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waited = time.monotonic() - begin
+        if waited > _LONGEST_WAIT:
+            fix = "End it (`lslocks` lists locks with their processes), or save to another folder."
+            raise StorageError(error_text(f"another program holds the lock (flock) of {path!r}", fix=fix))
+        if waited > _LONG_WAIT and not is_told:
+            logger.warning("save: waiting for the lock (flock) of %r, which another program holds", path)
+            is_told = True
+        time.sleep(min(0.001 + waited / 10, 0.1))
 
 
 def unlock_folder(descriptor: int) -> None:

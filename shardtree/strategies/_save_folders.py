@@ -36,7 +36,8 @@ from ._traits import METADATA_FILE
 logger = logging.getLogger("shardtree")
 
 OWNER_FILE = "owner.json"
-"""The note in a save's folder that names the saving process; the commit removes it, and no reader looks at it."""
+"""The note in a save's folder that names the saving process. The clean-up after the commit removes it; loads don't look
+at it, other saves do."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
 _OUR_FILE = re.compile(
@@ -197,7 +198,7 @@ def owned(storage: Storage, folder: str, *, durable: bool, has_note: bool, alone
 def alone_in(storage: Storage) -> Iterator[None]:
     """Let no other save with files of fixed names begin inside the block, which ends with a checkpoint.
 
-    For what writes one without ranks or a request; what killed ones have left goes with the next.
+    For functions that write a checkpoint without ranks and without a request. Files of killed saves are removed after.
 
     Raises:
         StorageError: another save is in progress.
@@ -206,9 +207,10 @@ def alone_in(storage: Storage) -> Iterator[None]:
     with owned(storage, folder, durable=False, has_note=False, alone=True):
         try:
             yield
-            for name in storage.names():
-                if is_save_folder(name) and name != folder and save_is_alive(storage, name) is False:
-                    remove_interrupted(storage, name)
+            with abandoning(storage.where()):  # the checkpoint counts by now
+                for name in storage.names():
+                    if is_save_folder(name) and name != folder and save_is_alive(storage, name) is False:
+                        remove_interrupted(storage, name)
         finally:
             with abandoning(storage.where(folder)):
                 disown(storage, folder)

@@ -66,7 +66,8 @@ def pad_tensors(
 ) -> dict[str, Any]:
     """Return the tree with tensors made longer along an axis, at the end; undone by `unpad_tensors`.
 
-    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer get zeros there, as by `keep_layers`.
+    Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer get zeros there, found as by
+    `keep_layers`; masters and averages, which are values of the tensor, get `fill` too.
 
     Args:
         tree: shards by key.

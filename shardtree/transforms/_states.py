@@ -51,12 +51,14 @@ class StateChange:
         fits: Whether a state is changed, given the state and its parameter.
         others: Fate of numbers and objects that don't fit: they stay, are copied to each new parameter, or are refused.
         is_lost: Whether a state's key that can't be related to any parameter is refused.
+        change_copies: The transform of states that hold values of the parameter itself; None for the same.
     """
 
     change: Callable[[Flat], Mapping[str, Any]]
     fits: Callable[[ShardedBase, ShardedBase], bool] = same_shape
     others: Literal["stay", "copy", "refuse"] = "stay"
     is_lost: Callable[[str], bool] = by_number
+    change_copies: Callable[[Flat], Mapping[str, Any]] | None = None
 
 
 def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change: StateChange) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def map_tensors(
         tree: The flat tree.
         keys: The patterns.
         change: The change of a tensor, which keeps its key.
-        in_states: The change of a moment; None for the same.
+        in_states: The change of a moment; None for the same. Masters and averages get that of their tensor.
 
     Raises:
         TreeError: a pattern matches nothing, or states can't follow their parameters.
@@ -140,7 +142,11 @@ def map_tensors(
     matches = match_keys(doing, keys, {shard.key for shard in shards.values()})
     new = {entry: change(shard) for entry, shard in shards.items() if shard.key in matches}
     inner = in_states or change
-    states = StateChange(lambda states: {entry: inner(leaf) for entry, leaf in states.items()}, is_lost=lambda _: False)
+    states = StateChange(
+        lambda states: {entry: inner(leaf) for entry, leaf in states.items()},
+        is_lost=lambda _: False,
+        change_copies=lambda states: {entry: change(leaf) for entry, leaf in states.items()},
+    )
     return carry_states(doing, tree, {**tree, **new}, new, states)
 
 
@@ -223,7 +229,8 @@ def _changed(group: _Group, parameters: Mapping[str, ShardedBase], change: State
     as_parameters = {entry: replace(leaf, key=group[entry][1].parameter) for entry, leaf in fitting.items()}
     if as_parameters:
         try:
-            changed = change.change(as_parameters)
+            transform = change.change_copies if kind.is_copy and change.change_copies else change.change
+            changed = transform(as_parameters)
         except CheckpointingException as error:
             error.add_note(f"in states with keys such as {leaf.key!r}")
             raise

@@ -17,6 +17,12 @@ _STATES = frozenset(
 )
 """States' names in optimizers of torch, Megatron-Core and optax."""
 
+_COPIES = frozenset("fp32_param master_param master_weight ax ema ema_params".split())
+"""States that are the parameter's own values, in another dtype or averaged."""
+_WORDS = frozenset("mu nu sum step prev ax eta trace variance".split())
+"""States' names that parts of models have too, as a VAE's `mu`."""
+_GROUPS = frozenset("state states param_group param_groups".split())
+
 _INNER = re.compile(rf"states?|param_groups?|[0-9]+|{_OPTIMIZER.pattern}")
 """A part before a parameter's key that isn't one of the model."""
 
@@ -39,6 +45,11 @@ class StateKey:
     before: str
     after: str
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether the state holds values of the parameter itself, as masters and averages do."""
+        return not _COPIES.isdisjoint(f"{self.before}{self.after}".split("."))
+
     def of(self, parameter: str) -> str | None:
         """Return the key of the same state of another parameter; None if that isn't under the same root.
 
@@ -56,8 +67,9 @@ def state_keys(keys: Collection[str]) -> tuple[dict[str, StateKey], dict[str, Pa
     """Return the states among a tree's keys, by key, and what seems to be a state of no or of several parameters.
 
     A state's key has its parameter's key in it, or all but the first parts of that, such as the tree's own name for the
-    model. It has an optimizer's name in front, or a state's name before or after: ``optim.state.layers.2.w.exp_avg``
-    and ``opt.0.mu.layers.2.w`` belong to ``model.layers.2.w``.
+    model. The rest names a state; where first parts are left out, one that no model's part is called, or an optimizer
+    too: ``optim.state.layers.2.w.exp_avg`` and ``opt.0.mu.layers.2.w`` belong to ``model.layers.2.w``, but
+    ``opt.layers.2.w`` and ``mu.layers.2.w`` don't.
 
     Args:
         keys: All keys of a tree, parameters' and states'.
@@ -85,7 +97,7 @@ def state_keys(keys: Collection[str]) -> tuple[dict[str, StateKey], dict[str, Pa
         found = _state_key(key, parts, ends)
         if isinstance(found, StateKey):
             states[key] = found
-        elif found or key in under:
+        elif found or (key in under and _is_surely_state(parts)):
             unclear[key] = found
     return states, unclear
 
@@ -94,16 +106,32 @@ def _state_key(key: str, parts: Parts, ends: Mapping[Parts, list[str]]) -> State
     """Return whose state a key is of, or the keys of several parameters, or of none."""
     start, stop = _parameter_in(key, parts, ends)
     before, run, after = parts[:start], parts[start:stop], parts[stop:]
-    name = ".".join(run)
-    owners = [name] if name in ends.get(run, ()) else sorted({*ends.get(run, ())} - {key})
+    name, rest = ".".join(run), (*before, *after)
+    others = ends.get(run, ())
+    is_whole = name in others
     # With a part left out in front, only what ends the optimizer's own names may precede: in ``opt.mu.a.w``, a ``w``
-    # isn't that of ``b.w``.
-    if name not in owners and not (set(before[-1:]) <= _STATES or _INNER.fullmatch(before[-1])):
+    # isn't that of ``b.w``. And ``opt.layers.2.w`` may be a layer of an OPT model beside another one.
+    if not (_names_state(rest) if is_whole else _is_surely_state(rest) and _ends_names(before)):
         return ()
+    owners = [name] if is_whole else sorted({*others} - {key})
     if len(owners) != 1:
         return tuple(owners)
     in_front, behind = "".join(f"{part}." for part in before), "".join(f".{part}" for part in after)
     return StateKey(owners[0], owners[0].removesuffix(name), in_front, behind)
+
+
+def _names_state(parts: Parts) -> bool:
+    return not _STATES.isdisjoint(parts) or not _GROUPS.isdisjoint(parts)
+
+
+def _is_surely_state(parts: Parts) -> bool:
+    if not (_STATES - _WORDS).isdisjoint(parts):
+        return True
+    return _names_state(parts) and any(part.startswith("opt") and _OPTIMIZER.fullmatch(part) for part in parts)
+
+
+def _ends_names(before: Parts) -> bool:
+    return not before or before[-1] in _STATES or _INNER.fullmatch(before[-1]) is not None
 
 
 def _is_under_states(parts: Parts) -> bool:

@@ -130,6 +130,8 @@ def _in_blocks(key: str, inner: torch.Tensor, shard: ShardedTensor) -> ShardedTe
         local_shape=tuple(inner.shape),
         global_shape=(*shard.global_shape[:front], *map(floordiv, shape, blocks)),
         global_offset=(*shard.global_offset[:front], *map(floordiv, offset, blocks)),
+        # Of scales, a rank must never keep its own beside values that were loaded.
+        allow_shape_mismatch=shard.allow_shape_mismatch and all(block == 1 for block in blocks),
     )
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.checkpoint._comparison import compare
 from shardtree.checkpoint.conversion import ConversionReport, _write, convert
+from shardtree.checkpoint.conversion._identity import common_hash
 from shardtree.errors import IntegrityError, StorageError
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import StrategyAction, default_strategies
@@ -268,3 +269,8 @@ def test_the_law_of_resuming_catches_a_journal_of_each_number_of_ranks(monkeypat
     monkeypatch.setattr(_write, "results_of", lambda journal, batches: {})
     with pytest.raises(AssertionError, match="batches were written again"):
         check_resumed(2, 3, 21)
+
+
+def test_what_only_a_pickle_holds_is_not_compared_between_processes() -> None:
+    assert common_hash({"step": 3}) == common_hash({"step": 3}) != common_hash({"step": 4})
+    assert common_hash({"names": ConversionReport.__str__}) == ""

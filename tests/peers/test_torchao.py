@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,13 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
-from torchao.optim.subclass_8bit import OptimState8bit
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import shardtree as st
+from shardtree.errors import CheckpointingException
 from shardtree.interop.dtensor import from_dtensors
 from shardtree.storage import MemoryStorage
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its modules, compiled the first time, have invalid escapes
+    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 pytestmark = pytest.mark.peers
 
@@ -151,3 +156,12 @@ def test_int8_weights_load_on_another_number_of_ranks() -> None:
     assert sorted(st.open_checkpoint(folder)) == ["w.qdata", "w.scale", "w.zero_point"]
     loaded = st.simulate(2, lambda world: st.load(shard(blank[world.rank], world.rank, 2), folder, world=world))
     assert all(same(got["w"], quantised(weight[rows(rank, 2)])) for rank, got in enumerate(loaded))
+
+
+def test_a_rank_never_keeps_its_own_scales_beside_loaded_values() -> None:
+    folder, weight = MemoryStorage(), gradient(5)
+    st.save({"w": st.ShardedTensor.from_rank_offsets("w", quantised(weight))}, folder)
+    part = quantised(torch.ones(ROWS, WIDTH // 2))  # a scale a row, of half of the row
+    shard = st.ShardedTensor.from_rank_offsets("w", part, (1, 1, 2), allow_shape_mismatch=True)
+    with pytest.raises(CheckpointingException, match=r"w\.scale"):
+        st.load({"w": shard}, folder, validate_access_integrity=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, MemoryStorage, locked
+from shardtree.storage import LocalStorage, MemoryStorage, _local_files, locked
 from shardtree.storage._local_files import lock_folder, unlock_folder
 
 
@@ -90,3 +90,15 @@ def test_where_nothing_can_be_locked_nothing_is(tmp_path: Path, number: int, mon
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot lock '.*gone'"), locked(LocalStorage(str(tmp_path / "gone"))):
         pass
+
+
+def test_who_waits_for_another_program_says_so_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_local_files, "_LONG_WAIT", 0.0)
+    monkeypatch.setattr(_local_files, "_LONGEST_WAIT", 0.05)
+    with locked(LocalStorage(str(tmp_path))):
+        with pytest.raises(StorageError, match=r"another program holds the lock .*\n.*lslocks"):
+            lock_folder(str(tmp_path))
+    assert caplog.text.count("waiting for the lock") == 1
+    unlock_folder(lock_folder(str(tmp_path)))

@@ -14,7 +14,7 @@ import torch
 import shardtree as st
 from shardtree.errors import StorageError
 from shardtree.storage import LocalStorage, MemoryStorage, owner_note, wrapped
-from shardtree.strategies import _save_folders, make_save_folder
+from shardtree.strategies import _save_folders, alone_in, make_save_folder
 from shardtree.testing import Call, watched
 from shardtree.world import World
 
@@ -158,3 +158,19 @@ def test_a_note_that_cannot_be_left_is_an_error(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(StorageError, match="the disk is full"):
         request(tmp_path / "step", OLD, ("dcp", 1))
     assert os.listdir(tmp_path) == []
+
+
+def test_what_cant_be_cleaned_up_fails_no_checkpoint_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = LocalStorage(str(tmp_path))
+    storage.make_folder(SAVE)
+    monkeypatch.setattr(_save_folders, "save_is_alive", lambda _, name: False if name == SAVE else None)
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("no")
+
+    monkeypatch.setattr(_save_folders, "remove_interrupted", refuse)
+    with alone_in(storage):
+        pass
+    assert "no" in caplog.text

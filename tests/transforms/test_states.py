@@ -13,6 +13,7 @@ import shardtree as st
 from shardtree import transforms
 from shardtree.errors import TreeError
 from shardtree.testing import check_pure
+from shardtree.trees import state_keys
 from tests.transforms.flat_trees import Tree, check_same, flat, whole
 
 FORMS = [
@@ -190,3 +191,35 @@ def test_a_merge_of_moments_that_are_missing_names_them() -> None:
     with pytest.raises(TreeError, match=r"'model\.b'") as caught:
         transforms.merge_tensors(tree, ["model.a", "model.b"], "model.w")
     assert "in states with keys such as 'opt.mu.a'" in caught.value.__notes__
+
+
+TOWERS = ["opt", "mu", "trace", "model.opt", "net.step"]
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_a_part_of_the_model_that_is_called_like_a_state_is_none(tower: str) -> None:
+    others = flat(*(whole(f"{tower}.layers.{n}.w", torch.full((2,), float(n))) for n in range(4)))
+    tree = others | flat(*(whole(f"vision.layers.{n}.w", torch.randn(2)) for n in range(4)))
+    for found in (
+        transforms.keep_layers(tree, "vision.layers", [0, 3]),
+        transforms.stack_layers(tree, "vision.layers"),
+        transforms.partial_rename(tree, {"vision.layers.*.w": "vision.h.*.w"}),
+        transforms.pad_tensors(tree, ["vision.layers.*.w"], 4),
+    ):
+        check_same({key: leaf for key, leaf in by_key(found).items() if key in others}, others)
+
+
+@pytest.mark.parametrize("form", ["optimizer.state.fp32_param.{key}", "ema.{inner}", "opt.0.ema.{inner}"])
+def test_values_of_the_parameter_itself_are_filled_as_it_is(form: str) -> None:
+    tree = flat(whole("model.embed", torch.ones(2)))
+    moments = states("optimizer.state.exp_avg.{key}", tree)
+    padded = by_key(transforms.pad_tensors(tree | states(form, tree) | moments, ["model.embed"], 4, fill=-9))
+    assert padded[key_in(form, "model.embed")].data.tolist() == [1, 1, -9, -9]
+    assert padded["optimizer.state.exp_avg.model.embed"].data.tolist() == [1, 1, 0, 0]
+
+
+def test_states_without_their_parameters_cost_no_more_than_others() -> None:
+    keys = [f"model.layers.{n}.weight" for n in range(4_000)]
+    keys += [f"optim.exp_avg.dec.block{n}.weight" for n in range(4_000)]
+    known, unclear = state_keys(keys)
+    assert not known and len(unclear) == 4_000 and not any(unclear.values())

@@ -96,9 +96,7 @@ def journal_of(
     table = table_of(strategies)
     # Only those rows: looking up another format's would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
-    return Journal(
-        storage, _PREFIX + name, frozenset({"shardtree", *packages}), common_hash(common, allow_pickle=allow_pickle)
-    )
+    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), common_hash(common))
 
 
 # The journal
