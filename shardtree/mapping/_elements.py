@@ -64,4 +64,7 @@ def is_wrapper(data: Any) -> bool:
         return False
     # Subclasses may answer for `data_ptr` themselves. No real memory begins at address 0, where these count from.
     with torch._C.DisableTorchFunctionSubclass():
-        return data.numel() > 0 and data.data_ptr() == data.storage_offset() * data.itemsize
+        try:
+            return data.numel() > 0 and data.data_ptr() == data.storage_offset() * data.itemsize
+        except RuntimeError:  # torch refuses to tell where a FunctionalTensor's memory is
+            return True

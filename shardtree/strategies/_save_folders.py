@@ -119,7 +119,7 @@ def make_save_folder(storage: Storage, folder: str, *, durable: bool, alone: boo
     with ExitStack() as lock:
         try:
             make_folder(storage, folder, durable=durable)
-            # With the lock, one of two savers sees the other's note, which sees none; it is held until the note of one
+            # With the lock, the second of two savers sees the first one's note. The lock is held until the note of one
             # that is refused is gone. Without, they may see each other's: then the first by name waits for the other.
             if alone:
                 lock.enter_context(locked(storage))
@@ -315,7 +315,7 @@ def remove_orphaned(storage: Storage, listing: Storage, *, keep: str, before: by
 
     Args:
         storage: the checkpoint's folder.
-        seen: the same, maybe as it was listed right before the commit.
+        listing: the same folder, maybe as it was listed right before the commit.
         keep: the folder that metadata.json refers to now.
         before: metadata.json as it was before.
         stale_after: seconds without a change, by the storage's clock, after which a save counts as interrupted.
@@ -345,7 +345,7 @@ def _was_replaced_before(storage: Storage, listing: Storage, folder: str) -> boo
 
     Args:
         storage: the checkpoint's folder.
-        seen: the same, as it was listed before.
+        listing: the same folder, as it was listed before.
         folder: the save's folder.
     """
     # A save has its note until after its commit: one without was committed, and replaced unless it is the current one

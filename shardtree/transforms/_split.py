@@ -60,7 +60,7 @@ def split_tensor(
     """Return the tree with a tensor cut along an axis into several; undone by `merge_tensors`.
 
     The new tensors are views. With several groups, tensors in memory are copied; lazy ones aren't read. Moments of an
-    optimizer are cut likewise, as by `keep_layers`, and each part gets what there is once, as a number of steps.
+    optimizer are cut likewise, as by `keep_layers`, and each part gets a copy of values such as the number of steps.
 
     Args:
         tree: shards by key.

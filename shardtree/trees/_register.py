@@ -61,6 +61,9 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     if unknown := [name for name in static if name not in names]:
         what, lines = "register_dataclass: static: not a field", with_guesses(unknown, near_names(unknown, names))
         raise MetadataError(error_text(f"{what} of {cls.__name__}", offenders=lines))
+    if issubclass(cls, (dict, list, tuple)):
+        what, fix = f"register_dataclass: {cls.__name__} is a container itself", "Hold the container in a field."
+        raise MetadataError(error_text(what, fix=fix))
     fixed = tuple(field.name for field in fields(cls) if field.name in static or _is_static(field))
     node = _Node(cls, tuple(name for name in names if name not in fixed), fixed)
     register: Any = optree.register_pytree_node
@@ -93,6 +96,9 @@ class _Node:
 
     def flatten(self, value: Any) -> tuple[list[Any], dict[str, Any], tuple[str, ...]]:
         """Return an instance's children, its static fields, and the children's names."""
+        if unset := [name for name in (*self.static, *self.children) if not hasattr(value, name)]:
+            what = f"an instance of {self.cls.__name__} has no value for fields of it"
+            raise MetadataError(error_text(what, offenders=unset, fix="Set them, or give them a default."))
         static = {name: getattr(value, name) for name in self.static}
         return [getattr(value, name) for name in self.children], static, self.children
 

@@ -80,7 +80,7 @@ def factory_of(leaf: Any) -> ShardedTensorFactory | None:
 
 
 def _can_be_taken_apart(kind: type) -> bool:
-    # DTensors, and results of collectives that may not be there yet, are taken by other ways than their inner tensors.
+    # DTensors have shards of their own, and the result of a collective may not be there yet.
     is_known = hasattr(kind, "placements") or hasattr(kind, "trigger_wait")
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") and not is_known
 

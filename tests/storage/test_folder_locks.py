@@ -97,8 +97,9 @@ def test_who_waits_for_another_program_says_so_and_gives_up(
 ) -> None:
     monkeypatch.setattr(_local_files, "_LONG_WAIT", 0.0)
     monkeypatch.setattr(_local_files, "_LONGEST_WAIT", 0.05)
-    with locked(LocalStorage(str(tmp_path))):
-        with pytest.raises(StorageError, match=r"another program holds the lock .*\n.*lslocks"):
-            lock_folder(str(tmp_path))
+    held = lock_folder(str(tmp_path))
+    with pytest.raises(StorageError, match=r"another program holds the lock .*\n.*lslocks"):
+        lock_folder(str(tmp_path))
+    unlock_folder(held)
     assert caplog.text.count("waiting for the lock") == 1
     unlock_folder(lock_folder(str(tmp_path)))

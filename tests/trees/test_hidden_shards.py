@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import isfunction
 from typing import Any
 
@@ -202,3 +203,26 @@ def test_a_dataclass_of_optree_is_registered_already() -> None:
         w: Any
 
     assert trees.prefix(Own(WHOLE("w", torch.ones(2))), "a.").w.key == "a.w"
+
+
+def test_a_partial_call_hides_shards_too() -> None:
+    with pytest.raises(UnsupportedValue, match="partial"):
+        trees.map_shards(lambda leaf: leaf, {"f": partial(print, WHOLE("a.w", torch.ones(2)))})
+
+
+def test_a_class_that_cant_be_taken_apart_is_named() -> None:
+    @dataclass
+    class Table(dict[str, Any]):
+        w: Any = None
+
+    with pytest.raises(MetadataError, match="Table is a container"):
+        trees.register_dataclass(Table)
+
+    @dataclass
+    class Cached:
+        w: Any
+        cache: Any = field(init=False)
+
+    trees.register_dataclass(Cached)
+    with pytest.raises(MetadataError, match=r"Cached has no value .*\n.*cache"):
+        trees.map_shards(lambda leaf: leaf, {"c": Cached(WHOLE("a.w", torch.ones(2)))})
