@@ -104,28 +104,38 @@ def listed(storage: Storage) -> Listing:
         fix = "Take an earlier step. If you know that each rank had finished, give the folder its final name."
         found = "a folder named tmp_…, from which torch_checkpointing takes the name away when all ranks have written"
         raise CorruptCheckpoint(error_text(f"open: the save of {where!r} wasn't finished", found=found, fix=fix))
-    names = storage.names()
+    names = set(storage.names())
     files: dict[str, dict[int, str]] = by_item(names)
     boxes: dict[PathAt, dict[int, ValueAt]] = {}
     described: dict[PathAt, frozenset[int]] = {}
+    listed_ranks: dict[str, dict[int, str]] = {}
     size = 0
     if METADATA in names:
-        place = storage.where(METADATA)
-        metadata = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
+        metadata = _metadata(storage)
         size = metadata.member("world_size").count()
-        if metadata.member("version", "1.0").of(str) != "2.0":
-            fix = "Load it with torch_checkpointing, and save it anew."
-            raise UnsupportedValue(error_text(f"open: {place!r} is of version 1.0 of its format", fix=fix))
         for item, one in metadata.member("metadata").members(str).items():
-            layouts = one.member("rank_to_layout_info").members(int, str)
-            if named := {int(rank): _file(item, int(rank), layout) for rank, layout in layouts.items()}:
-                files[item] = named
+            layouts = {int(rank): each for rank, each in one.member("rank_to_layout_info").members(int, str).items()}
+            if named := {rank: _file(item, rank, layout) for rank, layout in layouts.items()}:
+                listed_ranks[item] = named
+                # Each rank is listed, whether or not it has the item: one without a layout may have no file of it.
+                there = {rank: name for rank, name in named.items() if layouts[rank].value is not None or name in names}
+                files[item] = there or named
             for path, groups in one.member("nested_path_to_metadata").members(str).items():
                 boxes |= {(item, path): by_rank} if (by_rank := _boxes(groups)) else {}
                 described[item, path] = _ranks(groups)
     size = size or 1 + max((rank for ranks in files.values() for rank in ranks), default=-1)
-    _check_files(where, files, size)
+    _check_files(where, files | listed_ranks, size)
     return Listing({item: dict(sorted(ranks.items())) for item, ranks in sorted(files.items())}, boxes, described)
+
+
+def _metadata(storage: Storage) -> ValueAt:
+    """Return what metadata.pkl holds."""
+    place = storage.where(METADATA)
+    metadata = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
+    if metadata.member("version", "1.0").of(str) != "2.0":
+        fix = "Load it with torch_checkpointing, and save it anew."
+        raise UnsupportedValue(error_text(f"open: {place!r} is of version 1.0 of its format", fix=fix))
+    return metadata
 
 
 def _check_files(where: str, files: Mapping[str, Mapping[int, str]], size: int) -> None:
@@ -164,8 +174,22 @@ def _boxes(groups: ValueAt) -> dict[int, ValueAt]:
 
 
 def _ranks(groups: ValueAt) -> frozenset[int]:
-    """Return the ranks that have a tensor."""
-    return frozenset(rank.count() for group in groups.items() for rank in group.member("ranks").items())
+    """Return the ranks whose files hold a tensor, as far as it is said."""
+    found = set[int]()
+    for group in groups.items():
+        ranks = {rank.count() for rank in group.member("ranks").items()}
+        found |= {min(ranks)} if ranks and _is_replicated(group.member("sharding_metadata")) else ranks
+    return frozenset(found)
+
+
+def _is_replicated(sharding: ValueAt) -> bool:
+    """Return whether a tensor is described as one that each rank has whole."""
+    # So is a plain tensor, as of all ranks, by the first alone: with pipeline parallelism the others have none of it.
+    if sharding.member("type").of(str) != "DTensorShardingMetadata":
+        return False
+    placements = sharding.member("data").member("placements", ()).items()
+    kinds = {each.member("type").of(str) for each in placements}
+    return kinds == {"Replicate"}
 
 
 RankPart = tuple[int, int, StoredTensor | StoredDTensor]

@@ -19,7 +19,7 @@ import shardtree as st
 from shardtree.codec.archives import describe_archive
 from shardtree.codec.archives._describe import _Places
 from shardtree.codec.archives._zip import open_archive
-from shardtree.errors import CorruptCheckpoint
+from shardtree.errors import CorruptCheckpoint, ShapeError
 from shardtree.strategies import Damage
 from shardtree.strategies.archives import ArchiveFile, Piece, Tensors, contents_of
 from shardtree.strategies.deepspeed._listing import zero_files
@@ -59,6 +59,37 @@ def test_a_tensor_without_elements_needs_no_chunk() -> None:
     storage = st.storage.MemoryStorage()
     st.save({"e": st.ShardedTensor.from_rank_offsets("e", torch.zeros(0, 3))}, storage)
     assert st.verify(storage) == () and st.load_plain_tensors(storage)["e"].shape == (0, 3)
+
+
+def partly_saved(backend: str) -> st.storage.MemoryStorage:
+    """Return what a rank saves of two tensors, of one of which it has an empty part."""
+    storage = st.storage.MemoryStorage()
+    empty = st.ShardedTensor("a", torch.empty(0, 4), torch.float32, (0, 4), (8, 4), (0, 0), None, 0)
+    whole = st.ShardedTensor.from_rank_offsets("b", torch.ones(2))
+    st.save({"b": whole, "a": empty}, storage, sharded_strategy=backend, validate_access_integrity=False)
+    return storage
+
+
+def only_others_load(place: st.storage.MemoryStorage, key: str, shape: tuple[int, ...], others: set[str]) -> None:
+    """Check that a folder opens, and that only a load of a tensor of which nothing is stored is refused."""
+    stored = st.load_tensors_metadata(place)
+    assert others | {key} == set(stored) <= set(st.open_checkpoint(place).metadata)
+    for other in others:
+        data = torch.zeros(stored[other].global_shape, dtype=stored[other].dtype)
+        target = st.ShardedTensor.from_rank_offsets(other, data)
+        assert st.load({other: target}, place)[other].any()
+    target = st.ShardedTensor.from_rank_offsets(key, torch.zeros(shape))
+    said = rf"'{key}' at .*: 0 of {target.data.numel()} elements are stored"
+    for call in (partial(st.load, {key: target}), st.load_plain_tensors):
+        with pytest.raises(ShapeError, match=said):
+            call(place)
+
+
+@pytest.mark.parametrize("backend", ["safetensors", "dcp", "torch_dist", "zarr"])
+def test_a_part_of_a_save_that_stores_nothing_of_a_tensor_is_sound(backend: str) -> None:
+    place = partly_saved(backend)
+    only_others_load(place, "a", (8, 4), {"b"})
+    assert st.verify(place) == ()
 
 
 Change = Callable[[Any], None]
@@ -102,8 +133,16 @@ def by_two_names(metadata: Any) -> None:
     metadata.storage_data[place] = replace(metadata.storage_data[place], relative_path="./__0_0.distcp")
 
 
+@pytest.mark.parametrize("backend", ["dcp", "torch_dist"])
+def test_a_tensor_without_chunks_in_dcp_metadata_is_an_error_when_it_is_asked_for(backend: str) -> None:
+    place = folder_of(changed(backend, without_chunks))
+    stored = dict(st.load_tensors_metadata(place))
+    only_others_load(place, "w", stored.pop("w").global_shape, set(stored))
+    (damage,) = st.verify(place)  # its bytes are there, and nothing says what they are
+    assert damage.file == "__0_0.distcp"
+
+
 METADATA: dict[str, tuple[Change, str]] = {
-    "no chunk": (without_chunks, "1 tensor without a chunk, such as 'w'"),
     "one place for two": (twice, r"'w' and 'w2' share bytes of '__0_0\.distcp'"),
     "another's place": (anothers_place, r"'h' and 'w' share bytes of '__0_0\.distcp'"),
     "a byte of the next": (into_the_next, "share bytes of"),

@@ -177,6 +177,88 @@ def test_a_tensor_that_a_rank_lacks_is_damage() -> None:
     refused(files, r'\["w"\] in \'model\': not in the files of rank 1')
 
 
+def placed(*placements: str, ranks: tuple[int, ...] = (0, 1)) -> list[dict[str, Any]]:
+    """Return what is said of a DTensor, or of a plain tensor, which the package describes as a replicated one."""
+    data = {"global_shape": [4, 2], "placements": [{"type": name} for name in placements]}
+    return [{"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": ranks}]
+
+
+PLAIN = placed("Replicate")
+STAGES = {"model_0.pt": {"a": WHOLE}, "model_1.pt": {"b": WHOLE + 1}}
+"""What two stages of a pipeline save: plain tensors, of which the first rank describes its own as both ranks'."""
+
+
+def stages(groups: dict[str, Any], parts: dict[str, Any] = STAGES) -> dict[str, bytes]:
+    files = {name: archive(value) for name, value in parts.items()}
+    return files | {"metadata.pkl": pickle.dumps(described(groups, 2))}
+
+
+@pytest.mark.parametrize("groups", [{'["a"]': PLAIN}, {'["a"]': PLAIN, '["b"]': placed("Replicate", ranks=(1,))}])
+def test_a_plain_tensor_is_asked_of_the_rank_that_describes_it(groups: dict[str, Any]) -> None:
+    place = folder_of(stages(groups))
+    found = st.load_plain_tensors(place)
+    assert set(found) == {"model.a", "model.b"} and torch.equal(found["model.b"], WHOLE + 1)
+    assert st.verify(place) == ()
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ({'["gone"]': PLAIN}, r'\["gone"\] in .model.: not in the files of rank 0'),
+        ({'["b"]': PLAIN}, r'\["b"\] in .model.: not in the files of rank 0'),
+        ({'["a"]': placed("Replicate", "Shard")}, r'\["a"\] in .model.: not in the files of rank 1'),
+        ({'["a"]': placed()}, r'\["a"\] in .model.: not in the files of rank 1'),
+    ],
+)
+def test_a_tensor_that_its_ranks_lack_is_damage_with_stages_too(groups: dict[str, Any], words: str) -> None:
+    refused(stages(groups), words)
+
+
+def of_items(items: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of items, each of which lists both ranks without a layout."""
+    layouts = {0: None, "1": None}
+    listed = {item: {"nested_path_to_metadata": said, "rank_to_layout_info": layouts} for item, said in items.items()}
+    return {"metadata": listed, "world_size": 2, "version": "2.0"}
+
+
+ITEMS = {"model_0.pt": {"a": WHOLE}, "model_1.pt": {"a": WHOLE}}
+
+
+@pytest.mark.parametrize("extra", [{"extra_0.pt": {"b": WHOLE}}, {"extra_1.pt": {"b": WHOLE}}])
+def test_an_item_that_some_ranks_have_opens(extra: dict[str, Any]) -> None:
+    rank = int(next(iter(extra))[-4])
+    saved = of_items({"model": {'["a"]': PLAIN}, "extra": {'["b"]': placed("Replicate", ranks=(rank,))}})
+    files = {name: archive(value) for name, value in (ITEMS | extra).items()}
+    place = folder_of(files | {"metadata.pkl": pickle.dumps(saved)})
+    assert set(st.load_plain_tensors(place)) == {"model.a", "extra.b"} and st.verify(place) == ()
+
+
+def test_items_of_one_stage_each_open() -> None:
+    saved = of_items({f"stage{rank}": {'["w"]': placed("Shard", ranks=(rank,))} for rank in range(2)})
+    files = {f"stage{rank}_{rank}.pt": archive({"w": WHOLE + rank}) for rank in range(2)}
+    found = st.load_plain_tensors(folder_of(files | {"metadata.pkl": pickle.dumps(saved)}))
+    assert {key: value[0, 0].item() for key, value in found.items()} == {"stage0.w": 0, "stage1.w": 1}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, r"extra_0\.pt.* belongs to the checkpoint"),
+        ({'["b"]': placed("Shard")}, r"extra_0\.pt.* belongs to the checkpoint"),
+    ],
+)
+def test_an_item_that_no_rank_has_is_damage(said: dict[str, Any], words: str) -> None:
+    files = {name: archive(value) for name, value in ITEMS.items()}
+    refused(files | {"metadata.pkl": pickle.dumps(of_items({"model": {'["a"]': PLAIN}, "extra": said}))}, words)
+
+
+@pytest.mark.parametrize(("placement", "lost"), [("Shard", 0), ("Shard", 1), ("Replicate", 0)])
+def test_a_ranks_file_that_is_lost_with_what_it_described_is_damage(placement: str, lost: int) -> None:
+    saved = of_items({"model": {'["a"]': placed(placement)}})
+    files = {name: archive(value) for name, value in ITEMS.items() if name != f"model_{lost}.pt"}
+    refused(files | {"metadata.pkl": pickle.dumps(saved)}, rf'\["a"\] in .model.: not in the files of rank {lost}')
+
+
 def named(*names: str) -> Callable[[int], Any]:
     """Return a rank's layout, by the file that metadata.pkl names for it."""
     return lambda rank: {"file_path": names[rank], "serialization_format": {"type": "TorchSerialization"}}

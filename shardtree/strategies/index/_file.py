@@ -138,7 +138,10 @@ def decode_index(data: Buffer, what: str) -> Index:
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise unsound_index(what, f"columns {', '.join(missing)} are missing")
-    return sound_index(Index(**columns), what)
+    index = sound_index(Index(**columns), what)
+    if problem := _unstored(index):
+        raise unsound_index(what, problem)
+    return index
 
 
 def read_index(checkpoint: Checkpoint) -> Index:
@@ -210,7 +213,6 @@ def index_problem(index: Index) -> str | None:
         or _in_parts(partial(_keys, index), index.key_axes.size)
         or _files(index)
         or _places(index)
-        or _unstored(index)
     )
 
 
@@ -315,7 +317,7 @@ def _places(index: Index) -> str | None:
 
 
 def _unstored(index: Index) -> str | None:
-    # A save without all ranks leaves gaps in tensors, but lists none of which it stores nothing.
+    # A save without all ranks leaves gaps in tensors. Here, unlike in other formats, empty parts are chunks, too.
     lacking = np.ones(index.key_axes.size, dtype=np.bool_)
     lacking[index.chunk_key] = False
     keys = [key for key in np.flatnonzero(lacking).tolist() if index.key_shape[key].all()]
