@@ -114,6 +114,21 @@ def _give(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
     return result
 
 
+def _place(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Return where a tensor's memory is, which needs no elements; a tracer's would be the CPU's."""
+    if isinstance(args[0], Tracer):
+        return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
+    with torch._C._DisableTorchDispatch():
+        return func(*args, **kwargs)
+
+
+def _interface(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Give a tensor's memory to others on a GPU; on the CPU, tensors haven't got this."""
+    if args[0].device.type == "cpu":
+        raise AttributeError("__cuda_array_interface__")
+    return _give(record, func, args, kwargs)
+
+
 def _storage(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Return a storage that answers which one it is, and is given only when asked for more."""
     tensor = args[0]
@@ -174,7 +189,8 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),
     **dict.fromkeys(_STORAGES, _storage),
     **dict.fromkeys((_T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
-    _T.__cuda_array_interface__.__get__: _give,
+    _T.__cuda_array_interface__.__get__: _interface,
+    **dict.fromkeys((_T.is_pinned, _T.is_shared, _T.__dlpack_device__), _place),
 }
 SHOWN: dict[str, Rule] = {"from_dlpack": _take, "frombuffer": _take, "to_dlpack": _give}
 """Functions of torch's that it shows to no mode."""

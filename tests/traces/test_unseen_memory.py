@@ -268,6 +268,17 @@ def test_a_storage_says_which_it_is(*, is_late: bool) -> None:
     eager_and_traced(load, GIVEN)
 
 
+def test_where_memory_is_needs_no_elements() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        for tensor in (tensors["a"], held(tensors), nn.Parameter(held(tensors))):
+            assert not tensor.is_pinned() and not tensor.is_shared()
+            assert tensor.__dlpack_device__() == torch.zeros(1).__dlpack_device__() == (1, 0)
+            assert not hasattr(tensor, "__cuda_array_interface__")
+        return dict(tensors)
+
+    eager_and_traced(load, GIVEN)
+
+
 def test_safetensors_loads_a_model_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
 
