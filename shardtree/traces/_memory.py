@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ._steps import kind_of
+from ._storages import Storage, is_asked_by_torch
 from ._tracer import Tracer, become, is_ordinary
 
 if TYPE_CHECKING:
@@ -113,6 +114,34 @@ def _give(record: Record, func: Callable[..., Any], args: Args, kwargs: Options)
     return result
 
 
+def _place(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Return where a tensor's memory is, which needs no elements; a tracer's would be the CPU's."""
+    if isinstance(args[0], Tracer):
+        return (1, 0) if func is _T.__dlpack_device__ else False  # DLPack's number of the CPU
+    with torch._C._DisableTorchDispatch():
+        return func(*args, **kwargs)
+
+
+def _interface(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Give a tensor's memory to others on a GPU; on the CPU, tensors haven't got this."""
+    if args[0].device.type == "cpu":
+        raise AttributeError("__cuda_array_interface__")
+    return _give(record, func, args, kwargs)
+
+
+def _storage(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
+    """Return a storage that answers which one it is, and is given only when asked for more."""
+    tensor = args[0]
+    is_untyped = func is _T.untyped_storage
+    if not is_ordinary(tensor) or tensor.device.type == "meta" or (is_untyped and is_asked_by_torch()):
+        return _give(record, func, args, kwargs)
+    with torch._C._DisableTorchDispatch():
+        true = func(*args, **kwargs)
+    storage = Storage(record, tensor, true, _name(func))
+    # Torch has one untyped object for each storage, which code may compare.
+    return record.storages.setdefault(true._cdata, storage) if is_untyped else storage
+
+
 def _take(record: Record, func: Callable[..., Any], args: Args, kwargs: Options) -> Any:
     """Make a tensor of memory that others have, too."""
     result = func(*args, **kwargs)
@@ -158,8 +187,10 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_T.__getitem__, _T.__setitem__), _read_index),
     **dict.fromkeys((torch.tensor_split, _T.tensor_split), _read_sizes),
     **dict.fromkeys((_T.apply_, _T.map_, _T.map2_), _change),
-    **dict.fromkeys((*_STORAGES, _T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
-    _T.__cuda_array_interface__.__get__: _give,
+    **dict.fromkeys(_STORAGES, _storage),
+    **dict.fromkeys((_T.numpy, _T.__array__, _T.__dlpack__, _T.share_memory_), _give),
+    _T.__cuda_array_interface__.__get__: _interface,
+    **dict.fromkeys((_T.is_pinned, _T.is_shared, _T.__dlpack_device__), _place),
 }
 SHOWN: dict[str, Rule] = {"from_dlpack": _take, "frombuffer": _take, "to_dlpack": _give}
 """Functions of torch's that it shows to no mode."""

@@ -16,6 +16,7 @@ from ._cells import Cells
 from ._memory import Watch
 from ._refusals import caller
 from ._steps import Constant, operator_name, short
+from ._storages import Storage
 from ._tracer import (
     Cell,
     Tracer,
@@ -42,6 +43,7 @@ class Record(Cells, TorchDispatchMode):  # type: ignore[no-untyped-call]
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         # Storages that the code itself made: what they hold is meant. As weak references, which keep addresses taken.
         self.own_storages: dict[int, StorageWeakRef] = {}
+        self.storages: dict[int, Storage] = {}  # what code was given for storages, by their addresses
         self.is_done = False
         self.lock = threading.RLock()  # loaders use threads
 

@@ -44,15 +44,31 @@ class Refusals:
         Raises:
             TraceError: Names each other one, with its line.
         """
-        caught = {
+        if caught := self._caught(may_catch):
+            names = ", ".join(map(repr, dict.fromkeys(caught.values())))
+            fix = f"Let them through; or pass may_catch=[{names}] if what the code does instead is meant."
+            raise TraceError(error_text("trace: the code caught refusals and went on", offenders=caught, fix=fix))
+
+    def check_raised(self, error: Exception, may_catch: Collection[str]) -> None:
+        """Raise if code that has raised an error of another kind caught refusals before, as `load_state_dict` does.
+
+        Args:
+            error: What the code raised.
+            may_catch: Names of operations whose refusals it may catch.
+
+        Raises:
+            TraceError: Names each other one, with its line.
+        """
+        if caught := self._caught(may_catch):
+            what = f"trace: the code caught refusals and raised {type(error).__name__}"
+            raise TraceError(error_text(what, offenders=caught, fix="Mend what is refused first.")) from error
+
+    def _caught(self, may_catch: Collection[str]) -> dict[str, str]:
+        return {
             text: name
             for text, name in self._names.items()
             if not {name, *re.split(", | or ", name)}.intersection(may_catch)
         }
-        if caught:
-            names = ", ".join(map(repr, dict.fromkeys(caught.values())))
-            fix = f"Let them through; or pass may_catch=[{names}] if what the code does instead is meant."
-            raise TraceError(error_text("trace: the code caught refusals and went on", offenders=caught, fix=fix))
 
 
 def caller() -> str:

@@ -69,16 +69,31 @@ def _within(watches: tuple[Watch, ...], function: Callable[..., Any], *args: Any
 def _start(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def start(thread: threading.Thread) -> None:
-        if watches := _watches():
-            thread.run = partial(_run, thread, watches, thread.run)  # type: ignore[method-assign]
-        original(thread)
+        if not (watches := _watches()):
+            original(thread)
+            return
+        own = {"run": thread.__dict__["run"]} if "run" in thread.__dict__ else {}
+        thread.run = partial(_run, thread, watches, thread.run, own)  # type: ignore[method-assign]
+        try:
+            original(thread)
+        except BaseException:  # it was started before, or the system has no more threads
+            _put_back(thread, own)
+            raise
 
     return start
 
 
-def _run(thread: threading.Thread, watches: tuple[Watch, ...], run: Callable[[], None]) -> None:
-    thread.__dict__.pop("run", None)  # else the thread would hold itself
+def _run(
+    thread: threading.Thread, watches: tuple[Watch, ...], run: Callable[[], None], own: dict[str, Callable[[], None]]
+) -> None:
+    _put_back(thread, own)  # else the thread would hold itself
     _within(watches, run)
+
+
+def _put_back(thread: threading.Thread, own: dict[str, Callable[[], None]]) -> None:
+    """Give a thread the `run` back that it had itself, if any, instead of its class's."""
+    thread.__dict__.pop("run", None)
+    thread.__dict__.update(own)
 
 
 def _submit(original: Callable[..., Any]) -> Callable[..., Any]:

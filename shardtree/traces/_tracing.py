@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import TraceError
 from ._memory import Watch
 from ._outputs import checked_outputs, collected
 from ._recording import Record
@@ -66,8 +67,13 @@ def trace(
     kinds = {name: kind_of(each) for name, each in entries.items() if hasattr(each, "dtype")}
     tracers = {name: record.source(name, kind) for name, kind in kinds.items()}
     with recorded(Watch(record)):
-        result = function(dict(tracers))
-        tensors = into() if into is not None else result
+        try:
+            result = function(dict(tracers))
+            tensors = into() if into is not None else result
+        except Exception as error:
+            if not isinstance(error, TraceError):
+                record.refusals.check_raised(error, may_catch)
+            raise
         record.refusals.check_caught(may_catch)
         outputs = checked_outputs(tensors)
         with record.lock, torch._C.DisableTorchFunction():

@@ -139,3 +139,29 @@ def test_a_lens_and_the_law_of_one_s_own_code_tell_it_too() -> None:
         )
     with pytest.raises(TraceError, match="caught refusals"):
         st.testing.check_trace(by_scale, GIVEN)
+
+
+@pytest.mark.parametrize("where", ["function", "into"])
+def test_a_refusal_that_torch_makes_another_error_of_is_named(where: str) -> None:
+    def load(tensors: Tensors) -> Tensors:
+        layer = torch.nn.Linear(6, 4, bias=False)
+        layer.weight.detach().numpy()
+        layer.load_state_dict({"weight": tensors["a"]})
+        return layer.state_dict()
+
+    kept: Tensors = {}
+    function, into = (load, None) if where == "function" else (kept.update, lambda: load(kept))
+    with pytest.raises(TraceError, match=r"(?s)raised RuntimeError.*a write of 'a'.*gave to numpy at") as caught:
+        st.trace(function, GIVEN, into=into)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_the_code_s_own_error_is_its_own() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        _ = by_scale(tensors)
+        raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        st.trace(load, GIVEN, may_catch=["max"])
+    with pytest.raises(TraceError, match="raised ValueError"):
+        st.trace(load, GIVEN)

@@ -322,3 +322,31 @@ def test_the_law_of_threads_catches_one_that_isn_t_recorded(monkeypatch: pytest.
     monkeypatch.setattr(_threads, "_REPLACEMENTS", ())
     _, alone, in_thread = buffers_in_a_thread(0)
     assert in_thread != alone
+
+
+def test_a_thread_that_fails_to_start_again_runs_what_it_did() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        thread = threading.Thread(target=list)
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="once"):
+            thread.start()
+        assert "run" not in thread.__dict__
+        return dict(tensors)
+
+    assert st.trace(load, GIVEN) == st.trace(dict, GIVEN)
+
+
+def test_a_thread_keeps_the_run_that_was_set_in_it() -> None:
+    ran = []
+
+    def load(tensors: Tensors) -> Tensors:
+        thread = threading.Thread()
+        thread.run = own = lambda: ran.append(tensors["w"].sum)  # type: ignore[method-assign]
+        thread.start()
+        thread.join()
+        assert thread.run is own
+        return dict(tensors)
+
+    assert st.trace(load, GIVEN) == st.trace(dict, GIVEN)
+    assert len(ran) == 1

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import shardtree as st
 from shardtree.errors import TraceError
 from shardtree.traces import _memory
+from shardtree.traces._storages import Storage
 from tests.traces.test_recording import Tensors, Wrapped, eager_and_traced
 
 GIVEN = {"a": torch.arange(24.0).view(4, 6)}
@@ -32,6 +34,7 @@ def held(tensors: Tensors, before: float = 0.0) -> torch.Tensor:
 # What reads the memory of a tensor that holds traced values.
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
 @pytest.mark.parametrize(
     ("name", "read"),
     {
@@ -96,7 +99,7 @@ def shows(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(shows, value))
     if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
-        return True
+        return not isinstance(value, Storage) or shows(list(value))
     return value == POISON if isinstance(value, (int, float, complex)) else isinstance(value, str) and "1234" in value
 
 
@@ -144,13 +147,15 @@ def test_the_law_of_memory_catches_a_method_without_a_rule(name: str, monkeypatc
 EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy": lambda p: p.numpy(),
     "array": lambda p: np.asarray(p[1:]),
-    "untyped_storage": lambda p: p.untyped_storage(),
+    "untyped_storage": lambda p: p.untyped_storage().tolist(),
+    "storage": lambda p: p.storage()[0],
     "dlpack": torch.from_dlpack,
     "to_dlpack": lambda p: torch.utils.dlpack.to_dlpack(p),
     "share_memory_": lambda p: p.share_memory_(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage")
 @pytest.mark.parametrize(("name", "export"), EXPORTS.items())
 def test_memory_that_was_given_away_takes_no_traced_values(name: str, export: Callable[[torch.Tensor], Any]) -> None:
     def load(tensors: Tensors) -> Tensors:
@@ -192,6 +197,108 @@ def test_a_storage_from_before_the_call_shows_no_traced_values() -> None:
 
     with pytest.raises(TraceError, match="a storage needs elements of 'a'"):
         st.trace(load, GIVEN)
+
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "an element": lambda s: s[0],
+    "a list": list,
+    "bytes": bytes,
+    "text": repr,
+    "a copy": copy.copy,
+    "a deep copy": copy.deepcopy,
+    "clone": lambda s: s.clone(),
+    "pickle": pickle.dumps,
+    "a file": lambda s: torch.save(s, io.BytesIO()),
+    "set_": lambda s: torch.empty(0).set_(s),
+    "a tensor": lambda s: torch.FloatTensor(s),
+    "copy_": lambda s: torch.UntypedStorage(96).copy_(s),
+    "fill_": lambda s: s.fill_(1),
+    "asarray": lambda s: torch.asarray(s),
+    "an array": np.asarray,
+    "another's view": lambda s: torch.empty(0).set_(s._untyped_storage),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_typed", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("name", "ask"), ASKED.items())
+def test_a_storage_of_traced_values_tells_no_element(
+    name: str, ask: Callable[[Any], Any], *, is_late: bool, is_typed: bool
+) -> None:
+    told = []
+
+    def load(tensors: Tensors) -> Tensors:
+        buffer = torch.full((4, 6), POISON)
+        storage = buffer.storage() if is_typed else buffer.untyped_storage()
+        if is_late:
+            buffer.copy_(tensors["a"])
+        assert storage.data_ptr() == buffer.data_ptr()
+        try:
+            told.append(ask(storage))
+        except TraceError:
+            raise
+        except Exception:
+            pass  # storages don't have it: but what has been asked counts
+        buffer.copy_(tensors["a"])
+        return {"w": buffer}
+
+    with pytest.raises(TraceError, match=r"storage"):
+        st.trace(load, GIVEN)
+    assert not (told and is_late)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_storage_says_which_it_is(*, is_late: bool) -> None:
+    def load(tensors: Tensors) -> Tensors:
+        buffer, other = torch.zeros(4, 6), torch.zeros(4, 6)
+        if is_late:
+            buffer.copy_(tensors["a"])
+        one, view = buffer.untyped_storage(), buffer[1:].untyped_storage()
+        assert one is view is not other.untyped_storage() and one == view
+        assert len({one, view, other.untyped_storage()}) == 2
+        assert one.data_ptr() == buffer.data_ptr() and one._cdata == view._cdata
+        assert one.nbytes() == one.size() == len(one) == 96 and one.device == buffer.device
+        assert (buffer.storage().size(), buffer.storage().nbytes(), buffer.storage().dtype) == (24, 96, torch.float32)
+        assert buffer.is_shared() is False
+        buffer.copy_(tensors["a"])
+        return {"w": buffer}
+
+    eager_and_traced(load, GIVEN)
+
+
+def test_where_memory_is_needs_no_elements() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        for tensor in (tensors["a"], held(tensors), nn.Parameter(held(tensors))):
+            assert not tensor.is_pinned() and not tensor.is_shared()
+            assert tensor.__dlpack_device__() == torch.zeros(1).__dlpack_device__() == (1, 0)
+            assert not hasattr(tensor, "__cuda_array_interface__")
+        return dict(tensors)
+
+    eager_and_traced(load, GIVEN)
+
+
+def test_safetensors_loads_a_model_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+
+    def load(tensors: Tensors) -> Tensors:
+        model = nn.Linear(3, 2)
+        monkeypatch.setattr(safetensors.torch, "load_file", lambda *args, **kwargs: dict(tensors))
+        safetensors.torch.load_model(model, "model.safetensors")
+        return model.state_dict()
+
+    assert st.trace(load, given) == st.trace(dict, given)
+
+
+def test_a_tensor_whose_storage_was_compared_is_pickled() -> None:
+    def load(tensors: Tensors) -> Tensors:
+        weight = torch.ones(4, 6)
+        _ = weight.untyped_storage().data_ptr()
+        torch.save(weight, io.BytesIO())
+        return {"w": pickle.loads(pickle.dumps(weight)) + tensors["a"]}
+
+    eager_and_traced(load, GIVEN)
 
 
 def test_memory_that_others_change_is_read_anew() -> None:
