@@ -32,7 +32,8 @@ class Stored(NamedTuple):
     common: bool = False
 
 
-class Fill(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
     """A stored tensor that goes into a module's tensor.
 
     Attributes:
@@ -124,11 +125,11 @@ def by_stored_key(fills: Iterable[Fill]) -> Named:
     names: dict[Any, list[str]] = {}
     keys: dict[Any, list[str]] = {}
     tensors: dict[Any, torch.Tensor] = {}
-    for name, tensor, stored in fills:
-        memory = _memory_of(tensor)
-        tensors.setdefault(memory, tensor.detach())
-        names.setdefault(memory, []).append(name)
-        keys.setdefault(memory, []).append(stored.key)
+    for fill in fills:
+        memory = _memory_of(fill.tensor)
+        tensors.setdefault(memory, fill.tensor.detach())
+        names.setdefault(memory, []).append(fill.name)
+        keys.setdefault(memory, []).append(fill.stored.key)
     return _sort_out({memory: [*dict.fromkeys(each)] for memory, each in keys.items()}, tensors, names)
 
 

@@ -94,7 +94,8 @@ class IncompatibleKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-class _Visit(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Visit:
     """A module without hooks of its own: what it takes, and what else `load_state_dict` says of it."""
 
     module: torch.nn.Module
@@ -105,7 +106,8 @@ class _Visit(NamedTuple):
     unexpected: list[str]
 
 
-class _PostHook(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _PostHook:
     """A hook that runs after a module and its children are filled."""
 
     module: torch.nn.Module
