@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -78,8 +77,6 @@ def inside(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, ShardedObject):
         return (value.data,)
-    if isinstance(value, partial):  # whose slots Python doesn't show
-        return (value.func, *value.args, *value.keywords.values())
     slots = (name for kind in type(value).__mro__ for name in _slot_names(kind))
     # Only slots' descriptors are read by getattr: a property may run any code.
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]

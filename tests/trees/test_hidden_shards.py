@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import isfunction
 from typing import Any
 
@@ -203,11 +202,6 @@ def test_a_dataclass_of_optree_is_registered_already() -> None:
         w: Any
 
     assert trees.prefix(Own(WHOLE("w", torch.ones(2))), "a.").w.key == "a.w"
-
-
-def test_a_partial_call_hides_shards_too() -> None:
-    with pytest.raises(UnsupportedValue, match="partial"):
-        trees.map_shards(lambda leaf: leaf, {"f": partial(print, WHOLE("a.w", torch.ones(2)))})
 
 
 def test_a_class_that_cant_be_taken_apart_is_named() -> None:
