@@ -1,4 +1,4 @@
-"""What a conversion tells of itself when it has ended."""
+"""The report of a conversion that has ended."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ._plan import Plan
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConversionReport:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
-        tensors: how many were written.
-        objects: how many were written.
+        tensors: number of tensors written.
+        objects: number of objects written.
         nbytes: the tensors' length in bytes.
         left_out: keys and unique keys of the source that were left out, what of it can't be read, such as arrays of
             texts, and ``"common"`` if that was left out, with the path of each tensor in it that has no key of its own.
         unused: (key, elements) of tensors of which only a part was used.
-        batches: how many there were.
-        resumed: how many of them an earlier call had written.
+        batches: number of batches.
+        resumed: number of batches that an earlier call had written.
         verified_nbytes: bytes of tensors that were read back and compared; None if that was skipped.
-        fingerprints: of the tensors that were read back, by key, as `fingerprint` gives them.
+        fingerprints: fingerprints of the tensors that were read back, by key.
     """
 
     tensors: int

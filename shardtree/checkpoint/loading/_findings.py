@@ -13,7 +13,7 @@ from ._strict import Omissions
 
 @dataclass(slots=True, eq=False)
 class Findings:
-    """What is found out of one rank after the other, each once, since ranks mostly have problems in common.
+    """Findings about all ranks, each once: ranks mostly have the same problems.
 
     Attributes:
         failures: on which ranks checks fail, by class and text of the error.

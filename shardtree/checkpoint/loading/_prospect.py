@@ -1,4 +1,4 @@
-"""What becomes of a load of tensors, by what is stored: problems and cost. All ranks find the same of a tensor."""
+"""Problems and cost of loading tensors, found in the metadata; all ranks find the same for one tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prospect(
     cast: bool,
     plain: Sequence[str] = (),
 ) -> Prospect:
-    """Return what loading some of a target's tensors would cost, and its problems; no cost without an index.
+    """Return the cost and the problems of loading some of a target's tensors; no cost if there is no index.
 
     Raises:
         StrategyError: the format can't list what it holds.
