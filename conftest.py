@@ -15,23 +15,30 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from beartype import BeartypeConf
-from beartype.claw import beartype_package
 from hypothesis import HealthCheck, Phase, settings
 
 # Without bytecode, each process that a test starts would compile modules again, and each run rewrite asserts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
-    # Before anything imports it.
-    beartype_package(
+# PEP 695's `type` statement needs Python 3.12; a few functions' hints are beyond beartype, which leaves them alone.
+_BEYOND_BEARTYPE = ("BeartypeDecorHintPep613DeprecationWarning", "BeartypeClawDecorWarning")
+_BEARTYPE = os.environ.get("SHARDTREE_BEARTYPE", "0") == "1"
+if _BEARTYPE:
+    # Before anything imports shardtree.
+    import beartype.claw
+    import beartype.roar
+
+    for name in _BEYOND_BEARTYPE:
+        warnings.filterwarnings("ignore", category=getattr(beartype.roar, name))
+    beartype.claw.beartype_package(
         "shardtree",
-        conf=BeartypeConf(
+        conf=beartype.BeartypeConf(
             claw_is_pep526=False,  # local annotations may name what only a type checker imports
             # A NamedTuple's postponed hints are beyond it.
             claw_skip_package_names=("shardtree.lazy", "shardtree.traces"),
@@ -40,8 +47,9 @@ if os.environ.get("SHARDTREE_BEARTYPE", "0") == "1":
         ),
     )
 
-from tests.lacking import lacking, modules_to_ignore
+from tests.lacking import lacking, modules_to_ignore  # noqa: E402  after beartype's hook
 
+pytest_plugins = ["tests.missing_peers", "tests.part_of_suite"]
 collect_ignore_glob = ["tests/*/scripts/*"]  # started by tests, in processes of their own
 collect_ignore = modules_to_ignore()
 
@@ -65,6 +73,12 @@ settings.register_profile(
 settings.load_profile(os.environ.get("SHARDTREE_PROFILE", "ci"))
 
 import shardtree._later  # noqa: E402, F401  a doctest of one file is to find the same modules as all of them
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore beartype's warnings in tests, whose filters pytest sets anew; without beartype they have no name."""
+    for name in _BEYOND_BEARTYPE if _BEARTYPE else ():
+        config.addinivalue_line("filterwarnings", f"ignore::beartype.roar.{name}")
 
 
 def pytest_report_header() -> str:

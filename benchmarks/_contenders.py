@@ -424,7 +424,7 @@ ONE_PROCESS = "Orbax joins processes by jax.distributed alone: measured in one p
 def missing_peers(ranks: int) -> str:
     """Return why there is no row with that many processes; empty where there is one."""
     if not find_spec("orbax"):
-        return "not installed: pip install orbax-checkpoint==0.12.8"
+        return "not installed: pip install -c constraints.txt -e '.[benchmarks]'"
     return ONE_PROCESS if ranks > 1 else ""
 
 

@@ -40,9 +40,7 @@ def _has(what: str) -> bool:
         # It hands all of a stored tensor's properties to torch.empty, which doesn't know those of torch 2.15.
         "Megatron-Core for this torch": lambda: not hasattr(dcp.metadata.TensorProperties(), "strides"),
         "Megatron-Core with experts in two weights": lambda: INSTALLED <= (0, 16),
-        "the package torchao": lambda: find_spec("torchao") is not None,
         "the package zarr": lambda: find_spec("zarr") is not None,
-        "the package compressed-tensors": lambda: find_spec("compressed_tensors") is not None,
     }
     return bool(found[what]())
 
@@ -51,7 +49,6 @@ _MODULES = {
     "tests/benchmarks/test_every_benchmark.py": "DefaultStager",
     "tests/codec/test_values.py": "float4_e2m1fn_x2",
     "tests/interop/test_dtensor.py": "ShardOrderEntry",
-    "tests/peers/test_torchao.py": "the package torchao",
     "tests/strategies/test_dcp_read.py": "dcp.save(no_dist=…)",
     "tests/test_first_edition.py": "float8_e8m0fnu",
     "tests/test_golden.py": "float8_e8m0fnu",
@@ -72,7 +69,6 @@ _TESTS = {
     r"tests/peers/test_mesh_dtensor_peer\.py::.*": "offsets of strided shards",
     r"tests/peers/test_strict_megatron\.py::.*": "Megatron-Core for this torch",
     r"tests/plans/test_fit\.py::test_scales_and_packed.*": "float4_e2m1fn_x2",
-    r"tests/quantised/test_beside_compressed_tensors\.py::.*": "the package compressed-tensors",
     r"tests/quantised/.*(ue8m0|exponents_of_a_block_allow).*": "float8_e8m0fnu",
     r"tests/strategies/test_dtensor_files\.py::test_(ranks|any_mesh|the_law_catches_even|fsdp2|terms|rows).*": (
         "DeviceMesh(_rank=…)"

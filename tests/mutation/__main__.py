@@ -1,11 +1,12 @@
 """Tries the tests of layouts, plans and trees on mutants of them: ``python -m tests.mutation run``, then ``show``.
 
-A mutant is the code with one small change (`<` becomes `<=`, a value None); one that survives shows behaviour
-without a test, or a change that makes no difference. It takes hours, needs `pip install 'shardtree[dev,mutation]'`,
-and goes on where it was ended. Mutants come in a seeded order, so that any first part of it is a random sample, and
-those of prose are left out. ``--seconds 1.5`` gives each only the quickest tests that reach it; ``again`` asks
-survivors with more. Records lie in `mutants/`: ``mutmut results`` names survivors, ``mutmut show NAME`` has what one
-changes. On 2026-11-22, 7,465 of 11,586 were tried: 94.7 % killed (layouts 95.6, plans 93.2, trees 97.1).
+A mutant is the code with one small change (`<` becomes `<=`, a value None); one that survives shows behaviour without
+a test, or a change that makes no difference. It takes hours, needs `pip install -c constraints.txt -e
+'.[dev,mutation]'`, and goes on where it was ended. Mutants come in a seeded order, so that any first part of it is a
+random sample, and those of prose are left out. ``--seconds 1.5`` gives each only the quickest tests that reach it;
+``again`` asks survivors with more. Records lie in `mutants/`: ``mutmut results`` names survivors, ``mutmut show
+NAME`` has what one changes. On 2026-11-22, 7,465 of 11,586 were tried: 94.7 % killed (layouts 95.6, plans 93.2, trees
+97.1).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -119,6 +120,8 @@ def endless() -> dict[str, Any]:
 
 def answer(call: Call, tree: Any) -> str:
     """Return the name of what a call raises of ours, nothing where it doesn't."""
+    if call is to_megatron and find_spec("megatron") is None:
+        pytest.skip("could not import 'megatron'")
     try:
         call(tree)
     except CheckpointingException as error:

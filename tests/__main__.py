@@ -1,0 +1,13 @@
+"""The quick tests, on all cores: `python -m tests`, with any options of pytest."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tests.part_of_suite import QUICK
+
+if __name__ == "__main__":
+    print("Collecting the quick tests, which takes about 15 seconds", flush=True)  # noqa: T201
+    # A process of its own, in which nothing is imported yet.
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", "-q", "-n", str(os.cpu_count()), *QUICK, *sys.argv[1:]])
