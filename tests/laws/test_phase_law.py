@@ -262,14 +262,14 @@ def check_every_rank_hears(errors: list[BaseException | None], phase: str, culpr
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_that_fails_in_a_phase_fails_every_rank(name: str) -> None:
     for phase, ranks in sorted(seen_phases(name).items()):
-        culprit = max(ranks)
+        scenario, culprit = scenarios(MemoryStorage())[name], max(ranks)
 
         def strike(at: str, rank: int, phase: str = phase, culprit: int = culprit) -> None:
             if (at, rank) == (phase, culprit):
                 raise OutOfMemory
 
         with at_each_phase(strike):
-            errors = outcomes(scenarios(MemoryStorage())[name])
+            errors = outcomes(scenario)
         check_every_rank_hears(errors, phase, culprit)
 
 
