@@ -229,12 +229,12 @@ def seen_phases(name: str) -> dict[str, set[int]]:
     return seen
 
 
-NAMES = list(scenarios(MemoryStorage()))
+SCENARIOS = list(scenarios(MemoryStorage()))
 
 
 def check_every_phase_is_met(sources: list[str]) -> None:
     written = sorted({phase for source in sources for phase in phases_in(source)})
-    assert sorted(set().union(*map(seen_phases, NAMES))) == written
+    assert sorted(set().union(*map(seen_phases, SCENARIOS))) == written
 
 
 def test_every_phase_of_the_source_is_met() -> None:
@@ -259,7 +259,7 @@ def check_every_rank_hears(errors: list[BaseException | None], phase: str, culpr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_rank_that_fails_in_a_phase_fails_every_rank(name: str) -> None:
     for phase, ranks in sorted(seen_phases(name).items()):
         scenario, culprit = scenarios(MemoryStorage())[name], max(ranks)
