@@ -20,6 +20,7 @@ MIB = 1024 * 1024
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, forks servers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_does_not_hear_of_more_tensors_from_every_rank(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_packed, "_TOGETHER", 2**14)  # few for 64 ranks, as 2**20 are for thousands

@@ -146,6 +146,7 @@ def test_one_that_was_killed_is_gone_on_with_in_every_format(backend: tuple[str,
         check_killed(backend, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", steps(NATIVE), ids=lambda step: f"{step.number}-{step.method}")
 def test_a_killed_conversion_is_gone_on_with(step: Call) -> None:
     check_killed(NATIVE, step)
@@ -194,6 +195,7 @@ def read_elsewhere(name: str) -> tuple[list[str], dict[str, torch.Tensor], dict[
     return objects, dict(st.load_plain_tensors(where)), common
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("name", WRITTEN_ELSEWHERE)
 def test_what_other_programs_wrote_converts_to_every_format(name: str, backend: tuple[str, int]) -> None:

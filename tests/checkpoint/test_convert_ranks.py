@@ -96,6 +96,7 @@ def _thread_rank() -> int:
     return int(words[1]) if words[0] == "rank" else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_format_is_written_by_several(backend: tuple[str, int], ranks: int) -> None:
@@ -258,6 +259,7 @@ def check_resumed(ranks: int, others: int, change: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "others", "first"), [(1, 2, 0), (2, 1, 3), (2, 3, 6), (4, 2, 9)])
 def test_what_some_ranks_began_is_gone_on_with_by_others(ranks: int, others: int, first: int) -> None:
     """Killed at every twelfth change: each pair of numbers at others than the rest."""

@@ -83,6 +83,7 @@ def check_reads(found: Any, alone: Any, reports: Sequence[st.storage.ReadReport]
     assert bytes_read(found) <= bytes_read(alone) + again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "verify", "dtype", "ranks", "axis"), CASES)
 def test_ranks_that_read_for_each_other_get_what_each_would_read_itself(
     backend: tuple[str, int], verify: Verify, dtype: torch.dtype, ranks: int, axis: int | None

@@ -90,6 +90,7 @@ def save(folder: MemoryStorage, pair: Pair, *, world: Any, objects: bool = True,
     st.save(tree, folder, *pair, world=world, strategies=TABLE, options=st.SaveOptions(durable=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_what_a_pair_takes_comes_back_and_is_sound(pair: Pair) -> None:
     for objects, values in product((True, False), repeat=2):

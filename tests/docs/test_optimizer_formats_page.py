@@ -163,6 +163,7 @@ def test_the_table_has_the_rows_that_are_tried() -> None:
     assert list(cells()) == list(ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_what_the_table_says_of_us_is_so(row: str, tmp_path: Path) -> None:
     cell = cells()[row]

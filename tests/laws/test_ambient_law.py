@@ -203,6 +203,7 @@ def is_undisturbed(do: Callable[[Any], Any], state: Callable[[], AbstractContext
     return bool(alone(do) == exactly(do(state)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", AMBIENT)
 @pytest.mark.parametrize("do", DOING, ids=lambda do: do.__name__)
 def test_what_surrounds_a_call_changes_no_bit(do: Callable[[Any], Any], state: str) -> None:
@@ -230,6 +231,7 @@ def uses_format(backend: tuple[str, int], state: Any) -> Any:
 IN_FORMAT = {backend: partial(uses_format, backend) for backend in FORMATS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", AMBIENT)
 @pytest.mark.parametrize("backend", FORMATS, ids=str)
 def test_what_surrounds_a_call_changes_no_bit_in_any_format(backend: tuple[str, int], state: str) -> None:

@@ -88,6 +88,7 @@ MANY = hy.lists(KINDS, min_size=len(PLACES), max_size=len(PLACES))
 ASKED = hy.lists(hy.lists(hy.booleans(), min_size=len(PLACES), max_size=len(PLACES)), min_size=RANKS, max_size=RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FORMATS, ids=lambda backend: backend[0])
 @given(kinds=MANY, asked=ASKED)
 def test_a_plain_tensor_is_filled_or_named(backend: tuple[str, int], kinds: list[str], asked: list[list[bool]]) -> None:

@@ -195,6 +195,7 @@ def mostly_late(points: list[int]) -> list[int]:
     return sorted({*sample(points, 4), *points[-24 + first(4) :: 4]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVERS)
 def test_of_two_first_saves_one_wins(name: str) -> None:
     assert check_law(name, name, mostly_late)

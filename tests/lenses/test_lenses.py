@@ -67,6 +67,7 @@ def check_back(lens: Lens, shard: st.ShardedTensor) -> None:
     assert first_difference(built.merge([part.data for part in built.shards]), shard.data) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", STORABLE_DTYPES, ids=str)
 def test_every_dtype_goes_through_every_kind_of_lens(dtype: torch.dtype) -> None:
     lens = compose(padded_axis(6, axis=1), GATED, rearranged("(a b) c -> (b c) a", a=2), transposed())

@@ -171,6 +171,7 @@ def check_many(faults: int, run: Callable[..., Any] = redistribute) -> None:
     assert seed < 2 * faults, "faults that change nothing"
 
 
+@pytest.mark.slow
 def test_what_a_transport_does_to_bytes_is_found() -> None:
     check_many(100)
 
@@ -254,6 +255,7 @@ def test_all_ranks_take_the_same_numbers() -> None:
     assert [hash_for(kinds) for kinds in (["cpu", "cuda"], ["cuda"], ["cpu", "cpu"])] == [bytes_total] * 2 + [_xxh3]
 
 
+@pytest.mark.slow
 def test_sums_in_place_of_hashes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardtree.live._redistribute.hash_for", lambda devices: bytes_total)
     check_many(100)

@@ -42,12 +42,14 @@ def saved(tensors: dict[str, torch.Tensor], backend: str = "huggingface") -> Mem
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_keeps_the_laws(name: str) -> None:
     weights = check_quantised(FORMS[name], stored(name))
     assert list(weights) == [KEY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lens", "trace"])
 @pytest.mark.parametrize("name", NAMES)
 @QUICK
@@ -66,6 +68,7 @@ def test_any_layout_loads_its_boxes_dequantised(name: str, way: str, data: hy.Da
     check(st.simulate(layout.ranks, load), layout, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @QUICK
 @given(data=hy.data(), seed=hy.integers(0, 100))

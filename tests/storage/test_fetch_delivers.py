@@ -133,6 +133,7 @@ def hashed_alone(runs: Runs, file: int, low: Any, high: Any) -> Runs:
     return joined_rows([runs, Runs(low * 0 + file, low, low * 0 - 1, low * 0, high - low)])
 
 
+@pytest.mark.slow
 def test_the_law_catches_a_second_read_that_is_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_requests, "with_left_out", hashed_alone)
 

@@ -96,6 +96,7 @@ def test_an_order_that_unique_tensors_contradict_is_refused():
         check_states(Job([kinds[1], kinds[0], *reversed(kinds[2:])]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [16, 32, 64])
 @pytest.mark.parametrize(("dp", "moments"), [(1, 0.0), (2, None), (4, 0.0)])
 def test_a_zero_bias_isnt_read_with_its_padding_of_zeros(hidden, dp, moments):

@@ -36,6 +36,7 @@ def held(release: Path) -> dict[str, torch.Tensor]:
     return states | {key: value.to(torch.bfloat16) for key, value in masters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_states_load_in_other_layouts(release: Path, kind: str, layout: str) -> None:
@@ -52,6 +53,7 @@ def test_nothing_is_damaged_and_the_common_state_is_read(release: Path, kind: st
     assert (release / kind / "common.pt").exists() == (release.name < "0.19")
 
 
+@pytest.mark.slow
 def test_what_is_converted_is_what_the_release_itself_writes(release: Path, tmp_path: Path) -> None:
     """No key, value or number of a group is missing or another: the release's own other format is the proof."""
     ours, theirs = tmp_path / "full", release / "fully_reshardable"

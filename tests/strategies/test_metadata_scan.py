@@ -176,6 +176,7 @@ def test_the_law_of_content_catches_numbers_cut_to_32_bits(monkeypatch: pytest.M
         law_of_content(many(5), by_c)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "tensors"), [(2500, 1), (1, 2500), (3, 700)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_all_but_a_few_records_of_a_regular_file_are_taken(chunks: int, tensors: int, shared: bool) -> None:
@@ -220,6 +221,7 @@ def test_of_moved_bytes_nothing_else_is_taken_than_is_read_carefully(begin: int,
     law_of_damage(SMALL[:begin] + between + SMALL[end:])
 
 
+@pytest.mark.slow
 def test_every_byte_damaged_in_turn() -> None:
     for at in range(0, len(SMALL), 3):
         law_of_damage(SMALL[:at] + bytes([SMALL[at] ^ 1]) + SMALL[at + 1 :])

@@ -28,11 +28,13 @@ from shardtree.testing import _check_storage, check_storage, watched
 from tests.storage.storages import STORAGES, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STORAGES)
 def test_our_storages_keep_their_promises(kind: str, tmp_path: Path) -> None:
     check_storage(lambda: made(kind, Path(mkdtemp(dir=tmp_path))))
 
 
+@pytest.mark.slow
 def test_so_do_wrapped_ones_and_folders_in_them(tmp_path: Path) -> None:
     check_storage(lambda: watched(MemoryStorage()))
     places = [MemoryStorage, lambda: LocalStorage(mkdtemp(dir=tmp_path)), lambda: storage_at(f"memory://{uuid4().hex}")]
@@ -221,6 +223,7 @@ FAULTS: dict[Fault, str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "found"), FAULTS.items(), ids=[fault.__name__ for fault in FAULTS])
 def test_it_catches_a_storage_that(fault: Fault, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "all or nothing" not in found:  # the saves take four fifths of the time, and find only what says so

@@ -128,6 +128,7 @@ def test_every_drawn_factory_is_a_lens(factory: ShardedTensorFactory) -> None:
     check_factory(factory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LENS_CASES)
 @settings(max_examples=2)
 @given(data=st.data())

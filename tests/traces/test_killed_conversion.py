@@ -55,6 +55,7 @@ def killed(number: int) -> MemoryStorage:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STEPS)
 def test_it_is_gone_on_with_wherever_it_was_killed(number: int) -> None:
     folder = killed(number)

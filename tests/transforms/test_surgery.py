@@ -122,6 +122,7 @@ def gives_the_same_everywhere(surgery: Surgery, saved: list[st.storage.MemorySto
             assert first_difference(found[key], tensor) is None, f"{name}: {key} differs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_memory_lazily_and_converted_it_is_the_same(kind: str, saved: list[st.storage.MemoryStorage]) -> None:
     gives_the_same_everywhere(KINDS[kind], saved)
