@@ -236,7 +236,7 @@ def _processes(count: int) -> str:
 def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
     """Return what the ranks did, once it is printed how much they moved, and how fast."""
     console.print(f"\n{heading}", style="bold")
-    with working(heading):
+    with working("the processes start and work"):
         moves = run_processes(ranks, work)
     nbytes = sum(rank.nbytes for rank in moves)
     console.print(f"{size(nbytes)} {did} {pace(nbytes, max(rank.seconds for rank in moves))}")
