@@ -170,8 +170,19 @@ def test_installing_lists_each_dependency_and_each_extra() -> None:
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert [pin for name, _, version in found if (pin := f"{name}=={version}") not in pins] == []
     table = INSTALLING.partition("| `pip install '.[…]'` |")[2].partition("\n\n")[0]
-    extras = [name for first in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", first)]
-    assert sorted(extras) == sorted(PROJECT["optional-dependencies"])
+    rows = {
+        name: libraries
+        for names, libraries in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE)
+        for name in re.findall(r"\w+", names)
+    }
+    extras = PROJECT["optional-dependencies"]
+    assert sorted(rows) == sorted(extras)
+    own = {
+        name: {re.split(r"[>=\[]", each)[0] for each in extras[name]} - {"shardtree"}
+        for name in extras
+        if name != "dev"
+    }
+    assert {name: missing for name in own if (missing := own[name] - {*re.findall(r"[\w-]+", rows[name])})} == {}
 
 
 def in_commands(take: Callable[[list[str]], list[str]]) -> list[str]:
