@@ -64,6 +64,7 @@ from ._nodes import (
     NAMESPACE,
     Field,
     Hole,
+    entries,
     flatten_with_paths,
     is_subclass,
     leaves_with_paths,
