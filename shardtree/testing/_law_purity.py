@@ -14,8 +14,8 @@ from ..errors import CheckpointingException, render_path
 from ..layouts import Mesh, PartitionSpec, shard
 from ..mapping import LocalNonpersistentObject, ShardedTensor
 from ..plans import reshard
-from ..trees import apply_factories, leaves_with_paths, map_shards
-from ._bits import check_equal, outline
+from ..trees import apply_factories, entries, leaves_with_paths, map_shards
+from ._bits import CallableOutline, check_equal, outline
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def _without_functions(shape: Any) -> Any:
-    if isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[0], type) and isinstance(shape[1], int):
-        return shape[0]
+    if isinstance(shape, CallableOutline):
+        return CallableOutline
     return type(shape)(map(_without_functions, shape)) if isinstance(shape, (list, tuple)) else shape
 
 
@@ -83,7 +83,7 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return []
+    return list((entries(value) or {}).items())
 
 
 # The law of transforms: they commute with resharding, so that results don't depend on the layout.
