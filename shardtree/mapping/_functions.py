@@ -18,8 +18,9 @@ def same_value(left: Any, right: Any) -> bool:
     """Return whether two values are equal, where functions that were made alike are equal too.
 
     Functions are compared by code, module, defaults and captured variables; partial calls by function and arguments;
-    methods by function and object; dataclass instances that can be called by their fields. Floats are equal if their
-    bits are. Tensors and arrays are equal only if they are one object: their elements aren't read.
+    methods by function and object; dataclass instances that can be called, or have no equality of their own, by their
+    fields. Floats and numpy arrays are equal if their bits are. Tensors are equal only if they are one object, since
+    their elements aren't read.
 
     Args:
         left: Any value.
@@ -37,10 +38,13 @@ def same_value(left: Any, right: Any) -> bool:
 def _same(left: Any, right: Any, pending: _Pairs) -> bool:
     if left is right:
         return True
-    if type(left) is not type(right) or isinstance(left, (torch.Tensor, np.ndarray)):
+    if type(left) is not type(right) or isinstance(left, torch.Tensor):
         return False
     if isinstance(left, (float, complex)):
         return repr(left) == repr(right)  # NaN is NaN, and 0.0 isn't -0.0
+    if isinstance(left, np.ndarray):
+        alike = (left.dtype, left.shape) == (right.dtype, right.shape) and not left.dtype.hasobject
+        return alike and left.tobytes() == right.tobytes()
     parts, others = _parts(left), _parts(right)
     if parts is None or others is None:
         try:
@@ -69,9 +73,10 @@ def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
         return list(value), list(value.values())  # in order: the first pattern that fits counts
     if isinstance(value, (list, tuple)):
         return (), value
-    if callable(value) and is_dataclass(value) and not isinstance(value, type):
-        return (), [getattr(value, field.name) for field in fields(value) if field.compare]
-    return None
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
+    by_fields = callable(value) or type(value).__eq__ is object.__eq__
+    return ((), [getattr(value, field.name) for field in fields(value) if field.compare]) if by_fields else None
 
 
 def _captured(cell: CellType) -> Any:
