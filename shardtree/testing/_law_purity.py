@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import CheckpointingException, plural, render_path
+from ..errors import CheckpointingException, render_path
 from ..layouts import Mesh, PartitionSpec, shard
 from ..mapping import LocalNonpersistentObject, ShardedTensor
 from ..plans import reshard
@@ -173,8 +173,7 @@ def _check_pair(
     if wrong:
         # The worst one tells which tolerance would do, if any.
         worst = max(wrong, key=lambda each: each.excess)
-        rest = f" ({plural(len(wrong) - 1, 'other shard')} differ too)" if len(wrong) > 1 else ""
-        raise AssertionError(worst.text + rest)
+        raise AssertionError(worst.text + f" ({len(wrong)} shards differ, this one most)" * (len(wrong) > 1))
 
 
 def _deviations(where: str, found: Any, expected: Any, tolerances: Tolerances) -> Iterator[Deviation]:
