@@ -141,7 +141,9 @@ def _float_bits(value: complex) -> bytes:
 
 def _same_shard(left: ShardedBase, right: ShardedBase) -> bool:
     names = [field.name for field in fields(left) if field.name != "data"]  # type: ignore[arg-type]
-    same = all(same_value(getattr(left, name), getattr(right, name)) for name in names)
+    # Plain comparison comes first: it is several times as fast, and only functions need the other.
+    unequal = [name for name in names if getattr(left, name) != getattr(right, name)]
+    same = all(same_value(getattr(left, name), getattr(right, name)) for name in unequal)
     return same and not diff(left.data, right.data)
 
 
