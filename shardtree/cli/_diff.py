@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,14 +109,14 @@ def value_at(tree: Any, path: TreePath) -> Any:
 
     Examples:
         >>> from argparse import Namespace
-        >>> value_at({"args": Namespace(lr=[0.1])}, ("args", "lr", 0))
-        0.1
+        >>> value_at({"args": Namespace(lr=[0.1])}, ("args", "lr", 0)), value_at(deque([0.1]), (0,))
+        (0.1, 0.1)
     """
     for entry in path:
         # A record represents an object whose class isn't imported: its fields are entries, and "" is its type's name.
         if isinstance(tree, Record):
             tree = tree.type_name if entry == "" else tree.fields[entry]
-        elif isinstance(tree, Mapping | list | tuple):
+        elif isinstance(tree, Mapping | list | tuple | deque):
             tree = tree[entry]
         else:
             tree = getattr(tree, entry)

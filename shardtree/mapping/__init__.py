@@ -5,6 +5,7 @@ Names and meaning are Megatron-Core's; every change is a new value. A shard is t
 """
 
 from ._elements import INTEGERS, given_tensor, has_elements, is_wrapper, lacks_memory
+from ._functions import same_value
 from ._leaves import (
     CommonStateDict,
     FactoryBuildFn,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..errors import TreePath
-from ..mapping import ShardedTensor
-from ..trees import leaves_with_paths, map_shards
+from ..mapping import ShardedTensor, same_value
+from ..trees import entries, leaves_with_paths, map_shards, node_data
 
 # Comparing bits rather than values: NaNs equal themselves, and NaN payloads and signed zeros count.
 
@@ -92,7 +92,8 @@ def _element(tensor: torch.Tensor, number: int) -> str:
 def outline(value: Any) -> Any:
     """Return a value's content in a form that `==` compares: types, order and bits count, identity doesn't.
 
-    Containers, dataclasses, tensors and numpy arrays are compared by content, anything else by its type and repr.
+    Containers, registered classes, dataclasses, tensors and numpy arrays are compared by content, functions by code and
+    captured values, anything else by its type and repr.
 
     Examples:
         >>> outline({"a": [1, float("nan")]}) == outline({"a": [1, float("nan")]})
@@ -115,7 +116,25 @@ def outline(value: Any) -> Any:
         return kind, sorted((outline(child) for child in value), key=repr)
     if is_dataclass(value) and not isinstance(value, type):
         return kind, [(field.name, outline(getattr(value, field.name))) for field in fields(value)]
-    return (kind, repr(value)) if not callable(value) else (kind, id(value))
+    if (children := entries(value)) is not None:
+        return kind, outline(node_data(value)), [(outline(entry), outline(child)) for entry, child in children.items()]
+    return kind, (CallableOutline(value) if callable(value) else repr(value))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallableOutline:
+    """A function in an outline: equal to another that was made alike, by another call.
+
+    Attributes:
+        function: any value that can be called.
+    """
+
+    function: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CallableOutline) and same_value(self.function, other.function)
+
+    __hash__ = None  # type: ignore[assignment]  # captured values mostly have no hash
 
 
 # Assembling all ranks' shards, element by element: slow and simple, since it has to be independent of the code that it

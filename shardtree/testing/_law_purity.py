@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from itertools import permutations
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ from ..errors import CheckpointingException, render_path
 from ..layouts import Mesh, PartitionSpec, shard
 from ..mapping import LocalNonpersistentObject, ShardedTensor
 from ..plans import reshard
-from ..trees import apply_factories, leaves_with_paths, map_shards
-from ._bits import check_equal, outline
+from ..trees import apply_factories, entries, leaves_with_paths, map_shards
+from ._bits import CallableOutline, outline
+from ._tolerances import Deviation, Tolerances, deviation
 
 T = TypeVar("T")
 
@@ -61,8 +62,8 @@ def check_pure(fn: Callable[..., T], *args: Any, **options: Any) -> T:
 
 
 def _without_functions(shape: Any) -> Any:
-    if isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[0], type) and isinstance(shape[1], int):
-        return shape[0]
+    if isinstance(shape, CallableOutline):
+        return CallableOutline
     return type(shape)(map(_without_functions, shape)) if isinstance(shape, (list, tuple)) else shape
 
 
@@ -83,42 +84,55 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return []
+    return list((entries(value) or {}).items())
 
 
 # The law of transforms: they commute with resharding, so that results don't depend on the layout.
 
 
 def check_commutes(
-    transform: Callable[[Any], Any], state: Any, *, layouts: Sequence[tuple[Mesh, Any]] | None = None
+    transform: Callable[[Any], Any],
+    state: Any,
+    *,
+    layouts: Sequence[tuple[Mesh, Any]] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Raise unless a transform commutes with resharding, between any two of the layouts.
 
     This catches a transform that looks only at its own shard (one that subtracts the local mean, or takes the first
-    half of a shard for the first half of the tensor). Metadata, elements and plain values must be equal, bit for bit,
-    and no argument may change. Everything is moved from each layout to each other one, so keep tensors small.
+    half of a shard for the first half of the tensor). Metadata and plain values must be equal, and elements within the
+    tolerances, since sums of other shapes are added up in another order. No argument may change. Everything is moved
+    from each layout to each other one, so keep tensors small.
 
     Args:
         transform: from a rank's tree to its new tree.
         state: a tree of global tensors and plain values, as for `shard`.
         layouts: pairs of a mesh and specs, as for `shard`; by default one rank, and each tensor cut by rows, by columns
             and by both. If the transform refuses some of them, pass those that it supports.
+        rtol: Relative tolerance for floating-point and complex elements. By default that of the dtype, as
+            `torch.testing.assert_close` has it, such as 1.3e-6 for float32. Integers and bools must be equal.
+        atol: Absolute tolerance; likewise. With ``rtol=0, atol=0`` elements must be equal bit for bit, as they are
+            where a transform only moves or converts them.
 
     Raises:
-        AssertionError: names the two layouts, the rank and the key, and the difference.
+        AssertionError: names the two layouts, the rank and the key, and the difference: of the worst tensor, where
+            several differ.
+        MetadataError: a tolerance isn't a finite number of at least 0.
 
     Examples:
         >>> import functools, torch, shardtree as st
         >>> state = {"w": torch.arange(24.0).view(6, 4), "step": 3}
-        >>> check_commutes(st.bind(st.cast, torch.bfloat16), state)
+        >>> check_commutes(st.bind(st.cast, torch.bfloat16), state, rtol=0, atol=0)
         >>> check_commutes(functools.partial(st.map_data, lambda data: data - data.mean()), state)
         Traceback (most recent call last):
-        AssertionError: from one rank to 2 ranks by rows: rank 0: 'w' at tree['w']: 12 of 12 elements differ, ...
+        AssertionError: from one rank to 2 ranks by rows: rank 0: 'w' at tree['w']: 12 of 12 elements differ ...
     """
+    tolerances = Tolerances(rtol, atol)
     cuts = _default_layouts(state) if layouts is None else {f"{mesh} {specs}": (mesh, specs) for mesh, specs in layouts}
     trees = {name: dict(zip(mesh.ranks, shard(state, mesh, spec), strict=True)) for name, (mesh, spec) in cuts.items()}
     for one, other in permutations(trees, 2):
-        _check_pair(f"from {one} to {other}", transform, trees[one], trees[other])
+        _check_pair(f"from {one} to {other}", transform, trees[one], trees[other], tolerances)
 
 
 def _default_layouts(state: Any) -> dict[str, tuple[Mesh, Any]]:
@@ -139,7 +153,11 @@ def _cut(state: Any, *names: str | None) -> Any:
 
 
 def _check_pair(
-    where: str, transform: Callable[[Any], Any], before: Mapping[int, Any], after: Mapping[int, Any]
+    where: str,
+    transform: Callable[[Any], Any],
+    before: Mapping[int, Any],
+    after: Mapping[int, Any],
+    tolerances: Tolerances,
 ) -> None:
     expected = {rank: check_pure(transform, tree) for rank, tree in reshard(before, after).items()}
     results = {rank: transform(tree) for rank, tree in before.items()}
@@ -147,18 +165,28 @@ def _check_pair(
         found = reshard(results, expected)
     except CheckpointingException as error:
         raise AssertionError(f"{where}: what was transformed can't be resharded: {error}") from error
-    for rank, tree in expected.items():
-        _check_same(f"{where}: rank {rank}", found[rank], tree)
+    wrong = [
+        each
+        for rank, tree in expected.items()
+        for each in _deviations(f"{where}: rank {rank}", found[rank], tree, tolerances)
+    ]
+    if wrong:
+        # The worst one tells which tolerance would do, if any.
+        worst = max(wrong, key=lambda each: each.excess)
+        raise AssertionError(worst.text + f" ({len(wrong)} shards differ, this one most)" * (len(wrong) > 1))
 
 
-def _check_same(where: str, found: Any, expected: Any) -> None:
+def _deviations(where: str, found: Any, expected: Any, tolerances: Tolerances) -> Iterator[Deviation]:
+    """Yield what is wrong with the elements of each shard; raise for anything else that differs."""
     leaves, targets = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
     assert leaves.keys() == targets.keys(), f"{where}: found {list(leaves)}, expected {list(targets)}"
     for path, leaf in targets.items():
         if isinstance(leaf, ShardedTensor):
             place = f"{where}: {leaf.key!r} at {render_path(path)}"
             assert leaves[path].without_data() == leaf.without_data(), f"{place}: found {leaves[path]}, expected {leaf}"
-            check_equal(place, leaves[path].data, leaf.data)
+            wrong = deviation(leaves[path].data, leaf.data, tolerances)
+            if wrong is not None:
+                yield replace(wrong, text=f"{place}: {wrong.text}")
         elif not isinstance(leaf, LocalNonpersistentObject):  # local values belong to a rank, and aren't resharded
             same = outline(leaves[path]) == outline(leaf)
             assert same, f"{where}: {render_path(path)}: found {leaves[path]!r}, expected {leaf!r}"

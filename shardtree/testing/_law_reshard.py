@@ -10,9 +10,9 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from ..errors import render_path
+from ..errors import TreePath, render_path
 from ..layouts import ShardColumns
-from ..mapping import ShardedTensor
+from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from ..plans import ReshardPlan, convertible
 from ..plans import reshard as st_reshard
 from ..trees import apply_factories, leaves_with_paths
@@ -197,19 +197,31 @@ def check_reshard(
 def _check_trees(trees: RankTrees, targets: RankTrees, reshard: Callable[..., Any]) -> None:
     found = check_pure(reshard, trees, targets)
     assert _ranks(found) == _ranks(targets), f"found ranks {_ranks(found)}, expected {_ranks(targets)}"
-    wholes = assemble(_build(trees).values())
-    goals, result_trees = _build(targets), _build(found)
+    whole_trees, goals, result_trees = _build(trees), _build(targets), _build(found)
+    wholes = assemble(whole_trees.values())
     for rank, tree in goals.items():
         _check_rank(rank, tree, result_trees[rank], wholes)
-    _check_no_aliases(result_trees, [_build(trees), goals])
+    _check_no_aliases(result_trees, [whole_trees, goals])
     # Only if the targets have all elements in the same dtypes: what a cast has rounded doesn't come back.
     if _hold_all(result_trees.values(), wholes):
-        back = _build(reshard(found, _by_rank(trees)))
-        for rank, tree in _build(trees).items():
+        back = _by_rank(reshard(found, _by_rank(trees)))
+        for rank, tree in _by_rank(trees).items():
             # Unchanged, apart from the order of keys.
-            left, right = ({path: outline(leaf) for path, leaf in leaves_with_paths(one)} for one in (tree, back[rank]))
-            wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
-            assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"
+            for left, right in zip(_contents(tree), _contents(back[rank]), strict=True):
+                wrong = [path for path in left.keys() | right.keys() if left.get(path) != right.get(path)]
+                assert not wrong, f"rank {rank}: there and back, {render_path(min(wrong, key=str))} is another"
+
+
+def _contents(tree: Any) -> tuple[dict[TreePath, Any], dict[TreePath, Any]]:
+    """Return the outlines of a tree's leaves, factories without data, and of the shards and values that these build."""
+    leaves = [
+        (path, leaf.without_data() if isinstance(leaf, ShardedTensorFactory) else leaf)
+        for path, leaf in leaves_with_paths(tree)
+    ]
+    # What a factory builds to merge by has the rank's own memory in it; the factory's functions are compared instead.
+    built = leaves_with_paths(apply_factories(tree))
+    stored = {path: outline(leaf) for path, leaf in built if not isinstance(leaf, LocalNonpersistentObject)}
+    return {path: outline(leaf) for path, leaf in leaves}, stored
 
 
 def _by_rank(trees: RankTrees) -> dict[int, Any]:

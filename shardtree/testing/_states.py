@@ -6,8 +6,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, reduce
-from operator import getitem
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..checkpoint import save as st_save
 from ..mapping import LocalNonpersistentObject, ShardedObject
 from ..storage import Directory, MemoryStorage
 from ..strategies import Strategies
-from ..trees import leaves_with_paths, without_data
+from ..trees import deepest, leaves_with_paths, without_data
 from ..world import simulate
 from ._bits import assemble, check_same, outline, refilled
 from ._layouts import Layout, cut, layouts, pretty_repr
@@ -291,5 +290,5 @@ def check_rest(state: GlobalState, target: Any, result: Any, rank: int) -> None:
         assert result["local"] == [7, rank], f"rank {rank}: found {result['local']}, expected {[7, rank]}"
     for path, leaf in leaves_with_paths(target):
         if isinstance(leaf, ShardedObject):
-            expected, found = state.objects[leaf.key][leaf.global_offset[0]], reduce(getitem, path, result)
+            expected, found = state.objects[leaf.key][leaf.global_offset[0]], deepest(result, path)[0]
             assert outline(found) == outline(expected), f"rank {rank}: {leaf.unique_key!r} is {found!r}"

@@ -64,6 +64,7 @@ from ._nodes import (
     NAMESPACE,
     Field,
     Hole,
+    entries,
     flatten_with_paths,
     is_subclass,
     leaves_with_paths,
@@ -73,7 +74,7 @@ from ._nodes import (
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
 from ._plain import flat, nested, rebox, unbox
-from ._register import register_dataclass
+from ._register import node_data, register_dataclass
 from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
 from ._states import StateKey, state_keys
 from ._wrappers import factory_of, has_factories, unwrap

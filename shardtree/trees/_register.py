@@ -76,6 +76,20 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
     return cls
 
 
+def node_data(node: Any) -> Any:
+    """Return what an instance of a registered class has beside its children, which are `entries`.
+
+    Examples:
+        >>> @dataclass
+        ... class Layer:
+        ...     w: int
+        ...     name: str = "up"
+        >>> node_data(register_dataclass(Layer, static=["name"])(3))
+        {'name': 'up'}
+    """
+    return optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)[1]
+
+
 def _is_static(field: Field[Any]) -> bool:
     return bool(field.metadata.get("static")) or not field.metadata.get("pytree_node", True)
 

@@ -18,7 +18,8 @@ from ...trees import call_at, diff, flatten_with_paths, path_key, refuse_hidden
 from .._columns import ShardColumns, TensorKind
 from ._mesh import Mesh
 from ._shards import mesh_shards
-from ._specs import PartitionSpec, Specs, check_patterns, check_spec, spec_finder
+from ._specs import PartitionSpec, Specs, check_patterns, check_spec
+from ._tree_specs import specs_by_path
 
 KeyFunction = Callable[[TreePath], str]
 """From a leaf's path to the key of its tensor."""
@@ -173,14 +174,14 @@ def placed_leaves(
     whole = [(path, tensors.get(path, leaf)) for path, leaf in pairs]
     shards = [(path, leaf) for path, leaf in whole if isinstance(leaf, ShardedTensor)]
     copies = copies_by_path("shard", shards, dict(pairs), key)
-    spec_of = spec_finder(specs, tree)
+    spec_of = specs_by_path(specs, tree, dict(shards))
     leaves = []
-    for (path, leaf), (_, original) in zip(whole, pairs, strict=True):
+    for path, leaf in whole:
         if not isinstance(leaf, ShardedTensor):
             leaves.append(Placed(leaf, None))
             continue
         kind = TensorKind(leaf.dtype, leaf.global_shape, 0)
-        placement = Placement(leaf.key, kind, spec_of(path, leaf.key, original), copies[path])
+        placement = Placement(leaf.key, kind, spec_of[path], copies[path])
         check_spec(leaf.key, kind, mesh, placement.spec)
         leaves.append(Placed(leaf, placement))
     check_patterns("shard", specs, [shard.key for _, shard in shards], whole=True)

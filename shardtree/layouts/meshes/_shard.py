@@ -17,7 +17,8 @@ from .._columns import ShardColumns, TensorKind
 from ._mesh import Mesh, check_mesh
 from ._placement import KeyFunction, Placed, copies_by_path, keyed_tensors, placed_columns, placed_leaves
 from ._shards import RankShard, mesh_shard, rank_data, rank_leaf
-from ._specs import PartitionSpec, Specs, check_patterns, check_spec, spec_finder, splits
+from ._specs import PartitionSpec, Specs, check_patterns, check_spec, splits
+from ._tree_specs import specs_by_path
 
 # shard, abstract and layout_of: from whole tensors.
 
@@ -212,7 +213,7 @@ def from_local(
     tensors = keyed_tensors("from_local", pairs, key)
     copies = copies_by_path("from_local", tensors.items(), dict(pairs), key)
     check_patterns("from_local", specs, [tensor.key for tensor in tensors.values()], whole=False)
-    spec_of = spec_finder(specs, tree)
+    spec_of = specs_by_path(specs, tree, tensors)
     if global_shapes is not None and not isinstance(global_shapes, Mapping):
         found, fix = type(global_shapes).__name__, "Pass {key: global shape}."
         raise MetadataError(error_text("from_local: global_shapes isn't a dict", found=found, fix=fix))
@@ -224,7 +225,7 @@ def from_local(
             leaves.append(leaf)
             continue
         name, local = tensors[path].key, tensors[path].local_shape
-        spec = spec_of(path, name, leaf)
+        spec = spec_of[path]
         check_spec(name, TensorKind(leaf.dtype, local, 0), mesh, spec)
         part = _part(name, path, local, mesh, spec, rank, shapes.get(name))
         replica = part.replica_id + copies[path] * mesh.size

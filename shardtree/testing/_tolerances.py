@@ -1,0 +1,116 @@
+"""Comparing tensors that were computed in another order: elements within tolerances, by dtype, or bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Final
+
+import numpy as np
+import torch
+
+from ..errors import MetadataError
+from ..geometry import refuse
+from ..trees import torch_converts
+from ._bits import first_difference
+
+DEFAULTS: Final = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex32: (1e-3, 1e-5),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+}
+"""Relative and absolute tolerance by dtype, as `torch.testing.assert_close` has them; any other dtype is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """How far elements may be from the expected ones: by ``atol + rtol * abs(expected)``.
+
+    Attributes:
+        rtol: Relative tolerance; None for the default of each dtype.
+        atol: Absolute tolerance; likewise.
+
+    Raises:
+        MetadataError: a tolerance isn't a finite number of at least 0.
+
+    Examples:
+        >>> Tolerances().of(torch.bfloat16), Tolerances(0, 0).of(torch.bfloat16), Tolerances(rtol=0.1).of(torch.int64)
+        ((0.016, 1e-05), (0.0, 0.0), (0.0, 0.0))
+    """
+
+    rtol: float | None = None
+    atol: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and isfinite(value) and value >= 0):
+                found, fix = repr(value)[:100], "Pass 0 for equal bits, or leave it out for the dtype's own tolerance."
+                refuse("tolerances", name, found, "a finite number of at least 0", fix, error=MetadataError)
+
+    def of(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return the tolerances of a dtype, relative and absolute: both 0 where bits must be equal."""
+        if not (dtype.is_floating_point or dtype.is_complex) or not torch_converts(dtype, _wide(dtype)):
+            return 0.0, 0.0
+        rtol, atol = DEFAULTS.get(dtype, (0.0, 0.0))
+        return float(rtol if self.rtol is None else self.rtol), float(atol if self.atol is None else self.atol)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which elements are subtracted."""
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """What is wrong with a tensor.
+
+    Attributes:
+        excess: The largest error, as a multiple of the allowed one; infinite where none is allowed.
+        text: A description for messages.
+    """
+
+    excess: float
+    text: str
+
+
+def deviation(found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerances) -> Deviation | None:
+    """Return how far a tensor is from the expected one, None if all elements are within the tolerances.
+
+    Where both tolerances are 0, bits must be equal. Elsewhere NaN equals NaN, infinities equal themselves alone, and
+    0.0 equals -0.0.
+
+    Args:
+        found: The tensor under test.
+        expected: The reference, of the same dtype and shape.
+        tolerances: What elements may differ by.
+
+    Examples:
+        >>> one = torch.tensor([1.0, 2.0])
+        >>> deviation(one + 1e-6, one, Tolerances())
+        >>> print(deviation(torch.tensor([1.5, 2.1]), one, Tolerances(rtol=0, atol=0.2)).text)
+        1 of 2 elements differ by more than rtol=0, atol=0.2; the worst at (0,): found 1.5, expected 1, error 0.5, ...
+    """
+    rtol, atol = tolerances.of(expected.dtype)
+    if not (rtol or atol) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        difference = first_difference(found, expected)
+        return None if difference is None else Deviation(float("inf"), difference)
+    left, right = (tensor.detach().cpu().to(_wide(tensor.dtype)).reshape(-1) for tensor in (found, expected))
+    errors, allowed = (left - right).abs(), atol + rtol * right.abs()
+    # An infinite error isn't within an infinite tolerance: infinities and NaN are equal to themselves, or wrong.
+    equal = (left == right) | (left.isnan() & right.isnan())
+    wrong = ~(equal | (errors.isfinite() & (errors <= allowed)))
+    if not bool(wrong.any()):
+        return None
+    excess = torch.where(wrong, (errors / allowed).nan_to_num(nan=float("inf")), 0.0)
+    worst = int(excess.argmax())
+    place = tuple(int(index) for index in np.unravel_index(worst, expected.shape or (1,)))[: expected.ndim]
+    count = f"{int(wrong.sum())} of {prod(expected.shape)} elements differ by more than rtol={rtol:g}, atol={atol:g}"
+    pair = f"found {left[worst].item():.9g}, expected {right[worst].item():.9g}"
+    distance = f"error {errors[worst].item():.3g}, allowed {allowed[worst].item():.3g}"
+    return Deviation(excess[worst].item(), f"{count}; the worst at {place}: {pair}, {distance}")
