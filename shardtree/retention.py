@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
+from numbers import Real
+from operator import index
 from typing import Literal
 
 from .errors import MetadataError, error_text
@@ -147,15 +149,23 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
-    """Return a policy's argument, after checking that it is an int of at least `least`.
+    """Return a policy's argument as an int, after checking that it is one of at least `least`.
 
     Raises:
         MetadataError: it isn't.
     """
-    if type(value) is int and value >= least:
-        return value
+    if (number := _int(value)) is not None and number >= least:
+        return number
     found = repr(value)[:200]
     raise MetadataError(error_text(f"{policy}: {what} isn't one", found=found, expected=f"an int, {least} at least"))
+
+
+def _int(value: object) -> int | None:
+    """Return an int-like value, such as one of NumPy's, as an int; None for others, and for bools."""
+    try:
+        return None if isinstance(value, bool) else int(index(value))  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def duration(policy: str, value: object) -> float:
@@ -164,8 +174,9 @@ def duration(policy: str, value: object) -> float:
     Raises:
         MetadataError: it isn't.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-        return float(value)
+    number = value if isinstance(value, Real) and not isinstance(value, bool) else _int(value)
+    if number is not None and number >= 0:
+        return float(number)
     expected = "a number, 0 at least"
     raise MetadataError(error_text(f"{policy}: no number of seconds", found=repr(value)[:200], expected=expected))
 
@@ -186,7 +197,7 @@ def keep_last(count: int) -> RetentionPolicy:
         >>> sorted(keep_last(2)([SavedStep(number) for number in (10, 20, 30)]))
         [20, 30]
     """
-    whole_number("keep_last", "a number of steps", count, least=0)
+    count = whole_number("keep_last", "a number of steps", count, least=0)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
         return {step.number for step in sorted_steps(steps)[max(len(steps) - count, 0) :]}
@@ -207,7 +218,7 @@ def keep_every(count: int) -> RetentionPolicy:
         >>> sorted(keep_every(100)([SavedStep(number) for number in (0, 50, 100, 150)]))
         [0, 100]
     """
-    whole_number("keep_every", "a number of steps", count, least=1)
+    count = whole_number("keep_every", "a number of steps", count, least=1)
     return RetentionPolicy(
         f"keep_every({count})", lambda steps: {step.number for step in steps if step.number % count == 0}
     )
@@ -293,7 +304,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
         >>> sorted(keep_best(1, "loss")([SavedStep(0), *steps]))
         [0, 2, 4]
     """
-    whole_number("keep_best", "a number of steps", count, least=0)
+    count = whole_number("keep_best", "a number of steps", count, least=0)
     _check_mode(metric, mode)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
@@ -371,9 +382,9 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
 def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
     wanted: object = policy(listing) if callable(policy) else None
     if isinstance(wanted, Iterable):
-        numbers = tuple(wanted)
-        if all(type(number) is int for number in numbers):
-            return frozenset(numbers)
+        numbers = [*map(_int, wanted)]
+        if None not in numbers:
+            return frozenset(number for number in numbers if number is not None)
     found = f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy)
     expected = "a function from a listing to the numbers of the steps to keep, such as keep_last(3)"
     raise MetadataError(error_text("series: not a policy", found=found[:200], expected=expected))

@@ -79,8 +79,10 @@ class LocalReader:
             try:
                 count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
             except OSError as error:
+                # EFAULT: the memory to read into can't be written, and nothing is wrong with the file.
+                into = " into memory that can't be written" if error.errno == errno.EFAULT else ""
                 raise StorageError(
-                    error_text(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
+                    error_text(f"cannot read {self.path!r} at byte {byte}{into}", found=error.strerror)
                 ) from error
             if not count:
                 missing = sum(buffer.nbytes for buffer in pending)

@@ -18,6 +18,7 @@ from ...errors import (
     WorldError,
     error_text,
 )
+from ...geometry import as_int
 from ...mapping import ShardedTensor
 from ...storage import Directory, can, in_larger_requests, in_turn, listed, remove_folder, storage_at
 from ...strategies import (
@@ -166,7 +167,7 @@ def convert(
     earlier, may_be_others = _write(target, journal, plan, passage, world)
     check = None
     if verify or may_be_others:
-        most = min(max(max_bytes_in_flight, _LEAST_BYTES), MOST_BYTES)
+        most = min(max(as_int(max_bytes_in_flight) or 0, _LEAST_BYTES), MOST_BYTES)
         check = _check(target, journal, plan, passage, most, reading, world)
     on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=earlier == len(plan.batches)))
     return report_of(plan, earlier, check)
