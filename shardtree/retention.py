@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isnan
 from numbers import Real
@@ -154,18 +155,11 @@ def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
     Raises:
         MetadataError: it isn't.
     """
-    if (number := _int(value)) is not None and number >= least:
-        return number
+    with suppress(TypeError):  # by `__index__`, which NumPy's integers have, and floats and texts don't
+        if (number := int(index(value))) >= least and not isinstance(value, bool):  # type: ignore[arg-type]
+            return number
     found = repr(value)[:200]
     raise MetadataError(error_text(f"{policy}: {what} isn't one", found=found, expected=f"an int, {least} at least"))
-
-
-def _int(value: object) -> int | None:
-    """Return an int-like value, such as one of NumPy's, as an int; None for others, and for bools."""
-    try:
-        return None if isinstance(value, bool) else int(index(value))  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def duration(policy: str, value: object) -> float:
@@ -174,9 +168,8 @@ def duration(policy: str, value: object) -> float:
     Raises:
         MetadataError: it isn't.
     """
-    number = value if isinstance(value, Real) and not isinstance(value, bool) else _int(value)
-    if number is not None and number >= 0:
-        return float(number)
+    if isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
+        return float(value)
     expected = "a number, 0 at least"
     raise MetadataError(error_text(f"{policy}: no number of seconds", found=repr(value)[:200], expected=expected))
 
@@ -198,11 +191,9 @@ def keep_last(count: int) -> RetentionPolicy:
         [20, 30]
     """
     count = whole_number("keep_last", "a number of steps", count, least=0)
-
-    def choose(steps: Sequence[SavedStep]) -> set[int]:
-        return {step.number for step in sorted_steps(steps)[max(len(steps) - count, 0) :]}
-
-    return RetentionPolicy(f"keep_last({count})", choose)
+    return RetentionPolicy(
+        f"keep_last({count})", lambda steps: {step.number for step in sorted_steps(steps)[max(len(steps) - count, 0) :]}
+    )
 
 
 def keep_every(count: int) -> RetentionPolicy:
@@ -367,7 +358,6 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
         MetadataError: that is no policy.
 
     Examples:
-        >>> from shardtree.retention import keep_any, keep_every, keep_last
         >>> steps = [SavedStep(number, pinned=number == 150) for number in (100, 150, 190, 200)]
         >>> kept_steps(keep_any(keep_last(1), keep_every(100)), steps)
         {100: ('keep_every(100)',), 150: ('pinned',), 200: ('the newest', 'keep_last(1)', 'keep_every(100)')}
@@ -382,9 +372,8 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
 def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
     wanted: object = policy(listing) if callable(policy) else None
     if isinstance(wanted, Iterable):
-        numbers = [*map(_int, wanted)]
-        if None not in numbers:
-            return frozenset(number for number in numbers if number is not None)
+        with suppress(MetadataError):
+            return frozenset(whole_number("series", "a step", number, least=-(10**18)) for number in wanted)
     found = f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy)
     expected = "a function from a listing to the numbers of the steps to keep, such as keep_last(3)"
     raise MetadataError(error_text("series: not a policy", found=found[:200], expected=expected))
