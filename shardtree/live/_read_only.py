@@ -35,9 +35,10 @@ def refuse_read_only(doing: str, donated: Iterable[tuple[str, torch.Tensor]]) ->
         ShapeError: some can't; nothing was written.
 
     Examples:
-        >>> import mmap
+        >>> import mmap, warnings
         >>> refuse_read_only("load", [("w", torch.zeros(2))])
-        >>> mapped = torch.frombuffer(mmap.mmap(-1, 8, prot=mmap.PROT_READ), dtype=torch.float32)
+        >>> with warnings.catch_warnings(action="ignore"):  # torch's, that it doesn't pass on the right to write
+        ...     mapped = torch.frombuffer(mmap.mmap(-1, 8, prot=mmap.PROT_READ), dtype=torch.float32)
         >>> refuse_read_only("load", [("w", mapped)])
         Traceback (most recent call last):
         ...

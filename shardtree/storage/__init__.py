@@ -51,7 +51,16 @@ from ._capabilities import (
 )
 from ._checked import ByteRanges, ReadReport, StoredFile, joined_crc32, read_crc32
 from ._fetch import fetch, fetch_run
-from ._folders import Directory, NewFolder, crosses_network, folder_in, is_same_place, new_folder, storage_at
+from ._folders import (
+    Directory,
+    NewFolder,
+    crosses_network,
+    folder_in,
+    is_same_place,
+    new_folder,
+    storage_at,
+    with_own_refusals,
+)
 from ._fsspec import FsspecStorage
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage

@@ -142,6 +142,16 @@ def _absolute(path: str) -> str:
         raise StorageError(error_text(f"where is {path!r}?", found=problem, fix="Name an absolute path.")) from error
 
 
+def with_own_refusals(storage: Storage) -> Storage:
+    """Return a storage that keeps what its file system refuses apart, for one save; itself if it isn't a local one.
+
+    Examples:
+        >>> with_own_refusals(storage_at("/runs/step_10"))
+        LocalStorage(root='/runs/step_10')
+    """
+    return LocalStorage(storage.root, Refusals()) if type(storage) is LocalStorage else storage
+
+
 # Making a checkpoint's folder, which is synced later and removed again if the save fails.
 
 

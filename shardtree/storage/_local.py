@@ -25,7 +25,7 @@ from ._local_files import (
     write_new,
 )
 from ._local_sibling import LocalSibling
-from ._refusals import Refusals, sync, sync_above, sync_file
+from ._refusals import Refusals, elsewhere, sync, sync_above, sync_file
 from ._storage import AnyBuffer, adjacent, inside, parts_in_file, temporary_name
 
 
@@ -35,7 +35,7 @@ class LocalStorage:
 
     Args:
         root: the folder's path.
-        refusals: what its file system refuses and a save does without, for the save's report.
+        refusals: Refusals that a save goes on without, for its report; by default those of all calls but saves.
 
     Examples:
         >>> import tempfile
@@ -47,7 +47,7 @@ class LocalStorage:
     """
 
     root: str
-    refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
+    refusals: Refusals = field(default=elsewhere, repr=False, compare=False)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import StorageError, StrategyError, error_text
-from ._refusals import Refusals, copy_ownership, sync, sync_above, sync_file
+from ._refusals import Refusals, copy_ownership, elsewhere, sync, sync_above, sync_file
 from ._storage import Storage
 
 # Linux's renameat2, which exchanges two folders in one step; Python's os module doesn't have it.
@@ -89,7 +89,7 @@ class LocalSibling:
     root: str
     name: str
     open_folder: Callable[[str], Storage] = field(repr=False)
-    refusals: Refusals = field(default_factory=Refusals, repr=False)
+    refusals: Refusals = field(default=elsewhere, repr=False)
 
     @property
     def storage(self) -> Storage:

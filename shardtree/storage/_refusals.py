@@ -98,6 +98,10 @@ class Refusals:
         return taken
 
 
+elsewhere = Refusals()
+"""What file systems refused to other calls than saves, such as pins and removals: the log says it once a process."""
+
+
 # Syncing to the medium.
 
 

@@ -20,7 +20,16 @@ from ...errors import (
 )
 from ...geometry import as_int
 from ...mapping import ShardedTensor
-from ...storage import Directory, can, in_larger_requests, in_turn, listed, remove_folder, storage_at
+from ...storage import (
+    Directory,
+    can,
+    in_larger_requests,
+    in_turn,
+    listed,
+    remove_folder,
+    storage_at,
+    with_own_refusals,
+)
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,
@@ -183,7 +192,8 @@ def _destination(
     backends, choices = backends_of(backend, common_backend, strategies), (backend, common_backend)
     if (single := single_file(where, backends)) is not None:
         return Destination(single.draft(), choices, backends, in_one_file(strategies), options, single)
-    return Destination(in_larger_requests(storage_at(where)), choices, backends, strategies, options)
+    storage = in_larger_requests(with_own_refusals(storage_at(where)))
+    return Destination(storage, choices, backends, strategies, options)
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:

@@ -16,7 +16,6 @@ from ...layouts import ShardColumns
 from ...storage import (
     Claim,
     Directory,
-    LocalStorage,
     NewFolder,
     Storage,
     Task,
@@ -26,6 +25,7 @@ from ...storage import (
     new_folder,
     release,
     storage_at,
+    with_own_refusals,
 )
 from ...strategies import (
     MANIFEST_FILE,
@@ -150,8 +150,7 @@ def folder_at(where: Directory) -> Storage:
     if named_file(where) is not None:
         fix = "Name a folder; convert(FOLDER, FILE, backend='huggingface') makes a single .safetensors file of it."
         raise StorageError(error_text(f"save: {storage.where()!r} names a file, and a save makes a folder", fix=fix))
-    # The caller may have passed a storage that other saves use meanwhile: each tells what was refused to itself.
-    return LocalStorage(storage.root) if type(storage) is LocalStorage else storage
+    return with_own_refusals(storage)
 
 
 @dataclass(frozen=True, slots=True)
