@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isnan
+from numbers import Real
+from operator import index
 from typing import Literal
 
 from .errors import MetadataError, error_text
@@ -147,13 +150,14 @@ def sorted_steps(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
 
 
 def whole_number(policy: str, what: str, value: object, *, least: int) -> int:
-    """Return a policy's argument, after checking that it is an int of at least `least`.
+    """Return a policy's argument as an int, after checking that it is one of at least `least`.
 
     Raises:
         MetadataError: it isn't.
     """
-    if type(value) is int and value >= least:
-        return value
+    with suppress(TypeError):  # by `__index__`, which NumPy's integers have, and floats and texts don't
+        if (number := int(index(value))) >= least and not isinstance(value, bool):  # type: ignore[arg-type]
+            return number
     found = repr(value)[:200]
     raise MetadataError(error_text(f"{policy}: {what} isn't one", found=found, expected=f"an int, {least} at least"))
 
@@ -164,7 +168,7 @@ def duration(policy: str, value: object) -> float:
     Raises:
         MetadataError: it isn't.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0:
         return float(value)
     expected = "a number, 0 at least"
     raise MetadataError(error_text(f"{policy}: no number of seconds", found=repr(value)[:200], expected=expected))
@@ -186,12 +190,10 @@ def keep_last(count: int) -> RetentionPolicy:
         >>> sorted(keep_last(2)([SavedStep(number) for number in (10, 20, 30)]))
         [20, 30]
     """
-    whole_number("keep_last", "a number of steps", count, least=0)
-
-    def choose(steps: Sequence[SavedStep]) -> set[int]:
-        return {step.number for step in sorted_steps(steps)[max(len(steps) - count, 0) :]}
-
-    return RetentionPolicy(f"keep_last({count})", choose)
+    count = whole_number("keep_last", "a number of steps", count, least=0)
+    return RetentionPolicy(
+        f"keep_last({count})", lambda steps: {step.number for step in sorted_steps(steps)[max(len(steps) - count, 0) :]}
+    )
 
 
 def keep_every(count: int) -> RetentionPolicy:
@@ -207,7 +209,7 @@ def keep_every(count: int) -> RetentionPolicy:
         >>> sorted(keep_every(100)([SavedStep(number) for number in (0, 50, 100, 150)]))
         [0, 100]
     """
-    whole_number("keep_every", "a number of steps", count, least=1)
+    count = whole_number("keep_every", "a number of steps", count, least=1)
     return RetentionPolicy(
         f"keep_every({count})", lambda steps: {step.number for step in steps if step.number % count == 0}
     )
@@ -293,7 +295,7 @@ def keep_best(count: int, metric: str, *, mode: Literal["min", "max"] = "min") -
         >>> sorted(keep_best(1, "loss")([SavedStep(0), *steps]))
         [0, 2, 4]
     """
-    whole_number("keep_best", "a number of steps", count, least=0)
+    count = whole_number("keep_best", "a number of steps", count, least=0)
     _check_mode(metric, mode)
 
     def choose(steps: Sequence[SavedStep]) -> set[int]:
@@ -356,7 +358,6 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
         MetadataError: that is no policy.
 
     Examples:
-        >>> from shardtree.retention import keep_any, keep_every, keep_last
         >>> steps = [SavedStep(number, pinned=number == 150) for number in (100, 150, 190, 200)]
         >>> kept_steps(keep_any(keep_last(1), keep_every(100)), steps)
         {100: ('keep_every(100)',), 150: ('pinned',), 200: ('the newest', 'keep_last(1)', 'keep_every(100)')}
@@ -371,9 +372,8 @@ def kept_steps(policy: Choose, steps: Sequence[SavedStep]) -> dict[int, tuple[st
 def _wanted(policy: Choose, listing: Sequence[SavedStep]) -> frozenset[int]:
     wanted: object = policy(listing) if callable(policy) else None
     if isinstance(wanted, Iterable):
-        numbers = tuple(wanted)
-        if all(type(number) is int for number in numbers):
-            return frozenset(numbers)
+        with suppress(MetadataError):
+            return frozenset(whole_number("series", "a step", number, least=-(10**18)) for number in wanted)
     found = f"{policy_name(policy)}, which returns {wanted!r}" if callable(policy) else repr(policy)
     expected = "a function from a listing to the numbers of the steps to keep, such as keep_last(3)"
     raise MetadataError(error_text("series: not a policy", found=found[:200], expected=expected))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ..errors import StrategyError, error_text
-from ..geometry import check_type
+from ..geometry import as_int, check_type
 from ..strategies import (
     LoadOptions,
     SaveOptions,
@@ -50,8 +50,10 @@ def backend_of(choice: Choice, default: tuple[str, int], strategies: Strategies 
         return default
     if isinstance(choice, str):
         return choice, _latest(choice, strategies)
-    if isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str) and type(choice[1]) is int:
-        return choice
+    if isinstance(choice, tuple) and len(choice) == 2 and isinstance(choice[0], str):
+        version = as_int(choice[1])
+        if version is not None:
+            return choice[0], version
     raise StrategyError(
         error_text(
             "not a strategy",

@@ -9,6 +9,7 @@ from functools import partial
 
 from .._ambient import shielded
 from ..errors import CorruptCheckpoint, StorageError, UnsafeFile, UnsupportedValue, error_text, plural
+from ..geometry import as_int
 from ..storage import Directory, in_turn
 from ..strategies import (
     METADATA_FILE,
@@ -69,7 +70,8 @@ def verify(
         ()
     """
     options = given_options("verify", options, LoadOptions)
-    if options.threads is not None and (type(options.threads) is not int or options.threads < 1):
+    threads = as_int(options.threads)
+    if options.threads is not None and (threads is None or threads < 1):
         what, expected = "verify: not a number of threads", "an int, 1 at least"
         raise StorageError(error_text(what, found=repr(options.threads)[:200], expected=expected))
     nbytes = [0]
@@ -79,7 +81,7 @@ def verify(
         options.progress(size)
 
     # No check in the reads themselves: a strategy returns all findings, where a load's check raises at the first one.
-    counting = replace(options, verify=None, progress=in_turn(count))
+    counting = replace(options, verify=None, progress=in_turn(count), threads=threads)
     findings = _findings(checkpoint_dir, counting, strategies)
     unchecked = tuple(one for one in findings if isinstance(one, Unchecked))
     if report is not None:

@@ -3,6 +3,7 @@
 from ._boxes import (
     Column,
     Mask,
+    as_int,
     as_int64,
     begins,
     box_column,

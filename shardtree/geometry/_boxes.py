@@ -55,6 +55,20 @@ def integer(subject: str, field: str, value: Any) -> int:
         refuse(subject, field, type(value).__name__, "an int", fix, error=MetadataError)
 
 
+def as_int(value: Any) -> int | None:
+    """Return an int-like value as an int, None for anything else: bools, floats and texts too.
+
+    Examples:
+        >>> import numpy
+        >>> as_int(numpy.int64(4)), as_int(4.0), as_int(True)
+        (4, None, None)
+    """
+    try:
+        return integer("", "", value)
+    except MetadataError:
+        return None
+
+
 def integer64(subject: str, field: str, value: Any) -> int:
     """Return an int-like value as an int of 64 bits, as columns hold sizes and places, or raise MetadataError.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from ..errors import TreeError, error_text
+from ..geometry import as_int
 from ..mapping import ShardedTensor
 from ..trees import apply_factories, build_factories, leaves_with_paths, refuse_hidden, unwrap
 from ._columns import ShardColumns, shard_columns
@@ -66,7 +65,8 @@ def trees_by_rank(trees: RankTrees, doing: str = "trees by rank") -> dict[int, A
 
 
 def _is_rank(rank: Any) -> bool:
-    return isinstance(rank, (int, np.integer)) and not isinstance(rank, bool) and int(rank) >= 0
+    number = as_int(rank)
+    return number is not None and number >= 0
 
 
 def tensor_shards(tree: Any) -> list[ShardedTensor]:

@@ -14,7 +14,8 @@ from ..geometry import Column
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
 from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, tied
 from ..plans import Schedule, SourceTree, TargetTree, complete, join_filled, take_source, take_target
-from ..trees import HOLE, refuse_too_deep
+from ..trees import HOLE, held_tensors, refuse_too_deep
+from ._read_only import refuse_read_only
 
 # A rank's source and target trees, either of which may be missing.
 
@@ -63,7 +64,10 @@ def take_ends(tree: Any, target: Any, *, donate: bool = False) -> Ends:
     # An engine beside trainers has no state, and mustn't be asked for plain values that equal theirs.
     gives_nothing = tree is None or (isinstance(tree, (dict, list, tuple)) and not tree)
     source = SourceTree((), (), HOLE) if gives_nothing else take_source(tree, DOING)
-    return Ends(source, None if target is None else take_target(target, DOING, donate=donate))
+    own_target = None if target is None else take_target(target, DOING, donate=donate)
+    if donate and own_target is not None and any(own_target.inner):
+        refuse_read_only(DOING, held_tensors(target))
+    return Ends(source, own_target)
 
 
 def device_of_tensors(ends: Ends) -> torch.device | None:
@@ -144,6 +148,7 @@ def target_memories(
     # Sources are read while targets are filled: an alias would be overwritten before it was sent.
     read = [(shard, shard.data) for shard in sources if shard.data.layout is torch.strided]
     check_no_aliases(DOING, donations, read)
+    refuse_read_only(DOING, ((shard.key, data) for shard, data in donations))
     apart = {number for group in tied(list(zip(shards, tensors, strict=True))) for number in group}
     pairs = enumerate(zip(shards, tensors, strict=True))
     return [_new(shard, data, empty) if data is None or number in apart else data for number, (shard, data) in pairs]

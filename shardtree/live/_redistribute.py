@@ -172,8 +172,8 @@ def redistribute(
         IntegrityError: a target asks for elements that no source has, sources differ about their common state, or a
             rank's tree isn't what the plan says; with `verify`, something arrived otherwise than it was sent.
         WorldError: ranks were given other plans or options, or a peer doesn't answer.
-        ShapeError: a tensor isn't its shard's any more, donated tensors share memory, or a dtype differs that isn't or
-            can't be cast, or only with its scales.
+        ShapeError: a tensor isn't its shard's any more, donated tensors share memory or can't be written, or a dtype
+            differs that isn't or can't be cast, or only with its scales.
         KeyMismatch: a target asks for a key that no source has; or a pattern fits nothing.
         CheckpointingException: a source shard has no data, or there is no memory.
         TreeError: a target doesn't fit the common state, or has a plain tensor that no source has.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..errors import ShapeError, TreeError, error_text
+from ..geometry import as_int
 from ..mapping import ReplicaId, ShardedBase, ShardedTensor
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._state_dict import ShardedParam, check_param
@@ -110,8 +111,9 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
         >>> pairs.global_shape, pairs.global_offset
         ((8, 5), (2, 0))
     """
-    numbers = [axis for axis in axes if axis is not None]
-    if not all(type(axis) is int for axis in numbers) or len(set(numbers)) < len(numbers):
+    places = [None if axis is None else as_int(axis) for axis in axes]
+    numbers = [place for place in places if place is not None]
+    if len(set(numbers)) < sum(axis is not None for axis in axes):
         expected = "different axes of the parameter, or None, for each axis of the state"
         raise TreeError(error_text("along: axes", found=repr(axes)[:200], expected=expected))
     check_where_cut("along", where_cut, ("refuse", "equal"))
@@ -120,7 +122,7 @@ def along(*axes: int | None, where_cut: Literal["refuse", "equal"] = "refuse") -
         shard, cuts = one_box("along", param, state_key), cuts_of(one_box("along", param, state_key))
         if not all(-len(cuts) <= axis < len(cuts) for axis in numbers):
             raise unfit("along", shard, state_key, f"{len(cuts)} axes", f"axes {numbers}")
-        own = [None if axis is None else cuts[axis] for axis in axes]
+        own = [None if place is None else cuts[place] for place in places]
         others = [cut for axis, cut in enumerate(cuts) if not {axis, axis - len(cuts)} & {*numbers}]
         apart = [cut for cut in others if cut.size != cut.whole]
         if apart and where_cut == "refuse":

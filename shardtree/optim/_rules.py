@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ShapeError, TreeError, error_text
+from ..geometry import as_int
 from ..layouts import Mesh, PartitionSpec, abstract_at, from_local
 from ..mapping import ShardedObject, ShardedTensor
 from ._axes import Cut, WhereCut, check_where_cut, cuts_of, one_box, placed, unfit
@@ -190,8 +191,10 @@ def block_scales(block_size: int) -> OptimizerRule:
     References:
         Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.
     """
-    if not isinstance(block_size, int) or block_size < 1:
+    elements_of_block = as_int(block_size)
+    if elements_of_block is None or elements_of_block < 1:
         raise TreeError(error_text("block_scales: block_size", found=repr(block_size), expected="a count of elements"))
+    block_size = elements_of_block
 
     def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
         check_param("block_scales", param)

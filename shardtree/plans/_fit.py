@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -167,15 +168,18 @@ class Gap:
         offset: of the shard in it.
         stored: how many of its elements are.
         wanted: how many should be.
+        why: Reason that the rest has no values, where the format knows it; else empty.
     """
 
     key: str
     offset: tuple[int, ...]
     stored: int
     wanted: int
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key!r} at {self.offset}: {self.stored} of {self.wanted} elements are stored"
+        more = f": {self.why}" if self.why else ""
+        return f"{self.key!r} at {self.offset}: {self.stored} of {self.wanted} elements are stored{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,13 +340,19 @@ def find_mismatches(
     return tuple(mismatches.values())
 
 
-def find_gaps(shards: Sequence[ShardedTensor], counts: Column, kinds: Mapping[str, TensorKind]) -> tuple[Gap, ...]:
+def find_gaps(
+    shards: Sequence[ShardedTensor],
+    counts: Column,
+    kinds: Mapping[str, TensorKind],
+    reasons: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Gap, ...]:
     """Return the shards of which not all elements are stored; those beyond the stored global shape don't count.
 
     Args:
         shards: what is requested; they fit what is stored.
         counts: how many elements of each are stored, int64 (shards,).
         kinds: for each of their keys, what is stored.
+        reasons: Reasons for gaps, by key, where they are known.
 
     Examples:
         >>> import numpy as np, torch
@@ -356,5 +366,5 @@ def find_gaps(shards: Sequence[ShardedTensor], counts: Column, kinds: Mapping[st
         if count != need and shard.allow_shape_mismatch:
             need = stored_elements(shard, kinds[shard.key].global_shape)
         if count != need:
-            gaps.append(Gap(shard.key, shard.global_offset, count, need))
+            gaps.append(Gap(shard.key, shard.global_offset, count, need, reasons.get(shard.key, "")))
     return tuple(gaps)

@@ -51,7 +51,16 @@ from ._capabilities import (
 )
 from ._checked import ByteRanges, ReadReport, StoredFile, joined_crc32, read_crc32
 from ._fetch import fetch, fetch_run
-from ._folders import Directory, NewFolder, crosses_network, folder_in, is_same_place, new_folder, storage_at
+from ._folders import (
+    Directory,
+    NewFolder,
+    crosses_network,
+    folder_in,
+    is_same_place,
+    new_folder,
+    storage_at,
+    with_own_refusals,
+)
 from ._fsspec import FsspecStorage
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
@@ -59,6 +68,7 @@ from ._object_store import ObjectStorage
 from ._object_streams import fetch_ahead, opened
 from ._object_url import in_larger_requests, object_storage
 from ._owner import Claim, claim, is_alive, is_claimed, made_here, maker_is_dead, owner_note, process_token, release
+from ._refusals import Refusal, Refusals, SaveReport
 from ._requests import fetch_cost
 from ._storage import AnyBuffer, Buffer, Reader, Sibling, SizedBuffers, Storage, byte_view, is_left_over, is_temporary
 from ._threads import Task, background_threads, in_threads, in_turn, usual_threads, write_behind
@@ -74,6 +84,9 @@ __all__ = [
     "MemoryStorage",
     "ReadReport",
     "Reader",
+    "Refusal",
+    "Refusals",
+    "SaveReport",
     "Sibling",
     "SizedBuffers",
     "Storage",

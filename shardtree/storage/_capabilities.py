@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import chain, islice
 from typing import Any
 
+from ._refusals import Refusals
 from ._storage import Buffer, Sibling, SizedBuffers, Storage, whole
 
 Function = Callable[..., Any]
@@ -70,6 +71,7 @@ class Capabilities:
             ``is_left(name, seconds)`` says so of the name of its file and its age.
         late_requests: whether a request may be carried out after whoever sent it has ended.
         latency: how long the last small request took, in seconds; None if there was none.
+        refusals: what its file system has refused, such as to sync folders, and a save did without.
         request_scale: how many times as long as usual the requests are by which long files are moved.
 
     Examples:
@@ -104,6 +106,7 @@ class Capabilities:
     abort_uploads: Callable[[str, Callable[[str, float], bool]], None] | None = None
     late_requests: bool = False
     latency: float | None = None
+    refusals: Refusals | None = None
     request_scale: int = 1
 
     @classmethod

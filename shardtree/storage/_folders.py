@@ -18,6 +18,7 @@ from ._local_files import parents_of_missing
 from ._memory import MemoryStorage
 from ._object_errors import without_secrets
 from ._object_url import SCHEMES, object_storage
+from ._refusals import Refusals, sync_above
 from ._storage import Storage, inside
 from ._wrapped import Wrapped, around
 
@@ -141,6 +142,16 @@ def _absolute(path: str) -> str:
         raise StorageError(error_text(f"where is {path!r}?", found=problem, fix="Name an absolute path.")) from error
 
 
+def with_own_refusals(storage: Storage) -> Storage:
+    """Return a storage that keeps what its file system refuses apart, for one save; itself if it isn't a local one.
+
+    Examples:
+        >>> with_own_refusals(storage_at("/runs/step_10"))
+        LocalStorage(root='/runs/step_10')
+    """
+    return LocalStorage(storage.root, Refusals()) if type(storage) is LocalStorage else storage
+
+
 # Making a checkpoint's folder, which is synced later and removed again if the save fails.
 
 
@@ -184,21 +195,20 @@ def new_folder(storage: Storage, *, durable: bool) -> NewFolder:
     # Not synced here: that is waited for while the data is written, and before the commit. Also if the folder exists:
     # it may have just been made by a process that didn't sync its parent.
     waited_for = (parents or [os.path.dirname(os.path.realpath(storage.root))]) if durable else ()
-    return NewFolder(partial(_wait_for, waited_for), partial(storage.remove_folder, "") if parents else _do_nothing)
+    remove = partial(storage.remove_folder, "") if parents else _do_nothing
+    return NewFolder(partial(_wait_for, waited_for, storage.refusals), remove)
 
 
 def _do_nothing() -> None:
     pass
 
 
-def _wait_for(folders: Sequence[str]) -> None:
+def _wait_for(folders: Sequence[str], refusals: Refusals) -> None:
     for folder in folders:
         try:
-            LocalStorage(folder).sync_folder()
-        except StorageError as error:
-            # Parents can belong to other users: a folder that may not be opened can't be synced.
-            if not isinstance(error.__cause__, PermissionError):
-                raise
+            sync_above([folder], refusals)
+        except OSError as error:
+            raise StorageError(error_text(f"cannot sync {folder!r}", found=error.strerror)) from error
 
 
 _NETWORK = {

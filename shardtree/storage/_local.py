@@ -6,8 +6,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from ..errors import StorageError, error_text
 from ._capabilities import Capabilities
@@ -19,14 +19,13 @@ from ._local_files import (
     lock_folder,
     new_file,
     parents_of_missing,
-    sync,
-    sync_above,
     unlink,
     unlock_folder,
     write_at,
     write_new,
 )
 from ._local_sibling import LocalSibling
+from ._refusals import Refusals, elsewhere, sync, sync_above, sync_file
 from ._storage import AnyBuffer, adjacent, inside, parts_in_file, temporary_name
 
 
@@ -36,6 +35,7 @@ class LocalStorage:
 
     Args:
         root: the folder's path.
+        refusals: Refusals that a save goes on without, for its report; by default those of all calls but saves.
 
     Examples:
         >>> import tempfile
@@ -47,11 +47,12 @@ class LocalStorage:
     """
 
     root: str
+    refusals: Refusals = field(default=elsewhere, repr=False, compare=False)
 
     @property
     def capabilities(self) -> Capabilities:
         """What a file system can do beyond `Storage`."""
-        return _capabilities(self)
+        return _capabilities(self, self.refusals)
 
     def where(self, name: str = "") -> str:
         """Return the path of a name."""
@@ -88,7 +89,7 @@ class LocalStorage:
                     if durable:
                         begun = begin_writeback(descriptor, begun, end)
                 if durable:
-                    os.fsync(descriptor)
+                    sync_file(descriptor, self.where(name))
             finally:
                 os.close(descriptor)
 
@@ -160,7 +161,8 @@ class LocalStorage:
                 os.makedirs(path, exist_ok=True)
             if durable:
                 # The checkpoint's own folder may have just been made by a process that didn't sync its parent.
-                sync_above(parents if name or parents else [os.path.dirname(os.path.realpath(path))])
+                above = parents if name or parents else [os.path.dirname(os.path.realpath(path))]
+                sync_above(above, self.refusals)
 
     def is_folder(self, name: str = "") -> bool:
         """Return whether there is a folder of that name; a link to a folder that contains it doesn't count."""
@@ -170,7 +172,7 @@ class LocalStorage:
     def sync_folder(self, name: str = "") -> None:
         """Wait until what was made or removed in a folder is on the medium."""
         with self._storage_errors("sync", name):
-            sync(self.where(name))
+            sync(self.where(name), self.refusals)
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if it isn't there, or lies behind a link to another folder."""
@@ -196,11 +198,11 @@ class LocalStorage:
 
     def folder(self, name: str) -> LocalStorage:
         """Return a folder in this one."""
-        return LocalStorage(os.path.join(self.root, name))
+        return LocalStorage(os.path.join(self.root, name), self.refusals)
 
     def sibling(self, name: str) -> LocalSibling:
         """Return the folder beside this one that a save of that name takes."""
-        return LocalSibling(self.root, name, LocalStorage)
+        return LocalSibling(self.root, name, partial(LocalStorage, refusals=self.refusals), self.refusals)
 
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have taken a folder beside this one, sorted."""
@@ -237,9 +239,9 @@ class LocalStorage:
 
 
 @lru_cache(maxsize=256)  # making them takes a tenth of a small read's time
-def _capabilities(storage: LocalStorage) -> Capabilities:
-    folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "is_link")
-    return Capabilities.of(storage, "move", "write_parts", *folders, "folder", "sibling", "siblings", "locked")
+def _capabilities(storage: LocalStorage, refusals: Refusals) -> Capabilities:
+    folders = ("make_folder", "is_folder", "remove_folder", "sync_folder", "is_link", "folder", "sibling", "siblings")
+    return Capabilities.of(storage, "move", "write_parts", *folders, "locked", refusals=refusals)
 
 
 @lru_cache(maxsize=1024)  # finding out takes longer than opening the file

@@ -1,4 +1,4 @@
-"""Files of a local or mounted file system, one at a time: reading, writing, removing, and syncing folders.
+"""Files of a local or mounted file system, one at a time: reading, writing, removing, and locking folders.
 
 Reads are calls that fail where another program cuts a file short, never a mapping.
 """
@@ -20,6 +20,7 @@ from threading import Thread
 from typing import Any, Self
 
 from ..errors import StorageError, error_text
+from ._refusals import sync_file
 from ._storage import AnyBuffer, Buffer, SizedBuffers, byte_view
 
 logger = logging.getLogger("shardtree")
@@ -78,8 +79,10 @@ class LocalReader:
             try:
                 count = os.preadv(self.descriptor, pending[:MOST_BUFFERS], byte)
             except OSError as error:
+                # EFAULT: the memory to read into can't be written, and nothing is wrong with the file.
+                into = " into memory that can't be written" if error.errno == errno.EFAULT else ""
                 raise StorageError(
-                    error_text(f"cannot read {self.path!r} at byte {byte}", found=error.strerror)
+                    error_text(f"cannot read {self.path!r} at byte {byte}{into}", found=error.strerror)
                 ) from error
             if not count:
                 missing = sum(buffer.nbytes for buffer in pending)
@@ -174,7 +177,7 @@ def write_new(descriptor: int, buffers: Iterable[AnyBuffer], where: str, *, dura
     if room > length:
         os.ftruncate(descriptor, length)
     if durable:
-        os.fsync(descriptor)
+        sync_file(descriptor, where)
     return length
 
 
@@ -343,24 +346,7 @@ def unlock_folder(descriptor: int) -> None:
     _close(descriptor)
 
 
-# Syncing folders to the medium.
-
-
-def sync(folder: str) -> None:
-    """Wait until what was made, renamed or removed in a folder is on the medium."""
-    # Syncing a file doesn't sync its name: that is an entry of the folder.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_above(folders: Iterable[str]) -> None:
-    """Sync folders, except those that belong to another user and may not be opened."""
-    for folder in folders:
-        with suppress(PermissionError):
-            sync(folder)
+# Making folders.
 
 
 def parents_of_missing(path: str) -> list[str]:

@@ -7,7 +7,6 @@ import errno
 import os
 import platform
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import StorageError, StrategyError, error_text
-from ._local_files import sync, sync_above
+from ._refusals import Refusals, copy_ownership, elsewhere, sync, sync_above, sync_file
 from ._storage import Storage
 
 # Linux's renameat2, which exchanges two folders in one step; Python's os module doesn't have it.
@@ -59,33 +58,6 @@ def _renameat2() -> Any:
     return lambda *args: library.syscall(number, *args)
 
 
-# Copying owner, permissions and extended attributes from one folder to another.
-
-
-def copy_ownership(folder: str, other: str) -> None:
-    """Give a folder the owner, group, permissions and extended attributes of another one, as far as allowed.
-
-    Raises:
-        OSError: one of them isn't there, or the folder belongs to another user.
-    """
-    like = os.stat(other)
-    # Only root may change the owner, but every user may choose a group that they are in: so the group comes first.
-    for owner in (-1, like.st_uid):
-        with suppress(OSError):
-            os.chown(folder, owner, like.st_gid)
-    os.chmod(folder, stat.S_IMODE(like.st_mode))
-    for name in _attributes(other):
-        with suppress(OSError):  # attributes of the system (security.*) can't be set by users
-            os.setxattr(folder, name, os.getxattr(other, name))
-
-
-def _attributes(folder: str) -> list[str]:
-    """Return the names of a folder's extended attributes, access control lists included."""
-    with suppress(OSError, AttributeError):  # not every file system has them, and macOS's Python lacks the function
-        return os.listxattr(folder)
-    return []
-
-
 _FILES, _OWNER, _INODE, _PROBE, _REST = "checkpoint", "owner.json", "inode", "probe", "rest"
 _ELSEWHERE = "Save to a new folder, then remove the old one."
 
@@ -98,6 +70,7 @@ class LocalSibling:
         root: the folder to replace; if it is a link, the link stays and its target is replaced.
         name: of the save.
         open_folder: returns the storage of a path.
+        refusals: what the file system refuses.
 
     Examples:
         >>> import pathlib, tempfile
@@ -116,6 +89,7 @@ class LocalSibling:
     root: str
     name: str
     open_folder: Callable[[str], Storage] = field(repr=False)
+    refusals: Refusals = field(default=elsewhere, repr=False)
 
     @property
     def storage(self) -> Storage:
@@ -135,10 +109,10 @@ class LocalSibling:
             # folder.
             number = os.stat(self._inside(_FILES)).st_ino
             _write(self._inside(_INODE), f"{number}\n".encode(), durable=durable)
-            copy_ownership(self._inside(_FILES), self._target)
+            copy_ownership(self._inside(_FILES), self._target, self.refusals)
             if durable:
-                sync(self._folder)
-                sync_above([os.path.dirname(self._folder)])
+                sync(self._folder, self.refusals)
+                sync_above([os.path.dirname(self._folder)], self.refusals)
 
     def note(self) -> bytes | None:
         """Return the note, None if there is none."""
@@ -198,10 +172,11 @@ class LocalSibling:
             # Permissions come last, innermost folder first: nothing could be linked into a read-only folder.
             for folder in sorted(new, reverse=True):
                 with suppress(FileNotFoundError):  # removed meanwhile
-                    copy_ownership(os.path.join(self._new, folder), os.path.join(self._old, folder))
+                    paths = os.path.join(self._new, folder), os.path.join(self._old, folder)
+                    copy_ownership(*paths, self.refusals)
             if durable:
                 for folder in sorted(folders):
-                    sync(os.path.join(self._new, folder))
+                    sync(os.path.join(self._new, folder), self.refusals)
         return tuple(conflicts)
 
     def exchange(self, *, durable: bool) -> None:
@@ -211,8 +186,8 @@ class LocalSibling:
             # Both parents have a changed entry; with only one of them on the medium a power failure could lose a
             # folder.
             if durable:
-                sync(self._folder)
-                sync(os.path.dirname(self._folder))
+                sync(self._folder, self.refusals)
+                sync_above([os.path.dirname(self._folder)], self.refusals)
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
@@ -344,7 +319,7 @@ def _write(path: str, data: bytes, *, durable: bool) -> None:
         file.write(data)
         if durable:
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), path)
 
 
 def _read(path: str) -> bytes | None:

@@ -109,6 +109,10 @@ def _has_another_dtype(problem: Misfit) -> TypeGuard[Mismatch]:
     return isinstance(problem, Mismatch) and problem.stored.dtype != problem.asked.dtype
 
 
+def _lacks_ranks(problem: Misfit) -> bool:
+    return isinstance(problem, Gap) and not problem.why
+
+
 IN_COMMON = "Leave plain tensors of the common state out of the target: `load` returns them where they are."
 """What to do about a tensor that is asked for as shards and stored as a plain one."""
 
@@ -129,7 +133,8 @@ _FIXES: Sequence[tuple[Callable[[Misfit], bool], str]] = (
     (_could_be_converted, "Pass cast=True to convert the stored dtype."),
     (_must_stay, "Load in the stored dtype."),
     (lambda problem: isinstance(problem, ScaledValues), BY_SCALES),
-    (lambda problem: isinstance(problem, Gap), "The checkpoint was saved without all ranks; load only what is there."),
+    (_lacks_ranks, "The checkpoint was saved without all ranks; load only what is there."),
+    (lambda problem: isinstance(problem, Gap) and bool(problem.why), "Load only what is there."),
 )
 _LAST = "`explain` lists all, without reading."
 

@@ -11,7 +11,7 @@ from .._ambient import shielded
 from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_text
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
-from ..storage import Buffer, ReadReport, Sibling, Storage, Verify
+from ..storage import Buffer, ReadReport, SaveReport, Sibling, Storage, Verify
 from ..world import World, agree, gather_on_rank_zero, on_rank_zero
 from ._traits import FormatTraits, Stamp
 
@@ -166,6 +166,8 @@ class SaveOptions:
         common: whether the common state must be the "same" on all ranks, or is the "union" of their dicts, by key, as
             pipeline stages need it that have keys of their own. What several ranks have under one key must be the same
             bits. Only where ranks differ are common states sent, one of each kind.
+        report: Function that each rank calls once, after the commit, with its `SaveReport`: what the file system
+            refused, such as to sync folders. `convert` calls it on rank 0 alone. The log says the same.
 
     Examples:
         >>> SaveOptions(durable=False).checksums
@@ -182,6 +184,7 @@ class SaveOptions:
     check_replicas: bool = False
     threads: int | None = None
     common: Literal["same", "union"] = "same"
+    report: Callable[[SaveReport], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

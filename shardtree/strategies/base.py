@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ..errors import StrategyError, error_text
+from ..geometry import as_int
 from . import deepspeed, dtensor_files, huggingface, safetensors, torch_checkpointing, torch_dist, zarr
 from ._actions import Row, StoredRows, Strategies, Strategy, StrategyAction
 from ._traits import METADATA_FILE, FormatTraits
@@ -180,7 +181,7 @@ def get_default_strategy(
           Install the package that brings this backend, register_default_strategy a function, or pass strategies=.
     """
     row = _checked_row(action, backend, version)
-    strategy = find_strategy(action, backend, version, strategies=strategies)
+    strategy = find_strategy(*row, strategies=strategies)
     if strategy is None:
         have = ", ".join(map(repr, formats_with(action, strategies=strategies)))
         errors = _packages().errors
@@ -291,8 +292,9 @@ def _packages() -> _Packages:
 
 
 def _checked_row(action: StrategyAction, backend: str, version: int) -> Row:
-    if isinstance(action, StrategyAction) and isinstance(backend, str) and type(version) is int:
-        return action, backend, version
+    number = as_int(version)
+    if isinstance(action, StrategyAction) and isinstance(backend, str) and number is not None:
+        return action, backend, number
     row = f"({action!r}, {backend!r}, {version!r})"
     raise StrategyError(
         error_text("not a row of the table", found=row, expected="(StrategyAction, backend name, version)")

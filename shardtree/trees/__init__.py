@@ -36,6 +36,7 @@ from ._factories import (
     apply_factory_merges,
     build_factories,
     extract_metadata,
+    held_tensors,
     merge_anew,
     merge_into_held,
 )

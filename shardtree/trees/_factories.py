@@ -125,6 +125,20 @@ def apply_factory_merges(x1: Tree, x2: Tree, key: TreePath = ()) -> Tree:
     )
 
 
+def held_tensors(tree: Tree) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that factories of a tree hold, with the factories' keys.
+
+    Examples:
+        >>> import torch
+        >>> held_tensors({"w": ShardedTensorFactory("w", torch.zeros(2), list, torch.cat)})
+        [('w', tensor([0., 0.]))]
+    """
+    factories = [leaf for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedTensorFactory)]
+    return [
+        (leaf.key, leaf.data) for leaf in factories if isinstance(leaf.data, torch.Tensor) and has_elements(leaf.data)
+    ]
+
+
 def merge_into_held(doing: str, tree: Tree) -> MergeOne:
     """Return how factories of a donated tree merge: into the tensors that they hold.
 
@@ -147,12 +161,7 @@ def merge_into_held(doing: str, tree: Tree) -> MergeOne:
         (True, [0.0, 0.0, 1.0, 1.0])
     """
     leaves = [leaf for _, leaf in leaves_with_paths(tree)]
-    factories = [leaf for leaf in leaves if isinstance(leaf, ShardedTensorFactory)]
-    targets = [
-        (ShardedTensor.from_rank_offsets(leaf.key, leaf.data), leaf.data)
-        for leaf in factories
-        if isinstance(leaf.data, torch.Tensor) and has_elements(leaf.data)
-    ]
+    targets = [(ShardedTensor.from_rank_offsets(key, data), data) for key, data in held_tensors(tree)]
     for shard, data in targets:
         check_writable(doing, shard, data)
     others = [(leaf, given_tensor(leaf)) for leaf in leaves if isinstance(leaf, ShardedTensor)]

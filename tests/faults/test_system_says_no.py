@@ -40,6 +40,7 @@ RETRIED = {*WRITES.split(","), *SYNCS.split(","), "ftruncate", "open", "openat"}
 ERRORS = {
     **dict.fromkeys(WRITES.split(","), ("ENOSPC", "EDQUOT", "EIO")),
     **dict.fromkeys(SYNCS.split(","), ("EIO", "ENOSPC")),
+    **dict.fromkeys(("fsync", "fdatasync"), ("EIO", "ENOSPC", "EINVAL")),  # EINVAL: there is no such call here
     **dict.fromkeys(RENAMES.split(","), ("EACCES", "EIO", "ENOSPC")),
     **dict.fromkeys(("mkdir", "mkdirat", "open", "openat"), ("EACCES", "EROFS", "EMFILE", "ENOSPC")),
     **dict.fromkeys(("ftruncate", "fallocate"), ("ENOSPC", "EPERM")),

@@ -119,13 +119,15 @@ def _others_v3() -> Files:
     packed = sharding | {"configuration": inner | {"chunk_shape": [4], "codecs": blosc}}
     grid = {"name": "regular", "configuration": {"chunk_shape": [4]}}
     turned = {"name": "transpose", "configuration": {"order": [1, 0]}}
+    ignored = {"name": "x", "must_understand": False}
+    gzip = [plain, {"name": "gzip", "configuration": {"level": 1}}, ignored]
     data = torch.arange(24.0).numpy().tobytes()
     zipped = zlib.compressobj(wbits=31)
     return {
         "zarr.json": b'{"zarr_format":3,"node_type":"group","attributes":{}}',
         "s/zarr.json": json.dumps(node | {"codecs": [sharding]}).encode(),
         "s/c/0/0": data + encode_shard_index(np.array([0, 48]), np.array([48, 48])),
-        "z/zarr.json": json.dumps(node | {"codecs": [plain, {"name": "gzip", "configuration": {"level": 1}}]}).encode(),
+        "z/zarr.json": json.dumps(node | {"codecs": gzip, "x": ignored}).encode(),
         "z/c/0/0": zipped.compress(data) + zipped.flush(),
         "b/zarr.json": json.dumps(node | {"codecs": [packed], "shape": [4], "chunk_grid": grid}).encode(),
         "b/c/0": _RAW["blosc"] + encode_shard_index(np.array([0]), np.array([32])),

@@ -170,5 +170,8 @@ def test_frames_of_zstd_that_follow_each_other_load() -> None:
 
 def test_a_checksum_before_the_chunk_is_refused_whichever_file_says_so() -> None:
     for where in ({"location": "start"}, {"configuration": {"location": "start"}}):
-        with pytest.raises(UnsupportedValue, match="begins with its checksum"):
+        with pytest.raises(UnsupportedValue, match=r"codec 'crc32c': \w+ 'location'"):
             st.load_plain_tensors(folder_of(v3_files(blosc(N), [LITTLE, BLOSC, CRC | where])))
+    other = {"name": "numcodecs.crc32c", "configuration": {"location": "start"}}
+    with pytest.raises(UnsupportedValue, match="begins with its checksum"):
+        st.load_plain_tensors(folder_of(v3_files(blosc(N), [LITTLE, BLOSC, other])))

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from numbers import Real
 from queue import SimpleQueue
 from threading import TIMEOUT_MAX, Thread, current_thread
 from types import TracebackType
@@ -278,7 +279,7 @@ def _check_request(request: object) -> None:
 
 def _check_seconds(timeout: object) -> None:
     """Raise unless it is a time limit: here rather than at the end of the process, where it is too late to change."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= TIMEOUT_MAX:
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
         expected = f"seconds, more than 0 and at most {TIMEOUT_MAX:g}"
         raise CheckpointingException(error_text("async save: exit_timeout", found=repr(timeout), expected=expected))
 

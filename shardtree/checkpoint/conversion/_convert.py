@@ -18,8 +18,18 @@ from ...errors import (
     WorldError,
     error_text,
 )
+from ...geometry import as_int
 from ...mapping import ShardedTensor
-from ...storage import Directory, can, in_larger_requests, in_turn, listed, remove_folder, storage_at
+from ...storage import (
+    Directory,
+    can,
+    in_larger_requests,
+    in_turn,
+    listed,
+    remove_folder,
+    storage_at,
+    with_own_refusals,
+)
 from ...strategies import (
     METADATA_FILE,
     LoadOptions,
@@ -166,7 +176,7 @@ def convert(
     earlier, may_be_others = _write(target, journal, plan, passage, world)
     check = None
     if verify or may_be_others:
-        most = min(max(max_bytes_in_flight, _LEAST_BYTES), MOST_BYTES)
+        most = min(max(as_int(max_bytes_in_flight) or 0, _LEAST_BYTES), MOST_BYTES)
         check = _check(target, journal, plan, passage, most, reading, world)
     on_rank_zero(world, "convert: clean up", partial(_finish, target, journal, is_old=earlier == len(plan.batches)))
     return report_of(plan, earlier, check)
@@ -182,7 +192,8 @@ def _destination(
     backends, choices = backends_of(backend, common_backend, strategies), (backend, common_backend)
     if (single := single_file(where, backends)) is not None:
         return Destination(single.draft(), choices, backends, in_one_file(strategies), options, single)
-    return Destination(in_larger_requests(storage_at(where)), choices, backends, strategies, options)
+    storage = in_larger_requests(with_own_refusals(storage_at(where)))
+    return Destination(storage, choices, backends, strategies, options)
 
 
 def _check_same_plan(outcomes: Sequence[tuple[str, str]]) -> None:

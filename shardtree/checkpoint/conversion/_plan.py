@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...errors import IntegrityError, KeyMismatch, ShapeError, StorageError, TreeError, error_text, render_path
-from ...geometry import Column, box_shape, slices, volumes
+from ...geometry import Column, as_int, box_shape, slices, volumes
 from ...layouts import access_problems, shard_columns
 from ...lazy import Fetch, LazyTensor, cast_sources
 from ...mapping import ShardedObject, ShardedTensor
@@ -240,8 +240,8 @@ def _pieces(shard: ShardedTensor, counts: Counts | None, most_bytes: int) -> Ite
 
 def _cell(shard: ShardedTensor, counts: Any) -> tuple[int, ...]:
     shape = shard.local_shape
-    pieces = tuple(counts) if isinstance(counts, (tuple, list)) else ()
-    if len(pieces) != len(shape) or not all(type(count) is int and count > 0 for count in pieces):
+    pieces = [as_int(count) or 0 for count in counts] if isinstance(counts, (tuple, list)) else []
+    if len(pieces) != len(shape) or any(count < 1 for count in pieces):
         expected = f"{len(shape)} counts of pieces, one for each axis of {shape}"
         raise ShapeError(error_text(f"convert: layout of {shard.key!r}", found=repr(counts)[:200], expected=expected))
     return tuple(max(1, -(-size // count)) for size, count in zip(shape, pieces, strict=True))
@@ -295,6 +295,14 @@ class Plan:
     unchanged_keys: frozenset[str]
 
 
+def _checked_bytes(most_bytes: object) -> int:
+    number = as_int(most_bytes)
+    if number is None or number < 1:
+        what = "convert: max_bytes_in_flight"
+        raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
+    return number
+
+
 def plan_conversion(
     tree: OpenCheckpoint,
     transform: Transform | None,
@@ -315,9 +323,7 @@ def plan_conversion(
         TreeError: the transform returned something that isn't a shard.
         ShapeError: quantised values are cast whose scales aren't used.
     """
-    if type(most_bytes) is not int or most_bytes < 1:
-        what = "convert: max_bytes_in_flight"
-        raise StorageError(error_text(what, found=repr(most_bytes)[:200], expected="a number of bytes, 1 at least"))
+    most = _checked_bytes(most_bytes)
     reads: list[Fetch] = []
     reader = BoxReader(tree, SourceKey)
     source, left_out, others = source_tree(reader, leave_out, reads.append)
@@ -334,7 +340,7 @@ def plan_conversion(
         common = load_common(tree.checkpoint, None, tree.strategies)
         if transform_common is not None:
             common = transform_common(common)
-    batches = batches_of(output.tensors, output.objects, layout, most_bytes, cuts=cuts)
+    batches = batches_of(output.tensors, output.objects, layout, most, cuts=cuts)
     without = [COMMON, *others] if COMMON in leave_out else []
     left_out = (*left_out, *unused_keys, *untaken_of(tree.metadata), *without)
     unused = tuple(sorted(counts.items()))

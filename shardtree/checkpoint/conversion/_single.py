@@ -17,6 +17,7 @@ from ...storage import (
     move,
     storage_at,
     sync_folder,
+    with_own_refusals,
 )
 from ...strategies import Strategies, StrategyAction, default_strategies, huggingface, table_of
 from ..saving._start import named_file
@@ -106,7 +107,7 @@ def single_file(where: Directory, backends: Sequence[tuple[str, int]]) -> Single
     if others := [backend for backend, _ in dict.fromkeys(backends) if backend != "huggingface"]:
         what = f"convert: {path!r} names a file, and {' and '.join(others)} is written as a folder"
         raise StorageError(error_text(what, fix=fix))
-    above = in_larger_requests(storage_at(path[: -len(name)] or "."))
+    above = in_larger_requests(with_own_refusals(storage_at(path[: -len(name)] or ".")))
     file = SingleFile(above, name, is_there=above.length(name) is not None)
     # The hidden folder gives its file up last: with one still in it, the other is of another program.
     if file.is_there and (not is_folder(above, file.folder) or file.draft().length(_DRAFT) is not None):

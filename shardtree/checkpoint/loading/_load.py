@@ -108,7 +108,7 @@ def load(
         UnsupportedValue: a shard is hidden in a value of the target that isn't entered; a rule can't handle an object.
         ShapeError: a tensor's global shape or dtype differs, the checkpoint doesn't cover the target, a stored value
             can't be converted, or only with its scales, donated tensors share memory (tied ones: and what is stored
-            differs), or objects of another shape have no rule.
+            differs) or can't be written, or objects of another shape have no rule.
         IntegrityError: elements don't have one main replica each, or `layout` isn't what the ranks ask for, or not the
             same on all.
         CorruptCheckpoint: stored bytes aren't what was saved.

@@ -13,6 +13,7 @@ from ..._ambient import collector_paused
 from ...codec import is_plain_memory
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
+from ...live import refuse_read_only
 from ...mapping import ShardedObject, ShardedTensor, given_tensor, lacks_memory
 from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, overwrite, tied
 from ...storage import copies_of, empty_tensor
@@ -97,7 +98,7 @@ def with_memories(
         is_staged: whether a shard is read to its device part by part; asked of those for which that can be done.
 
     Raises:
-        ShapeError: as `with_memory`, or donated tensors are aliases of each other.
+        ShapeError: as `with_memory`, or donated tensors are aliases of each other or in read-only memory.
     """
     pairs = [(shard, given_tensor(shard)) for shard in shards]
     # What is stored under several keys is compared before it goes into the one memory that they have.
@@ -120,7 +121,9 @@ def with_memories(
         memories.append(with_memory(shard, tensor, donate=donate, on_device=place if staged else None))
     if donate:
         # Two shards that alias would be filled one over the other, and the second would silently win.
-        check_no_aliases("load", [(shard, tensor) for shard, tensor in pairs if tensor is not None])
+        donated = [(shard, tensor) for shard, tensor in pairs if tensor is not None]
+        check_no_aliases("load", donated)
+        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in donated))
     return memories
 
 
@@ -132,7 +135,7 @@ def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
         donate: whether their tensors are given away.
 
     Raises:
-        ShapeError: a tensor isn't the shard's any more, or elements of donated ones share memory.
+        ShapeError: a tensor isn't the shard's any more, or elements of donated ones share memory, or it is read-only.
 
     Examples:
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(1).expand(2))
@@ -143,6 +146,7 @@ def check_tensors(shards: Sequence[ShardedTensor], *, donate: bool) -> None:
         _check_tensor(shard, tensor, donate=donate)
     if donate:
         check_no_aliases("load", pairs)
+        refuse_read_only("load", ((shard.key, tensor) for shard, tensor in pairs))
 
 
 def _check_tensor(shard: ShardedTensor, tensor: torch.Tensor, *, donate: bool) -> None:
@@ -270,6 +274,8 @@ def take_apart(tree: Any, *, donate: bool = False) -> Target:
         merge: Callable[[Any], Any] = _as_it_is
         pairs, rebuild = trees.flatten_with_paths(tree)
         if trees.has_factories(pairs):
+            if donate:
+                refuse_read_only("load", trees.held_tensors(tree))
             merge_one = trees.merge_into_held("load", tree) if donate else trees.merge_anew
             tree, merge = trees.build_factories(trees.unwrap(tree), merge_one, is_target=True)
             pairs, rebuild = trees.flatten_with_paths(tree)

@@ -19,6 +19,7 @@ from ...errors import (
     error_text,
 )
 from ...storage import (
+    SaveReport,
     can,
     is_claimed,
     locked,
@@ -107,9 +108,18 @@ def save_request(
             call_in_turn,
             partial(clean_up, pending, strategies, removes_saves=removes_saves),
             *(request.clean_up for request in requests),
+            partial(_report, pending),  # last: cleaning up syncs folders too
         ),
         state=state,
     )
+
+
+def _report(pending: PendingSave) -> None:
+    """Tell the caller what this rank's file system refused to a committed save; the log has it already."""
+    refusals = can(pending.storage).refusals
+    report = SaveReport(() if refusals is None else refusals.take())
+    if pending.options.report is not None:
+        pending.options.report(report)
 
 
 def _write_common(save_common: Callable[[], Fields], unions: United) -> Fields:

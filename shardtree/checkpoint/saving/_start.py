@@ -25,6 +25,7 @@ from ...storage import (
     new_folder,
     release,
     storage_at,
+    with_own_refusals,
 )
 from ...strategies import (
     MANIFEST_FILE,
@@ -149,7 +150,7 @@ def folder_at(where: Directory) -> Storage:
     if named_file(where) is not None:
         fix = "Name a folder; convert(FOLDER, FILE, backend='huggingface') makes a single .safetensors file of it."
         raise StorageError(error_text(f"save: {storage.where()!r} names a file, and a save makes a folder", fix=fix))
-    return storage
+    return with_own_refusals(storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ...errors import MetadataError, error_text
+from ...geometry import as_int
 from ...retention import SavedStep
 from ...storage import Storage, folder_in, remove_folder
 from ...strategies import AsyncRequest, Strategies
@@ -48,19 +49,34 @@ class Place:
 
 
 def checked_step(number: object) -> int:
-    """Return the argument if it is the number of a step.
+    """Return the number of a step as an int.
 
     Raises:
-        MetadataError: it isn't.
+        MetadataError: it isn't one.
 
     Examples:
-        >>> checked_step(100)
-        100
+        >>> import numpy
+        >>> checked_step(100), checked_step(numpy.int64(100))
+        (100, 100)
     """
-    if type(number) is int and 0 <= number < 10**18:
-        return number
+    step = as_int(number)
+    if step is not None and 0 <= step < 10**18:
+        return step
     what = "series: not the number of a step"
     raise MetadataError(error_text(what, found=repr(number)[:200], expected="an int, 0 or more"))
+
+
+def alike_step(step: object) -> object:
+    """Return a step as ranks compare it: its number as an int; as it is if it has none.
+
+    Examples:
+        >>> import numpy
+        >>> alike_step(SavedStep(100)), alike_step(numpy.int64(100)), alike_step("latest")
+        (100, 100, 'latest')
+    """
+    number = getattr(step, "number", step)
+    found = as_int(number)
+    return number if found is None else found
 
 
 def folder_for(root: Storage, names: str, number: int) -> str:

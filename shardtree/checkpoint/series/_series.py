@@ -24,7 +24,7 @@ from ..saving import save
 from ._listing import Record, check_names, checked_metrics, list_steps, newest_step
 from ._removal import STALE_AFTER, Removal
 from ._remove import apply_policy, clean, drop_after, plan_removal, remove_steps
-from ._save import Place, change_record, checked_step, folder_for, nothing, with_record
+from ._save import Place, alike_step, change_record, checked_step, folder_for, nothing, with_record
 
 logger = logging.getLogger("shardtree")
 
@@ -209,7 +209,7 @@ class CheckpointSeries:
         check = partial(_check_save, step, metrics, keywords.get("options"))
         # What waits for other ranks later, too: one that has a queue or a policy would wait for the rest in vain.
         later = {"async_sharded_save": async_sharded_save, "queue": self.queue, "keep": self.keep}
-        alike = {"step": step, "names": self.names, "pinned": bool(pinned), **_each(metrics)}
+        alike = {"step": alike_step(step), "names": self.names, "pinned": bool(pinned), **_each(metrics)}
         alike |= {name: value not in (None, False) for name, value in later.items()}
         number, values = agree(ranks, "series: check", check, given=alike)
         # Rank 0 chooses the folder for all, so that no two ranks write to different ones.
@@ -350,7 +350,7 @@ class CheckpointSeries:
         return newest_step(self._storage, self.names, self.strategies)
 
     def _find(self, step: int | SavedStep | None) -> SavedStep:
-        number = step.number if isinstance(step, SavedStep) else None if step is None else checked_step(step)
+        number = None if step is None else checked_step(step.number if isinstance(step, SavedStep) else step)
         if number is None and (newest := self._newest()) is not None:
             return newest
         steps = self._list()
@@ -382,4 +382,4 @@ class CheckpointSeries:
 
     def _alone(self, phase: str, run: Callable[[], T], step: int | SavedStep | None) -> T:
         """Return what rank 0 does with a step, which all ranks were given."""
-        return on_rank_zero(self._ranks(), phase, run, given={"step": getattr(step, "number", step)})
+        return on_rank_zero(self._ranks(), phase, run, given={"step": alike_step(step)})

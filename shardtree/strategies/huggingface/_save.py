@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import AlreadyACheckpoint, MetadataError, StrategyError, UnsupportedValue, error_text, render_path
+from ...geometry import as_int
 from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
@@ -148,10 +149,11 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
         >>> row = (StrategyAction.SAVE_SHARDED, "huggingface", 1)
         >>> table = default_strategies | {row: save_sharded_up_to(2 * 10**9)}
     """
-    if type(max_file_bytes) is not int or max_file_bytes < 1:
+    most_bytes = as_int(max_file_bytes)
+    if most_bytes is None or most_bytes < 1:
         found = f"{max_file_bytes!r}"[:200]
         raise MetadataError(error_text("huggingface: max_file_bytes", found=found, expected="a positive int, in bytes"))
-    return partial(_prepare, max_file_bytes)
+    return partial(_prepare, most_bytes)
 
 
 def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:

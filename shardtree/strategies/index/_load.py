@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -209,13 +210,19 @@ class _Newest:
         self.find: Find | None = None
 
 
-def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardColumns) -> LoadPlan:
+def plan_shards(
+    index: Index,
+    shards: Sequence[ShardedTensor],
+    columns: ShardColumns,
+    gaps: Mapping[str, str] = MappingProxyType({}),
+) -> LoadPlan:
     """Return the plan that fills shards from a checkpoint, after checking that it can.
 
     Args:
         index: what is stored.
         shards: what is asked for.
         columns: the same shards as columns.
+        gaps: Reasons that elements of a tensor have no values, by its key.
     """
     if len(shards) == 1 and (run := single_run(index, shards[0])) is not None:
         return run_plan(run[1])
@@ -233,7 +240,7 @@ def plan_shards(index: Index, shards: Sequence[ShardedTensor], columns: ShardCol
     if partly.size:
         lacking = [shards[row] for row in partly.tolist()]
         kinds, _ = _misfits(index, lacking, cast=False, refusals={})
-        check_fit(plans.find_gaps(lacking, plan.covered[partly], kinds))
+        check_fit(plans.find_gaps(lacking, plan.covered[partly], kinds, gaps))
     return plan
 
 
@@ -308,7 +315,7 @@ def explain_from_index(
     plan = plans.plan_load(columns, chunks_of(index, np.array(numbers, dtype=np.int64)))
     overlaps = [plans.Refusal(columns.keys[number], _CONTRADICTION) for number in plan.doubled.tolist()]
     cost = partial(planned_cost, checkpoint, index, plan) if base.cost is None else partial(base.cost, fit, plan)
-    problems = (*misfits, *overlaps, *plans.find_gaps(fit, plan.covered, kinds))
+    problems = (*misfits, *overlaps, *plans.find_gaps(fit, plan.covered, kinds, base.gaps))
     return plans.Prospect(problems, cost, tuple(base.uncompared(keys)))
 
 

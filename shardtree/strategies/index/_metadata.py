@@ -65,6 +65,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
             by this load, though they could be.
         cost: returns what a load reads, of shards in their stored dtypes, and of a plan of their bytes on the index;
             None where that is what the plan says.
+        gaps: Reasons that elements of a tensor have no values, by its key, where some aren't stored.
     """
 
     index: Index
@@ -73,6 +74,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     refused: Callable[[Set[str]], Mapping[str, str]] | None = None
     uncompared: Callable[[Set[str]], Sequence[str]] = lambda _: ()
     cost: Callable[[Sequence[ShardedTensor], LoadPlan], ReadCost] | None = None
+    gaps: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> Index:

@@ -55,6 +55,14 @@ class StoredArray:
     document: Any = None
 
     @property
+    def without_fill(self) -> str:
+        """Reason that elements that aren't stored have no value; empty where the fill value is theirs."""
+        if self.fill is not None:
+            return ""
+        how = "null" if isinstance(self.document, dict) and "fill_value" in self.document else "missing"
+        return f"a chunk isn't stored, and the array's fill_value is {how}"
+
+    @property
     def counts(self) -> Shape:
         """How many files there are along each axis; a scalar counts as one axis of one element."""
         return tuple(-(-size // step) for size, step in zip(self.box, self.step, strict=True))

@@ -20,6 +20,7 @@ from .._checks import is_object
 from ..index import Index, build_index, int64, stored_columns
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
+from ._extensions import check_group
 from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3
 
 Object = tuple[str, str, int]
@@ -36,12 +37,14 @@ class Group:
         sources: for each virtual file, by its number: the array, and the cell whose file has to be decoded, None for
             bytes of the fill value.
         untaken: why an array or a file isn't taken, by its name.
+        gaps: Reasons that elements of a tensor have no values where no chunk holds them, by its key.
     """
 
     index: Index
     arrays: tuple[StoredArray, ...]
     sources: dict[int, tuple[StoredArray, Shape | None]]
     untaken: Mapping[str, str] = field(default_factory=dict)
+    gaps: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +105,8 @@ def read_group(
     numbers = files.add([name for _, name, _ in objects], [length for *_, length in objects]).tolist()
     object_rows = [(key, number, 0, length) for number, (key, _, length) in zip(numbers, objects, strict=True)]
     index = build_index(*array_columns(arrays, rows), files=files.files, objects=object_rows)
-    return Group(index, tuple(arrays), files.sources, untaken or {})
+    gaps = {array.key: array.without_fill for array in arrays if array.without_fill}
+    return Group(index, tuple(arrays), files.sources, untaken or {}, gaps)
 
 
 def array_columns(arrays: Sequence[StoredArray], rows: Sequence[Rows]) -> tuple[ShardColumns, Column, Column]:
@@ -261,7 +265,8 @@ Node = dict[str, Any]
 def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, tuple[str, ...], Node | None]]:
     """Yield every folder that isn't a part of an array, with the names in it and the content of its zarr.json."""
     names = storage.names(folder)
-    node = read_node(storage, folder) if folder and NODE_FILE in names else None
+    node = read_node(storage, folder) if NODE_FILE in names else None
+    node = node if folder else None  # the whole is a group, however it is marked
     yield folder, names, node
     if depth == _DEEPEST or (folder and ARRAY_FILE in names) or (node is not None and node["node_type"] == "array"):
         return
@@ -276,6 +281,7 @@ def read_node(storage: Storage, folder: str) -> Node:
 
     Raises:
         CorruptCheckpoint: it isn't that of a zarr v3 group or array.
+        UnsupportedValue: it is a group's with an extension that isn't known here.
     """
     name = f"{folder}/{NODE_FILE}" if folder else NODE_FILE
     fields = parse_json(storage.read(name), storage.where(name))
@@ -283,6 +289,8 @@ def read_node(storage: Storage, folder: str) -> Node:
     if not is_node or fields.get("zarr_format") != 3:
         what = f"open: {storage.where(name)!r} is not sound"
         raise CorruptCheckpoint(error_text(what, expected="the metadata of a zarr v3 group or array"))
+    if fields["node_type"] == "group":
+        check_group(fields, repr(storage.where(name)))
     return dict(fields)
 
 

@@ -143,7 +143,8 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
     """
     group = read_arrays(checkpoint)
     check_taken(group.untaken, [shard.key for shard in shards])
-    plan = plan_shards(group.index, shards, shard_columns(shards, checkpoint.world.rank))
+    columns = shard_columns(shards, checkpoint.world.rank)
+    plan = plan_shards(group.index, shards, columns, group.gaps)
     memories = [shard.data for shard in shards]
     plain, virtual_plan = _split(group, plan)
     report = read_planned(checkpoint, group.index, plain, memories)
@@ -221,7 +222,7 @@ def _with_fill(array: StoredArray) -> StoredArray:
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     group = read_arrays(checkpoint)
-    return IndexMetadata(group.index, untaken=group.untaken, cost=partial(_cost, checkpoint, group))
+    return IndexMetadata(group.index, untaken=group.untaken, gaps=group.gaps, cost=partial(_cost, checkpoint, group))
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

@@ -12,6 +12,7 @@ from ...codec import dtype_from_name, dtype_name, parse_json
 from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
 from ._array import StoredArray, checked_shapes, dtype_of_v2, dtype_of_v3, unsound_array, zarr_name
 from ._codecs import check_harmless, codec_list, codec_parts, is_plain
+from ._extensions import understood
 
 # .zarray, as Megatron-Core and zarr-python before version 3 write it
 
@@ -83,18 +84,15 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
     Raises:
         CorruptCheckpoint: the file isn't sound.
         UnsafeFile: a codec could run code.
+        UnsupportedValue: an extension isn't known here.
     """
     what = repr(where)
     stored_dtype = dtype_of_v3(fields.get("data_type"), what)
     if stored_dtype is None:
         return None
+    fields = understood(fields, what)
     codecs = codec_list(fields.get("codecs"), what)
     check_harmless(codecs, what)
-    # The spec lets a transformer change how chunks are stored in any way.
-    if fields.get("storage_transformers"):
-        raise UnsupportedValue(
-            error_text(f"open: {what} has storage transformers", fix="Rewrite the array without them.")
-        )
     key, dtype = _own_attributes(fields, name, stored_dtype)
     chunk = _configuration(fields, "chunk_grid", "regular", what).get("chunk_shape")
     inner, inside = _sharding(codecs, dtype.itemsize, what)
@@ -116,7 +114,7 @@ def decode_v3(fields: Mapping[str, Any], name: str, where: str) -> StoredArray |
         raw=plain or inside is not None,
         index_first=inside is not None and inside["first"],
         index_checked=inside is None or inside["checked"],
-        document=dict(fields),
+        document=fields,
     )
 
 
