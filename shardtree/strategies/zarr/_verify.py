@@ -1,19 +1,16 @@
-"""The files of a zarr folder: checking them against hashes and codecs, and listing them."""
+"""Checking the files of a zarr folder against hashes and codecs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 
 from ...codec import canonical_json
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
 from ...geometry import Column
-from ...storage import Storage, files_in, in_threads, is_folder, read_if_there, threads_of
+from ...storage import Storage, in_threads, read_if_there, threads_of
 from .._findings import Damage, Finding, Region, Unchecked, refused_findings, uncovered, untaken_findings
-from .._manifest import MANIFEST_FILE
 from .._metadata import checked_name
 from .._values import Checkpoint
 from ..index import file_at, files_damage, whole_damage
@@ -21,7 +18,7 @@ from ..torch import archive_unchecked
 from ._array import Shape, StoredArray
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells
 from ._codecs import codec_list, codec_parts
-from ._group import Group, find_arrays, metadata_files
+from ._group import Group, metadata_files
 from ._load import decoded, decoded_object, object_bytes, read_arrays
 from ._metadata import NODE_FILE
 from ._own import BACKEND, group_members, is_own
@@ -208,24 +205,3 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
         if data != document:
             yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
         checkpoint.options.progress(len(data or b""))
-
-
-# Listing the files of a folder of zarr arrays
-
-_NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-_CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
-
-
-def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the arrays' metadata and chunks, of the groups' metadata, and of objects' files.
-
-    Raises:
-        CorruptCheckpoint: the metadata of an array isn't sound.
-    """
-    storage = checkpoint.storage
-    arrays, objects, untaken = find_arrays(storage)
-    folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
-    groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
-    nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
-    chunks = [name for folder in sorted(folders) for name in files_in(storage, folder, _CHUNK_PART.fullmatch)]
-    return (*_NODES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))
