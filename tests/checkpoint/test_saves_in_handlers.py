@@ -1,4 +1,4 @@
-"""A signal handler may save at any moment: a save imports nothing, since an import within an import finds half of it."""
+"""A save imports nothing: in a signal handler it may come into an import, and an import there finds half of it."""
 
 from __future__ import annotations
 

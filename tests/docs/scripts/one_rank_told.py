@@ -1,5 +1,7 @@
 """Run docs/scripts/train_until_told.py, of which rank 1 alone gets SIGTERM, in its fifth step, after it had looked."""
 
+from __future__ import annotations
+
 import os
 import runpy
 import signal
