@@ -86,7 +86,8 @@ def demo(
 
 @_command(
     epilog="Example: shardtree inspect step-100 --sort bytes --limit 20\n\n"
-    "Exit status: 0; 1 where the common state can't be read; 2 where there is no checkpoint to read."
+    "Exit status: 0; 1 where files are missing, or the common state can't be read; 2 where there is no checkpoint to"
+    " read."
 )
 def inspect(
     checkpoint: Annotated[

@@ -17,7 +17,7 @@ from ._findings import (
     refused_findings,
     stored_parts,
 )
-from ._manifest import MANIFEST_FILE, manifest_findings
+from ._manifest import MANIFEST_FILE, manifest_findings, read_manifest
 from ._metadata import (
     check_unchanged,
     check_unreplaced,

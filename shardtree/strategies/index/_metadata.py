@@ -65,6 +65,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
             by this load, though they could be.
         cost: returns what a load reads, of shards in their stored dtypes, and of a plan of their bytes on the index;
             None where that is what the plan says.
+        files: returns the least length of each file that must be there; None where the index has these.
     """
 
     index: Index
@@ -73,11 +74,19 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     refused: Callable[[Set[str]], Mapping[str, str]] | None = None
     uncompared: Callable[[Set[str]], Sequence[str]] = lambda _: ()
     cost: Callable[[Sequence[ShardedTensor], LoadPlan], ReadCost] | None = None
+    files: Callable[[], Mapping[str, int]] | None = None
 
     @property
     def shown(self) -> Index:
         """The index to show people: which chunk lies in which file."""
         return self.index if self.on_files is None else self.on_files()
+
+    def needed_files(self) -> Mapping[str, int]:
+        """Return the least length of each file that must be there, by name."""
+        if self.files is not None:
+            return self.files()
+        index = self.shown
+        return dict(zip(texts(index.file_text, index.file_start), index.file_length.tolist(), strict=True))
 
     def __repr__(self) -> str:
         tensors, objects = plural(self.index.key_axes.size, "tensor"), plural(self.index.object_length.size, "object")

@@ -22,7 +22,7 @@ from ...storage import Storage, StoredFile, files_in, is_folder
 from .._checks import is_object
 from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
-from ..index import Index, build_index, int64, stored_columns
+from ..index import Index, build_index, int64, stored_columns, texts
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
 from ._metadata import ARRAY_FILE, NODE_FILE, decode_v2, decode_v3
@@ -343,7 +343,29 @@ def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
     return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
 
 
-# Listing the files of a folder of zarr arrays
+# The files of a folder of zarr arrays: which there must be, and which there are
+
+_MOST_MISSING = 1000  # names of one array's missing chunks
+
+
+def needed_files(storage: Storage, group: Group) -> dict[str, int]:
+    """Return the least length of each file of a group's chunks and objects that must be there, by name.
+
+    A chunk that isn't there has the fill value, unless the array has none, as Megatron-Core's.
+    """
+    needed: dict[str, int] = {}
+    names = texts(group.index.file_text, group.index.file_start)
+    for number, (name, length) in enumerate(zip(names, group.index.file_length.tolist(), strict=True)):
+        if number not in group.sources:
+            needed[name] = length
+        elif group.sources[number][1] is not None:  # not one of the fill value, which is no file
+            needed[name] = 0  # it is packed: only its codec knows how long it has to be
+    for array in group.arrays:
+        if array.fill is None:
+            absent = missing_cells(array, stored_cells(storage, array))[:_MOST_MISSING].tolist()
+            needed |= {array.file_name(tuple(cell)): 0 for cell in absent}
+    return needed
+
 
 _NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 _CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
