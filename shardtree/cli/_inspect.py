@@ -17,7 +17,6 @@ from ..strategies.index import DeferredMetadata
 from ._command import complain
 from ._contents import (
     Contents,
-    Files,
     ObjectRow,
     TensorRow,
     brief,
@@ -25,13 +24,13 @@ from ._contents import (
     contents_in_files,
     cut_text,
     entries_of,
-    files_of,
     kind_of,
     plain,
     product_text,
     select,
     shape_text,
 )
+from ._files import Files, files_of
 from ._output import Heading, Output, Table, json_text, printable, show_table, size, spellable, working
 from ._series import find_steps, run_series
 from ._views import COMMON, KEYS, common_rows, key_rows, show_pieces, show_values

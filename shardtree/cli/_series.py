@@ -13,7 +13,8 @@ from ..pictures import moment_text
 from ..retention import SavedStep
 from ..storage import Storage, folder_in, listed, storage_at
 from ..world import one_process
-from ._contents import Files, files_in, files_of, plain
+from ._contents import plain
+from ._files import Files, files_in, files_of
 from ._output import Heading, Output, json_text, printable, show_table, size
 
 

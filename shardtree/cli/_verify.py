@@ -15,7 +15,7 @@ from ..storage import storage_at
 from ..strategies import LoadOptions, VerifyReport, by_reason
 from ..world import one_process
 from ._command import TROUBLE, complain
-from ._contents import files_in
+from ._files import files_in
 from ._output import Output, bar, json_text, pace, printable, show_verdict, size
 
 
