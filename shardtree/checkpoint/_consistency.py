@@ -9,6 +9,7 @@ from itertools import compress
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.ma  # np.unique does at its first call: a signal handler that saves could come in between
 
 from .. import layouts
 from ..errors import CorruptCheckpoint, IntegrityError, MetadataError, error_text, rank_text

@@ -1,12 +1,12 @@
 """What a place is that holds no finished checkpoint: a run, a folder of checkpoints, an unfinished one, a wrong name.
 
-Only an error is made of it: a guess from names on disk, never a choice of what is read.
+Only an error is made of it: a guess from names on disk and a file's first bytes, never a choice of what is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 
@@ -14,61 +14,10 @@ from ..errors import CheckpointingException, NotACheckpoint, error_text
 from ..storage import LocalStorage, Storage, folder_in, is_folder
 from ..strategies import Fields, is_save_folder
 from ..trees import near_names
+from ._clues import HEAD_BYTES, clue, clue_of_bytes, is_conversion, others_clue
 
 FieldsAt = Callable[[Storage], Fields | None]
 """Returns the fields of the checkpoint in a place, None if there is none."""
-
-_PICKLES = r".*\.(bin|pt|pth|ckpt|pkl)(\.index\.json)?"
-_SAFER = (
-    "Of weights, save_pretrained(..., safe_serialization=True) makes safetensors; whatever you trust, torch.load reads,"
-    " and `save` stores all of it."
-)
-
-_CLUES = (
-    (
-        r"latest_checkpointed_iteration\.txt",
-        "a run of Megatron-LM's or verl's, and no step in it that can be opened",
-        "Name the folder of a step, such as iter_0000042: the error says what it lacks.",
-    ),
-    (
-        r"mp_rank_\d+(_\d+)*",
-        "a checkpoint of Megatron-LM from before torch_dist: a pickle for each rank",
-        "Convert it to torch_dist with Megatron-LM.",
-    ),
-    (
-        r"__\d+\.metadata",
-        "a checkpoint of torch.distributed.checkpoint, saved with use_collectives=False: an index for each rank only",
-        "Load it with as many ranks there, and save it with collectives.",
-    ),
-    (
-        r".*\.distcp",
-        "data files of torch.distributed.checkpoint or Megatron-Core; their save wasn't finished, or a file got lost",
-        "Load another checkpoint; .metadata and, of Megatron-Core's, metadata.json have to be there.",
-    ),
-    (
-        r"common\.pt",
-        "a save of Megatron-Core's that wasn't finished: its common state is there, and its tensors aren't",
-        "Load another checkpoint, such as the step before.",
-    ),
-    (
-        r"shard-\d+-.*\.safetensors",
-        "the ranks' parts of a model, as torch.distributed.checkpoint's HuggingFaceStorageWriter saves them",
-        "Save with enable_consolidation=True, or consolidate them with torch.",
-    ),
-    (
-        r".*\.safetensors",
-        "several safetensors files, and no index that says which make up the model",
-        "Name one of the files, or fetch the index too.",
-    ),
-    (r"\.zarray|zarr\.json", "a zarr array, or a save of shardtree's that wasn't finished", "Name the array's group."),
-    (_PICKLES, "pickled weights or states, which can run code when they are loaded and aren't read", _SAFER),
-)
-_CONVERSION = re.compile(r"\.convert-[0-9a-f]+")
-_UNFINISHED = (
-    "a conversion that was interrupted, or is still running",
-    "Run the same conversion again: it goes on from what is there.",
-)
-_SAVE = ("a save that was interrupted, or is still running", "Load another checkpoint, or wait until it is finished.")
 
 
 def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
@@ -81,43 +30,59 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
     what = f"open: {storage.where()!r} is not a checkpoint"
     fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
     if is_folder(storage):
-        names = storage.names()
-        if not any(map(_CONVERSION.fullmatch, names)) and (inside := list(checkpoints_in(storage, fields_at))):
+        if not any(map(is_conversion, storage.names())) and (inside := list(checkpoints_in(storage, fields_at))):
             return _of_several(storage, what, inside)
-        state = "a folder without metadata.json, in no format that is recognised"
+        state, fix = _of_folder(storage, fix)
     elif storage.length("") is not None:
-        state, names = "a file in no format that is recognised", (storage.where().rpartition("/")[2],)
+        state, fix = _of_file(storage, fix)
     else:
         near = _similar_path(storage)
-        return NotACheckpoint(error_text(what, found="no such folder", fix=f"Did you mean {near!r}?" if near else fix))
-    if (hint := clue(names)) is not None:
-        state, fix = f"{state.partition(',')[0]}: {hint[0]}", hint[1]
-    elif steps := [name for name in names if step_prefix(name) is not None and is_folder(storage, name)]:
-        state, fix = "a run without a finished step", f"Open {steps[-1]!r} in it: the error says what it lacks."
+        state, fix = "no such folder", f"Did you mean {near!r}?" if near else fix
     return NotACheckpoint(error_text(what, found=state, fix=fix))
 
 
-def clue(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what a folder seems to be and what to do about it, None if no name in it is known.
+def _of_folder(storage: Storage, fix: str) -> tuple[str, str]:
+    """Return what a folder without a checkpoint is, and what to do about it."""
+    if (hint := clue(storage.names())) is not None:
+        return f"a folder without metadata.json: {hint[0]}", hint[1]
+    steps = [name for name in _folders(storage) if step_prefix(name) is not None]
+    if (below := _others_below(storage)) is not None:
+        name, (state, what_reads_it) = below
+        return f"{'a run' if steps else 'a folder'} of another program's; {name!r} in it is {state}", what_reads_it
+    if steps:
+        return "a run without a finished step", f"Open {steps[0]!r} in it: the error says what it lacks."
+    return "a folder without metadata.json, in no format that is recognised", fix
 
-    Args:
-        names: in the folder; of a file, its own.
 
-    Examples:
-        >>> clue(["config.json", "pytorch_model.bin"])[0]
-        "pickled weights or states, which can run code when they are loaded and aren't read"
-        >>> clue(["notes.txt"]) is None
-        True
-    """
-    names = list(names)
-    if any(map(_CONVERSION.fullmatch, names)):
-        return _UNFINISHED
-    if any(map(is_save_folder, names)):
-        return _SAVE
-    for pattern, state, fix in _CLUES:
-        if any(re.fullmatch(pattern, name, re.DOTALL) for name in names):
-            return state, fix
+def _of_file(storage: Storage, fix: str) -> tuple[str, str]:
+    """Return what a file without a checkpoint is, and what to do about it."""
+    hint = clue([storage.where().rpartition("/")[2]])
+    if hint is None:
+        with suppress(CheckpointingException), storage.open("") as reader:
+            hint = clue_of_bytes(bytes(reader.read(0, min(HEAD_BYTES, reader.length))))
+    return ("a file in no format that is recognised", fix) if hint is None else (f"a file: {hint[0]}", hint[1])
+
+
+_MOST_LOOKS = 3  # into folders of one folder: a run's steps are alike, and a step of Orbax's has few items
+
+
+def _others_below(storage: Storage, depth: int = 2) -> tuple[str, tuple[str, str]] | None:
+    """Return the first folder in a folder that seems to be another program's, and its clue; None if there is none."""
+    with suppress(CheckpointingException):
+        for name in islice(_folders(storage), _MOST_LOOKS):
+            folder = folder_in(storage, name)
+            if (hint := others_clue(folder.names())) is not None:
+                return name, hint
+            if depth > 1 and (below := _others_below(folder, depth - 1)) is not None:
+                return f"{name}/{below[0]}", below[1]
     return None
+
+
+def _folders(storage: Storage) -> Iterator[str]:
+    """Yield the names of a folder's folders, of steps the newest first; not those of saves, nor hidden ones."""
+    names = [name for name in storage.names() if not name.startswith(".") and not is_save_folder(name)]
+    # Sorted before it is asked what is a folder: a dataset may lie there, of very many files.
+    return (name for name in sorted(names, key=_newest_first) if is_folder(storage, name))
 
 
 # Checkpoints in the folders of a place
@@ -149,9 +114,7 @@ def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Ite
         depth: how many folders deep they may lie: a step of verl's has one for each model.
     """
     prefixes: set[str] = set()
-    names = [name for name in storage.names() if not name.startswith(".") and not is_save_folder(name)]
-    # Before it is asked what is a folder: a dataset may lie there, of very many files.
-    for name in islice((name for name in sorted(names, key=_newest_first) if is_folder(storage, name)), _MOST_FOLDERS):
+    for name in islice(_folders(storage), _MOST_FOLDERS):
         prefix = step_prefix(name)
         if prefix is not None and prefix in prefixes:
             continue

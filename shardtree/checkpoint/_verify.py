@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from ..geometry import as_int
 from ..storage import Directory, in_turn
 from ..strategies import (
     METADATA_FILE,
+    Checked,
     Checkpoint,
     Damage,
     Finding,
@@ -23,6 +24,7 @@ from ..strategies import (
     VerifyReport,
     by_reason,
     find_strategy,
+    is_damaged,
     is_of_others,
     manifest_findings,
     refuse_replaced,
@@ -51,7 +53,8 @@ def verify(
 
     Args:
         checkpoint_dir: where the checkpoint is.
-        report: called once, with how many bytes were read and which couldn't be checked.
+        report: called once, with the verdict: its `sound` is True where every byte was checked, and None where nothing
+            is damaged but some bytes have no checksum.
         strategies: the dispatch table; None for the process's.
         options: `threads`, `progress`, and what decides which values a load takes: `types` and `allow_pickle`. Values
             that a load with these options refuses are in the report, by name; they aren't damage.
@@ -83,14 +86,23 @@ def verify(
     # No check in the reads themselves: a strategy returns all findings, where a load's check raises at the first one.
     counting = replace(options, verify=None, progress=in_turn(count), threads=threads)
     findings = _findings(checkpoint_dir, counting, strategies)
+    damage = tuple(one for one in findings if isinstance(one, Damage))
     unchecked = tuple(one for one in findings if isinstance(one, Unchecked))
     if report is not None:
-        report(VerifyReport(nbytes[0], unchecked))
+        report(VerifyReport(nbytes[0], unchecked, _bytes_checked(findings), damage))
     elif unchecked:
         for why, ones in by_reason(unchecked).items():
             amount = f"{sum(one.nbytes for one in ones)} bytes in {plural(len(ones), 'file')}"
             logger.warning("verify: %s, such as %r, couldn't be checked: %s", amount, ones[0].file, why)
-    return tuple(one for one in findings if isinstance(one, Damage))
+    return damage
+
+
+def _bytes_checked(findings: Iterable[Finding]) -> int:
+    by_file: dict[str, int] = {}
+    for one in findings:
+        if isinstance(one, Checked):  # of two kinds of checksums, the one for more of the file
+            by_file[one.file] = max(by_file.get(one.file, 0), one.nbytes)
+    return sum(by_file.values())
 
 
 def _findings(directory: Directory, options: LoadOptions, strategies: Strategies | None) -> tuple[Finding, ...]:
@@ -102,7 +114,9 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     sharded, common = sharded_backend(checkpoint.fields), common_backend(checkpoint.fields)
     rows = [partial(strategy_of(StrategyAction.VERIFY, None, sharded, strategies), checkpoint)]
     verify_common = find_strategy(StrategyAction.VERIFY, *common, strategies=strategies)
-    if common != sharded and verify_common is not None:
+    if verify_common is None:
+        rows.append(partial(_unverified_common, checkpoint, strategies))
+    elif common != sharded:
         beside = checkpoint
         if are_objects_beside(sharded, common, strategies):
             # The objects are that format's shards: it checks them as those of a checkpoint that is all its own.
@@ -113,9 +127,9 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     with unless_replaced(checkpoint):
         by_manifest, whole = manifest_findings(checkpoint)
         findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
-        if not any(isinstance(one, Damage) for one in findings):  # damaged bytes can't be loaded in any case
+        if not is_damaged(findings):  # damaged bytes can't be loaded in any case
             findings += tuple(_common_findings(checkpoint, strategies))
-    if any(isinstance(one, Damage) for one in findings):
+    if is_damaged(findings):
         refuse_replaced(checkpoint)
     return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))
 
@@ -134,12 +148,21 @@ def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> I
         yield Damage("", str(error))
 
 
-def _metadata(checkpoint: Checkpoint) -> tuple[Unchecked, ...]:
+def _unverified_common(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Unchecked, ...]:
+    """Return the files of a common state whose format has nothing to check them by; where it lists none, all files."""
+    backend = common_backend(checkpoint.fields)
+    list_files, storage = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies), checkpoint.storage
+    lengths = {name: storage.length(name) for name in (list_files(checkpoint) if list_files else storage.names())}
+    why = f"nothing checks a common state in the format {backend[0]} {backend[1]}"
+    return tuple(Unchecked(name, why, length) for name, length in lengths.items() if length)
+
+
+def _metadata(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return metadata.json where it has no hash; one that has a hash was checked when it was opened."""
     length = checkpoint.storage.length(METADATA_FILE)
     if length is None or is_of_others(checkpoint.storage.read(METADATA_FILE)):
         return ()
     checkpoint.options.progress(length)
     if "digest" in checkpoint.fields:
-        return ()
+        return (Checked(METADATA_FILE, length),)
     return (Unchecked(METADATA_FILE, "metadata.json has no hash in this format", length),)

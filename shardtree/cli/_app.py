@@ -86,7 +86,8 @@ def demo(
 
 @_command(
     epilog="Example: shardtree inspect step-100 --sort bytes --limit 20\n\n"
-    "Exit status: 0; 1 where the common state can't be read; 2 where there is no checkpoint to read."
+    "Exit status: 0; 1 where files are missing, or the common state can't be read; 2 where there is no checkpoint to"
+    " read."
 )
 def inspect(
     checkpoint: Annotated[
@@ -138,7 +139,8 @@ def picture(
 
 @_command(
     epilog="Example: shardtree verify step-100\n\n"
-    "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, or nothing in its format to check by."
+    "Exit status: 0 no damage found; 1 damaged; 2 no checkpoint, nothing in its format to check by, or bytes without a"
+    " checksum where these are required."
 )
 def verify(
     checkpoint: Annotated[str, typer.Argument(metavar="CKPT", help="A checkpoint's folder, file or URL.")],
@@ -149,14 +151,20 @@ def verify(
         bool,
         typer.Option("--replicas", help="Show how copies differ that files have of one tensor, and nothing else."),
     ] = False,
+    require_checksums: Annotated[
+        bool,
+        typer.Option("--require-checksums", help="Have status 2 where nothing is damaged, but not all can be checked."),
+    ] = False,
     as_json: _Json = False,
 ) -> int:
-    """Read every byte of a checkpoint, and show each damaged region of a file."""
+    """Read every byte of a checkpoint, and show each damaged region of a file, and what has no checksum."""
     from ._verify import run_replicas, run_verify
 
+    if replicas and require_checksums:
+        raise typer.BadParameter("--replicas compares copies, and checks no checksums")
     if replicas:
         return run_replicas(checkpoint, as_json=as_json)
-    return run_verify(checkpoint, threads=threads, as_json=as_json)
+    return run_verify(checkpoint, threads=threads, needs_checksums=require_checksums, as_json=as_json)
 
 
 @_command(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from math import prod
 from typing import Any
 
@@ -19,7 +18,6 @@ from ..codec import dtype_name
 from ..errors import KeyMismatch, error_text, plural
 from ..layouts import Grid, chunk_grids
 from ..mapping import ShardedObject, ShardedTensor
-from ..storage import LocalStorage, MemoryStorage, Storage, file_lengths
 from ..strategies.index import DeferredMetadata, Index, IndexMetadata, item_sizes, reasoned, texts, untaken_of
 from ..trees import HOLE, Record, key_matcher, near_patterns, shell_differences
 
@@ -334,39 +332,3 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 
 def _short(words: str) -> str:
     return words if len(words) <= _LONGEST else words[: _LONGEST - 3] + "..."
-
-
-# The files of a folder: how many, and how long.
-
-_MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one takes a request
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """How many files a folder holds.
-
-    Attributes:
-        count: how many files were counted.
-        length: bytes in them.
-        is_all: whether there are no more.
-    """
-
-    count: int
-    length: int
-    is_all: bool
-
-
-def files_in(storage: Storage) -> Files:
-    """Return how many files a folder holds, and how long they are together; it stops counting at a limit.
-
-    Examples:
-        >>> storage = MemoryStorage()
-        >>> storage.write("a/b", [memoryview(b"123")], durable=False)
-        3
-        >>> files_in(storage)
-        Files(count=1, length=3, is_all=True)
-    """
-    most = _MOST if isinstance(storage, LocalStorage | MemoryStorage) else _MOST_REMOTE
-    # One more than are counted, to know whether there are more.
-    lengths = list(islice((length for _, length in file_lengths(storage)), most + 1))
-    return Files(min(len(lengths), most), sum(lengths[:most]), len(lengths) <= most)

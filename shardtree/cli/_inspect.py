@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoint import OpenCheckpoint, load_content_metadata, open_checkpoint
-from ..errors import CheckpointingException, NotACheckpoint, error_text, plural
+from ..errors import CheckpointingException, NotACheckpoint, error_text, plural, shorten
 from ..strategies import LoadOptions
 from ..strategies.index import DeferredMetadata
 from ._command import complain
 from ._contents import (
     Contents,
-    Files,
     ObjectRow,
     TensorRow,
     brief,
@@ -25,13 +24,13 @@ from ._contents import (
     contents_in_files,
     cut_text,
     entries_of,
-    files_in,
     kind_of,
     plain,
     product_text,
     select,
     shape_text,
 )
+from ._files import Files, files_of
 from ._output import Heading, Output, Table, json_text, printable, show_table, size, spellable, working
 from ._series import find_steps, run_series
 from ._views import COMMON, KEYS, common_rows, key_rows, show_pieces, show_values
@@ -144,6 +143,9 @@ def facts_of(findings: Findings) -> Iterable[tuple[str, str]]:
     # The count of files stops at a limit.
     beyond = "" if findings.files.is_all else "more than "
     yield "files", f"{beyond}{plural(findings.files.count, 'file')}, {beyond}{size(findings.files.length)}"
+    if findings.files.missing:
+        missing = findings.files.missing
+        yield "missing", f"{plural(len(missing), 'file')}, or a part: {', '.join(shorten(missing))}"
     parts = [(f"{part}_backend", f"{part}_backend_version") for part in ("sharded", "common")]
     sharded, common = (f"{findings.fields[name]} {findings.fields[version]}" for name, version in parts)
     yield "format", sharded if common == sharded else f"{sharded}, common state: {common}"
@@ -185,7 +187,7 @@ def document(findings: Findings, limit: int | None) -> dict[str, Any]:
         "content_metadata": plain(findings.content_metadata),
         "totals": _totals(findings.everything),
         "selected": _totals(findings.selection),
-        "files": {"count": findings.files.count, "bytes": findings.files.length, "complete": findings.files.is_all},
+        "files": files_record(findings.files),
         "tensors": list(map(_tensor_record, findings.selection.tensors[:limit])),
         "objects": [
             {
@@ -201,6 +203,12 @@ def document(findings: Findings, limit: int | None) -> dict[str, Any]:
         if common is None
         else [{"name": name, "type": kind_of(value), "value": brief(value)} for name, value in common.items()][:limit],
     }
+
+
+def files_record(files: Files) -> dict[str, Any]:
+    """Return the files of a checkpoint as docs/command-line.md describes them."""
+    counts = {"count": files.count, "bytes": files.length}
+    return {**counts, "complete": files.is_complete, "missing": list(files.missing or ())}
 
 
 def _totals(contents: Contents) -> dict[str, int]:
@@ -252,7 +260,9 @@ class View:
 
 
 def run_inspect(checkpoint: str, view: View, *, as_json: bool, allow_pickle: bool) -> int:
-    """Print what is in a checkpoint, or under a root of steps; return 1 where its common state can't be read, else 0.
+    """Print what is in a checkpoint, or under a root of steps, and return the exit status.
+
+    It is 1 where its common state can't be read, or files are missing; else 0.
 
     Args:
         checkpoint: a path or URL.
@@ -302,7 +312,7 @@ def _show_contents(console: Console, where: str, tree: OpenCheckpoint, view: Vie
         print(json_text(document(findings, view.limit)))
     else:
         show_findings(console, findings, view.limit, is_selection=bool(view.patterns))
-    return 0 if findings.common is not None else 1
+    return 0 if findings.common is not None and not findings.files.missing else 1
 
 
 def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort: str = "key") -> Findings:
@@ -333,7 +343,7 @@ def examine(where: str, tree: OpenCheckpoint, patterns: Sequence[str] = (), sort
         common,
         problem,
         content,
-        files_in(tree.checkpoint.storage),
+        files_of(tree),
         in_files=isinstance(tree.metadata, DeferredMetadata) and everything == contents_in_files(tree),
     )
 

@@ -92,9 +92,12 @@ def spellable(console: Console) -> Callable[[str], str]:
     return lambda words: words.translate(_ASCII)
 
 
-def show_verdict(console: Console, is_good: bool, words: str) -> None:
-    """Print a sentence behind the sign that says whether it is good."""
-    sign, style = ("✓ ", "bold green") if is_good else ("✗ ", "bold red")
+_SIGNS = {True: ("✓ ", "bold green"), False: ("✗ ", "bold red"), None: ("? ", "bold yellow")}
+
+
+def show_verdict(console: Console, is_good: bool | None, words: str) -> None:
+    """Print a sentence behind the sign that says whether it is good; None where that isn't known."""
+    sign, style = _SIGNS[is_good]
     console.print(Text.assemble((spellable(console)(sign), style), printable(words)))
 
 

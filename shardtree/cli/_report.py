@@ -27,14 +27,14 @@ from ..pictures import (
     stored_picture,
     table_html,
 )
-from ..strategies import Damage, LoadOptions, VerifyReport
+from ..strategies import LoadOptions, VerifyReport
 from ..strategies.index import texts
 from ._command import TROUBLE, options_as_typed, shell_words
 from ._contents import TensorRow, cut_text, shape_text, stored_index
 from ._diff import Outcome, difference_of, difference_tables, summary
 from ._inspect import Findings, examine, facts_of, object_table, tensor_table
 from ._output import Heading, Output, Table, printable, show_verdict, size
-from ._verify import find_damage, unchecked_lines
+from ._verify import find_damage, unchecked_lines, verdict
 from ._views import COMMON, KEYS, common_rows, key_rows
 
 _MOST_ROWS = 2000  # of a table: a browser shows a page of a million rows badly
@@ -55,15 +55,13 @@ class Side:
         tree: the checkpoint; None where it can't be opened, as where its index is damaged.
         findings: what is in it; None likewise.
         problem: why it can't be opened, or not be checked for damage.
-        damage: what is damaged; None where it wasn't checked.
-        verification: how much was; None likewise.
+        verification: what is damaged, and how much was checked; None where nothing was.
     """
 
     where: str
     tree: OpenCheckpoint | None
     findings: Findings | None
     problem: str
-    damage: tuple[Damage, ...] | None
     verification: VerifyReport | None
 
 
@@ -88,10 +86,7 @@ def run_report(checkpoint: str, other: str | None, out: str, *, is_checked: bool
     write_text(out, report_page(sides, outcome, problem))
     console, verdicts = Output(), list(_verdicts(sides, outcome))
     for is_good, text in verdicts:
-        if is_good is None:
-            console.print(Text(printable(text)))
-        else:
-            show_verdict(console, is_good, text)
+        show_verdict(console, is_good, text)
     problems = [each for each in (*(side.problem for side in sides), problem) if each]
     for each in problems:
         typer.echo("\n".join(map(printable, f"shardtree report: {each}".split("\n"))), err=True)
@@ -114,15 +109,15 @@ def _examine(where: str, *, is_checked: bool, allow_pickle: bool) -> Side:
             raise
         problem = _in_the_shell(error)
     if not is_checked:
-        return Side(where, tree, findings, "", None, None)
+        return Side(where, tree, findings, "", None)
     try:
-        damage, verification = find_damage(where)
+        verification = find_damage(where)
     except StrategyError as error:
         fix = "All else is in the report; with --no-verify nothing is checked, and the status is 0."
         note = f"{where} wasn't checked for damage, since its format can't be.\n  {_in_the_shell(error)}\n  {fix}"
-        return Side(where, tree, findings, problem or note, None, None)
+        return Side(where, tree, findings, problem or note, None)
     # What keeps it from being opened is among the damage then.
-    return Side(where, tree, findings, "" if damage else problem, damage, verification)
+    return Side(where, tree, findings, "" if verification.damage else problem, verification)
 
 
 def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome | None, str]:
@@ -135,16 +130,12 @@ def _compare(left: Side, right: Side, *, only_structure: bool) -> tuple[Outcome 
 
 
 def _verdicts(sides: Sequence[Side], outcome: Outcome | None) -> Iterator[tuple[bool | None, str]]:
-    """Yield what was found in a sentence each, and whether it is good; None where nothing was looked for."""
+    """Yield what was found in a sentence each, and whether it is good; None where that isn't known."""
     for side in sides:
-        if side.damage is None or side.verification is None:
+        if side.verification is None:
             yield None, f"{side.where} wasn't checked for damage"
-        elif side.damage:
-            yield False, f"{side.where} is damaged in {plural(len({one.file for one in side.damage}), 'file')}"
         else:
-            without = side.verification.unchecked_nbytes
-            more = f", {size(without)} without a checksum" if without else ""
-            yield True, f"no damage found in {side.where}: {size(side.verification.bytes_read)} read{more}"
+            yield side.verification.sound, verdict(side.where, side.verification)
     if outcome is not None:
         yield not outcome.difference, summary(outcome)
 
@@ -225,7 +216,7 @@ def _html(table: Table, most: int = _MOST_ROWS) -> str:
 
 
 def _damage(side: Side, name: str) -> Iterator[str]:
-    if side.damage:
+    if side.verification is not None and side.verification.damage:
         yield element_html("h2", f"{name}damage")
         rows = [
             (
@@ -234,7 +225,7 @@ def _damage(side: Side, name: str) -> Iterator[str]:
                 " ".join(one.what.split()),
                 ", ".join(shorten(one.holds)),
             )
-            for one in side.damage
+            for one in side.verification.damage
         ]
         headings = [Heading("file"), Heading("bytes", right=True), Heading("what"), Heading("what lies there")]
         yield _html(Table(headings, rows))

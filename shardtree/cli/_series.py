@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.text import Text
 
-from ..checkpoint import CheckpointSeries, step_prefix
-from ..errors import plural, shorten
+from ..checkpoint import CheckpointSeries, open_checkpoint, step_prefix
+from ..errors import CheckpointingException, plural, shorten
 from ..pictures import moment_text
 from ..retention import SavedStep
-from ..storage import folder_in, listed, storage_at
+from ..storage import Storage, folder_in, listed, storage_at
 from ..world import one_process
-from ._contents import Files, files_in, plain
+from ._contents import plain
+from ._files import Files, files_in, files_of
 from ._output import Heading, Output, json_text, printable, show_table, size
 
 
@@ -51,8 +52,22 @@ def find_steps(where: str) -> Steps | None:
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
-        rows = tuple((step, files_in(folder_in(storage, step.folder))) for step in steps)
+        looked_at = steps[-_MOST_OPENED:]
+        rows = tuple((step, _files(folder_in(storage, step.folder), is_opened=step in looked_at)) for step in steps)
     return Steps(where, rows, tuple(sorted(folders.keys() - {step.folder for step in steps})))
+
+
+_MOST_OPENED = 5  # of the newest steps, one of which a run resumes from: each has an index to read
+
+
+def _files(folder: Storage, *, is_opened: bool) -> Files:
+    """Return the files of a step's folder; which of them are missing too, if the step is to be opened."""
+    if not is_opened:
+        return files_in(folder)
+    try:
+        return files_of(open_checkpoint(folder))
+    except CheckpointingException:
+        return replace(files_in(folder), is_readable=False)
 
 
 def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
@@ -74,6 +89,7 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
     cells = []
     for step, files in steps.rows:
         marks = ["newest"] * (step is steps.rows[-1][0]) + ["pinned"] * step.pinned
+        marks += ["incomplete"] * (files.is_all and files.is_complete is False)
         length = ("" if files.is_all else "more than ") + size(files.length)
         values = (f"{step.metrics[name]:g}" if name in step.metrics else "" for name in metrics)
         cells.append((step.folder, moment_text(step.time) or "?", length, *values, ", ".join(marks)))
@@ -102,7 +118,8 @@ def _document(steps: Steps, limit: int | None) -> dict[str, Any]:
                 "newest": step is steps.rows[-1][0],
                 "files": files.count,
                 "bytes": files.length,
-                "complete": files.is_all,
+                "complete": files.is_complete,
+                "missing": list(files.missing or ()),
             }
             for step, files in steps.rows[:limit]
         ],

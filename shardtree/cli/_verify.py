@@ -1,51 +1,58 @@
-"""`shardtree verify`: every byte of a checkpoint compared with its checksum."""
+"""`shardtree verify`: every byte of a checkpoint that has a checksum compared with it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
 
 from ..checkpoint import check_replicas, verify
-from ..errors import plural, shorten
+from ..errors import StrategyError, error_text, plural, shorten
 from ..storage import storage_at
-from ..strategies import Damage, LoadOptions, VerifyReport, by_reason
+from ..strategies import LoadOptions, VerifyReport, by_reason
 from ..world import one_process
-from ._contents import files_in
+from ._command import TROUBLE, complain
+from ._files import files_in
 from ._output import Output, bar, json_text, pace, printable, show_verdict, size
 
 
-def run_verify(checkpoint: str, *, threads: int | None, as_json: bool) -> int:
+def run_verify(checkpoint: str, *, threads: int | None, needs_checksums: bool, as_json: bool) -> int:
     """Print what is damaged in a checkpoint, and return the exit status: 0 where nothing is, else 1.
 
     Args:
         checkpoint: a path or URL.
         threads: how many read and check; None for the usual number.
+        needs_checksums: whether bytes without a checksum make the status 2, where nothing is damaged.
         as_json: whether to print JSON.
 
     Raises:
         CheckpointingException: there is no checkpoint, or nothing to check it by.
     """
     began = time.monotonic()
-    damage, report = find_damage(checkpoint, threads)
+    report = find_damage(checkpoint, threads)
     if as_json:
         record = {
             "checkpoint": checkpoint,
-            "sound": not damage,
+            "sound": report.sound,
             "bytes_read": report.bytes_read,
+            "bytes_checked": report.bytes_checked,
             "bytes_unchecked": report.unchecked_nbytes,
-            "damage": [asdict(one) for one in damage],
+            "damage": [asdict(one) for one in report.damage],
             "unchecked": [asdict(one) for one in report.unchecked],
         }
         print(json_text(record))
     else:
-        amount = f"{size(report.bytes_read)} read {pace(report.bytes_read, time.monotonic() - began)}"
-        _show(Output(), checkpoint, report, damage, amount)
+        _show(Output(), checkpoint, report, pace(report.bytes_read, time.monotonic() - began))
+    if report.sound is None and needs_checksums:
+        what, fix = "verify: bytes without a checksum", "Leave out --require-checksums: most formats have some."
+        amount = f"{size(report.unchecked_nbytes)} of {checkpoint}"
+        complain("verify", StrategyError(error_text(what, found=amount, expected="none", fix=fix)))
+        return TROUBLE
     # Bytes without a checksum aren't damage: most formats of other programs have some.
-    return 1 if damage else 0
+    return 0 if report.sound is not False else 1
 
 
 def run_replicas(checkpoint: str, *, as_json: bool) -> int:
@@ -66,7 +73,7 @@ def run_replicas(checkpoint: str, *, as_json: bool) -> int:
     return 1 if apart else 0
 
 
-def find_damage(checkpoint: str, threads: int | None = None) -> tuple[tuple[Damage, ...], VerifyReport]:
+def find_damage(checkpoint: str, threads: int | None = None) -> VerifyReport:
     """Return what is damaged in a checkpoint, and how much was checked, with a bar while it is read.
 
     Raises:
@@ -76,20 +83,41 @@ def find_damage(checkpoint: str, threads: int | None = None) -> tuple[tuple[Dama
     files, reports = files_in(storage), list[VerifyReport]()
     # The bar is on stderr, so that stdout can be piped; without the length of all files it has no end to show.
     with bar(Output(stderr=True), "verify", files.length if files.is_all else None) as advance:
-        damage = verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
-    return damage, reports[0]
+        verify(storage, options=LoadOptions(threads=threads, progress=advance), report=reports.append)
+    return reports[0]
 
 
-def _show(console: Console, where: str, report: VerifyReport, damage: Sequence[Damage], amount: str) -> None:
-    for one in damage:
+def verdict(where: str, report: VerifyReport) -> str:
+    """Return in a sentence what was found of a checkpoint.
+
+    Examples:
+        >>> from shardtree.strategies import Unchecked
+        >>> verdict("step-1", VerifyReport(9, (), 9))
+        'no damage found in step-1: 9 B read'
+        >>> verdict("step-1", VerifyReport(9, (Unchecked("f", "no checksum", 7),), 2))
+        'step-1 is checked in part: 2 B without damage, 7 B without a checksum'
+        >>> verdict("step-1", VerifyReport(0, (Unchecked("f", "no checksum", 7),)))
+        'step-1 is unchecked: its 7 B have no checksum'
+    """
+    if report.damage:
+        return f"{where} is damaged in {plural(len({one.file for one in report.damage}), 'file')}"
+    checked, unchecked = size(report.bytes_checked), size(report.unchecked_nbytes)
+    if report.sound:
+        return f"no damage found in {where}: {size(report.bytes_read)} read"
+    if report.bytes_checked:
+        return f"{where} is checked in part: {checked} without damage, {unchecked} without a checksum"
+    return f"{where} is unchecked: its {unchecked} have no checksum"
+
+
+def _show(console: Console, where: str, report: VerifyReport, pace: str) -> None:
+    for one in report.damage:
         # An end of 0: the file is damaged or missing as a whole.
         place = f", bytes {one.begin:,} to {one.end:,}" if one.end else ""
         console.print(Text.assemble((printable(one.file), "bold red"), place))
         for line in (*one.what.split("\n"), *(f"  {key}" for key in shorten(one.holds))):
             console.print(Text(f"    {printable(line)}"))
-    files = plural(len({one.file for one in damage}), "file")
-    sound = f"no damage found in {where}: {amount}"
-    show_verdict(console, not damage, f"{where} is damaged in {files}. {amount}" if damage else sound)
+    read = "" if report.sound else f". {size(report.bytes_read)} read"
+    show_verdict(console, report.sound, f"{verdict(where, report)}{read} {pace}")
     for line in unchecked_lines(report):
         console.print(Text(f"  {printable(line)}"))
 

@@ -5,8 +5,19 @@ This room isn't settled: its names may still change, those of the root alone sta
 
 from ._actions import PROTOCOLS, Commit, Copies, Describe, Recognize, Resolution, Strategies, Strategy, StrategyAction
 from ._checks import IN_COMMON, check_fit, misfit, old_unique_key
-from ._findings import Damage, Finding, Region, Unchecked, VerifyReport, by_reason, refused_findings, stored_parts
-from ._manifest import MANIFEST_FILE, manifest_findings
+from ._findings import (
+    Checked,
+    Damage,
+    Finding,
+    Region,
+    Unchecked,
+    VerifyReport,
+    by_reason,
+    is_damaged,
+    refused_findings,
+    stored_parts,
+)
+from ._manifest import MANIFEST_FILE, manifest_findings, read_manifest
 from ._metadata import (
     check_unchanged,
     check_unreplaced,
@@ -86,6 +97,7 @@ from .index._metadata import PairsMapping
 
 __all__ = [
     "AsyncRequest",
+    "Checked",
     "Checkpoint",
     "Damage",
     "Finding",

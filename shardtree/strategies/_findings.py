@@ -1,4 +1,4 @@
-"""Findings of `verify`: bytes that aren't what was saved, and bytes without a checksum."""
+"""Findings of `verify`: bytes that aren't what was saved, bytes without a checksum, and how many have one."""
 
 from __future__ import annotations
 
@@ -119,8 +119,31 @@ class Unchecked:
         return file == self.file and (not self.spans or any(begin <= byte < end for begin, end in self.spans))
 
 
-Finding = Damage | Unchecked
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Bytes of a checkpoint that were compared with a checksum.
+
+    Attributes:
+        file: the file's name in the checkpoint.
+        nbytes: how many there are.
+    """
+
+    file: str
+    nbytes: int
+
+
+Finding = Damage | Unchecked | Checked
 """What `verify` may find."""
+
+
+def is_damaged(findings: Iterable[Finding]) -> bool:
+    """Return whether something is damaged.
+
+    Examples:
+        >>> is_damaged([Checked("f", 9)]), is_damaged([Damage("f", "cut")])
+        (False, True)
+    """
+    return any(isinstance(one, Damage) for one in findings)
 
 
 def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -138,11 +161,23 @@ def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int]
     return (*ranges, (at, length)) if at < length else tuple(ranges)
 
 
-def uncovered(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Unchecked, ...]:
-    """Return the bytes of a file that lie in none of the given spans as an `Unchecked`; () if there are none."""
+def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Finding, ...]:
+    """Return how many bytes of a file lie in spans that were checked, and those that don't as an `Unchecked`.
+
+    Args:
+        file: the file's name.
+        why: the reason that other bytes have no checksum.
+        length: of the file.
+        spans: ranges of bytes that were compared with a checksum.
+
+    Examples:
+        >>> span_findings("f", "no checksum", 10, [(0, 7)])
+        (Checked(file='f', nbytes=7), Unchecked(file='f', why='no checksum', nbytes=3, spans=((7, 10),)))
+    """
     ranges = gaps(length, spans)
     nbytes = sum(end - begin for begin, end in ranges)
-    return (Unchecked(file, why, nbytes, ranges if nbytes < length else ()),) if ranges else ()
+    unchecked = (Unchecked(file, why, nbytes, ranges if nbytes < length else ()),) if ranges else ()
+    return (Checked(file, length - nbytes), *unchecked) if nbytes < length else unchecked
 
 
 def untaken_findings(untaken: Mapping[str, str]) -> list[Unchecked]:
@@ -190,32 +225,53 @@ def by_reason(findings: Iterable[Unchecked]) -> dict[str, list[Unchecked]]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
-    """How much a `verify` has read, and what it couldn't check.
+    """The verdict of a `verify`: how much it has read, and what it found, or couldn't check.
 
     Attributes:
         bytes_read: of all files; those with two kinds of checksums are read twice.
         unchecked: bytes without a checksum.
+        bytes_checked: bytes that were compared with a checksum, each counted once.
+        damage: what isn't what was saved.
     """
 
     bytes_read: int
     unchecked: tuple[Unchecked, ...]
+    bytes_checked: int = 0
+    damage: tuple[Damage, ...] = ()
 
-    def __str__(self) -> str:
-        """Return how much was read, and by the reason, how much couldn't be checked.
+    @property
+    def sound(self) -> bool | None:
+        """Whether all is as it was saved; None where nothing is damaged, and some bytes have no checksum.
 
         Examples:
-            >>> print(VerifyReport(100, (Unchecked("f", "no checksum", 7),)))
-            100 B read
+            >>> unchecked = (Unchecked("f", "no checksum", 7),)
+            >>> VerifyReport(100, (), 100).sound, VerifyReport(100, unchecked, 93).sound
+            (True, None)
+            >>> VerifyReport(100, unchecked, 93, (Damage("f", "cut"),)).sound
+            False
+        """
+        if self.damage:
+            return False
+        return None if self.unchecked_nbytes else True
+
+    def __str__(self) -> str:
+        """Return how much was read and checked, and by the reason, how much couldn't be.
+
+        Examples:
+            >>> print(VerifyReport(100, (Unchecked("f", "no checksum", 7),), 93))
+            100 B read, 93 B of the files checked
             7 B in 1 file couldn't be checked: no checksum
         """
-        lines = [f"{size_text(self.bytes_read)} read"]
+        lines = [f"{size_text(self.bytes_read)} read, {size_text(self.bytes_checked)} of the files checked"]
+        lines += [f"damaged: {one}" for one in shorten(list(map(str, self.damage)))]
         for why, group in by_reason(self.unchecked).items():
             amount = size_text(sum(one.nbytes for one in group))
             lines.append(f"{amount} in {plural(len(group), 'file')} couldn't be checked: {why}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return f"VerifyReport({size_text(self.bytes_read)} read, {size_text(self.unchecked_nbytes)} unchecked)"
+        checked, unchecked = size_text(self.bytes_checked), size_text(self.unchecked_nbytes)
+        return f"VerifyReport(sound={self.sound}, {checked} checked, {unchecked} unchecked)"
 
     def _repr_html_(self) -> str:
         return notebook_html(self)

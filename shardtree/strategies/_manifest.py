@@ -10,7 +10,7 @@ from typing import Any
 from ..codec import parse_json
 from ..errors import CheckpointingException, CorruptCheckpoint, error_text
 from ..storage import Storage, in_threads
-from ._findings import Damage, Finding, Unchecked
+from ._findings import Checked, Damage, Finding, Unchecked
 from ._values import Checkpoint
 
 MANIFEST_FILE = "integrity.json"
@@ -90,8 +90,9 @@ def manifest_findings(checkpoint: Checkpoint) -> tuple[tuple[Finding, ...], froz
     names = sorted(manifest)
     wrong = in_threads(lambda name: _wrong(checkpoint, name, manifest[name]), names, checkpoint.options.threads)
     damages = [Damage(name, what) for name, what in zip(names, wrong, strict=True) if what]
-    whole = frozenset(name for name, what in zip(names, wrong, strict=True) if not what)
-    return (*damages, *_unlisted_files(checkpoint.storage, manifest)), whole | {MANIFEST_FILE}
+    whole = frozenset(name for name, what in zip(names, wrong, strict=True) if not what) | {MANIFEST_FILE}
+    checked = [Checked(name, checkpoint.storage.length(name) or 0) for name in sorted(whole)]
+    return (*damages, *checked, *_unlisted_files(checkpoint.storage, manifest)), whole
 
 
 def _wrong(checkpoint: Checkpoint, name: str, expected: str) -> str:

@@ -20,7 +20,7 @@ from ..errors import (
 )
 from ..storage import Buffer, opened
 from ..trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
-from ._findings import Damage, Finding, Unchecked, uncovered
+from ._findings import Damage, Finding, span_findings
 from ._manifest import check_listed
 from ._metadata import refuse_replaced
 from ._values import Checkpoint, Fields, LoadOptions, PendingSave
@@ -178,7 +178,7 @@ def verify_archive(checkpoint: Checkpoint, name: str) -> tuple[Finding, ...]:
     except CorruptCheckpoint as error:
         return (Damage(name, str(error)),)
     checkpoint.options.progress(data.nbytes)
-    return archive_unchecked(name, data)
+    return archive_findings(name, data)
 
 
 def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -203,8 +203,8 @@ def _read(checkpoint: Checkpoint, name: str) -> tuple[Buffer, str]:
 HEADERS = "headers, names and padding of zip archives: compared where they say a thing twice"
 
 
-def archive_unchecked(name: str, data: Buffer) -> tuple[Unchecked, ...]:
-    """Return which bytes of a sound archive have no CRC32.
+def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
+    """Return how many bytes of a sound archive have a CRC32, and those that have none.
 
     Args:
         name: of the file that the archive is.
@@ -215,4 +215,4 @@ def archive_unchecked(name: str, data: Buffer) -> tuple[Unchecked, ...]:
     except CheckpointingException:
         records = ()  # torch wrote it in another form, which has no checksums
     spans = ((record.begin, record.begin + record.nbytes) for record in records if record.crc32)
-    return uncovered(name, HEADERS, data.nbytes, spans)
+    return span_findings(name, HEADERS, data.nbytes, spans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import shardtree as st
 from shardtree.trees import match_key
-from tests.cli.checkpoints import ROOT, document, process, run
+from tests.cli.checkpoints import ROOT, document, process, run, training_state
 
 
 def test_json_says_what_the_library_says(folder: Path) -> None:
@@ -37,7 +38,7 @@ def test_json_says_what_the_library_says(folder: Path) -> None:
     assert found["totals"] == {"tensors": 5, "elements": 163, "bytes": 644, "objects": 4}
     files = [path for path in folder.rglob("*") if path.is_file()]
     lengths = sum(path.stat().st_size for path in files)
-    assert found["files"] == {"count": len(files), "bytes": lengths, "complete": True}
+    assert found["files"] == {"count": len(files), "bytes": lengths, "complete": True, "missing": []}
     assert found["content_metadata"] == {"optimizer": "adam"}
     assert [row["name"] for row in found["common"]] == ["iteration", "args"]
     shown = run("inspect", folder).stdout
@@ -181,3 +182,80 @@ def test_every_fixture_is_shown_whole(name: str) -> None:
     assert {row["key"] for row in found["tensors"]} | {row["unique_key"] for row in found["objects"]} == set(metadata)
     assert all(row["cut"] is not None for row in found["tensors"])
     assert found["common"]
+
+
+# What is missing is named; what is there is whole.
+
+
+FORMATS = {
+    ("safetensors", 1): "**/00001-of-*",
+    ("torch_dist", 1): "__1_0.distcp",
+    ("dcp", 1): "__1_0.distcp",
+    ("zarr", 3): "model.weight/c.1.0",
+    ("huggingface", 1): "model.safetensors",
+}
+
+
+@pytest.mark.parametrize("backend", FORMATS, ids=str)
+@pytest.mark.parametrize("is_cut", [False, True], ids=["gone", "cut"])
+def test_a_data_file_that_is_gone_or_cut_is_missing(backend: tuple[str, int], is_cut: bool, tmp_path: Path) -> None:
+    def save(world: st.World) -> None:
+        tree = training_state(world.rank)
+        if backend[0] == "huggingface":
+            tree = {key: tree["model"][key] for key in ("weight", "bias", "uneven")}
+        st.save(tree, tmp_path, backend, world=world)
+
+    st.simulate(4, save)
+    found = document("inspect", tmp_path)
+    assert (found["files"]["complete"], found["files"]["missing"]) == (True, [])
+    (path,) = tmp_path.glob(FORMATS[backend])
+    name = path.relative_to(tmp_path).as_posix()
+    data = path.read_bytes()
+    path.unlink()
+    if is_cut:
+        path.write_bytes(data[: len(data) // 2])
+    done = run("inspect", tmp_path)
+    if backend[0] == "huggingface":  # which has no metadata but the file's own
+        assert (done.exit_code, done.stdout) == (2, "")
+        return
+    assert done.exit_code == 1
+    assert f"missing           1 file, or a part: {name}\n" in done.stdout
+    found = document("inspect", tmp_path, status=1)
+    assert (found["files"]["complete"], found["files"]["missing"]) == (False, [name])
+
+
+def test_a_common_state_and_a_chunk_without_a_fill_value_can_be_missing(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "tests" / "fixtures" / "megatron_old_zarr", copy)
+    assert document("inspect", copy)["files"]["complete"] is True
+    (copy / "layer.weight" / "0.0").unlink()
+    (copy / "common.pt").unlink()
+    files = document("inspect", copy, status=1)["files"]
+    assert (files["complete"], files["missing"]) == (False, ["common.pt", "layer.weight/0.0"])
+
+
+def test_links_as_in_a_cache_are_files_and_manifests_name_some(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    source = ROOT / "tests" / "fixtures" / "megatron_0161_tp2"
+    for path in source.iterdir():
+        (copy / path.name).symlink_to(path)
+    assert document("inspect", copy)["files"]["complete"] is True
+    hashes = {"../outside": "0" * 64, "gone": "0" * 64, "common.pt": "0" * 64}
+    (copy / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": hashes}))
+    done = run("inspect", copy, "--json")
+    assert json.loads(done.stdout)["files"]["missing"] == ["../outside", "gone"]
+
+
+def test_an_incomplete_step_of_a_run_is_marked(tmp_path: Path) -> None:
+    series = st.CheckpointSeries(tmp_path)
+    for step in range(1, 8):
+        series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, step)
+    next((tmp_path / "step_00000006").glob("*/00000-of-*")).unlink()
+    next((tmp_path / "step_00000007").glob("*/index-0*")).unlink()
+    steps = document("inspect", tmp_path)["steps"]
+    # Older ones aren't opened.
+    assert [step["complete"] for step in steps] == [None, None, True, True, True, False, False]
+    assert [len(step["missing"]) for step in steps] == [0] * 5 + [1, 0]
+    shown = run("inspect", tmp_path).stdout
+    assert re.search(r"step_00000006 .* incomplete\n", shown) and re.search(r"00007 .* newest, incomplete\n", shown)

@@ -18,6 +18,7 @@ FENCE = re.compile(
 )
 NOT_PYTHON = {"", "{eval-rst}", "{toctree}", "bash", "console", "json", "text", "toml", "yaml"}
 SCRIPTS = {"job.py", "train_dcp.py", "train_shardtree.py"}  # which tests/docs/test_fsdp2.py runs
+SCRIPTS |= {"train_until_told.py"}  # which tests/docs/test_told_to_stop.py runs
 SCRIPTS |= {"train_zero1.py"}  # which docs/optimizer-states.md runs
 SCRIPTS |= {"train_pipeline.py"}  # which tests/docs/test_pipeline_stages.py runs
 SCRIPTS |= {"megatron_gpt.py"}  # which tests/docs/test_megatron_page.py runs

@@ -55,7 +55,18 @@ def torchrun(processes: int, script: Path | str, *arguments: str) -> subprocess.
 
     The script may be ``-m``, with a module's name as the first argument.
     """
+    job = started_torchrun(processes, script, *arguments)
+    try:
+        stdout, stderr = job.communicate(timeout=900)
+    finally:
+        job.kill()
+    return subprocess.CompletedProcess(job.args, job.returncode, stdout, stderr)
+
+
+def started_torchrun(processes: int, script: Path | str, *arguments: str) -> subprocess.Popen[str]:
+    """Return such a job as it begins."""
     job = [*quick_python(), "-W", "error", "-m", "torch.distributed.run", "--standalone"]
     ranks = [f"--nproc-per-node={processes}", "--no-python", *quick_python(), str(script), *arguments]
     environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*job, *ranks], capture_output=True, text=True, timeout=900, env=environment, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*job, *ranks], text=True, env=environment, **pipes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,17 @@ def test_killed_it_takes_its_fork_with_it() -> None:
         assert process.stdout is not None and process.stdout.readline() == b"begun\n"
         process.kill()
         assert process.stdout.read() == b""  # which ends once nobody has it to write to
+
+
+@pytest.mark.parametrize(
+    ("handler", "status"), [("lambda *_: sys.exit(7)", 7), ("signal.SIG_DFL", -signal.SIGTERM), ("signal.SIG_IGN", 0)]
+)
+def test_it_is_told_to_end_as_python_is(handler: str, status: int) -> None:
+    code = f"import signal, sys; signal.signal(signal.SIGTERM, {handler}); print('begun', flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*quick_python(), "-c", code], **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        process.terminate()
+        if handler == "signal.SIG_IGN":
+            process.stdin.close()
+        assert process.wait(60) == status

@@ -55,9 +55,10 @@ def forked(connection: socket.socket) -> Command:
         return command
     for stream in (0, 1, *command.streams):
         os.close(stream)  # whoever reads them waits until all have closed them
-    ready, _, _ = select.select([os.pidfd_open(process), connection], [], [])
-    if connection in ready:
-        os.kill(process, signal.SIGKILL)
+    ended = os.pidfd_open(process)
+    while ended not in select.select([ended, connection], [], [])[0]:
+        # Signals that it passes on; nothing more comes once it is dead.
+        os.kill(process, next(iter(connection.recv(1)), signal.SIGKILL))
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
         connection.sendall(b"%d\n" % status)

@@ -108,7 +108,7 @@ class CheckpointSeries:
         return on_rank_zero(self._ranks(), "series: list", self._newest)
 
     def latest_verified(self) -> SavedStep | None:
-        """Return the newest finished step in which every byte is what was saved, None if there is none.
+        """Return the newest finished step in which `verify` finds no damage, None if there is none.
 
         Rank 0 reads whole checkpoints, the newest first, and the log says which were passed over, and why. The other
         ranks wait, for no longer than the world's timeout.

@@ -21,7 +21,7 @@ from ...plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
 from .._actions import Recognize, Resolution, Strategies, Strategy, StrategyAction
 from .._checks import Comparison, check_fit, check_objects_known, first_difference, memory_of, pieces_of
-from .._findings import Damage, Finding, uncovered
+from .._findings import Damage, Finding, span_findings
 from .._metadata import check_lengths
 from .._traits import FormatTraits
 from .._values import Checkpoint
@@ -306,7 +306,7 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
             yield _damage(contents, numbers[file.name], record, what)
     for file in contents.files:
         covered = ((record.begin, record.begin + record.nbytes) for record in file.records if record.crc32)
-        yield from uncovered(file.name, HEADERS, file.length, covered)
+        yield from span_findings(file.name, HEADERS, file.length, covered)
     if not any(problems):  # damaged masters differ from their weights in any case
         yield from (Damage("", str(error)) for error in _compare_all(checkpoint, contents))
     refused = differing_among(checkpoint, contents.copies, contents.copies) | dict(contents.refused)

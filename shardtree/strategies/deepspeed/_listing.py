@@ -14,6 +14,9 @@ ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
+STATES = "zero"
+"""The folder of the parameters' folders in a Universal Checkpoint."""
+
 # `pp_rank` is the data-parallel rank, by history. Without other leading zeros: a rank has one file.
 _DATA, _TENSOR = r"(0|[1-9]\d{0,8})", r"(\d{2}|[1-9]\d{2,8})"
 _MODEL = re.compile(rf"(?:zero_pp_rank_{_DATA}_)?mp_rank_{_TENSOR}_model_states\.pt", re.ASCII)
@@ -51,9 +54,32 @@ def recognize(storage: Storage) -> Fields | None:
     """
     folder = tag_folder(storage)
     names = () if folder is None else storage.names(folder.rstrip("/"))
-    if not any(map(_is_model, names)) or "zero" in names:
+    if not any(map(_is_model, names)) or STATES in names:
         return None
     return fields_of_backend(*ZERO)
+
+
+def recognize_universal(storage: Storage) -> Fields | None:
+    """Return the fields of metadata.json for a Universal Checkpoint, or a folder whose `latest` names one; else None.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> recognize_universal(MemoryStorage()) is None
+        True
+    """
+    return None if universal_folder(storage) is None else fields_of_backend(*UNIVERSAL)
+
+
+def universal_folder(storage: Storage) -> str | None:
+    """Return the folder with the parameters' folders, with a slash, or ""; None if there is none."""
+    for latest in (LATEST, LATEST_UNIVERSAL):
+        folder = tag_folder(storage, latest)
+        if folder is None:
+            continue
+        names = storage.names(folder.rstrip("/"))
+        if STATES in names and any(name.endswith("_model_states.pt") for name in names):
+            return folder
+    return None
 
 
 def _is_model(name: str) -> bool:

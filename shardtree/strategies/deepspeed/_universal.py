@@ -11,7 +11,7 @@ from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage
 from .._checks import Comparison
-from .._values import Checkpoint, Fields, fields_of_backend
+from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
     Contents,
@@ -26,36 +26,11 @@ from ..archives import (
 )
 from ._files import CLASSES, Model, plain, read_model
 from ._flat import Parameter
-from ._listing import LATEST, LATEST_UNIVERSAL, UNIVERSAL, tag_folder, zero_files
+from ._listing import STATES, universal_folder, zero_files
 
-STATES = "zero"
-"""The folder of the parameters' folders."""
 OPTIMIZER_FILE = "optimizer_state.pt"
 
 MASTER, STEP = "fp32", "step"
-
-
-def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a Universal Checkpoint, or a folder whose `latest` names one; else None.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> recognize(MemoryStorage()) is None
-        True
-    """
-    return None if universal_folder(storage) is None else fields_of_backend(*UNIVERSAL)
-
-
-def universal_folder(storage: Storage) -> str | None:
-    """Return the folder with the parameters' folders, with a slash, or ""; None if there is none."""
-    for latest in (LATEST, LATEST_UNIVERSAL):
-        folder = tag_folder(storage, latest)
-        if folder is None:
-            continue
-        names = storage.names(folder.rstrip("/"))
-        if STATES in names and any(name.endswith("_model_states.pt") for name in names):
-            return folder
-    return None
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:

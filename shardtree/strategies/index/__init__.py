@@ -16,7 +16,7 @@ from ._columns import (
     texts,
     whole_shard,
 )
-from ._damage import bounding_box, file_contents, files_damage, regions_between, whole_damage
+from ._damage import bounding_box, file_contents, files_findings, regions_between, whole_file_findings
 from ._file import (
     ObjectRow,
     build_index,

@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import CheckpointingException, CorruptCheckpoint
 from ...geometry import Column
 from ...storage import BLOCK_BYTES, BlockHasher, StoredFile, in_threads, opened, threads_of
-from .._findings import Damage, Finding, Region, Unchecked
+from .._findings import Checked, Damage, Finding, Region, Unchecked
 from .._metadata import checked_name, read_checked
 from .._values import Checkpoint
 from ._columns import Index, file_at, item_sizes, text_at
@@ -193,18 +193,19 @@ class _Describer:
         return replace(damage, what=damage.what + around)
 
 
-def whole_damage(checkpoint: Checkpoint, field: str) -> Iterator[Damage]:
-    """Yield what is wrong with a file that metadata.json describes, as a whole, in one of its fields."""
+def whole_file_findings(checkpoint: Checkpoint, field: str) -> Iterator[Finding]:
+    """Yield whether a file that metadata.json describes as a whole, in one of its fields, is damaged."""
     try:
         data, _ = read_checked(checkpoint, field)
     except CorruptCheckpoint as error:
         yield Damage(checked_name(checkpoint, field), str(error))
     else:
         checkpoint.options.progress(data.nbytes)
+        yield Checked(checked_name(checkpoint, field), data.nbytes)
 
 
-def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
-    """Yield the findings of an index's files: wrong lengths, blocks whose hashes differ, and files without hashes.
+def files_findings(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
+    """Yield the findings of an index's files: wrong lengths, blocks whose hashes differ, and which have no hashes.
 
     Several threads read, as many as in the options, each a part of a file at a time.
 
@@ -228,6 +229,7 @@ def files_damage(checkpoint: Checkpoint, index: Index) -> Iterator[Finding]:
             if length:
                 yield Unchecked(file.name, "it was saved without hashes, or by several ranks", length)
         else:
+            yield Checked(file.name, file.length)
             # In pieces, so that a single large file keeps all threads busy.
             pieces += _pieces(file)
     for result in in_threads(partial(_check_piece, checkpoint), pieces, threads):

@@ -66,6 +66,7 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
         cost: returns what a load reads, of shards in their stored dtypes, and of a plan of their bytes on the index;
             None where that is what the plan says.
         gaps: Reasons that elements of a tensor have no values, by its key, where some aren't stored.
+        files: returns the least length of each file that must be there; None where the index has these.
     """
 
     index: Index
@@ -75,11 +76,19 @@ class IndexMetadata(PairsMapping[ShardedTensor | ShardedObject]):
     uncompared: Callable[[Set[str]], Sequence[str]] = lambda _: ()
     cost: Callable[[Sequence[ShardedTensor], LoadPlan], ReadCost] | None = None
     gaps: Mapping[str, str] = field(default_factory=dict)
+    files: Callable[[], Mapping[str, int]] | None = None
 
     @property
     def shown(self) -> Index:
         """The index to show people: which chunk lies in which file."""
         return self.index if self.on_files is None else self.on_files()
+
+    def needed_files(self) -> Mapping[str, int]:
+        """Return the least length of each file that must be there, by name."""
+        if self.files is not None:
+            return self.files()
+        index = self.shown
+        return dict(zip(texts(index.file_text, index.file_start), index.file_length.tolist(), strict=True))
 
     def __repr__(self) -> str:
         tensors, objects = plural(self.index.key_axes.size, "tensor"), plural(self.index.object_length.size, "object")

@@ -25,7 +25,7 @@ from .._save_folders import is_save_file, noted
 from .._traits import FormatTraits
 from .._values import Checkpoint
 from ._columns import Index, find_texts, text_columns, texts
-from ._damage import files_damage
+from ._damage import files_findings
 from ._file import encode_index, read_index
 from ._load import load_from_index, read_planned
 from ._metadata import IndexMetadata
@@ -145,7 +145,7 @@ def verify_index(checkpoint: Checkpoint, read_index: ReadIndex) -> tuple[Finding
         index = checkpoint.once(read_index)
     except CorruptCheckpoint as error:
         return (Damage(checked_name(checkpoint, "index"), str(error)),)
-    return tuple(files_damage(checkpoint, index))
+    return tuple(files_findings(checkpoint, index))
 
 
 _INDEX_FILE = re.compile(r"index-(\d{1,9})\.safetensors")

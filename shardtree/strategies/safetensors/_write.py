@@ -50,7 +50,7 @@ from ..index import (
     save_with_index,
     stored_fingerprints,
     verify_index,
-    whole_damage,
+    whole_file_findings,
 )
 from ._layout import Entries, Part, gathered, parts, together
 
@@ -233,12 +233,12 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     """Return what is damaged: common state and index as wholes, data files by blocks, then tensors by fingerprints."""
     findings: list[Finding] = []
     if checkpoint.fields["common_backend"] == "safetensors":
-        findings += whole_damage(checkpoint, "common")
+        findings += whole_file_findings(checkpoint, "common")
     if checkpoint.fields["sharded_backend"] != "safetensors":
         return tuple(findings)
-    damage = list(whole_damage(checkpoint, "index"))
-    if damage:
-        return (*findings, *damage)  # without the index, the data files' hashes aren't known
+    findings += whole_file_findings(checkpoint, "index")
+    if any(isinstance(one, Damage) and one.file == checked_name(checkpoint, "index") for one in findings):
+        return tuple(findings)  # without the index, the data files' hashes aren't known
     files = verify_index(checkpoint, read_index)
     name = checked_name(checkpoint, "index")
     damaged_keys = {key for one in files if isinstance(one, Damage) for key in one.keys}

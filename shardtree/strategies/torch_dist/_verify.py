@@ -13,7 +13,16 @@ from ...codec import dtype_name
 from ...codec.archives import archive_records, tensor_place
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsafeFile, UnsupportedValue
 from ...storage import Reader, fetch_ahead, in_threads, joined_crc32, opened, read_crc32, threads_of
-from .._findings import Damage, Finding, Region, Unchecked, refused_findings, uncovered, untaken_findings
+from .._findings import (
+    Damage,
+    Finding,
+    Region,
+    Unchecked,
+    is_damaged,
+    refused_findings,
+    span_findings,
+    untaken_findings,
+)
 from .._values import Checkpoint
 from ..index import file_contents, regions_between
 from ..torch import HEADERS, verify_archive
@@ -166,14 +175,14 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     findings += (damage for one in results for damage in one.damage)
     for wrong in _wrong_large(checkpoint, listing, results):
         findings.append(archive_damage(listing, wrong.number, wrong.what, wrong.begin, wrong.end))
-    if not any(isinstance(one, Damage) for one in findings):  # damaged masters differ from their weights in any case
+    if not is_damaged(findings):  # damaged masters differ from their weights in any case
         findings += master_damage(checkpoint)
     return (
         *findings,
         *_meta(checkpoint),
         *untaken_findings(listing.unknown),
         *refused_findings({name: error for one in results for name, error in one.refused.items()}),
-        *_unchecked_bytes(checkpoint, listing, results),
+        *_coverage(checkpoint, listing, results),
     )
 
 
@@ -182,7 +191,7 @@ def _meta(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     if not has_meta(checkpoint):
         return ()
     findings = verify_archive(checkpoint, META_FILE)
-    if any(isinstance(one, Damage) for one in findings):
+    if is_damaged(findings):
         return findings
     try:
         with suppress(UnsafeFile, UnsupportedValue):
@@ -301,12 +310,12 @@ def _piece_crc32(checkpoint: Checkpoint, listing: Listing, piece: tuple[int, int
     return crc32
 
 
-def _unchecked_bytes(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[Unchecked]:
-    """Yield the bytes of each file that have no CRC32."""
+def _coverage(checkpoint: Checkpoint, listing: Listing, results: Iterable[_BatchResult]) -> Iterator[Finding]:
+    """Yield how many bytes of each file have a CRC32, and those that have none."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for one in results:
         spans.setdefault(one.file, []).extend(one.spans)
     for file, name in enumerate(listing.archives.files):
         length = checkpoint.storage.length(name)
         if length is not None:
-            yield from uncovered(name, HEADERS, length, spans.get(file, ()))
+            yield from span_findings(name, HEADERS, length, spans.get(file, ()))

@@ -26,7 +26,7 @@ ROWS: StoredRows = {
     (StrategyAction.LOAD_OBJECTS, "zarr", 1): "zarr._load:load_legacy_objects",
     (StrategyAction.LOAD_METADATA, "zarr", 1): "zarr._load:load_metadata",
     (StrategyAction.VERIFY, "zarr", 1): "zarr._verify:verify_files",
-    (StrategyAction.LIST_FILES, "zarr", 1): "zarr._verify:list_files",
+    (StrategyAction.LIST_FILES, "zarr", 1): "zarr._group:list_files",
     (StrategyAction.RECOGNIZE, "zarr", 3): recognize,
     (StrategyAction.LOAD_COMMON, "zarr", 3): "zarr._own:load_own_common",
     (StrategyAction.LOAD_SHARDED, "zarr", 3): "zarr._load:load_sharded",
@@ -37,7 +37,7 @@ ROWS: StoredRows = {
     (StrategyAction.REMOVE_SHARDED, "zarr", 3): "zarr._own:remove_sharded",
     (StrategyAction.COMMIT, "zarr", 3): "zarr._save:commit",
     (StrategyAction.VERIFY, "zarr", 3): "zarr._verify:verify_files",
-    (StrategyAction.LIST_FILES, "zarr", 3): "zarr._verify:list_files",
+    (StrategyAction.LIST_FILES, "zarr", 3): "zarr._group:list_files",
     (StrategyAction.DESCRIBE, "zarr", 1): lambda: FormatTraits(decided_by=(".zgroup",), has_manifest=True),
     (StrategyAction.DESCRIBE, "zarr", 3): lambda: FormatTraits(decided_by=("zarr.json", ".zgroup"), has_manifest=True),
 }

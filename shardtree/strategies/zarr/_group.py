@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,11 @@ from ...errors import CorruptCheckpoint, error_text
 from ...geometry import Column, volumes, widen
 from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
-from ...storage import Storage, StoredFile, is_folder
+from ...storage import Storage, StoredFile, files_in, is_folder
 from .._checks import is_object
-from ..index import Index, build_index, int64, stored_columns
+from .._manifest import MANIFEST_FILE
+from .._values import Checkpoint
+from ..index import Index, build_index, int64, stored_columns, texts
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
 from ._extensions import check_group
@@ -344,3 +349,46 @@ def whole_keys(unique_keys: Sequence[str]) -> dict[str, str]:
     if len(shapes) != 1 or shape[-1:] != (-1,) or prod(whole) != len(items):
         return {unique_key: unique_key for unique_key in unique_keys}
     return {unique_key: replace(item, global_shape=whole).unique_key for unique_key, item in items.items()}
+
+
+# The files of a folder of zarr arrays: which there must be, and which there are
+
+_MOST_MISSING = 1000  # names of one array's missing chunks
+
+
+def needed_files(storage: Storage, group: Group) -> dict[str, int]:
+    """Return the least length of each file of a group's chunks and objects that must be there, by name.
+
+    A chunk that isn't there has the fill value, unless the array has none, as Megatron-Core's.
+    """
+    needed: dict[str, int] = {}
+    names = texts(group.index.file_text, group.index.file_start)
+    for number, (name, length) in enumerate(zip(names, group.index.file_length.tolist(), strict=True)):
+        if number not in group.sources:
+            needed[name] = length
+        elif group.sources[number][1] is not None:  # not one of the fill value, which is no file
+            needed[name] = 0  # it is packed: only its codec knows how long it has to be
+    for array in group.arrays:
+        if array.fill is None:
+            absent = missing_cells(array, stored_cells(storage, array))[:_MOST_MISSING].tolist()
+            needed |= {array.file_name(tuple(cell)): 0 for cell in absent}
+    return needed
+
+
+_NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+_CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
+
+
+def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the arrays' metadata and chunks, of the groups' metadata, and of objects' files.
+
+    Raises:
+        CorruptCheckpoint: the metadata of an array isn't sound.
+    """
+    storage = checkpoint.storage
+    arrays, objects, untaken = find_arrays(storage)
+    folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
+    groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
+    nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
+    chunks = [name for folder in sorted(folders) for name in files_in(storage, folder, _CHUNK_PART.fullmatch)]
+    return (*_NODES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))

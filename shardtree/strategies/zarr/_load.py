@@ -26,7 +26,7 @@ from .._values import Checkpoint
 from ..index import IndexMetadata, file_at, find_texts, objects_from_index, plan_shards, planned_cost, read_planned
 from ._array import Shape, StoredArray, fill_item, zarr_name
 from ._codecs import check_headers
-from ._group import Group, find_arrays, read_group
+from ._group import Group, find_arrays, needed_files, read_group
 from ._own import MEGATRON, decode_columns, is_own
 
 # Chunks that aren't plain bytes: the zarr package decodes them, one at a time
@@ -222,7 +222,8 @@ def _with_fill(array: StoredArray) -> StoredArray:
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by key, and object by unique key, whole and without data."""
     group = read_arrays(checkpoint)
-    return IndexMetadata(group.index, untaken=group.untaken, gaps=group.gaps, cost=partial(_cost, checkpoint, group))
+    cost, files = partial(_cost, checkpoint, group), partial(needed_files, checkpoint.storage, group)
+    return IndexMetadata(group.index, untaken=group.untaken, gaps=group.gaps, cost=cost, files=files)
 
 
 def load_objects(checkpoint: Checkpoint, objects: Sequence[ShardedObject]) -> list[Any]:

@@ -1,27 +1,34 @@
-"""The files of a zarr folder: checking them against hashes and codecs, and listing them."""
+"""Checking the files of a zarr folder against hashes and codecs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
 
 from ...codec import canonical_json
 from ...errors import CheckpointingException, StrategyError, UnsafeFile, UnsupportedValue
 from ...geometry import Column
-from ...storage import Storage, files_in, in_threads, is_folder, read_if_there, threads_of
-from .._findings import Damage, Finding, Region, Unchecked, refused_findings, uncovered, untaken_findings
-from .._manifest import MANIFEST_FILE
+from ...storage import Storage, in_threads, read_if_there, threads_of
+from .._findings import (
+    Checked,
+    Damage,
+    Finding,
+    Region,
+    Unchecked,
+    is_damaged,
+    refused_findings,
+    span_findings,
+    untaken_findings,
+)
 from .._metadata import checked_name
 from .._values import Checkpoint
-from ..index import file_at, files_damage, whole_damage
-from ..torch import archive_unchecked
+from ..index import file_at, files_findings, whole_file_findings
+from ..torch import archive_findings
 from ._array import Shape, StoredArray
 from ._cells import index_bytes, missing_cells, read_shard_index, stored_cells
 from ._codecs import codec_list, codec_parts
-from ._group import Group, find_arrays, metadata_files
+from ._group import Group, metadata_files
 from ._load import decoded, decoded_object, object_bytes, read_arrays
 from ._metadata import NODE_FILE
 from ._own import BACKEND, group_members, is_own
@@ -92,12 +99,12 @@ def _check_chunk(checkpoint: Checkpoint, chunk: _Chunk) -> list[Finding]:
         checkpoint.options.progress(length)
         if array.inner is not None:
             read_shard_index(storage, array, name)
-            return list(uncovered(name, _PLAIN, length, _index_span(array, length)))
+            return list(span_findings(name, _PLAIN, length, _index_span(array, length)))
     except CheckpointingException as error:
         return [chunk.damage(str(error))]
     if length != array.file_bytes:
         return [chunk.damage(f"{length} bytes where a chunk has {array.file_bytes}", array.file_bytes)]
-    return list(uncovered(name, _PLAIN, length, ()))
+    return list(span_findings(name, _PLAIN, length, ()))
 
 
 def _index_span(array: StoredArray, length: int) -> tuple[tuple[int, int], ...]:
@@ -115,7 +122,7 @@ def _check_packed(checkpoint: Checkpoint, chunk: _Chunk, length: int) -> list[Fi
     except (StrategyError, UnsupportedValue):
         return list(unread)  # no zarr package, or a chunk that is too large: the bytes may be what was saved
     checkpoint.options.progress(length)
-    return [] if has_checksum(array) else list(uncovered(chunk.name, _PLAIN, length, ()))
+    return list(span_findings(chunk.name, _PLAIN, length, ((0, length),) if has_checksum(array) else ()))
 
 
 def has_checksum(array: StoredArray) -> bool:
@@ -153,7 +160,7 @@ def _object_findings(checkpoint: Checkpoint, group: Group) -> Iterator[Finding]:
                 decoded_object(checkpoint, name, data)
             except (UnsafeFile, UnsupportedValue) as error:  # the bytes may still be what was saved
                 yield from refused_findings({name: str(error)})
-            yield from archive_unchecked(name, data)
+            yield from archive_findings(name, data)
         except CheckpointingException as error:
             yield Damage(name, str(error))
 
@@ -168,7 +175,7 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     them: of these, files that are
     missing or cut, that can't be decoded, or that a codec's own checksum finds wrong are reported.
     """
-    findings: list[Finding] = list(whole_damage(checkpoint, "common")) if "common" in checkpoint.fields else []
+    findings: list[Finding] = list(whole_file_findings(checkpoint, "common")) if "common" in checkpoint.fields else []
     if checkpoint.fields["sharded_backend"] != BACKEND:
         return (*findings, *_beside_common(checkpoint))
     if not is_own(checkpoint.fields):
@@ -183,8 +190,9 @@ def verify_files(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     except CheckpointingException as error:
         # The chunk files' hashes are in the index.
         return (*findings, Damage(checked_name(checkpoint, "index"), str(error)))
-    checkpoint.options.progress(int(checkpoint.fields["index"]["length"]))
-    return (*findings, *files_damage(checkpoint, index))
+    length = int(checkpoint.fields["index"]["length"])
+    checkpoint.options.progress(length)
+    return (*findings, Checked(checked_name(checkpoint, "index"), length), *files_findings(checkpoint, index))
 
 
 def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
@@ -195,11 +203,11 @@ def _beside_common(checkpoint: Checkpoint) -> Iterator[Unchecked]:
         yield Unchecked(name, _METADATA, length)
 
 
-def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
+def _documents(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield which zarr.json files differ from what the group's says of them."""
-    damage = list(whole_damage(checkpoint, "group"))
-    yield from damage
-    if damage:
+    findings = list(whole_file_findings(checkpoint, "group"))
+    yield from findings
+    if is_damaged(findings):
         return
     storage = checkpoint.storage
     expected = {f"{folder}/{NODE_FILE}": canonical_json(each) for folder, each in group_members(checkpoint).items()}
@@ -208,24 +216,4 @@ def _documents(checkpoint: Checkpoint) -> Iterator[Damage]:
         if data != document:
             yield Damage(name, "the metadata of an array isn't what the group's zarr.json says of it")
         checkpoint.options.progress(len(data or b""))
-
-
-# Listing the files of a folder of zarr arrays
-
-_NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-_CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
-
-
-def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the arrays' metadata and chunks, of the groups' metadata, and of objects' files.
-
-    Raises:
-        CorruptCheckpoint: the metadata of an array isn't sound.
-    """
-    storage = checkpoint.storage
-    arrays, objects, untaken = find_arrays(storage)
-    folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
-    groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
-    nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
-    chunks = [name for folder in sorted(folders) for name in files_in(storage, folder, _CHUNK_PART.fullmatch)]
-    return (*_NODES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))
+        yield Checked(name, len(data or b""))

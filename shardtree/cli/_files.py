@@ -1,0 +1,78 @@
+"""The files of a checkpoint's folder: how many, how long, and which that it needs aren't there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from ..checkpoint import OpenCheckpoint
+from ..checkpoint.needed_files import missing_files
+from ..storage import LocalStorage, MemoryStorage, Storage, file_lengths
+
+_MOST, _MOST_REMOTE = 20_000, 500  # files that are counted; each remote one takes a request
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """How many files a folder holds.
+
+    Attributes:
+        count: how many files were counted.
+        length: bytes in them.
+        is_all: whether there are no more.
+        missing: names of the checkpoint's files that aren't there, or are shorter than what lies in them; None where
+            this wasn't looked for.
+        is_readable: whether the checkpoint's metadata could be read.
+    """
+
+    count: int
+    length: int
+    is_all: bool
+    missing: tuple[str, ...] | None = None
+    is_readable: bool = True
+
+    @property
+    def is_complete(self) -> bool | None:
+        """Whether all were counted, and none is missing; None where this wasn't looked for.
+
+        Examples:
+            >>> Files(1, 9, True).is_complete, Files(1, 9, True, ()).is_complete, Files(1, 9, True, ("b",)).is_complete
+            (None, True, False)
+        """
+        if self.missing or not (self.is_all and self.is_readable):
+            return False
+        return None if self.missing is None else True
+
+
+def files_in(storage: Storage) -> Files:
+    """Return how many files a folder holds, and how long they are together; it stops counting at a limit.
+
+    Examples:
+        >>> storage = MemoryStorage()
+        >>> storage.write("a/b", [memoryview(b"123")], durable=False)
+        3
+        >>> files_in(storage)
+        Files(count=1, length=3, is_all=True, missing=None, is_readable=True)
+    """
+    return _counted(_lengths(storage), _most(storage))
+
+
+def files_of(tree: OpenCheckpoint) -> Files:
+    """Return likewise the files of a checkpoint's folder, and which that it needs aren't there."""
+    storage = tree.checkpoint.storage
+    lengths, most = _lengths(storage), _most(storage)
+    return replace(_counted(lengths, most), missing=missing_files(tree, dict(lengths), most))
+
+
+def _counted(lengths: Sequence[tuple[str, int]], most: int) -> Files:
+    return Files(min(len(lengths), most), sum(length for _, length in lengths[:most]), len(lengths) <= most)
+
+
+def _lengths(storage: Storage) -> list[tuple[str, int]]:
+    """Return names and lengths of files: one more than are counted, to know whether there are more."""
+    return list(islice(file_lengths(storage), _most(storage) + 1))
+
+
+def _most(storage: Storage) -> int:
+    return _MOST if isinstance(storage, LocalStorage | MemoryStorage) else _MOST_REMOTE
