@@ -1,4 +1,4 @@
-"""tests/golden/at-73b114f: what was stored when files named private modules is loaded for ever, wherever classes are."""
+"""tests/golden/at-73b114f: files that name private modules are loaded for ever, wherever the classes are now."""
 
 from __future__ import annotations
 
@@ -133,14 +133,25 @@ def test_a_pickle_of_a_class_that_has_changed_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("backend", golden.FORMATS)
 def test_a_conversion_goes_on_that_was_begun_before(backend: str) -> None:
-    source, folder = MemoryStorage(), MemoryStorage()
+    load_classes_of(backend)
+    assert batches_done(backend) == {0}
+
+
+def load_classes_of(backend: str) -> None:
+    """Load the classes of a format that journals name, as every conversion to it does."""
+    source = MemoryStorage()
     st.save({"w": golden.tree(backend)["w"]}, source)
-    st.convert(source, MemoryStorage(), backend=backend)  # loads the format's classes, as every conversion does
+    st.convert(source, MemoryStorage(), backend=backend)
+
+
+def batches_done(backend: str) -> set[int]:
+    """Return the batches that a conversion of then has written, as one of now reads its journal."""
+    folder = MemoryStorage()
     data = (FOLDER / f"{backend}.done").read_bytes()
     for name, length in decode_tree(data)["lengths"].items():
         folder.write(name, [memoryview(bytes(length))], durable=False)
     folder.write(".convert-0/000000.done", [memoryview(data)], durable=False)
-    assert results_of(Journal(folder, ".convert-0"), 1).keys() == {0}
+    return {*results_of(Journal(folder, ".convert-0"), 1)}
 
 
 # Moves: a class whose module has another name now, and a row for it
@@ -172,6 +183,27 @@ def test_a_class_that_has_moved_is_stored_as_before(moved: str) -> None:
     assert decode_tree(encode_tree([value])) == [Record(moved, decode_tree(encode_tree([value]))[0].fields)]
     assert same(decode_tree(encode_tree([value]), types=(kind,)), [value])
     assert same(decode_archive(encode_archive([value]), what="archive", types=(kind,)), [value])
+
+
+@pytest.mark.parametrize(
+    ("backend", "held", "stored"),
+    [
+        ("safetensors", "shardtree.strategies.index._save.RankFiles", "shardtree.strategies.RankFiles"),
+        ("zarr", "shardtree.strategies.zarr._save.RankFiles", "shardtree.strategies.zarr._save.RankFiles"),
+    ],
+    ids=["a public class", "a private class"],
+)
+def test_a_conversion_goes_on_whose_classes_have_moved(
+    backend: str, held: str, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_classes_of(backend)
+    kind = resolve_name(held)
+    monkeypatch.delattr(import_module(held.rpartition(".")[0]), kind.__name__)
+    monkeypatch.setattr(import_module("shardtree.errors"), kind.__name__, kind, raising=False)
+    monkeypatch.setattr(kind, "__module__", "shardtree.errors")
+    assert batches_done(backend) == set(), "it would be written again"
+    monkeypatch.setitem(_addresses.STORED_NAMES, f"shardtree.errors.{kind.__name__}", stored)
+    assert batches_done(backend) == {0}
 
 
 def test_a_class_that_has_moved_without_a_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

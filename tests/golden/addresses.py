@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +51,6 @@ def pickled_as(value: Any) -> str:
 
 if __name__ == "__main__":
     for face in public_modules():
-        print(face.__name__)
+        sys.stdout.write(f"{face.__name__}\n")
         for name in public_names(face):
-            print(f"{face.__name__}.{name} {pickled_as(getattr(face, name))}".rstrip())
+            sys.stdout.write(f"{face.__name__}.{name} {pickled_as(getattr(face, name))}".rstrip() + "\n")
