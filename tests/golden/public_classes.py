@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,11 +63,13 @@ PART = st.quantised.Part("_scale", (torch.float32,), abs, (0, 1))
 ORIGIN = st.plans.Origin(0, 1, (slice(0, 2), slice(0, 3)), 24, 1, "w")
 COVER = st.layouts.Problem(("a", 0), (0, 1), "held twice", (slice(0, 2),), slice(0, 6), "give replica ids")
 RANGES = st.storage.ByteRanges(column(0), column(10), column(123))
+TEXTS = {f"{name}_text": np.frombuffer(b"w", np.uint8) for name in ("key", "dtype", "object", "file")}
+WORLD = st.world.current_world()
 LOCAL = LocalStorage("/checkpoints")
 READ_BY = {"w": st.traces.Kind((4, 3), torch.float16)}
 
 INSTANCES: dict[str, Any] = {
-    "shardtree.AsyncRequest": st.AsyncRequest(st.World, len, len, (print,), outcome=st.strategies.Outcome({"a": 1})),
+    "shardtree.AsyncRequest": st.AsyncRequest(WORLD, len, len, (print,), outcome=st.strategies.Outcome({"a": 1})),
     "shardtree.CheckpointSeries": st.CheckpointSeries("/checkpoints", "step-{}"),
     "shardtree.LazyTensor": stored(len, (2,), torch.float16, name="w"),
     "shardtree.LoadOptions": st.LoadOptions(verify="all", types=(st.Mesh,), threads=3),
@@ -93,12 +96,10 @@ INSTANCES: dict[str, Any] = {
     "shardtree.checkpoint.FileMark": MARK,
     "shardtree.checkpoint.KindDifference": st.checkpoint.KindDifference("w", KIND, KIND),
     "shardtree.checkpoint.OpenCheckpoint": st.checkpoint.OpenCheckpoint(
-        st.strategies.Checkpoint(LOCAL, {}, st.World), {"w": BARE}, None
+        st.strategies.Checkpoint(LOCAL, {}, WORLD), {"w": BARE}, None
     ),
     "shardtree.checkpoint.Removal": st.checkpoint.Removal((STEP,), {7: ("pinned",)}, (FILES,)),
-    "shardtree.checkpoint.ReplicaDifference": st.checkpoint.ReplicaDifference(
-        "w", ((0, (0, 0)),), ((1, (0, 1)),), "[0:2]", VALUES
-    ),
+    "shardtree.checkpoint.ReplicaDifference": st.checkpoint.ReplicaDifference("w", (0, 2), (1,), "[0:2]", VALUES),
     "shardtree.checkpoint.StepFiles": FILES,
     "shardtree.checkpoint.ValueDifference": VALUES,
     "shardtree.display.Drawing": st.display.Drawing(PICTURE),
@@ -164,22 +165,24 @@ INSTANCES: dict[str, Any] = {
     "shardtree.retention.RetentionPolicy": st.retention.RetentionPolicy("all", frozenset),
     "shardtree.retention.SavedStep": STEP,
     "shardtree.storage.ByteRanges": RANGES,
-    "shardtree.storage.BytesReader": st.storage.BytesReader(b"abc", "memory://a"),
+    "shardtree.storage.BytesReader": st.storage.BytesReader(memoryview(b"abc"), "memory://a"),
     "shardtree.storage.Capabilities": st.storage.Capabilities(is_link=bool, latency=0.5, request_scale=3),
     "shardtree.storage.Entry": st.storage.Entry(10, 1.5),
     "shardtree.storage.LocalStorage": LOCAL,
     "shardtree.storage.MemoryStorage": MemoryStorage(),
     "shardtree.storage.ReadReport": st.storage.ReadReport(1, 2, 3, 4, ("a",), ("b",), ("c",), 5, 6, "exchange"),
-    "shardtree.storage.SizedBuffers": st.storage.SizedBuffers(3, (b"abc",), True),
+    "shardtree.storage.SizedBuffers": st.storage.SizedBuffers(3, (memoryview(b"abc"),), True),
     "shardtree.storage.StoredFile": st.storage.StoredFile("a.safetensors", 10, HASHES, RANGES),
-    "shardtree.strategies.Checkpoint": st.strategies.Checkpoint(LOCAL, {"backend": "zarr"}, st.World),
+    "shardtree.strategies.Checkpoint": st.strategies.Checkpoint(LOCAL, {"backend": "zarr"}, WORLD),
     "shardtree.strategies.Damage": st.strategies.Damage("a.pt", "cut", 0, 10, ("w",), (REGION,)),
     "shardtree.strategies.FormatTraits": st.strategies.FormatTraits(("a.json",), True, "always", True, True),
     "shardtree.strategies.Index": st.strategies.Index(
-        *(column(number) for number in range(25)), HASHES, x_fingerprint=HASHES
+        **{field.name: column(7) for field in fields(st.strategies.Index)}
+        | TEXTS
+        | {"block_hash": HASHES, "x_fingerprint": HASHES}
     ),
     "shardtree.strategies.Outcome": st.strategies.Outcome({"backend": "zarr"}),
-    "shardtree.strategies.PendingSave": st.strategies.PendingSave(LOCAL, "save-1", st.World, b"{}", layout=COLUMNS),
+    "shardtree.strategies.PendingSave": st.strategies.PendingSave(LOCAL, "save-1", WORLD, b"{}", layout=COLUMNS),
     "shardtree.strategies.RankFiles": st.strategies.RankFiles(
         ("a.safetensors",), (10,), (HASHES,), COLUMNS, column(0), column(64), (("rng", 0, 1, 2),), HASHES
     ),
@@ -203,8 +206,13 @@ INSTANCES: dict[str, Any] = {
 }
 """Public address of a class → an instance of it."""
 
-NOT_PICKLED = {"shardtree.LazyTensor", "shardtree.checkpoint.OpenCheckpoint", "shardtree.storage.MemoryStorage"}
-"""Classes whose instances can't be pickled, or not unpickled: they refuse it, open something, or hold a lock."""
+NOT_PICKLED = {
+    "shardtree.LazyTensor",
+    "shardtree.storage.BytesReader",
+    "shardtree.storage.MemoryStorage",
+    "shardtree.storage.SizedBuffers",
+}
+"""Classes whose instances can't be pickled: they refuse it, or hold locks or views of memory."""
 
 FORMATS = ("safetensors", "torch_dist", "dcp", "zarr")
 """Formats whose files name classes; Hugging Face's stores tensors and text."""
