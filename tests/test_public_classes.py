@@ -17,10 +17,10 @@ from shardtree.checkpoint.conversion._journal import Journal, results_of
 from shardtree.codec import _addresses, decode_tree, encode_tree, named_types
 from shardtree.codec.archives import decode_archive, encode_archive
 from shardtree.storage import MemoryStorage
+from shardtree.testing import outline
 from shardtree.trees import Record
 from tests.golden import public_classes as golden
 from tests.golden.addresses import pickled_as, public_modules
-from tests.test_golden import same
 
 FOLDER = Path(__file__).parent / "golden" / "at-73b114f"
 PICKLES = pickle.loads(zlib.decompress((FOLDER / "pickles.z").read_bytes()))
@@ -53,6 +53,11 @@ def is_stored(kind: type) -> bool:
         return bool(named_types([kind]))
     except st.CheckpointingException:
         return False
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two values are of one type and equal to the bit."""
+    return bool(outline(left) == outline(right))
 
 
 CLASSES = public_classes()
