@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._addresses import addresses_of
 from ._crc32 import crc32, crc32_thread_bytes
 from ._dtypes import (
     bit_view,

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ..errors import TreePath, UnsupportedValue, error_text
 from ..trees import Record
+from ._addresses import stored_name
 
 T = TypeVar("T")
 
@@ -120,14 +121,14 @@ def plainer(value: Any) -> str:
 
 
 def type_name(cls: type) -> str:
-    """Return the name of a class that is stored with its instances.
+    """Return the name of a class that is stored with its instances: its address, of our own classes the public one.
 
     Examples:
         >>> import collections
         >>> type_name(collections.Counter)
         'collections.Counter'
     """
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return stored_name(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def record_of(value: Any) -> Record | None:

@@ -22,6 +22,7 @@ from ..errors import (
 )
 from ..trees import HOLE, Record
 from . import _arrays, _values
+from ._addresses import stored_name
 from ._dtypes import check_storable
 from ._header import Entry, decode_header, encode_header, parse_json
 from ._nodes import (
@@ -258,7 +259,7 @@ def _fields(node: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _record(fields: dict[str, Any], child: Child, reader: _Reader) -> Any:
-    record = Record(exactly(str, child(fields["type"])), _values.decode_fields(fields["fields"], child))
+    record = Record(stored_name(exactly(str, child(fields["type"]))), _values.decode_fields(fields["fields"], child))
     cls = reader.types.get(record.type_name)
     return record if cls is None else instance_of(record, cls)
 

@@ -16,7 +16,7 @@ from itertools import count
 from threading import Lock
 from typing import Any
 
-from ...codec import canonical_json, decode_tree, encode_tree, parse_json
+from ...codec import addresses_of, canonical_json, decode_tree, encode_tree, parse_json
 from ...errors import CheckpointingException
 from ...storage import (
     Buffer,
@@ -199,12 +199,16 @@ def _result(journal: Journal, name: str) -> Any:
 
 def _classes(tree: Any, packages: frozenset[str]) -> tuple[type, ...]:
     """Return the classes of the records in a tree, as far as they are loaded; a file must not make us import any."""
-    classes = []
-    for name in set(_type_names(tree)):
-        module, _, qualified = name.rpartition(".")
-        kind = getattr(sys.modules.get(module), qualified, None) if module.partition(".")[0] in packages else None
-        classes += [kind] if isinstance(kind, type) else []
-    return tuple(classes)
+    names = {name for name in _type_names(tree) if name.partition(".")[0] in packages}
+    found = {name: [kind for address in addresses_of(name) if (kind := _loaded(address))] for name in names}
+    return tuple(kinds[0] for kinds in found.values() if kinds)
+
+
+def _loaded(address: str) -> type | None:
+    module, _, name = address.rpartition(".")
+    # Not getattr: a package's own __getattr__ may import what it is asked for.
+    kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return kind if isinstance(kind, type) else None
 
 
 def _type_names(value: Any) -> Iterator[str]:

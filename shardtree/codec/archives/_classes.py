@@ -14,6 +14,7 @@ import torch
 
 from ...errors import UnsupportedValue, error_text
 from ...trees import Record
+from .._addresses import addresses_of
 from .._nodes import Child, exactly, named_types, type_name
 from ..pickles import Constructor, Global
 
@@ -36,7 +37,12 @@ def constructors(types: Iterable[type]) -> dict[tuple[str, str], Constructor]:
         >>> constructors([HTTPStatus])["http", "HTTPStatus"].make(200)
         <HTTPStatus.OK: 200>
     """
-    return {(cls.__module__, cls.__qualname__): _constructor(cls) for cls in named_types(types).values()}
+    return {name: _constructor(cls) for cls in named_types(types).values() for name in _names_in_pickles(cls)}
+
+
+def _names_in_pickles(cls: type) -> list[tuple[str, str]]:
+    # A pickle names the module that held the class when it was written.
+    return [(cls.__module__, cls.__qualname__), *map(_module_and_name, addresses_of(type_name(cls)))]
 
 
 def _constructor(cls: type) -> Constructor:
