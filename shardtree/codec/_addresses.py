@@ -62,10 +62,11 @@ _HOMES = {
         "storage._checked": "ByteRanges ReadReport StoredFile",
         "storage._local": "LocalStorage",
         "storage._memory": "BytesReader MemoryStorage",
+        "storage._refusals": "Refusal Refusals SaveReport",
         "storage._storage": "SizedBuffers",
     },
     "shardtree.strategies": {
-        "strategies._findings": "Damage Region Unchecked VerifyReport",
+        "strategies._findings": "Checked Damage Region Unchecked VerifyReport",
         "strategies._traits": "FormatTraits",
         "strategies._values": "Checkpoint Outcome PendingSave Replaced",
         "strategies.index._columns": "Index",

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from ..errors import StorageError, error_text
 from ._capabilities import Function, can, make_folder
 from ._fsspec import fsspec_storage
-from ._local import LocalStorage
+from ._local import LocalStorage, SavingStorage
 from ._local_files import parents_of_missing
 from ._memory import MemoryStorage
 from ._object_errors import without_secrets
@@ -147,9 +147,9 @@ def with_own_refusals(storage: Storage) -> Storage:
 
     Examples:
         >>> with_own_refusals(storage_at("/runs/step_10"))
-        LocalStorage(root='/runs/step_10')
+        SavingStorage(root='/runs/step_10')
     """
-    return LocalStorage(storage.root, Refusals()) if type(storage) is LocalStorage else storage
+    return SavingStorage(storage.root) if type(storage) is LocalStorage else storage
 
 
 # Making a checkpoint's folder, which is synced later and removed again if the save fails.

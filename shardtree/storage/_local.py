@@ -6,8 +6,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ..errors import StorageError, error_text
 from ._capabilities import Capabilities
@@ -35,7 +35,6 @@ class LocalStorage:
 
     Args:
         root: the folder's path.
-        refusals: Refusals that a save goes on without, for its report; by default those of all calls but saves.
 
     Examples:
         >>> import tempfile
@@ -47,7 +46,11 @@ class LocalStorage:
     """
 
     root: str
-    refusals: Refusals = field(default=elsewhere, repr=False, compare=False)
+
+    @property
+    def refusals(self) -> Refusals:
+        """What the file system refused: here, to all calls but saves."""
+        return elsewhere
 
     @property
     def capabilities(self) -> Capabilities:
@@ -198,11 +201,14 @@ class LocalStorage:
 
     def folder(self, name: str) -> LocalStorage:
         """Return a folder in this one."""
-        return LocalStorage(os.path.join(self.root, name), self.refusals)
+        return self._at(os.path.join(self.root, name))
+
+    def _at(self, root: str) -> LocalStorage:
+        return replace(self, root=root)
 
     def sibling(self, name: str) -> LocalSibling:
         """Return the folder beside this one that a save of that name takes."""
-        return LocalSibling(self.root, name, partial(LocalStorage, refusals=self.refusals), self.refusals)
+        return LocalSibling(self.root, name, self._at, self.refusals)
 
     def siblings(self) -> tuple[str, ...]:
         """Return the names of the saves that have taken a folder beside this one, sorted."""
@@ -236,6 +242,17 @@ class LocalStorage:
             raise StorageError(
                 error_text(f"cannot {doing} {self.where(name)!r}", found=error.strerror or error)
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class SavingStorage(LocalStorage):
+    """A local folder during one save, which keeps apart what the file system refuses to this save.
+
+    Attributes:
+        refusals: Refusals that the save goes on without, for its report.
+    """
+
+    refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
 
 
 @lru_cache(maxsize=256)  # making them takes a tenth of a small read's time

@@ -231,6 +231,18 @@ NOT_VALUES = {
 """Classes whose instances are shards or hold them or tensors: `save` refuses them in a value."""
 
 
+DESCRIPTIONS = {
+    "shardtree.SaveOptions",
+    "shardtree.plans.Explanation",
+    "shardtree.plans.Gap",
+    "shardtree.storage.ReadReport",
+    "shardtree.strategies.PendingSave",
+    "shardtree.strategies.Replaced",
+    "shardtree.strategies.VerifyReport",
+}
+"""Classes that describe a call: nobody's state, and they gain fields, so that checkpoints have none."""
+
+
 def plain(backend: str) -> dict[str, Any]:
     """Return the instances that a format stores without a pickle, by their classes' public addresses."""
 
@@ -241,7 +253,7 @@ def plain(backend: str) -> dict[str, Any]:
             return False
         return True
 
-    return {name: value for name, value in INSTANCES.items() if name not in NOT_VALUES and is_plain(value)}
+    return {name: value for name, value in INSTANCES.items() if name not in NOT_VALUES | DESCRIPTIONS and is_plain(value)}
 
 
 FEW = ("shardtree.Mesh", "shardtree.StrategyAction", "shardtree.layouts.Problem", "shardtree.traces.Box")
