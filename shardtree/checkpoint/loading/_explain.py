@@ -127,6 +127,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         unfilled=omissions.unfilled,
         uncompared=tuple(sorted(findings.uncompared)),
         exchange=load.exchange.why,
+        kept=omissions.kept,
     )
 
 
