@@ -1,4 +1,4 @@
-"""Classes, tuples and lists that have changed since a save: what isn't stored stays as the target has it, and is named."""
+"""Classes, tuples and lists that have changed since a save: what is not stored stays as it is, and is named."""
 
 from __future__ import annotations
 
