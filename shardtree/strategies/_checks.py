@@ -32,20 +32,21 @@ from ..storage import ReadReport, Storage
 from ..trees import BY_SCALES
 
 
-def check_taken(untaken: Mapping[str, str], keys: Collection[str]) -> None:
-    """Raise if a target asks for what is stored in a way that can't be read.
+def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = "load") -> None:
+    """Raise if what is asked for is stored in a way that can't be read.
 
     Args:
         untaken: why it can't, by key.
         keys: that are asked for.
+        doing: what is being done, for the message.
 
     Raises:
         UnsupportedValue: it does.
     """
     wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
     if wrong:
-        fix = "Leave them out of the target, or load them with the program that wrote them."
-        raise UnsupportedValue(error_text("load: tensors that can't be read", offenders=wrong, fix=fix))
+        fix = "Leave them out, or load them with the program that wrote them."
+        raise UnsupportedValue(error_text(f"{doing}: tensors that can't be read", offenders=wrong, fix=fix))
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:

@@ -23,7 +23,7 @@ from ...strategies import (
     find_strategy,
     unless_replaced,
 )
-from ...strategies.index import stored_keys, stored_kinds
+from ...strategies.index import stored_keys, stored_kinds, untaken_of
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, unions_of
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
@@ -346,6 +346,7 @@ def check(
         lambda: stored_keys(metadata()),
         lambda names: stored_kinds(metadata(), sorted(names)),
         unions_of(checkpoint.fields),
+        lambda: untaken_of(metadata()),
     )
     if local.mode in LOGGING:
         with step("load: strict"):

@@ -290,6 +290,7 @@ class Keys:
         checkpoint_keys: returns all that are stored.
         kinds: returns what is stored of the tensors among some keys; asked where the target has plain tensors.
         unions: where the common state is the union of dicts of ranks that had keys of their own.
+        untaken: returns why something that is stored can't be read, by its key.
     """
 
     mode: StrictHandling
@@ -298,6 +299,7 @@ class Keys:
     checkpoint_keys: Callable[[], set[str]]
     kinds: Callable[[Set[str]], Kinds]
     unions: United
+    untaken: Callable[[], Mapping[str, str]]
 
 
 def check_rank(
@@ -354,6 +356,8 @@ def check_rank(
 def unexpected_keys(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
     """Return the unexpected keys of a target, each with the stored name that may be meant."""
     absent = find_unexpected(target.keys, keys.checkpoint_keys()) if keys.unexpected else ()
+    untaken = keys.untaken() if absent else {}
+    absent = [replace(one, near=None, refusal=untaken[one.key]) if one.key in untaken else one for one in absent]
     return in_common_state(absent, target, common_of)
 
 

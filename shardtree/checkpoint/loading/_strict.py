@@ -145,7 +145,8 @@ def _differing(missing: Sequence[str], unexpected: Sequence[Unexpected]) -> str:
 
 
 def _unexpected_line(one: Unexpected) -> str:
-    return f"unexpected (asked for, not stored): {one.text}"
+    why = "not stored" if one.refusal is None else "can't be read"
+    return f"unexpected (asked for, {why}): {one.text}"
 
 
 def _missing_line(key: str) -> str:
