@@ -147,6 +147,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
 
         Raises:
             KeyMismatch: one of them isn't stored.
+            UnsupportedValue: one is stored in a way that can't be read.
             StrategyError: the format doesn't say where its chunks are.
         """
         tensors = (key for key, shard in self.metadata.items() if isinstance(shard, ShardedTensor))

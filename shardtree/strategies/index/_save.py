@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...codec import check_storable, encode_tree
-from ...errors import CheckpointingException, StorageError, StrategyError, error_text
+from ...errors import StorageError, StrategyError, error_text
 from ...fingerprints import add_fingerprints, column_parts
 from ...geometry import Column, as_int64, narrowed
 from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
@@ -34,7 +34,7 @@ from ...storage import (
     sync_folder,
     tensor_buffers,
 )
-from .._checks import check_objects_written, check_seen, checked_data
+from .._checks import check_objects_written, check_seen, checked_data, naming_data_of
 from .._save_folders import RANK_FILE, abandoning, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
@@ -201,11 +201,8 @@ def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> I
 
 def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
     """Return an object's data in the common codec; an error names the object."""
-    try:
+    with naming_data_of(item.unique_key):
         return encode_tree(item.data, allow_pickle=allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
-        raise
 
 
 def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
