@@ -357,8 +357,8 @@ def unexpected_keys(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Un
     """Return the unexpected keys of a target, each with the stored name that may be meant."""
     absent = find_unexpected(target.keys, keys.checkpoint_keys()) if keys.unexpected else ()
     untaken = keys.untaken() if absent else {}
-    absent = [replace(one, near=None, refusal=untaken[one.key]) if one.key in untaken else one for one in absent]
-    return in_common_state(absent, target, common_of)
+    known = [replace(one, near=None, refusal=untaken[one.key]) if one.key in untaken else one for one in absent]
+    return in_common_state(known, target, common_of)
 
 
 def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
@@ -380,7 +380,8 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
     elif keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
         refuse_other_keys(lacking, common, keys.checkpoint_keys)
     kept = kept_paths(common, tree, target.own or {})
-    omissions = Omissions(*(tuple(map(render_path, paths)) for paths in (left_out(common, tree), lacking, kept)))
+    absent, empty, own = (tuple(map(render_path, paths)) for paths in (left_out(common, tree), lacking, kept))
+    omissions = Omissions(absent, empty, own)
     refuse_omissions(keys.mode, STORED_VALUES, omissions.left_out)
     refuse_omissions(keys.mode, TARGET_TENSORS, omissions.unfilled)
     return omissions

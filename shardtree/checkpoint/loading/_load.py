@@ -191,8 +191,8 @@ def _put_together(
         tree = checked_load.target.merge(join_leaves(checked_load.common, checked_load.target, leaves))
     if report is not None:
         omitted, why = checked_load.omissions, checked_load.destination.exchange.why
-        paths = {"left_out": omitted.left_out, "unfilled": omitted.unfilled, "kept": omitted.kept}
-        report(replace(amount, **paths, exchange=why))
+        amount = replace(amount, left_out=omitted.left_out, unfilled=omitted.unfilled)
+        report(replace(amount, kept=omitted.kept, exchange=why))
     return tree
 
 
