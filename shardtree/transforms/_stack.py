@@ -264,12 +264,15 @@ def _layers_in(
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
     """Return each entry of a layer under each number that it gets, which may be none."""
     new: dict[str, list[tuple[str, Any]]] = {}
+    places = defaultdict[int, list[int]](list)
+    for place, layer in enumerate(layers):
+        places[layer].append(place)
     for entry, leaf in tree.items():
         match = form.match(leaf.key) if isinstance(leaf, ShardedBase) else None
         if match is not None:
             *_, number, rest = match
             head, own = leaf.key.removesuffix(f".{number}{rest}"), _number("keep_layers", number)
-            keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == own]
+            keys = [f"{head}.{place}{rest}" for place in places.get(own, ())]
             leaves = [leaf if key == leaf.key else replace(leaf, key=key) for key in keys]
             new[entry] = [(renamed(entry, leaf, each), each) for each in leaves]
     return new
