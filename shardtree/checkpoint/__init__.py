@@ -38,17 +38,16 @@ __all__ = [
 # A save needs no conversion, a load no series: each is imported when it is asked for.
 if typing.TYPE_CHECKING:
     from ._comparison import CheckpointDifference, KindDifference, compare
-    from ._differences import ValueDifference
-    from ._fingerprint import fingerprint
-    from ._no_checkpoint import step_prefix as step_prefix
-    from ._open import (
-        is_checkpoint,
+    from ._contents import (
         load_common_state_dict,
         load_content_metadata,
         load_sharded_metadata,
         load_tensors_metadata,
-        remove_sharded_tensors,
     )
+    from ._differences import ValueDifference
+    from ._fingerprint import fingerprint
+    from ._no_checkpoint import step_prefix as step_prefix
+    from ._open import is_checkpoint, remove_sharded_tensors
     from ._replicas import ReplicaDifference, check_replicas
     from ._verify import verify
     from .async_saves import AsyncCallsQueue, async_calls
@@ -85,11 +84,11 @@ else:
             "fingerprint": "._fingerprint",
             "is_checkpoint": "._open",
             "load": ".loading",
-            "load_common_state_dict": "._open",
-            "load_content_metadata": "._open",
+            "load_common_state_dict": "._contents",
+            "load_content_metadata": "._contents",
             "load_plain_tensors": ".loading",
-            "load_sharded_metadata": "._open",
-            "load_tensors_metadata": "._open",
+            "load_sharded_metadata": "._contents",
+            "load_tensors_metadata": "._contents",
             "open_checkpoint": ".opened",
             "remove_sharded_tensors": "._open",
             "save": ".saving",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
-from .._ambient import shielded
-from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, TreeError, error_text
+from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, error_text
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Storage, listed, storage_at
 from ..strategies import (
@@ -31,15 +30,13 @@ from ..strategies import (
     unless_replaced,
     unreplaced,
 )
-from ..trees import without_holes
-from ..world import World, current_world, on_rank_zero, one_process, share, step
+from ..world import World, current_world, on_rank_zero, share, step
 from ._dispatch import (
     Choice,
     alike,
     are_objects_beside,
     check_options,
     common_backend,
-    given_options,
     sharded_backend,
     strategy_of,
 )
@@ -49,6 +46,8 @@ Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
 Opening = tuple[Fields, Stamp]
 """What rank 0 tells the others of a checkpoint that it has opened."""
+
+Read = TypeVar("Read")
 
 CONTENT_METADATA = "content_metadata"
 
@@ -143,16 +142,33 @@ def recognize(storage: Storage, strategies: Strategies | None) -> Fields | None:
         return next((fields for fields in answers if fields is not None), None)
 
 
-def is_checkpoint(checkpoint_dir: Directory, *, strategies: Strategies | None = None) -> bool:
+def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: Strategies | None = None) -> bool:
     """Return whether a folder, or a single file, holds a finished checkpoint.
+
+    Args:
+        checkpoint_dir: where it may be.
+        world: the ranks that get one answer, which rank 0 finds: then it is collective. None: this process alone.
+        strategies: the dispatch table; None for the process's.
 
     Examples:
         >>> import tempfile
         >>> is_checkpoint(tempfile.mkdtemp())
         False
     """
-    storage = storage_at(checkpoint_dir)
-    return _own_metadata(storage) is not None or recognize(storage, strategies) is not None
+
+    def look() -> bool:
+        storage = storage_at(checkpoint_dir)
+        return _own_metadata(storage) is not None or recognize(storage, strategies) is not None
+
+    return by_rank_zero(world, look)
+
+
+def by_rank_zero(world: Any, read: Callable[[], Read]) -> Read:
+    """Return what rank 0 of a world reads, on every rank; without a world, what this process reads by itself.
+
+    On network storage, ranks may see the latest change at different times: where all act on it, one has to look.
+    """
+    return read() if world is None else on_rank_zero(current_world(world), "read of a checkpoint", read)
 
 
 def _own_metadata(storage: Storage) -> bytes | None:
@@ -164,37 +180,6 @@ def _own_metadata(storage: Storage) -> bytes | None:
     return None if data is None or is_of_others(data) else data
 
 
-@shielded
-def load_common_state_dict(
-    checkpoint_dir: Directory,
-    *,
-    strategies: Strategies | None = None,
-    options: LoadOptions | None = None,
-) -> Any:
-    """Return what is stored outside the shards; not collective.
-
-    Where shards were, dicts lack the entry, and lists and tuples have `HOLE`.
-
-    Args:
-        checkpoint_dir: where the checkpoint is.
-        strategies: the dispatch table; None for the process's.
-        options: how it is read: `allow_pickle` and `types` count here.
-
-    Raises:
-        NotACheckpoint: there is none.
-        UnsafeFile: it holds pickled values, and `allow_pickle` isn't given.
-
-    Examples:
-        >>> import tempfile, torch, shardtree as st
-        >>> folder = tempfile.mkdtemp()
-        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.arange(4)), "step": 7}, folder)
-        >>> st.load_common_state_dict(folder)
-        {'step': 7}
-    """
-    checkpoint = open_at(checkpoint_dir, one_process(), given_options("open", options, LoadOptions), strategies)
-    return without_holes(load_common(checkpoint, None, strategies))
-
-
 def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> Any:
     """Return a checkpoint's common tree, with holes where shards were."""
     strategy = strategy_of(StrategyAction.LOAD_COMMON, choice, common_backend(checkpoint.fields), strategies)
@@ -202,53 +187,10 @@ def load_common(checkpoint: Checkpoint, choice: Choice, strategies: Strategies |
     return unreplaced(checkpoint, strategy)
 
 
-@shielded
-def load_tensors_metadata(
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = None,
-    *,
-    strategies: Strategies | None = None,
-    options: LoadOptions | None = None,
-) -> dict[str, ShardedTensor]:
-    """Return every stored tensor by its key, as one whole shard without data; not collective.
-
-    Examples:
-        >>> import tempfile, torch, shardtree as st
-        >>> folder = tempfile.mkdtemp()
-        >>> st.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))}, folder)
-        >>> {key: shard.global_shape for key, shard in st.load_tensors_metadata(folder).items()}
-        {'w': (2, 3)}
-    """
-    checkpoint = open_at(checkpoint_dir, one_process(), given_options("open", options, LoadOptions), strategies)
-    return tensors_of(checkpoint, sharded_strategy, strategies)
-
-
 def tensors_of(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> dict[str, ShardedTensor]:
     """Return a checkpoint's tensors, by key."""
     metadata = sharded_metadata(checkpoint, choice, None, strategies)
     return {key: shard for key, shard in metadata.items() if isinstance(shard, ShardedTensor)}
-
-
-@shielded
-def load_sharded_metadata(
-    checkpoint_dir: Directory,
-    sharded_strategy: Choice = None,
-    common_strategy: Choice = None,
-    *,
-    strategies: Strategies | None = None,
-    options: LoadOptions | None = None,
-) -> dict[str, ShardedTensor | ShardedObject]:
-    """Return every stored tensor by its key and object by its unique key, whole and without data; not collective.
-
-    Examples:
-        >>> import tempfile, shardtree as st
-        >>> folder = tempfile.mkdtemp()
-        >>> st.save({"rng": st.ShardedObject("rng", 5, (1,), (0,))}, folder)
-        >>> list(st.load_sharded_metadata(folder))
-        ['rng/shard_0_1']
-    """
-    checkpoint = open_at(checkpoint_dir, one_process(), given_options("open", options, LoadOptions), strategies)
-    return dict(sharded_metadata(checkpoint, sharded_strategy, common_strategy, strategies).items())
 
 
 def sharded_metadata(
@@ -263,38 +205,6 @@ def sharded_metadata(
         return metadata
     fallback = strategy_of(StrategyAction.LOAD_METADATA, common, beside, strategies)
     return {**dict(metadata.items()), **dict(unreplaced(checkpoint, fallback).items())}
-
-
-@shielded
-def load_content_metadata(
-    checkpoint_dir: Directory | None = None,
-    *,
-    preloaded_state_dict: Mapping[str, Any] | None = None,
-    strategies: Strategies | None = None,
-    options: LoadOptions | None = None,
-) -> Any:
-    """Return what a save was given as `content_metadata`, None if nothing; not collective.
-
-    Args:
-        checkpoint_dir: where the checkpoint is.
-        preloaded_state_dict: the loaded or common state, where the caller has it already.
-        strategies: the dispatch table; None for the process's.
-        options: how it is read: `allow_pickle` and `types` count here.
-
-    Raises:
-        TreeError: neither is given.
-        NotACheckpoint: there is none.
-        UnsafeFile: the common state holds pickled values, and `allow_pickle` isn't given.
-
-    Examples:
-        >>> load_content_metadata(preloaded_state_dict={"content_metadata": {"optimizer": "adam"}})
-        {'optimizer': 'adam'}
-    """
-    if preloaded_state_dict is None:
-        if checkpoint_dir is None:
-            raise TreeError(error_text("load_content_metadata: give checkpoint_dir or preloaded_state_dict"))
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir, strategies=strategies, options=options)
-    return preloaded_state_dict.get(CONTENT_METADATA) if isinstance(preloaded_state_dict, Mapping) else None
 
 
 def remove_sharded_tensors(

@@ -25,6 +25,7 @@ from ..strategies import (
     Strategies,
     Strategy,
     StrategyAction,
+    check_taken,
     find_strategy,
     unreplaced,
 )
@@ -35,7 +36,6 @@ from ..strategies.index import (
     chunks_of,
     find_texts,
     kind_at,
-    reasoned,
     stored_columns,
     texts,
     untaken_of,
@@ -76,16 +76,20 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
 
         Raises:
             KeyMismatch: nothing of that name is stored.
+            UnsupportedValue: it is stored in a way that can't be read, as in a dtype that torch lacks.
         """
         shard = self.metadata.get(key)
         if shard is None:
-            reason = reasoned(untaken_of(self.metadata), key)
-            raise KeyMismatch(
-                error_text("open: no such key in the checkpoint", found=reason, fix="list(tree) has all keys.")
-            )
+            check_taken(untaken_of(self.metadata), [key], "open")
+            what, fix = "open: no such key in the checkpoint", "list(tree) has all keys."
+            raise KeyMismatch(error_text(what, found=repr(key), fix=fix))
         if isinstance(shard, ShardedObject):
             return self._read(shard)
         return self._lazy(self._load_sharded(), [shard])[0]
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a tensor or object of that name is stored and can be read."""
+        return key in self.metadata
 
     def __iter__(self) -> Iterator[str]:
         """Return the keys, tensors' first, each kind sorted."""
@@ -143,6 +147,7 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
 
         Raises:
             KeyMismatch: one of them isn't stored.
+            UnsupportedValue: one is stored in a way that can't be read.
             StrategyError: the format doesn't say where its chunks are.
         """
         tensors = (key for key, shard in self.metadata.items() if isinstance(shard, ShardedTensor))
@@ -242,6 +247,7 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
 
     Raises:
         KeyMismatch: one of them isn't stored.
+        UnsupportedValue: one is stored in a way that can't be read.
         StrategyError: the format doesn't say where its chunks are.
     """
     metadata = index_of(checkpoint, strategies, keys)
@@ -254,7 +260,8 @@ def layout_in(checkpoint: Checkpoint, strategies: Strategies | None, keys: Seque
     if absent:
         near = near_names(absent, texts(index.key_text, index.key_start))
         fix = "list(tree) has all keys." if not near else f"Did you mean {near[min(near)]!r}?"
-        lines = [reasoned(untaken_of(metadata), key) for key in absent]
+        check_taken(untaken_of(metadata), absent, "stored layout")
+        lines = map(repr, absent)
         raise KeyMismatch(error_text("stored layout: no such tensor in the checkpoint", offenders=lines, fix=fix))
     chunks = chunks_of(index, np.array(numbers, dtype=np.int64))
     kinds = {key: kind_at(index, number) for key, number in zip(sorted_keys, numbers, strict=True)}

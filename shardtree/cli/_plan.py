@@ -65,6 +65,7 @@ def run_explain(
             "missing": list(explanation.missing),
             "left_out": list(explanation.left_out),
             "unfilled": list(explanation.unfilled),
+            "kept": list(explanation.kept),
             "total": explanation.cost and asdict(explanation.cost),
             "ranks": [
                 {

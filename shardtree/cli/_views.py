@@ -21,7 +21,7 @@ from ..mapping import ShardedTensor
 from ..pictures import COLOURS, Picture, picture_lines
 from ..storage import Directory
 from ..strategies import LoadOptions
-from ..strategies.index import find_texts, reasoned, texts, untaken_of
+from ..strategies.index import find_texts, texts
 from ..trees import as_integers, near_names, torch_converts
 from ._contents import TensorRow, brief, cut_text, entries_of, fields_of, kind_of, plain, shape_text, stored_index
 from ._layouts import chunk_shard
@@ -216,7 +216,7 @@ def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
         return shard
     near = near_names([key], list(tree)).get(key)
     fix = f"Did you mean {near!r}?" if near is not None else "`shardtree inspect` without options lists all keys."
-    raise KeyMismatch(error_text(f"inspect: no tensor {reasoned(untaken_of(tree.metadata), key)}", fix=fix))
+    raise KeyMismatch(error_text(f"inspect: no tensor {key!r}", fix=fix))
 
 
 # Where its pieces lie.

@@ -126,6 +126,7 @@ class Explanation:
         uncompared: keys of an optimizer's states that would be loaded without the comparison of masters with weights
             that their format allows, since the options say ``verify=None``.
         exchange: why ranks would read for each other or wouldn't, where ``exchange="auto"`` leaves that to the load.
+        kept: the paths of the targets' own values in the result, where a list, tuple or class needs what isn't stored.
     """
 
     missing: tuple[str, ...]
@@ -137,6 +138,7 @@ class Explanation:
     unfilled: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     exchange: str = ""
+    kept: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool | None:
@@ -203,6 +205,7 @@ class Explanation:
             *_section((f"asked for, not stored, left out: {one.text}" for one in self.omitted), "key"),
             *_section((f"stored, left out: {path}" for path in self.left_out), "place"),
             *_section((f"a plain tensor, not stored: {path}" for path in self.unfilled), "place"),
+            *_section((f"the target's own value, not stored: {path}" for path in self.kept), "place"),
             *_section((f"stored, not asked for: {key!r}" for key in self.missing), "key"),
             *_section((f"master not compared with the weight: {key!r}" for key in self.uncompared), "state"),
         ]

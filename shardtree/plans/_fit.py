@@ -119,14 +119,18 @@ class Unexpected:
         near: a stored key that looks like it, None if there is none.
         is_object: whether it is a sharded object.
         path: where the common state has a plain tensor that is meant, as text; None if it has none.
+        refusal: reason why it can't be read, if it is stored all the same.
     """
 
     key: str
     near: str | None = None
     is_object: bool = False
     path: str | None = None
+    refusal: str | None = None
 
     def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"can't be read: {self.text}"
         if self.path is not None:
             return f"not stored as shards: {self.text}"
         return f"not stored: {self.text}"
@@ -136,6 +140,8 @@ class Unexpected:
         """The key, and what may be meant by it."""
         if self.path is not None:
             return f"{self.key!r} is a plain tensor of the common state at {self.path}"
+        if self.refusal is not None:
+            return f"{self.key!r}: {self.refusal}"
         return f"{self.key!r}" + (f" (did you mean {self.near!r}?)" if self.near else "")
 
 

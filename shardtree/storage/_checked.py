@@ -55,6 +55,7 @@ class ReadReport:
         bytes_sent: to other ranks, which wanted what this one read.
         bytes_received: from other ranks.
         exchange: why ranks read for each other or didn't, where ``exchange="auto"`` left that to the load.
+        kept: paths of the target's own values in the result, where a list, tuple or class needs what isn't stored.
     """
 
     bytes_read: int = 0
@@ -67,6 +68,7 @@ class ReadReport:
     bytes_sent: int = 0
     bytes_received: int = 0
     exchange: str = ""
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return how much was read and checked, and what wasn't loaded, in a few lines.
@@ -91,7 +93,8 @@ class ReadReport:
         return f"ReadReport({size_text(self.bytes_read)} read from {plural(self.files, 'file')}{more})"
 
     def _names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        return ("left out", self.left_out), ("unfilled", self.unfilled), ("uncompared", self.uncompared)
+        names = ("left out", self.left_out), ("unfilled", self.unfilled), ("uncompared", self.uncompared)
+        return *names, ("kept as the target has them", self.kept)
 
     def _repr_html_(self) -> str:
         return notebook_html(self)

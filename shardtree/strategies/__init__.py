@@ -4,7 +4,7 @@ This room isn't settled: its names may still change, those of the root alone sta
 """
 
 from ._actions import PROTOCOLS, Commit, Copies, Describe, Recognize, Resolution, Strategies, Strategy, StrategyAction
-from ._checks import IN_COMMON, check_fit, misfit, old_unique_key
+from ._checks import IN_COMMON, check_fit, check_taken, misfit, old_unique_key
 from ._findings import (
     Checked,
     Damage,

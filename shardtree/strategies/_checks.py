@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -12,7 +13,15 @@ import numpy as np
 import torch
 
 from ..codec import bit_view
-from ..errors import IntegrityError, KeyMismatch, MetadataError, ShapeError, StorageError, UnsupportedValue, error_text
+from ..errors import (
+    IntegrityError,
+    KeyMismatch,
+    MetadataError,
+    ShapeError,
+    StorageError,
+    UnsupportedValue,
+    error_text,
+)
 from ..layouts import TensorKind
 from ..mapping import ShardedObject, ShardedTensor, lacks_memory
 from ..objects import OBJECT_RULES, ShapeChange
@@ -32,20 +41,45 @@ from ..storage import ReadReport, Storage
 from ..trees import BY_SCALES
 
 
-def check_taken(untaken: Mapping[str, str], keys: Collection[str]) -> None:
-    """Raise if a target asks for what is stored in a way that can't be read.
+@contextmanager
+def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
+    """Name a sharded object in errors about its data: of an optimizer's state, its key says the parameter.
+
+    Args:
+        unique_key: The object's.
+        place: The path that stands for its data in such errors.
+
+    Raises:
+        UnsupportedValue: What was raised, with the object's name.
+
+    Examples:
+        >>> with naming_data_of("f/shard_0_1"):
+        ...     raise UnsupportedValue("tree can't be stored")
+        Traceback (most recent call last):
+        shardtree.errors.UnsupportedValue: save: ShardedObject 'f/shard_0_1', whose data is tree: tree can't be stored
+    """
+    try:
+        yield
+    except UnsupportedValue as error:
+        # In the text itself: of another rank's error only that arrives.
+        raise UnsupportedValue(f"save: ShardedObject {unique_key!r}, whose data is {place}: {error}") from error
+
+
+def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = "load") -> None:
+    """Raise if what is asked for is stored in a way that can't be read.
 
     Args:
         untaken: why it can't, by key.
         keys: that are asked for.
+        doing: what is being done, for the message.
 
     Raises:
         UnsupportedValue: it does.
     """
     wrong = [f"{key!r}: {untaken[key]}" for key in sorted(untaken.keys() & {*keys})]
     if wrong:
-        fix = "Leave them out of the target, or load them with the program that wrote them."
-        raise UnsupportedValue(error_text("load: tensors that can't be read", offenders=wrong, fix=fix))
+        fix = "Leave them out, or load them with the program that wrote them."
+        raise UnsupportedValue(error_text(f"{doing}: tensors that can't be read", offenders=wrong, fix=fix))
 
 
 def check_fit(problems: Sequence[Misfit]) -> None:

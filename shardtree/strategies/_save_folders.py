@@ -40,9 +40,12 @@ OWNER_FILE = "owner.json"
 at it, other saves do."""
 
 _SAVE_FOLDER = re.compile(r"save-\d{8}T\d{6}-[0-9a-f]{16}")
+RANK_FILE = re.compile(r"\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+")
+"""A rank's data file, in any format."""
+
 _OUR_FILE = re.compile(
     r"(common|index-\d+|model-\d{5,}-of-\d{5,})\.safetensors"
-    r"|\d{5,}-of-\d{5,}(-\d+)?\.[a-z0-9]+"  # a rank's data file, in any format
+    rf"|{RANK_FILE.pattern}"
     r"|owner\.json|\.owner\.json\.[0-9a-f]{16}\.new"
 )
 

@@ -33,6 +33,9 @@ class StrategyTable(Mapping[Row, Strategy]):
         rows: from (action, backend, version) to a function; looked at, not copied. Where a row of ours is a name, its
             module is imported when the row is looked up: a program loads the formats that it uses.
 
+    Raises:
+        StrategyError: it isn't a mapping of rows to functions.
+
     Examples:
         >>> table = StrategyTable({(StrategyAction.LOAD_COMMON, "cards", 1): print})
         >>> print(table | {(StrategyAction.SAVE_COMMON, "cards", 2): print})
@@ -44,7 +47,7 @@ class StrategyTable(Mapping[Row, Strategy]):
     __slots__ = ("_rows",)
 
     def __init__(self, rows: StoredRows) -> None:
-        self._rows = rows
+        self._rows = _checked_rows(rows)
 
     def __getitem__(self, row: Row) -> Strategy:
         """Return the function of a row."""
@@ -96,7 +99,39 @@ def _function_at(place: str) -> Strategy:
 
 
 def _rows_of(table: Strategies) -> StoredRows:
-    return table._rows if isinstance(table, StrategyTable) else table
+    return table._rows if isinstance(table, StrategyTable) else _checked_rows(table)
+
+
+def _checked_rows(table: StoredRows) -> StoredRows:
+    """Return a table, if it is one: what a caller writes may lack a part of a row.
+
+    Raises:
+        StrategyError: it isn't a mapping, or has a key that isn't a row, or a value that isn't a function.
+    """
+    fix = "Pass default_strategies | {(action, backend, version): function}."
+    if not isinstance(table, Mapping):
+        what = "not a dispatch table"
+        raise StrategyError(error_text(what, found=type(table).__name__, expected="a mapping", fix=fix))
+    wrong = [
+        row for row, strategy in table.items() if not (_is_row(row) and (callable(strategy) or _is_ours(strategy)))
+    ]
+    if wrong:
+        what = "a dispatch table with what isn't a row, or no function"
+        lines = [f"{row!r}: {type(table[row]).__name__}" for row in wrong]
+        expected = "(StrategyAction, backend name, version) and a function"
+        raise StrategyError(error_text(what, offenders=lines, expected=expected, fix=fix))
+    return table
+
+
+def _is_row(row: object) -> bool:
+    if not isinstance(row, tuple) or len(row) != 3:
+        return False
+    action, backend, version = row
+    return isinstance(action, StrategyAction) and isinstance(backend, str) and as_int(version) is not None
+
+
+def _is_ours(strategy: object) -> bool:
+    return isinstance(strategy, str) and ":" in strategy
 
 
 # The union of each format's own literal: a row is looked up here, and written there.
@@ -253,10 +288,11 @@ def table_of(strategies: Strategies | None) -> Strategies:
         >>> table_of(None) is default_strategies, table_of({})
         (True, {})
     """
-    if strategies is not None and not isinstance(strategies, Mapping):
-        what, fix = "not a dispatch table", "Pass default_strategies | {(action, backend, version): function}."
-        raise StrategyError(error_text(what, found=type(strategies).__name__, expected="a mapping", fix=fix))
-    return default_strategies if strategies is None else strategies
+    if strategies is None:
+        return default_strategies
+    if not isinstance(strategies, StrategyTable):
+        _checked_rows(strategies)
+    return strategies
 
 
 @dataclass(frozen=True, slots=True)

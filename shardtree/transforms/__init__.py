@@ -1,6 +1,9 @@
-"""Pure functions on flat trees: stacking and keeping layers, splitting, merging and padding tensors, renaming keys.
+"""Pure functions on trees: stacking and keeping layers, splitting, merging and padding tensors, renaming keys.
 
-An open checkpoint is a flat tree. Lazy tensors aren't read: operations on them are recorded.
+Any tree will do: flat ones, such as an open checkpoint, nested dicts, lists, tuples and registered classes, of shards
+or of plain tensors, whose keys are their paths. The result has containers like the tree's. What is gone isn't in its
+dict; in a list, tuple or class a hole is in its place, but a list that gets shorter has none at its end. Layers that
+are new are in a dict with the keys "0", "1". Lazy tensors aren't read: operations on them are recorded.
 """
 
 from ._pad import pad_tensors, transpose_tensors, unpad_tensors

@@ -1,4 +1,4 @@
-"""Flat trees, such as open checkpoints: their tensors, and entries replaced by shards under their own keys."""
+"""Flat trees: their tensors, entries replaced by shards under other keys, and checks of shards."""
 
 from __future__ import annotations
 
@@ -10,31 +10,23 @@ from ..errors import ShapeError, TreeError, error_text
 from ..geometry import integer
 from ..mapping import ShardedTensor
 from ..trees import check_stars, checked_keys
-
-Flat = Mapping[str, Any]
-"""A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
+from ._places import Flat, renamed
 
 
-def flat_tensors(doing: str, tree: Flat) -> dict[str, ShardedTensor]:
+def flat_tensors(tree: Flat) -> dict[str, ShardedTensor]:
     """Return the tensor shards of a flat tree by their entries.
-
-    Raises:
-        TreeError: it isn't a dict.
 
     Examples:
         >>> import torch
         >>> shard = ShardedTensor.from_rank_offsets("w", torch.ones(2))
-        >>> list(flat_tensors("split", {"w": shard, "step": 3}))
+        >>> list(flat_tensors({"w": shard, "step": 3}))
         ['w']
     """
-    if not isinstance(tree, Mapping):
-        fix = "Pass {shard.key: shard, ...}, as `open_checkpoint` gives it."
-        raise TreeError(error_text(f"{doing}: not a flat tree", found=type(tree).__name__, expected="a dict", fix=fix))
     return {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedTensor)}
 
 
 def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTensor]]) -> dict[str, Any]:
-    """Return a new dict in which entries are replaced by shards, by their keys.
+    """Return a new dict in which entries are replaced by shards, named as `renamed` says.
 
     Args:
         doing: for the error.
@@ -47,12 +39,12 @@ def replace_entries(doing: str, tree: Flat, new: Mapping[str, Sequence[ShardedTe
     Examples:
         >>> import torch
         >>> shards = [ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in ("q", "k")]
-        >>> list(replace_entries("split", {"qk": None, "step": 3}, {"qk": shards}))
-        ['q', 'k', 'step']
+        >>> whole = ShardedTensor.from_rank_offsets("qk", torch.ones(4))
+        >>> list(replace_entries("split", {"model.qk": whole, "step": 3}, {"model.qk": shards}))
+        ['model.q', 'model.k', 'step']
     """
-    return replace_named(
-        doing, tree, {entry: [(shard.key, shard) for shard in shards] for entry, shards in new.items()}
-    )
+    named = {entry: [(renamed(entry, tree[entry], shard), shard) for shard in new[entry]] for entry in new}
+    return replace_named(doing, tree, named)
 
 
 def replace_named(doing: str, tree: Flat, new: Mapping[str, Sequence[tuple[str, Any]]]) -> dict[str, Any]:

@@ -14,19 +14,19 @@ from ..geometry import integer, integers, refuse
 from ..lazy import computed
 from ..mapping import ShardedTensor
 from ..trees import join_data, padding_like
-from ._flat import Flat, check_plain, resized, whole_axis
+from ._flat import check_plain, resized, whole_axis
 from ._states import map_tensors
 
 # Padding at the end of an axis, as that of a vocabulary.
 
 
-def unpad_tensors(tree: Flat, keys: Sequence[str], length: int, *, axis: int = 0) -> dict[str, Any]:
+def unpad_tensors(tree: Any, keys: Sequence[str], length: int, *, axis: int = 0) -> Any:
     """Return the tree with tensors cut off at a length along an axis, as views.
 
     What is cut off isn't read, and neither is that of an optimizer's moments. Undoes `pad_tensors`.
 
     Args:
-        tree: shards by key.
+        tree: any tree; a plain tensor's key is its path.
         keys: of the tensors; each ``*`` matches one part between dots.
         length: what is kept, in elements.
         axis: of the tensors; other axes may be sharded.
@@ -57,20 +57,20 @@ _Fill = float | Callable[[torch.Tensor], torch.Tensor]
 
 
 def pad_tensors(
-    tree: Flat,
+    tree: Any,
     keys: Sequence[str],
     length: int,
     *,
     axis: int = 0,
     fill: float | Callable[[torch.Tensor], torch.Tensor] = 0,
-) -> dict[str, Any]:
+) -> Any:
     """Return the tree with tensors made longer along an axis, at the end; undone by `unpad_tensors`.
 
     Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer get zeros there, found as by
     `keep_layers`; masters and averages, which are values of the tensor, get `fill` too.
 
     Args:
-        tree: shards by key.
+        tree: any tree; a plain tensor's key is its path.
         keys: of the tensors; each ``*`` matches one part between dots.
         length: the new one, in elements.
         axis: of the tensors; other axes may be sharded.
@@ -139,11 +139,11 @@ def _fill_values(shard: ShardedTensor, at: int, fill: Callable[[torch.Tensor], t
 # Axes in another order, as where a program stores matrices transposed.
 
 
-def transpose_tensors(tree: Flat, keys: Sequence[str], axes: Sequence[int] | None = None) -> dict[str, Any]:
+def transpose_tensors(tree: Any, keys: Sequence[str], axes: Sequence[int] | None = None) -> Any:
     """Return the tree with the axes of tensors in another order, as views; undone by the inverse order.
 
     Args:
-        tree: shards by key; boxes of any kind.
+        tree: any tree; a plain tensor's key is its path. Boxes may be of any kind.
         keys: of the tensors; each ``*`` matches one part between dots.
         axes: the old axis for each new one, as in ``torch.permute``; the other way round by default.
 

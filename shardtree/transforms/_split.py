@@ -12,7 +12,8 @@ from ..errors import ShapeError, TreeError, error_text
 from ..geometry import integer, integers
 from ..mapping import ShardedTensor
 from ..trees import fill_key, join_data, match_key
-from ._flat import Flat, check_same, checked_names, flat_tensors, replace_entries, resized, whole_axis
+from ._flat import check_same, checked_names, flat_tensors, replace_entries, resized, whole_axis
+from ._places import Flat, on_tree
 from ._states import StateChange, carry_states
 
 # Groups of equal length along an axis.
@@ -49,21 +50,21 @@ def group_starts(length: int, groups: int) -> list[int]:
 
 
 def split_tensor(
-    tree: Flat,
+    tree: Any,
     key: str,
     names: Sequence[str],
     *,
     sizes: Sequence[int] | None = None,
     axis: int = 0,
     groups: int = 1,
-) -> dict[str, Any]:
+) -> Any:
     """Return the tree with a tensor cut along an axis into several; undone by `merge_tensors`.
 
     The new tensors are views. With several groups, tensors in memory are copied; lazy ones aren't read. Moments of an
     optimizer are cut likewise, as by `keep_layers`, and each part gets a copy of values such as the number of steps.
 
     Args:
-        tree: shards by key.
+        tree: any tree; a plain tensor's key is its path.
         key: of the tensor; each ``*`` in it matches one part between dots, so that all layers are cut at once.
         names: the new keys, in order, with as many ``*``.
         sizes: how long each new tensor is along the axis; equal by default.
@@ -92,15 +93,18 @@ def split_tensor(
     def cuts(tree: Flat) -> dict[str, list[ShardedTensor]]:
         return {
             entry: _cut(shard, [fill_key(name, parts) for name in names], sizes, axis, count)
-            for entry, shard in flat_tensors("split_tensor", tree).items()
+            for entry, shard in flat_tensors(tree).items()
             if (parts := match_key(key, shard.key)) is not None
         }
 
-    new = cuts(tree)
-    if not new:
-        raise TreeError(error_text("split_tensor: no key matches", expected=repr(key)))
-    in_states = StateChange(lambda states: replace_entries("split_tensor", states, cuts(states)), others="copy")
-    return carry_states("split_tensor", tree, replace_entries("split_tensor", tree, new), new, in_states)
+    def split(flat: Flat) -> dict[str, Any]:
+        new = cuts(flat)
+        if not new:
+            raise TreeError(error_text("split_tensor: no key matches", expected=repr(key)))
+        in_states = StateChange(lambda states: replace_entries("split_tensor", states, cuts(states)), others="copy")
+        return carry_states("split_tensor", flat, replace_entries("split_tensor", flat, new), new, in_states)
+
+    return on_tree("split_tensor", tree, split)
 
 
 def _cut(
@@ -142,14 +146,14 @@ def _gather(data: Any, at: int, start: int, size: int, groups: int) -> Any:
 _ALIKE = ("dtype", "replica_id", "allow_shape_mismatch", "prepend_axis_num")
 
 
-def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, groups: int = 1) -> dict[str, Any]:
+def merge_tensors(tree: Any, names: Sequence[str], key: str, *, axis: int = 0, groups: int = 1) -> Any:
     """Return the tree with several tensors joined along an axis to one; undone by `split_tensor`.
 
     Tensors in memory are copied; lazy ones aren't read. Moments of an optimizer are joined likewise, as by
     `keep_layers`; states of which each tensor has one, as its number of steps, can't be.
 
     Args:
-        tree: shards by key.
+        tree: any tree; a plain tensor's key is its path.
         names: the keys of the tensors, in the order in which they are joined; each ``*`` matches one part between
             dots, so that all layers are joined at once.
         key: the new one, with as many ``*``.
@@ -181,17 +185,20 @@ def merge_tensors(tree: Flat, names: Sequence[str], key: str, *, axis: int = 0, 
             new[next(iter(own.values()))[0]] = [_merge(fill_key(key, parts), members, axis, count)]
         return new
 
-    new = joined(tree)
-    if not new:
-        raise TreeError(error_text("merge_tensors: no keys match", expected=", ".join(map(repr, names))))
-    in_states = StateChange(lambda states: replace_entries("merge_tensors", states, joined(states)), others="refuse")
-    return carry_states("merge_tensors", tree, replace_entries("merge_tensors", tree, new), new, in_states)
+    def merged(flat: Flat) -> dict[str, Any]:
+        new = joined(flat)
+        if not new:
+            raise TreeError(error_text("merge_tensors: no keys match", expected=", ".join(map(repr, names))))
+        change = StateChange(lambda states: replace_entries("merge_tensors", states, joined(states)), others="refuse")
+        return carry_states("merge_tensors", flat, replace_entries("merge_tensors", flat, new), new, change)
+
+    return on_tree("merge_tensors", tree, merged)
 
 
 def _members(tree: Flat, names: Sequence[str]) -> dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]]:
     """Return the entries and tensors to join, by what stars match and by name."""
     matches: dict[tuple[str, ...], dict[str, tuple[str, ShardedTensor]]] = {}
-    for entry, shard in flat_tensors("merge_tensors", tree).items():
+    for entry, shard in flat_tensors(tree).items():
         for name in names:
             parts = match_key(name, shard.key)
             if parts is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,7 +27,8 @@ from ..trees import (
     rename,
     text_piece,
 )
-from ._flat import Flat, check_plain, check_same, flat_tensors, replace_entries, replace_named
+from ._flat import check_plain, check_same, flat_tensors, replace_entries, replace_named
+from ._places import Flat, on_tree, renamed
 from ._states import StateChange, by_number, carry_states, renamed_states
 
 _ALIKE = (
@@ -38,14 +39,14 @@ _ALIKE = (
 _Group = dict[int, tuple[str, ShardedTensor]]
 
 
-def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
+def stack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked to one ``<prefix>.<name>`` for each name.
 
     The layers' number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers
     of an optimizer are stacked likewise, as by `keep_layers`. Undone by `unstack_layers`.
 
     Args:
-        tree: shards by key; each layer's the same box of a tensor of the same shape and dtype.
+        tree: any tree; a plain tensor's key is its path. Each layer has the same box, of one shape and dtype.
         prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
 
     Raises:
@@ -61,21 +62,24 @@ def stack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     """
     # Without leading zeros: unstacking must give back the same keys.
     form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("number"), text_piece("."), Piece("rest")))
-    new = _stacks(tree, form)
-    if not new:
-        raise _no_match("stack_layers", f"{prefix}.<number>.<name>", tree)
+
+    def stacked(flat: Flat) -> dict[str, Any]:
+        new = _stacks(flat, form)
+        if not new:
+            raise _no_match("stack_layers", f"{prefix}.<number>.<name>", flat)
+        return carry_states("stack_layers", flat, replace_entries("stack_layers", flat, new), new, in_states)
 
     def change(states: Flat) -> dict[str, Any]:
         return replace_entries("stack_layers", states, _stacks(states, form))
 
     in_states = StateChange(change, lambda state, _: isinstance(state, ShardedTensor), "refuse")
-    return carry_states("stack_layers", tree, replace_entries("stack_layers", tree, new), new, in_states)
+    return on_tree("stack_layers", tree, stacked)
 
 
 def _stacks(tree: Flat, form: KeyForm) -> dict[str, list[ShardedTensor]]:
     """Return the stacked tensor for the first entry of each group of layers, and nothing for the other entries."""
     groups: dict[str, _Group] = defaultdict(dict)
-    for entry, shard in flat_tensors("stack_layers", tree).items():
+    for entry, shard in flat_tensors(tree).items():
         if (match := form.match(shard.key)) is not None:
             *_, number, name = match
             before = shard.key.removesuffix(f".{number}.{name}")
@@ -127,14 +131,14 @@ def _stack(key: str, group: Mapping[int, tuple[str, ShardedTensor]]) -> ShardedT
     )
 
 
-def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
+def unstack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with each ``<prefix>.<name>`` unstacked along its first axis: ``<prefix>.<number>.<name>``.
 
     The new tensors are views. A box of some layers gives those, by their own numbers. Moments of an optimizer are
     unstacked likewise, and each layer gets what there is once, as a number of steps. Undone by `stack_layers`.
 
     Args:
-        tree: shards by key. Keys that have a number after the prefix already stay.
+        tree: any tree; a plain tensor's key is its path. Keys that have a number after the prefix already stay.
         prefix: of the keys; each ``*`` in it matches one part between dots.
 
     Raises:
@@ -149,7 +153,7 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
     form = KeyForm((*key_form(prefix).pieces, text_piece("."), Piece("rest without number")))
 
     def layers(tree: Flat) -> dict[str, list[ShardedTensor]]:
-        tensors = flat_tensors("unstack_layers", tree)
+        tensors = flat_tensors(tree)
         matches = {entry: form.match(shard.key) for entry, shard in tensors.items()}
         return {
             entry: _layers(tensors[entry], tensors[entry].key.removesuffix(f".{match[-1]}"), match[-1])
@@ -157,15 +161,17 @@ def unstack_layers(tree: Flat, prefix: str) -> dict[str, Any]:
             if match is not None
         }
 
-    new = layers(tree)
-    if not new:
-        raise _no_match("unstack_layers", f"{prefix}.<name>", tree)
+    def unstacked(flat: Flat) -> dict[str, Any]:
+        new = layers(flat)
+        if not new:
+            raise _no_match("unstack_layers", f"{prefix}.<name>", flat)
+        return carry_states("unstack_layers", flat, replace_entries("unstack_layers", flat, new), new, in_states)
 
     def change(states: Flat) -> dict[str, Any]:
         return replace_entries("unstack_layers", states, layers(states))
 
     in_states = StateChange(change, _have_layers, "copy")
-    return carry_states("unstack_layers", tree, replace_entries("unstack_layers", tree, new), new, in_states)
+    return on_tree("unstack_layers", tree, unstacked)
 
 
 def _have_layers(state: ShardedBase, parameter: ShardedBase) -> bool:
@@ -192,7 +198,7 @@ _STATES = one_of((Piece("parts before"), text_piece("optimizer."), one_of(_STATE
 """What precedes a parameter's key where an optimizer's states, or its groups, are stored."""
 
 
-def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Iterable[int] = ()) -> dict[str, Any]:
+def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterable[int] = ()) -> Any:
     """Return the tree with some layers alone, numbered anew: ``layers[0]`` becomes layer 0, ``layers[1]`` layer 1.
 
     Of ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``, tensors, objects and factories alike, sharded in any way.
@@ -202,7 +208,7 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
     several times, to make a deeper model of them; data are shared.
 
     Args:
-        tree: shards by key. An entry's name changes where its shard's key does.
+        tree: any tree; the key of a plain tensor or value is its path. A leaf's place changes where its key does.
         prefix: of the keys; each ``*`` in it matches one part between dots, as in ``"layers.*.experts"``.
         layers: the numbers of those that are kept.
         absent: numbers that this rank may lack, as those of other pipeline stages.
@@ -218,59 +224,62 @@ def keep_layers(tree: Flat, prefix: str, layers: Sequence[int], *, absent: Itera
         >>> list(keep_layers(tree, "h", [0, 3]))
         ['h.0.w', 'h.1.w', 'optimizer.state.exp_avg.h.1.w']
     """
-    doing = "keep_layers"
-    flat_tensors(doing, tree)
-    layers, elsewhere = integers(doing, "layers", layers), integers(doing, "absent", absent)
+    layers, absent = integers("keep_layers", "layers", layers), integers("keep_layers", "absent", absent)
     end = one_of((text_piece("."), Piece("rest")), ())
     form = KeyForm((_STATES, *key_form(prefix).pieces, text_piece("."), Piece("number"), end))
-    shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
-    matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
-    if not matches and not elsewhere:
-        raise _no_match(doing, f"{prefix}.<number>.<name>", tree)
-    numbers = {_number(doing, match[-2]) for match in matches.values()}
-    missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in elsewhere]
-    if missing:
-        fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
-        found = f"layers {', '.join(map(str, sorted(numbers)[:20]))}"
-        raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
-
     # Behind an optimizer's name, a number of these layers that no parameter in the tree explains.
     numbered = re.compile(rf"(?:.+\.)?{re.escape(prefix.rpartition('.')[2])}\.[0-9]+(?:\..+)?", re.DOTALL)
 
-    def kept(tree: Flat) -> dict[str, Any]:
-        return replace_named(doing, tree, _renumbered(doing, tree, form, layers))
+    def kept(flat: Flat) -> dict[str, Any]:
+        return replace_named("keep_layers", flat, _renumbered(flat, form, layers))
 
     def is_lost(key: str) -> bool:
         return by_number(key) or numbered.fullmatch(key) is not None
 
-    in_states = StateChange(kept, lambda *_: True, is_lost=is_lost)
-    return carry_states(doing, tree, kept(tree), matches, in_states)
+    def kept_with_states(flat: Flat) -> dict[str, Any]:
+        matches = _layers_in(flat, form, prefix, layers, absent)
+        in_states = StateChange(kept, lambda *_: True, is_lost=is_lost)
+        return carry_states("keep_layers", flat, kept(flat), matches, in_states)
+
+    return on_tree("keep_layers", tree, kept_with_states)
 
 
-def _renumbered(doing: str, tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
+def _layers_in(
+    flat: Flat, form: KeyForm, prefix: str, layers: Sequence[int], absent: Collection[int]
+) -> dict[str, tuple[str, ...]]:
+    """Return the matches of a tree's entries that belong to layers, after a check that those that are wanted exist."""
+    doing, shards = "keep_layers", {entry: leaf for entry, leaf in flat.items() if isinstance(leaf, ShardedBase)}
+    matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
+    if not matches and not absent:
+        raise _no_match(doing, f"{prefix}.<number>.<name>", flat)
+    numbers = {_number(doing, match[-2]) for match in matches.values()}
+    missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in absent]
+    if missing:
+        fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
+        found = f"layers {', '.join(map(str, sorted(numbers)[:20]))}"
+        raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
+    return matches
+
+
+def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
     """Return each entry of a layer under each number that it gets, which may be none."""
     new: dict[str, list[tuple[str, Any]]] = {}
+    places = defaultdict[int, list[int]](list)
+    for place, layer in enumerate(layers):
+        places[layer].append(place)
     for entry, leaf in tree.items():
         match = form.match(leaf.key) if isinstance(leaf, ShardedBase) else None
         if match is not None:
             *_, number, rest = match
-            head, own = leaf.key.removesuffix(f".{number}{rest}"), _number(doing, number)
-            keys = [f"{head}.{place}{rest}" for place, layer in enumerate(layers) if layer == own]
-            new[entry] = [_renumber(entry, leaf, key) for key in keys]
+            head, own = leaf.key.removesuffix(f".{number}{rest}"), _number("keep_layers", number)
+            keys = [f"{head}.{place}{rest}" for place in places.get(own, ())]
+            leaves = [leaf if key == leaf.key else replace(leaf, key=key) for key in keys]
+            new[entry] = [(renamed(entry, leaf, each), each) for each in leaves]
     return new
 
 
-def _renumber(entry: str, leaf: Any, key: str) -> tuple[str, Any]:
-    """Return an entry's new name and leaf; what precedes the key in the name, as after `flat`, stays."""
-    if leaf.key == key:
-        return entry, leaf
-    new = replace(leaf, key=key)
-    old, name = (getattr(each, "unique_key", each.key) for each in (leaf, new))
-    return entry.removesuffix(old) + name if entry.endswith(old) else name, new
-
-
 def _no_match(doing: str, expected: str, tree: Flat) -> TreeError:
-    keys = [repr(shard.key) for shard in flat_tensors(doing, tree).values()]
+    keys = [repr(shard.key) for shard in flat_tensors(tree).values()]
     found = ", ".join(shorten(keys, shown=3)) or "no tensors"
     return TreeError(error_text(f"{doing}: no key matches", found=found, expected=expected))
 

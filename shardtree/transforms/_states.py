@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import CheckpointingException, TreeError, error_text
-from ..mapping import ShardedBase, ShardedObject, ShardedTensor
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..trees import StateKey, checked_keys, match_keys, state_keys
-from ._flat import Flat, flat_tensors, replace_named
+from ._flat import flat_tensors, replace_named
+from ._places import Flat, entry_of, name_of, on_tree, renamed
 
 _BY_NUMBER = re.compile(r"(?:.+\.)?state\.[0-9]+\.[^.]+", re.DOTALL)
 """A state that stands under its parameter's number, as in what ``optimizer.state_dict()`` gives."""
@@ -76,17 +77,20 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
 
     Examples:
         >>> import torch
+        >>> from shardtree.transforms._flat import replace_entries
         >>> shards = [ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in ("model.a", "opt.mu.a")]
-        >>> def renamed(flat):
-        ...     return {"model.b": replace(leaf, key="model.b") for leaf in flat.values()}
+        >>> def change(flat):
+        ...     shards = {entry: [replace(leaf, key="model.b")] for entry, leaf in flat.items()}
+        ...     return replace_entries("rename", flat, shards)
         >>> tree = {shard.key: shard for shard in shards}
         >>> new = {"model.a": replace(shards[0], key="model.b"), "opt.mu.a": shards[1]}
-        >>> [leaf.key for leaf in carry_states("rename", tree, new, {"model.a"}, StateChange(renamed)).values()]
+        >>> [leaf.key for leaf in carry_states("rename", tree, new, {"model.a"}, StateChange(change)).values()]
         ['model.b', 'opt.mu.b']
     """
     shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
     parameters = {shards[entry].key: shards[entry] for entry in own}
-    states, unclear = state_keys({leaf.key for leaf in shards.values()})
+    plain = {leaf.key for entry, leaf in shards.items() if _is_plain_value(entry, leaf)}
+    states, unclear = state_keys({leaf.key for leaf in shards.values()} - plain, plain)
     groups: dict[tuple[str, str, str], list[str]] = {}
     wrong: list[str] = []
     for entry, leaf in shards.items():
@@ -114,16 +118,16 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
 
 def map_tensors(
     doing: str,
-    tree: Flat,
+    tree: Any,
     keys: Sequence[str],
     change: Callable[[ShardedTensor], ShardedTensor],
     in_states: Callable[[ShardedTensor], ShardedTensor] | None = None,
-) -> dict[str, Any]:
-    """Return the tree with the tensors whose keys match patterns changed, each at its entry, and so their moments.
+) -> Any:
+    """Return the tree with the tensors whose keys match patterns changed, each in its place, and so their moments.
 
     Args:
         doing: The transform, for errors.
-        tree: The flat tree.
+        tree: Any tree.
         keys: The patterns.
         change: The change of a tensor, which keeps its key.
         in_states: The change of a moment; None for the same. Masters and averages get that of their tensor.
@@ -137,17 +141,20 @@ def map_tensors(
         >>> list(map_tensors("call", {"h.0.w": shard, "step": 3}, ["h.*.w"], lambda shard: shard))
         ['h.0.w', 'step']
     """
-    keys = checked_keys(doing, keys)
-    shards = flat_tensors(doing, tree)
-    matches = match_keys(doing, keys, {shard.key for shard in shards.values()})
-    new = {entry: change(shard) for entry, shard in shards.items() if shard.key in matches}
-    inner = in_states or change
+    keys, inner = checked_keys(doing, keys), in_states or change
+
+    def changed(flat: Flat) -> dict[str, Any]:
+        shards = flat_tensors(flat)
+        matches = match_keys(doing, keys, {shard.key for shard in shards.values()})
+        new = {entry: change(shard) for entry, shard in shards.items() if shard.key in matches}
+        return carry_states(doing, flat, {**flat, **new}, new, states)
+
     states = StateChange(
         lambda states: {entry: inner(leaf) for entry, leaf in states.items()},
         is_lost=lambda _: False,
         change_copies=lambda states: {entry: change(leaf) for entry, leaf in states.items()},
     )
-    return carry_states(doing, tree, {**tree, **new}, new, states)
+    return on_tree(doing, tree, changed)
 
 
 def _stuck(doing: str, lines: Sequence[str]) -> TreeError:
@@ -194,7 +201,12 @@ _Group = Mapping[str, tuple[Any, StateKey]]
 
 
 def _has_axes(leaf: ShardedBase) -> bool:
-    return not isinstance(leaf, ShardedTensor) or bool(leaf.global_shape)
+    return isinstance(leaf, ShardedTensorFactory) or bool(getattr(leaf, "global_shape", ()))
+
+
+def _is_plain_value(entry: str, leaf: ShardedBase) -> bool:
+    """Return whether a leaf was no tensor before it was put into a box: it may be a state, but is no parameter."""
+    return isinstance(leaf, ShardedObject) and entry_of(entry).is_plain
 
 
 def _is_number(leaf: Any) -> bool:
@@ -211,20 +223,29 @@ def _misfits(group: _Group, parameters: Mapping[str, ShardedBase], change: State
     ]
 
 
+def _namer(group: _Group) -> Callable[[str, Any, str], tuple[str, Any]]:
+    """Return the function that gives a new state of one kind its name and key, from the old entry and the parameter."""
+    names = {name_of(entry, leaf): entry_of(entry) for entry, (leaf, _) in group.items()}
+    origins = {entry_of(entry).place: entry for entry in group}
+    first, kind = next(iter(group.values()))
+
+    def named(entry: str, leaf: Any, parameter: str) -> tuple[str, Any]:
+        key = kind.of(parameter)
+        if key is None:
+            found, expected = f"a parameter {parameter!r}", f"one under {kind.root!r}"
+            raise TreeError(error_text(f"the state {first.key!r} can't follow", found=found, expected=expected))
+        new, origin = replace(leaf, key=key), origins[entry_of(entry).place]
+        name = renamed(origin, group[origin][0], new)
+        taken = names.get(name_of(name, new))
+        return name if taken is None else taken.of_kind(name), new
+
+    return named
+
+
 def _changed(group: _Group, parameters: Mapping[str, ShardedBase], change: StateChange) -> Iterator[tuple[str, Any]]:
     """Yield the names and leaves that replace the states of one kind."""
-    names = {_name(leaf): entry for entry, (leaf, _) in group.items()}
-    first, (leaf, kind) = next(iter(group.items()))
-    front = first.removesuffix(_name(leaf)) if first.endswith(_name(leaf)) else ""
-
-    def named(leaf: Any, key: str) -> tuple[str, Any]:
-        new_key = kind.of(key)
-        if new_key is None:
-            found, expected = f"a parameter {key!r}", f"one under {kind.root!r}"
-            raise TreeError(error_text(f"the state {leaf.key!r} can't follow", found=found, expected=expected))
-        new = replace(leaf, key=new_key)
-        return names.get(_name(new), front + _name(new)), new
-
+    named = _namer(group)
+    leaf, kind = next(iter(group.values()))
     fitting = {entry: leaf for entry, (leaf, state) in group.items() if change.fits(leaf, parameters[state.parameter])}
     as_parameters = {entry: replace(leaf, key=group[entry][1].parameter) for entry, leaf in fitting.items()}
     if as_parameters:
@@ -234,15 +255,10 @@ def _changed(group: _Group, parameters: Mapping[str, ShardedBase], change: State
         except CheckpointingException as error:
             error.add_note(f"in states with keys such as {leaf.key!r}")
             raise
-        yield from (named(new, new.key) for new in changed.values())
+        yield from (named(entry, new, new.key) for entry, new in changed.items())
     for entry, (other, state) in group.items():
         if entry in fitting:
             continue
         parameter: Any = parameters[state.parameter].without_data()
         keys = [new.key for new in change.change({entry: parameter}).values()] if change.others == "copy" else None
-        yield from [(entry, other)] if keys is None else (named(other, key) for key in keys)
-
-
-def _name(leaf: Any) -> str:
-    name: str = getattr(leaf, "unique_key", leaf.key)
-    return name
+        yield from [(entry, other)] if keys is None else (named(entry, other, key) for key in keys)

@@ -74,6 +74,7 @@ from ._nodes import (
     shard_leaves,
 )
 from ._partition import combine, extract_nonpersistent, extract_sharded, merge, partition, prune, select
+from ._places import Place, Places, kept_place, moved_place, named_paths, places, planted
 from ._plain import flat, nested, rebox, unbox
 from ._register import node_data, register_dataclass
 from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of

@@ -109,8 +109,14 @@ def refuse_hidden(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:
     if hosts:
         fix = "Put shards, tensors and local objects in dicts, lists and tuples; those are entered."
         fix += f" {REGISTER}" * any(_has_fields(leaf) for _, leaf in hosts)
-        names = [f"{render_path(path)}: {type(leaf).__name__}" for path, leaf in hosts]
+        names = [f"{render_path(path)}: {_named_type(leaf)}" for path, leaf in hosts]
         raise UnsupportedValue(error_text(f"{doing}: shards or tensors hidden in values", offenders=names, fix=fix))
+
+
+def _named_type(leaf: Any) -> str:
+    if not isinstance(leaf, ShardedObject):
+        return type(leaf).__name__
+    return f"{type(leaf.data).__name__}, data of the ShardedObject {leaf.key!r}"
 
 
 def refuse_wrappers(doing: str, leaves: Sequence[tuple[TreePath, Any]]) -> None:

@@ -24,6 +24,7 @@ from ._nodes import (
     drop_holes,
     entries,
     flatten,
+    flatten_with_paths,
     is_dict,
     is_known_leaf,
     is_sequence,
@@ -32,6 +33,7 @@ from ._nodes import (
     refusing_depth,
 )
 
+_LENIENT = "A load's strict modes that leave out what isn't stored, as 'log_unexpected',"
 _SIMPLE = (str, int, bool, float, type(None))
 
 
@@ -106,8 +108,19 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
 # The join
 
 
+Own = Mapping[TreePath, Any]
+"""A target's own values by path."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spare:
+    """A container of nothing but the target's own values: it is taken where the one around it can't be without."""
+
+    value: Tree
+
+
 @refusing_depth
-def join(common: Tree, target: Tree) -> Tree:
+def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
     """Return the stored common tree joined with what was loaded for a target.
 
     Dicts are joined by key, lists and tuples of equal length by position, a stored record of fields by the target's
@@ -123,6 +136,9 @@ def join(common: Tree, target: Tree) -> Tree:
         target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
             `LocalNonpersistentObject` is unwrapped here, and what it holds isn't entered: wrap loaded
             objects in one too, since they may be containers.
+        own: the target's values that stay where there is nothing else in a list, tuple or instance of a class. With it,
+            sequences of other lengths are joined by position, and stored fields that the target's class lacks are left
+            out; None for neither.
 
     Returns:
         A tree without holes; subtrees of the target that hold none are shared.
@@ -136,8 +152,12 @@ def join(common: Tree, target: Tree) -> Tree:
         {'step': 3, 'w': 'a', 'mixed': ['b', 1]}
         >>> join({"model": HOLE, "ema": [HOLE, 0.9]}, {"model": {"layers": []}})
         {'model': {'layers': []}}
+        >>> join({"m": [HOLE]}, {"m": ["a", HOLE]}, {("m", 1): "mine"})
+        {'m': ['a', 'mine']}
     """
-    tree = _join(common, target, ())
+    tree = _join(common, target, (), own)
+    if isinstance(tree, _Spare):
+        return tree.value
     if tree is HOLE:
         what, fix = "join: nothing is left of the tree", "Give the target the structure that was saved, or a dict."
         raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
@@ -212,45 +232,50 @@ def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePat
         if tree is HOLE or stored_entries(tree) is not None:
             yield path
         return
-    pair = None if tree is HOLE else _entries_by_target(common, tree)
+    pair = None if tree is HOLE else _entries_by_target(common, tree) or _entries_that_differ(common, tree)
     for (entry, child), key in zip(mine.items(), (mine if pair is None else pair[0]), strict=True):
         yield from _missing_paths(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
 
 
-def _join(common: Tree, target: Tree, path: TreePath) -> Tree:
+def _join(common: Tree, target: Tree, path: TreePath, own: Own | None) -> Tree:
     """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed."""
     if common is HOLE:
         # Most places of a target are leaves, and optree's own lookup of types takes longer.
-        return target if is_known_leaf(target) else _finish_target(target, path)
+        return target if is_known_leaf(target) else _finish_target(target, path, own)
     # The target's own Counter was read as a dict.
     if target is HOLE or (is_subclass(common) and not _holds_any(target)):
         return _keep_whole(common)
-    if (pair := _entries_by_target(common, target)) is not None:
+    pair = _entries_by_target(common, target)
+    if pair is None and own is not None:
+        pair = _entries_that_differ(common, target)
+    if pair is not None:
         mine, theirs = pair
         order = dict.fromkeys([*mine, *theirs]) if is_dict(target) else theirs
-        new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry)) for entry in order}
-        return _rebuild(target, new, path, named=_holds_any(target))
+        new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry), own) for entry in order}
+        return _rebuild(target, new, path, own, named=_holds_any(target))
     # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
     if is_hollow(common):
-        return _finish_target(target, path)
+        return _finish_target(target, path, own)
     if _holds_any(target):
         what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
         fix = "Give the target the structure that was saved, or take this entry out of it."
+        if own is None and _entries_that_differ(common, target) is not None:
+            fix += f"\n  {_LENIENT} join what both have."
         raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
     # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
     whole = _keep_whole(common)
-    return _finish_target(target, path) if whole is HOLE else whole
+    return _finish_target(target, path, own) if whole is HOLE else whole
 
 
-def _finish_target(target: Tree, path: TreePath) -> Tree:
+def _finish_target(target: Tree, path: TreePath, own: Own | None) -> Tree:
     """Return a subtree of the target with local objects unwrapped and unfilled holes left out."""
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
-    new = {entry: _finish_target(child, (*path, entry)) for entry, child in children.items()}
+    new = {entry: _finish_target(child, (*path, entry), own) for entry, child in children.items()}
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return target
-    return _rebuild(target, new, path, named=_holds_any(target))
+    return _rebuild(target, new, path, own, named=_holds_any(target))
 
 
 def _keep_whole(common: Tree) -> Tree:
@@ -261,32 +286,50 @@ def _keep_whole(common: Tree) -> Tree:
     new = {entry: _keep_whole(child) for entry, child in children.items()}
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return common
-    return _rebuild(common, new, (), named=False)
+    return _rebuild(common, new, (), None, named=False)
 
 
-def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, *, named: bool) -> Tree:
+def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | None, *, named: bool) -> Tree:
     """Return a container like the node, without holes; a hole if it has some and isn't a dict.
 
     Args:
         node: the container.
         new: its entries, some of them holes.
         path: where it stands.
+        own: the target's values, which take the places of holes.
         named: whether the target has something to load in it: then it can't be left out.
 
     Raises:
         TreeError: it is named, and isn't a dict.
     """
     # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
+    if is_dict(node):
+        return like(node, {entry: child for entry, child in drop_holes(new).items() if not isinstance(child, _Spare)})
+    spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
     holes = [entry for entry, child in new.items() if child is HOLE]
-    if not holes and isinstance(node, Record):
-        return replace(node, fields=new)
-    if not holes or is_dict(node):
-        return like(node, drop_holes(new))
-    if not named:
+    if own:
+        spares |= {entry: own[*path, entry] for entry in holes if (*path, entry) in own}
+    holes = [entry for entry in holes if entry not in spares]
+    if holes and not named:
         return HOLE
-    what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
-    fix = "Put shards for these places in the target, or take the whole container out of it."
-    raise TreeError(error_text(what, fix=fix, offenders=[render_path((*path, entry)) for entry in holes]))
+    if holes:
+        what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
+        fix = "Put shards for these places in the target, or take the whole container out of it."
+        hint = f"{_LENIENT} keep the target's own value there." if own is None else "A shard with a tensor keeps that."
+        fix += f"\n  {hint}"
+        places = [(*path, entry, *rest) for entry in holes for rest in _holes_in(node, entry)]
+        places = [place for place in places if place not in (own or {})]
+        raise TreeError(error_text(what, fix=fix, offenders=map(render_path, places)))
+    whole = {**new, **spares}
+    tree = replace(node, fields=whole) if isinstance(node, Record) else like(node, whole)
+    if named or not spares or any(entry not in spares and not is_hollow(child) for entry, child in new.items()):
+        return tree
+    return _Spare(tree)
+
+
+def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
+    """Return the paths of the holes below an entry of a target's container."""
+    return [path for path, leaf in flatten_with_paths((entries(target) or {})[entry])[0] if leaf is HOLE] or [()]
 
 
 def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
@@ -308,6 +351,19 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
     else:
         fits = mine.keys() == names.keys()
     return ({names.get(name, name): child for name, child in mine.items()}, theirs) if fits else None
+
+
+def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
+    """Return the entries of sequences of two lengths, or of a class that has got or lost fields; None of others."""
+    mine, theirs = stored_entries(common), stored_entries(target)
+    if mine is None or theirs is None or is_dict(target):
+        return None
+    if is_sequence(target) and is_sequence(common):
+        return (mine, theirs) if _holds_any(target) else None  # one of plain values alone gives way to what is stored
+    if not isinstance(common, (Record, dict)) or (is_sequence(target) and not optree.is_namedtuple(target)):
+        return None
+    names = {str(entry): entry for entry in theirs}
+    return {names.get(name, name): child for name, child in mine.items()}, theirs
 
 
 def is_hollow(tree: Tree) -> bool:

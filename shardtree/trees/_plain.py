@@ -1,11 +1,11 @@
-"""Trees as other libraries hold them: without boxes by `unbox`, back by `rebox`; dicts flat or nested.
+"""Trees as other libraries hold them: without boxes by `unbox`, back by `rebox`; flat, or as nested dicts.
 
 A box, as Flax calls it, is a leaf with data and metadata: a shard, a factory, a sharded object, or a local object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,9 +14,10 @@ import torch
 from ..errors import ShapeError, TreeError, TreePath, error_text, render_path
 from ..lazy import LazyTensor
 from ..mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from ._hidden import flatten_visible, hides_shards
+from ._hidden import flatten_visible
 from ._maps import described_kind, map_sharing, with_data
 from ._nodes import HOLE, Tree, describe, entries, is_sequence, leaves_with_paths, like, refusing_depth, same_kind
+from ._places import named_paths, places
 
 _BOXES: Final = (ShardedBase, LocalNonpersistentObject)
 
@@ -131,74 +132,46 @@ def _text(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> str:
     return f"{tuple(shape)} {dtype}"
 
 
-# Nested dicts as flat ones, whose names are the paths, and back.
+# Trees as flat dicts, whose names are the paths, and back.
 
 
-def flat(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:
-    """Return nested dicts as one dict, in which names are joined by dots; undone by `nested`.
+def flat(tree: Tree, *, separator: str = ".") -> dict[str, Any]:
+    """Return the leaves of a tree as one dict, in which the entries of their paths are joined by dots.
 
-    What isn't a dict is a value and stays as it is, a list of plain values too, and so does an empty dict. Names that
-    have dots are taken apart further by `nested`; where none has, it gives back the same tree.
+    Lists, tuples and registered classes are entered where they hold tensors or shards, by positions and fields; one of
+    plain values alone is a value and stays as it is, and so does an empty container. `nested` undoes it where all that
+    is entered are dicts whose keys are texts without dots; of anything else it makes such dicts.
 
     Args:
-        tree: nested dicts with texts as keys.
+        tree: any tree; the keys of its dicts are texts or integers.
         separator: between names.
 
     Raises:
-        TreeError: it isn't a dict, a key isn't a text, two values would have one name, or shards are in a list or
-            another container that isn't a dict, where functions of flat trees wouldn't find them.
+        TreeError: it isn't a tree, a key is neither a text nor an integer, or two values would have one name.
+        UnsupportedValue: shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
 
     Examples:
         >>> flat({"model": {"layers": {"0": {"w": 1}, "1": {"w": 2}}}, "betas": [0.9, 0.95]})
         {'model.layers.0.w': 1, 'model.layers.1.w': 2, 'betas': [0.9, 0.95]}
+        >>> list(flat({"layers": [{"w": torch.ones(2)}, {"w": torch.ones(2)}]}))
+        ['layers.0.w', 'layers.1.w']
 
     References:
         `flax.traverse_util.flatten_dict`.
     """
-    if not isinstance(tree, Mapping):
-        raise TreeError(error_text("flat: not nested dicts", found=describe(tree), expected="a dict"))
-    pairs, wrong = _pairs(dict(tree))
+    known = places(dict(tree) if isinstance(tree, Mapping) and not isinstance(tree, dict) else tree)
+    if () in known.leaves:
+        found, expected = describe(tree), "a dict, list, tuple or registered class"
+        raise TreeError(error_text("flat: not a tree", found=found, expected=expected))
+    wrong = [render_path(path) for path in known.leaves if not all(map(_is_name, path))]
     if wrong:
-        fix = "Use dicts with texts as keys, {str(n): layer for n, layer in enumerate(layers)}; states go by names."
-        raise TreeError(error_text("flat: what `nested` couldn't undo", offenders=wrong, fix=fix))
-    places: dict[str, list[TreePath]] = {}
-    for path, _ in pairs:
-        places.setdefault(separator.join(path), []).append(path)
-    twice = [f"{name!r}: {', '.join(map(render_path, paths))}" for name, paths in places.items() if len(paths) > 1]
-    if twice:
-        raise TreeError(error_text("flat: two values would have one name", offenders=twice, fix="Rename one of them."))
-    return {separator.join(path): leaf for path, leaf in pairs}
+        what, fix = "flat: keys that are neither texts nor integers", "Use dicts with texts as keys."
+        raise TreeError(error_text(what, offenders=wrong, fix=fix))
+    return {name: known.leaves[path] for name, path in named_paths("flat", known, separator).items()}
 
 
-@refusing_depth
-def _pairs(tree: dict[str, Any]) -> tuple[list[tuple[TreePath, Any]], list[str]]:
-    """Return all values with their paths, and what is wrong with some."""
-    pairs = [pair for key, child in tree.items() for pair in _values((key,), child)]
-    return pairs, [problem for path, leaf in pairs if (problem := _problem(path, leaf)) is not None]
-
-
-def _values(path: TreePath, node: Tree) -> Iterator[tuple[TreePath, Any]]:
-    """Yield what isn't a dict with its path, and empty dicts, which would get lost."""
-    if not isinstance(node, dict) or not node:
-        yield path, node
-        return
-    for key, child in node.items():
-        yield from _values((*path, key), child)
-
-
-def _problem(path: TreePath, leaf: Any) -> str | None:
-    if not all(isinstance(name, str) for name in path):
-        return f"{render_path(path)}: a key that isn't a text"
-    return f"{render_path(path)}: {describe(leaf)} that holds shards" if _holds_shards(leaf) else None
-
-
-def _holds_shards(node: Tree) -> bool:
-    children = entries(node)
-    return (
-        hides_shards(node)
-        if children is None
-        else any(isinstance(child, ShardedBase) or _holds_shards(child) for child in children.values())
-    )
+def _is_name(entry: Any) -> bool:
+    return isinstance(entry, (str, int)) and not isinstance(entry, bool)
 
 
 def nested(tree: Mapping[str, Any], *, separator: str = ".") -> dict[str, Any]:

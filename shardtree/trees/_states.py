@@ -63,7 +63,7 @@ class StateKey:
         return f"{self.before}{parameter.removeprefix(self.root)}{self.after}"
 
 
-def state_keys(keys: Collection[str]) -> tuple[dict[str, StateKey], dict[str, Parts]]:
+def state_keys(keys: Collection[str], others: Collection[str] = ()) -> tuple[dict[str, StateKey], dict[str, Parts]]:
     """Return the states among a tree's keys, by key, and what seems to be a state of no or of several parameters.
 
     A state's key has its parameter's key in it, or all but the first parts of that, such as the tree's own name for the
@@ -73,6 +73,7 @@ def state_keys(keys: Collection[str]) -> tuple[dict[str, StateKey], dict[str, Pa
 
     Args:
         keys: All keys of a tree, parameters' and states'.
+        others: Keys of values that may be states, and are no parameters.
 
     Returns:
         What each state's key says, and the possible parameters of each key that can't be related, maybe none.
@@ -84,11 +85,11 @@ def state_keys(keys: Collection[str]) -> tuple[dict[str, StateKey], dict[str, Pa
         >>> state_keys(["encoder.w", "decoder.w", "opt.mu.w"])[1]
         {'opt.mu.w': ('decoder.w', 'encoder.w')}
     """
-    parts_of = {key: tuple(key.split(".")) for key in keys}
+    parts_of = {key: tuple(key.split(".")) for key in (*keys, *others)}
     under = {key for key, parts in parts_of.items() if _is_under_states(parts)}
     likely = {key: parts for key, parts in parts_of.items() if key in under or parts[-1] in _STATES}
     ends: dict[Parts, list[str]] = {}
-    for key in parts_of.keys() - under if likely else ():
+    for key in parts_of.keys() - under - {*others} if likely else ():
         for at in range(len(parts_of[key])):
             ends.setdefault(parts_of[key][at:], []).append(key)
     states: dict[str, StateKey] = {}

@@ -143,6 +143,10 @@ def scenarios(storage: MemoryStorage) -> dict[str, Callable[[World], Any]]:
         "redistribute by a transport that loses bits": lambda world: moving(
             tree, {"w": WHOLE}, transport=losing_bits(world), verify=True
         )(world),
+        "read what is there": lambda world: (
+            shardtree.is_checkpoint(storage, world=world),
+            shardtree.load_common_state_dict(storage, world=world),
+        ),
         "remove": lambda world: shardtree.remove_sharded_tensors(storage, "norm", world=world),
         "fingerprint": lambda world: shardtree.fingerprint(tree(world), world=world),
         "fingerprint of files": lambda world: shardtree.fingerprint(storage, world=world),

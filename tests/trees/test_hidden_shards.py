@@ -111,7 +111,7 @@ def test_every_function_of_trees_is_tried_or_named() -> None:
 
 
 def test_flat_refuses_too() -> None:
-    with pytest.raises(CheckpointingException, match=r"tree\['a'\]: Layer that holds shards"):
+    with pytest.raises(CheckpointingException, match=r"hidden in values\n  tree\['a'\]: Layer"):
         trees.flat({"a": Layer(WHOLE("a.w", torch.ones(2)))})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,7 @@ from ...strategies import (
     find_strategy,
     unless_replaced,
 )
-from ...strategies.index import stored_keys, stored_kinds
+from ...strategies.index import stored_keys, stored_kinds, untaken_of
 from ...world import World, agree, gather, share, step
 from .._consistency import Description, KnownLayout, brief, check_together, complete, describe, known_layout, unions_of
 from .._dispatch import Choice, alike, alike_choices, sharded_backend
@@ -42,11 +43,11 @@ from ._strict import (
     LOGGING,
     RANK_VALUES,
     STORED_VALUES,
-    TARGET_TENSORS,
     WITH_MISSING,
     Omissions,
     StrictHandling,
     log_keys,
+    log_of_ranks,
     log_omissions,
     mismatched_keys,
     parse_strict,
@@ -292,14 +293,12 @@ def check_ranks(
             return check(request, local, messages, missing, unexpected)
 
     world = local.checkpoint.world
-    load, each = share(
-        world, "load: check", fits, lambda one: (one.omissions.unfilled, one.omissions.unasked_bits), steps=CHECK_STEPS
-    )
+    load, each = share(world, "load: check", fits, lambda one: one.omissions.shared, steps=CHECK_STEPS)
     omissions = load.omissions
-    unasked_paths = omissions.unasked_paths([bits for _, of_rank in each for bits in of_rank])
+    unfilled, kept, bits = map(chain.from_iterable, zip(*each, strict=True))
+    unasked_paths = omissions.unasked_paths([*bits])
     if world.rank == 0:
-        log_omissions(TARGET_TENSORS, list(dict.fromkeys(path for lacking, _ in each for path in lacking)))
-        log_omissions(RANK_VALUES, unasked_paths if local.mode in LOGGING else ())
+        log_of_ranks(local.mode, unfilled, kept, unasked_paths)
     refuse_omissions(local.mode, RANK_VALUES, unasked_paths)  # by every rank: all know the same
     return replace(load, omissions=replace(omissions, left_out=(*omissions.left_out, *unasked_paths)))
 
@@ -347,6 +346,7 @@ def check(
         lambda: stored_keys(metadata()),
         lambda names: stored_kinds(metadata(), sorted(names)),
         unions_of(checkpoint.fields),
+        lambda: untaken_of(metadata()),
     )
     if local.mode in LOGGING:
         with step("load: strict"):

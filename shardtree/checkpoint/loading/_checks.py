@@ -39,10 +39,20 @@ from ...strategies.index import IndexMetadata, stored_kinds
 from ...trees import HOLE, United, join, leaves_with_paths, left_out, path_key, refuse_too_deep, restrict
 from .._dispatch import Choice, are_objects_beside, backend_of, common_backend, sharded_backend
 from .._open import Metadata
+from ._kept import kept_paths, own_values
 from ._plain import asking_whole, refuse_other_keys, unfilled_paths
 from ._prospect import prospect, without_scales
-from ._strict import RAISING, STORED_VALUES, TARGET_TENSORS, Omissions, StrictHandling, refuse_keys, refuse_omissions
-from ._targets import Kinds, Target, is_sharded, without_unexpected
+from ._strict import (
+    LEAVING_OUT,
+    RAISING,
+    STORED_VALUES,
+    TARGET_TENSORS,
+    Omissions,
+    StrictHandling,
+    refuse_keys,
+    refuse_omissions,
+)
+from ._targets import Kinds, Target, is_sharded, keys_of, without_unexpected
 
 # Sharded objects that are asked for in another shape than is stored, and the rules for them
 
@@ -280,6 +290,7 @@ class Keys:
         checkpoint_keys: returns all that are stored.
         kinds: returns what is stored of the tensors among some keys; asked where the target has plain tensors.
         unions: where the common state is the union of dicts of ranks that had keys of their own.
+        untaken: returns why something that is stored can't be read, by its key.
     """
 
     mode: StrictHandling
@@ -288,6 +299,7 @@ class Keys:
     checkpoint_keys: Callable[[], set[str]]
     kinds: Callable[[Set[str]], Kinds]
     unions: United
+    untaken: Callable[[], Mapping[str, str]]
 
 
 def check_rank(
@@ -323,6 +335,8 @@ def check_rank(
     with run("load: leave out"):
         if keys.unexpected:
             rest = without_unexpected(target, tree, keys.unexpected)
+        if keys.mode in LEAVING_OUT:
+            rest = replace(rest, own=own_values(tree, keys.unexpected, keys_of))
     with run("load: check the target"):
         if rest.plain:
             rest = asking_whole(rest, keys.kinds(rest.plain_keys))
@@ -342,7 +356,9 @@ def check_rank(
 def unexpected_keys(keys: Keys, target: Target, common_of: CommonOf) -> tuple[Unexpected, ...]:
     """Return the unexpected keys of a target, each with the stored name that may be meant."""
     absent = find_unexpected(target.keys, keys.checkpoint_keys()) if keys.unexpected else ()
-    return in_common_state(absent, target, common_of)
+    untaken = keys.untaken() if absent else {}
+    known = [replace(one, near=None, refusal=untaken[one.key]) if one.key in untaken else one for one in absent]
+    return in_common_state(known, target, common_of)
 
 
 def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
@@ -363,7 +379,9 @@ def check_join(common: Any, target: Target, keys: Keys) -> Omissions:
         pass
     elif keys.mode is StrictHandling.ASSUME_OK_UNEXPECTED or keys.mode in RAISING:
         refuse_other_keys(lacking, common, keys.checkpoint_keys)
-    omissions = Omissions(tuple(map(render_path, left_out(common, tree))), tuple(map(render_path, lacking)))
+    kept = kept_paths(common, tree, target.own or {})
+    absent, empty, own = (tuple(map(render_path, paths)) for paths in (left_out(common, tree), lacking, kept))
+    omissions = Omissions(absent, empty, own)
     refuse_omissions(keys.mode, STORED_VALUES, omissions.left_out)
     refuse_omissions(keys.mode, TARGET_TENSORS, omissions.unfilled)
     return omissions
@@ -377,4 +395,4 @@ def join_leaves(common: Any, target: Target, leaves: Sequence[Any]) -> Any:
     """
     tree = target.rebuild(leaves)
     with refuse_too_deep("load"):
-        return join(common, tree)
+        return join(common, tree, target.own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ from ...layouts import ShardColumns, shard_columns
 from ...lenses import through_traces
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
-from ...strategies.index import stored_keys, stored_kinds
+from ...strategies.index import stored_keys, stored_kinds, untaken_of
 from ...traces import Trace
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_columns, describe, unions_of
@@ -127,6 +127,7 @@ def explanation(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[An
         unfilled=omissions.unfilled,
         uncompared=tuple(sorted(findings.uncompared)),
         exchange=load.exchange.why,
+        kept=omissions.kept,
     )
 
 
@@ -169,6 +170,10 @@ def _prepare(checkpoint: Checkpoint, request: LoadRequest, trees: Sequence[Any],
     )
 
 
+def _untaken(load: _Load) -> Mapping[str, str]:
+    return untaken_of(listing(load.checkpoint, load.request.choices))
+
+
 def _check(load: _Load, findings: Findings, rank: int) -> None:
     """Find out how a rank's target fits, by the checks of a load, and what the rank reads if it does so by itself."""
     request, kinds, tree = load.request, load.kinds, load.trees[rank]
@@ -176,7 +181,14 @@ def _check(load: _Load, findings: Findings, rank: int) -> None:
     # If any rank's target failed, a missing key may be one that it asks for: none is reported.
     everywhere = load.target_keys if len(load.ranks) == len(load.trees) else load.checkpoint_keys
     differing = mismatched_keys(load.mode, target.keys_among(load.checkpoint_keys), load.checkpoint_keys, everywhere)
-    keys = Keys(load.mode, *differing, lambda: load.checkpoint_keys, lambda _: kinds, unions_of(load.checkpoint.fields))
+    keys = Keys(
+        load.mode,
+        *differing,
+        checkpoint_keys=lambda: load.checkpoint_keys,
+        kinds=lambda _: kinds,
+        unions=unions_of(load.checkpoint.fields),
+        untaken=partial(_untaken, load),
+    )
     run: Run = partial(findings.record, [rank])
 
     def fit(target: Target) -> tuple[plans.Prospect, ObjectsFit]:

@@ -77,7 +77,9 @@ def load(
         common_strategy: replaces the one for the common state.
         validate_access_integrity: whether ranks exchange their targets and check that every element is asked for
             by exactly one main replica.
-        strict: what to do about keys that only the target or only the checkpoint has.
+        strict: what to do about keys that only the target or only the checkpoint has. What a mode leaves out isn't in
+            dicts; in a list, tuple or instance of a class, as in a field that it has got since, the target's own value
+            stays, and the report's `kept` names it.
         world: the ranks that take part; torch.distributed's default group, or else this process alone.
         donate: whether the target's tensors are given away: they are filled in place and returned, those that
             factories hold too. Tied weights, one memory under several keys, are filled once. If the load
@@ -188,8 +190,9 @@ def _put_together(
         # Factories merge after the join, so that they see the plain values that they built beside their shards.
         tree = checked_load.target.merge(join_leaves(checked_load.common, checked_load.target, leaves))
     if report is not None:
-        left_out, unfilled = checked_load.omissions.left_out, checked_load.omissions.unfilled
-        report(replace(amount, left_out=left_out, unfilled=unfilled, exchange=checked_load.destination.exchange.why))
+        omitted, why = checked_load.omissions, checked_load.destination.exchange.why
+        amount = replace(amount, left_out=omitted.left_out, unfilled=omitted.unfilled)
+        report(replace(amount, kept=omitted.kept, exchange=why))
     return tree
 
 

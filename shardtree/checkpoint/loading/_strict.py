@@ -25,7 +25,10 @@ class StrictHandling(Enum):
     Attributes:
         ASSUME_OK_UNEXPECTED: keys aren't compared; an unexpected key is an error of the load's check, before a tensor
             is read, or of the read where a format can't list its keys.
-        LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out.
+        LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out of dicts. A list, tuple or instance of
+            a class keeps the target's own value there, and that of a plain value or plain tensor that isn't stored; a
+            shard without data is an error. Lists that have got longer or shorter are joined by position, and stored
+            fields that a class has no more are left out. So it is in all modes that leave something out.
         LOG_ALL: warn of unexpected and missing keys, all by name, and leave out the unexpected.
         RAISE_UNEXPECTED: unexpected keys are an error before anything is read: a `KeyMismatch`, which has all of them
             as its attribute `unexpected`.
@@ -52,6 +55,8 @@ _S = StrictHandling
 RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
 LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
 RETURNING = {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
+LEAVING_OUT = {*StrictHandling} - RAISING - {_S.ASSUME_OK_UNEXPECTED}
+"""Modes that leave out what isn't stored, or keep the target's own value where a container can't be without."""
 WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
 """Modes that need the keys that all ranks ask for."""
 
@@ -140,7 +145,8 @@ def _differing(missing: Sequence[str], unexpected: Sequence[Unexpected]) -> str:
 
 
 def _unexpected_line(one: Unexpected) -> str:
-    return f"unexpected (asked for, not stored): {one.text}"
+    why = "not stored" if one.refusal is None else "can't be read"
+    return f"unexpected (asked for, {why}): {one.text}"
 
 
 def _missing_line(key: str) -> str:
@@ -165,14 +171,21 @@ class Omissions:
     Attributes:
         left_out: paths of stored plain values that can't be returned, since containers around them lack shards.
         unfilled: paths of plain tensors of the target for which nothing is stored.
+        kept: paths of the target's own values that are in the result, since nothing is stored for them.
         union_paths: of all plain values of a common state that is the union of several ranks'.
         unasked_bits: of each rank, which of them its part of the union lacks, as bits.
     """
 
     left_out: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     union_paths: tuple[TreePath, ...] = ()
     unasked_bits: tuple[bytes, ...] = ()
+
+    @property
+    def shared(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[bytes, ...]]:
+        """What other ranks learn of it: `unfilled`, `kept` and `unasked_bits`."""
+        return self.unfilled, self.kept, self.unasked_bits
 
     def unasked_paths(self, all_bits: Sequence[bytes]) -> tuple[str, ...]:
         """Return the paths of the united values that no rank's part has, given the bits of all ranks."""
@@ -187,14 +200,19 @@ class Omissions:
         return Omissions(
             tuple(dict.fromkeys((*self.left_out, *others.left_out))),
             tuple(dict.fromkeys((*self.unfilled, *others.unfilled))),
+            tuple(dict.fromkeys((*self.kept, *others.kept))),
             self.union_paths or others.union_paths,
             (*self.unasked_bits, *others.unasked_bits),
         )
 
 
-STORED_VALUES = "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for"
+STORED_VALUES = (
+    "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for, or it has other "
+    "places in the target"
+)
 TARGET_TENSORS = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
 RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
+KEPT_VALUES = "load: values that aren't stored: the target's own stay, since a list, tuple or class can't be without"
 _FIXES = {
     STORED_VALUES: (
         "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
@@ -226,6 +244,13 @@ def log_omissions(what: str, paths: Sequence[str]) -> None:
     """Log the paths of what isn't in the result, if there are any."""
     if paths:
         logger.warning("\n  ".join([what, *map(error_text, paths)]))
+
+
+def log_of_ranks(mode: StrictHandling, unfilled: Iterable[str], kept: Iterable[str], unasked: Sequence[str]) -> None:
+    """Log what the ranks' results lack or keep of their targets, each path once, and what none of them asks for."""
+    log_omissions(TARGET_TENSORS, list(dict.fromkeys(unfilled)))
+    log_omissions(KEPT_VALUES, [] if mode is _S.IGNORE_ALL else list(dict.fromkeys(kept)))
+    log_omissions(RANK_VALUES, unasked if mode in LOGGING else ())
 
 
 def log_untaken(reasons: Mapping[str, str]) -> None:

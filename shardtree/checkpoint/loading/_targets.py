@@ -230,6 +230,8 @@ class Target:
         types: the namedtuple classes that it is made of.
         plain: the paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
         donate: whether its tensors are given away.
+        own: its values by path that stay where nothing is stored and the container can't be without; None in modes
+            that leave nothing out.
     """
 
     leaves: tuple[Any, ...]
@@ -240,6 +242,7 @@ class Target:
     types: tuple[type, ...]
     plain: Mapping[int, TreePath]
     donate: bool = False
+    own: Mapping[TreePath, Any] | None = None
 
     @property
     def keys(self) -> set[str]:
@@ -303,22 +306,28 @@ def without_unexpected(target: Target, tree: Any, unexpected: set[str]) -> Targe
     Raises:
         KeyMismatch: of a factory's shards some are stored, and some aren't, so that it can't be merged.
     """
-    lacking = ((path, leaf, _keys(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
+    lacking = ((path, leaf, keys_of(leaf) & unexpected) for path, leaf in trees.leaves_with_paths(tree))
     partly = [
         f"{leaf.key!r} at {render_path(path)} lacks {', '.join(map(repr, sorted(keys)))}"
         for path, leaf, keys in lacking
-        if keys and keys < _keys(leaf)
+        if keys and keys < keys_of(leaf)
     ]
     if partly:
         what, fix = "load: factories that are stored in part", "Leave them out of the target, or build what is stored."
         raise KeyMismatch(error_text(what, offenders=partly, fix=fix))
     return take_apart(
-        trees.map_shards(lambda leaf: trees.HOLE if _keys(leaf) and _keys(leaf) <= unexpected else leaf, tree),
+        trees.map_shards(lambda leaf: trees.HOLE if keys_of(leaf) and keys_of(leaf) <= unexpected else leaf, tree),
         donate=target.donate,
     )
 
 
-def _keys(leaf: Any) -> set[str]:
+def keys_of(leaf: Any) -> set[str]:
+    """Return the keys that a leaf asks for: a factory's are those of the shards that it builds.
+
+    Examples:
+        >>> keys_of(ShardedTensor.from_rank_offsets("w", torch.ones(2))), keys_of(3)
+        ({'w'}, set())
+    """
     if (factory := trees.factory_of(leaf)) is not None:
         built, _ = trees.build_factories(factory, is_target=True)
         return {shard.key for _, shard in trees.leaves_with_paths(built) if is_sharded(shard)}

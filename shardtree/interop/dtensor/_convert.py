@@ -41,8 +41,9 @@ def from_dtensors(
             in ``root["dp", "tp"]``.
         strided: "fsdp2" if a `_StridedShard` is FSDP2's, which cuts tensor-parallel shards further; "dtensor" if
             placements apply left to right. By default, sizes for which that makes a difference are an error.
-        replicated: returns for a key and a plain tensor whether it is the same on all ranks of `within` and should be a
-            shard, as for parameters that tensor parallelism alone leaves plain. By default none is.
+        replicated: returns for a key and a plain tensor whether it is the same on all ranks of `within`, which is then
+            needed, and should be a shard, as for parameters that tensor parallelism alone leaves plain. By default none
+            is.
 
     Raises:
         UnsupportedValue: a DTensor is `Partial`.

@@ -241,7 +241,8 @@ class ReadOptions:
                 what = f"from_dtensors: {name} isn't a function"
                 raise MetadataError(error_text(what, found=type(value).__name__, expected="a function"))
         if self.replicated is not None and self.within is None:
-            what, fix = "from_dtensors: replicated= without within=", "Pass the DeviceMesh that they are replicated on."
+            what = "from_dtensors: replicated= without within="
+            fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors: they don't say it."
             raise MetadataError(error_text(what, fix=fix))
 
 

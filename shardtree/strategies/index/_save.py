@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ...codec import check_storable, encode_tree
-from ...errors import CheckpointingException, StorageError
+from ...errors import StorageError, StrategyError, error_text
 from ...fingerprints import add_fingerprints, column_parts
 from ...geometry import Column, as_int64, narrowed
 from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
@@ -33,8 +34,8 @@ from ...storage import (
     sync_folder,
     tensor_buffers,
 )
-from .._checks import check_objects_written, check_seen, checked_data
-from .._save_folders import abandoning, remove_orphaned, remove_unless_committed
+from .._checks import check_objects_written, check_seen, checked_data, naming_data_of
+from .._save_folders import RANK_FILE, abandoning, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
 from ._file import build_index, write_index
@@ -143,6 +144,9 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
         suffix: the format's, lower-case letters and digits.
         number: counts the rank's files.
 
+    Raises:
+        StrategyError: the suffix or the number can't be in the name of a file that the clean-up knows.
+
     Examples:
         >>> from shardtree.storage import MemoryStorage
         >>> from shardtree.world import one_process
@@ -150,7 +154,26 @@ def rank_file(pending: PendingSave, suffix: str, number: int = 0) -> str:
         'save-1/00000-of-00001.tar'
     """
     part = f"-{number}" if number else ""
-    return f"{pending.save_id}/{pending.world.rank:05d}-of-{pending.world.size:05d}{part}.{suffix}"
+    name = f"{pending.save_id}/{pending.world.rank:05d}-of-{pending.world.size:05d}{part}.{suffix}"
+    return _check_rank_file(name, pending.save_id)
+
+
+def _check_rank_file(name: str, folder: str) -> str:
+    """Return the name of a rank's data file, if it is one that the clean-up of replaced and failed saves removes.
+
+    Args:
+        name: The file's name in the checkpoint.
+        folder: The save's folder.
+
+    Raises:
+        StrategyError: it isn't.
+    """
+    above, _, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
+    if above != folder or RANK_FILE.fullmatch(last) is None:
+        expected = f"{folder}/<rank>-of-<ranks>.<suffix>, of lower-case letters and digits"
+        fix = "Name data files by `rank_file(pending, suffix, number)`; others would stay when the save is replaced."
+        raise StrategyError(error_text("save: a data file with another name", found=name, expected=expected, fix=fix))
+    return name
 
 
 def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> Iterator[Buffer]:
@@ -178,11 +201,8 @@ def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> I
 
 def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:
     """Return an object's data in the common codec; an error names the object."""
-    try:
+    with naming_data_of(item.unique_key):
         return encode_tree(item.data, allow_pickle=allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree is the data of ShardedObject {item.unique_key!r}")
-        raise
 
 
 def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) -> StoredFile:
@@ -196,6 +216,7 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
 
     Raises:
         StorageError: it can't be written, or one of them is no buffer.
+        StrategyError: the clean-up knows no such name.
 
     Examples:
         >>> from shardtree.storage import MemoryStorage
@@ -205,6 +226,7 @@ def write_file(pending: PendingSave, name: str, buffers: Iterable[AnyBuffer]) ->
         19
     """
     options, storage = pending.options, pending.storage
+    _check_rank_file(name, pending.save_id)
     # Made again: an abandoned request, whose folder was removed, may be run once more.
     make_folder(storage, pending.save_id, durable=options.durable)
     hasher, where = BlockHasher(), storage.where(name)
@@ -285,6 +307,8 @@ def _join(columns: Sequence[Column]) -> Column:
 
 
 def _commit(pending: PendingSave, seen: _FolderView, parts: Sequence[RankFiles]) -> Fields:
+    for name in chain.from_iterable(part.files for part in parts):
+        _check_rank_file(name, pending.save_id)
     index = partial(write_index, pending, collect_index(parts))
     if can(pending.storage).entries is None:
         _check_files(pending.storage, parts)

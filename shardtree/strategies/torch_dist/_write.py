@@ -18,7 +18,7 @@ from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer, SizedBuffers, Task, make_folder, reported, sync_folder, tensor_buffers
-from .._checks import checked_data
+from .._checks import checked_data, naming_data_of
 from .._values import PendingSave
 
 # The layout of one rank's data file, known before a byte is written
@@ -95,11 +95,8 @@ def file_layout(shards: Sequence[ShardedTensor | ShardedObject], rank: int, *, a
 
 
 def _encode(item: ShardedObject, allow_pickle: bool) -> bytes:
-    try:
+    with naming_data_of(item.unique_key, "tree[0]"):
         return encode_archive([item.data], allow_pickle=allow_pickle)
-    except CheckpointingException as error:
-        error.add_note(f"tree[0] is the data of ShardedObject {item.unique_key!r}")
-        raise
 
 
 def _pieces(shards: Sequence[ShardedTensor], columns: ShardColumns) -> tuple[tuple[Piece, ...], ShardColumns]:

@@ -1,0 +1,154 @@
+"""Transforms of any tree: it is taken apart to a flat one, transformed, and put together like the old one again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import TreeError, TreePath, error_text
+from ..lazy import LazyTensor
+from ..mapping import ShardedBase, ShardedObject, ShardedTensor
+from ..trees import Place, Places, kept_place, moved_place, named_paths, places, planted
+
+Flat = Mapping[str, Any]
+"""A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
+
+
+class Entry(str):
+    """A name in the flat form of a tree, which knows the place that its leaf is from.
+
+    Attributes:
+        place: Path of the leaf, or of that which a transform made it of.
+        is_plain: Whether the leaf at that place isn't sharded.
+        is_moved: Whether the name is a new one.
+        says_place: Whether the name, if it is a new one, follows from the old one.
+    """
+
+    place: TreePath
+    is_plain: bool
+    is_moved: bool
+    says_place: bool
+
+    def __new__(
+        cls, name: str, place: TreePath, *, is_plain: bool = False, is_moved: bool = False, says_place: bool = True
+    ) -> Entry:
+        entry = super().__new__(cls, name)
+        entry.place, entry.is_plain, entry.is_moved, entry.says_place = place, is_plain, is_moved, says_place
+        return entry
+
+    def of_kind(self, other: Entry) -> Entry:
+        """Return the same name and place, of a leaf that is plain where another entry's is."""
+        how = {"is_moved": self.is_moved, "says_place": self.says_place}
+        return Entry(self, self.place, is_plain=other.is_plain, **how)
+
+
+def entry_of(name: str) -> Entry:
+    """Return a name as an entry: of a dict that is flat already, the path is the name.
+
+    Examples:
+        >>> entry_of("h.0.w").place
+        ('h.0.w',)
+    """
+    return name if isinstance(name, Entry) else Entry(name, (name,))
+
+
+def name_of(entry: str, leaf: ShardedBase) -> str:
+    """Return what a leaf's entry ends with: its key, that of an object with its place in the grid.
+
+    Examples:
+        >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))
+        'rng/shard_0_1'
+    """
+    return leaf.unique_key if isinstance(leaf, ShardedObject) and not entry_of(entry).is_plain else leaf.key
+
+
+def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> Entry:
+    """Return the entry of a leaf that is made of another one; what precedes the key in the name stays.
+
+    Args:
+        entry: The old leaf's.
+        leaf: The old leaf.
+        new: The leaf that takes its place.
+
+    Examples:
+        >>> old, new = (ShardedTensor.from_rank_offsets(key, torch.ones(1)) for key in ("h.3.w", "h.1.w"))
+        >>> renamed("model.h.3.w", old, new), renamed("v", old, new)
+        ('model.h.1.w', 'h.1.w')
+    """
+    known = entry_of(entry)
+    before, after = name_of(entry, leaf), name_of(entry, new)
+    if before == after:
+        return known
+    lead, front = _fronts(before, known)
+    says_place = front is not None and after.startswith(lead)
+    name = f"{front}{after.removeprefix(lead)}" if says_place else after
+    return Entry(name, known.place, is_plain=known.is_plain, is_moved=True, says_place=says_place)
+
+
+def _fronts(key: str, entry: str) -> tuple[str, str | None]:
+    """Return what precedes the common end of a key and an entry in either; None for the entry if they have none."""
+    if entry.endswith(key):
+        return "", entry.removesuffix(key)
+    keys, names = key.split("."), entry.split(".")
+    same = next((n for n, pair in enumerate(zip(keys[::-1], names[::-1], strict=False)) if pair[0] != pair[1]), None)
+    same = min(len(keys), len(names)) if same is None else same
+    if not same:
+        return "", None
+    return "".join(f"{part}." for part in keys[:-same]), "".join(f"{part}." for part in names[:-same])
+
+
+def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
+    """Return any tree after a change of its flat form, with containers like those that it had.
+
+    In the flat form a plain tensor is a shard of itself, and another plain value an object; their keys are their paths.
+
+    Args:
+        doing: The transform, for errors.
+        tree: Any tree, or a mapping such as an open checkpoint.
+        change: The transform of a flat tree.
+
+    Raises:
+        TreeError: It isn't a tree, or the result doesn't fit into containers like the tree's.
+        UnsupportedValue: Shards lie in values that aren't nodes, as in an instance of a class that isn't registered.
+
+    Examples:
+        >>> on_tree("keep", {"h": [1, torch.ones(2)]}, lambda flat: {name: flat[name] for name in flat if "0" in name})
+        {'h': [1]}
+    """
+    tree = dict(tree) if isinstance(tree, Mapping) and not isinstance(tree, dict) else tree
+    old = places(tree)
+    if () in old.leaves:
+        found, expected = type(tree).__name__, "a dict, list or tuple of tensors or shards"
+        raise TreeError(error_text(f"{doing}: not a tree", found=found, expected=expected))
+    flat: dict[str, Any] = {}
+    for name, path in named_paths(doing, old).items():
+        leaf = old.leaves[path]
+        box = leaf if isinstance(leaf, ShardedBase) else _boxed(name, leaf)
+        flat[Entry(name, path, is_plain=box is not None and box is not leaf)] = leaf if box is None else box
+    return planted(doing, tree, [_placed(old, entry_of(name), leaf) for name, leaf in change(flat).items()])
+
+
+def _boxed(key: str, leaf: Any) -> ShardedBase | None:
+    """Return a plain value in a box with a key; None where it can't have that one, or isn't a dense tensor."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return None
+    if not key or (isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided):
+        return None
+    if isinstance(leaf, (torch.Tensor, LazyTensor)):
+        return ShardedTensor.from_rank_offsets(key, leaf)
+    return ShardedObject(key, leaf, (), ())
+
+
+def _placed(old: Places, entry: Entry, leaf: Any) -> tuple[Place, Any]:
+    value = leaf.data if entry.is_plain else leaf
+    if not entry.is_moved:
+        return kept_place(old, entry.place), value
+    if entry.says_place or old.is_flat:
+        return moved_place(old, entry.place, str(entry)), value
+    # A key that has nothing to do with its place: what it becomes stays there.
+    return replace(kept_place(old, entry.place), is_old=False), value
