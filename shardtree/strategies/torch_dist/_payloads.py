@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_tex
 from ...geometry import Column
 from ...storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
 from .._manifest import check_listed
-from .._values import Checkpoint
+from .._values import Checkpoint, LoadOptions
 from ..torch import decode_with_holes
 from ._listing import Listing, read_listing
 
@@ -227,7 +227,13 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
 # Archives that are decoded whole: objects, plain values, and tensors whose payload isn't in row-major order
 
 
-def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> Any:
+Decode = Callable[[Buffer, str, LoadOptions], Any]
+"""From an archive's bytes, its name in messages, and how it is read, to what it holds."""
+
+
+def decoded_at(
+    checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, decode: Decode = decode_with_holes
+) -> Any:
     """Return what an archive of an open file holds.
 
     Raises:
@@ -237,11 +243,19 @@ def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number:
     archives = listing.archives
     data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))
     what = archive_name(checkpoint, listing, number)
-    return decode_with_holes(data, what, checkpoint.options)
+    return decode(data, what, checkpoint.options)
 
 
-def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def decoded(
+    checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int], decode: Decode = decode_with_holes
+) -> Iterator[tuple[int, Any]]:
     """Yield the number of each archive and what it holds, file by file.
+
+    Args:
+        checkpoint: The open checkpoint.
+        listing: The places of its archives.
+        numbers: Numbers of archives.
+        decode: The function that decodes each.
 
     Raises:
         CorruptCheckpoint: an archive isn't what was saved.
@@ -256,4 +270,4 @@ def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) ->
             for batch in batches(listing, inside):
                 fetch_ahead(reader, wholes_of(listing, batch))
                 for number in batch:
-                    yield number, decoded_at(checkpoint, listing, reader, number)
+                    yield number, decoded_at(checkpoint, listing, reader, number, decode)
