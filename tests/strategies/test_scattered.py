@@ -25,12 +25,14 @@ from shardtree.errors import CorruptCheckpoint, UnsupportedValue
 from shardtree.storage import MemoryStorage
 from shardtree.strategies import Damage, LoadOptions
 from shardtree.strategies.archives import _scattered
+from shardtree.strategies.torch_dist import _load
 from shardtree.testing import Layout, bits, cut, even_layout, layouts
 from tests.interop.dtensor_cases import Case
 from tests.strategies import folders
 from tests.strategies.folders import archive
 from tests.strategies.test_dtensor_files import folder_of, folder_of_case, with_pickle
 from tests.strategies.test_torch_checkpointing import boxes, described, of_boxes
+from tests.strategies.test_torch_dist_read import Writer
 from tests.strategies.zero_folders import Save, universal_of
 from tests.strategies.zero_folders import folder_of as zero_folder
 
@@ -175,6 +177,33 @@ def test_boxes_of_columns_and_of_transposed_tensors_of_torch_checkpointing_load(
     files = {name: archive(value) for name, value in values.items()}
     metadata = pickle.dumps(described(of_boxes(left, right), 2))
     assert torch.equal(st.load_plain_tensors(folders.folder_of(files | {"metadata.pkl": metadata}))["model.w"], whole)
+
+
+def torch_dist_folder(tensors: dict[str, torch.Tensor]) -> MemoryStorage:
+    writer = Writer()
+    for key, tensor in tensors.items():
+        writer.add(key, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+    return folders.folder_of(writer.files())
+
+
+def test_rows_of_an_archive_of_torch_dist_are_read_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def filled(read: Any, tensor: archives.StoredTensor, what: str) -> torch.Tensor:
+        shapes.append(tensor.shape)
+        return archives.filled_tensor(read, tensor, what)
+
+    monkeypatch.setattr(_load, "filled_tensor", filled)
+    tensors = {key: tensor for key, tensor in KINDS.items() if tensor.ndim > 1 and tensor.numel()}
+    folder = torch_dist_folder(tensors)
+    assert as_found(folder) == {key: as_saved(tensor) for key, tensor in tensors.items()}
+    whole, _ = [*shapes], shapes.clear()
+    for key, tensor in tensors.items():
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        own = cut(even_layout(tuple(plain.shape), plain.shape[0], axis=0), key, plain, 1)
+        found = st.load([part.without_data() for part in own], folder, validate_access_integrity=False)
+        assert [bits(part) for part in found] == [bits(part.data) for part in own]
+    assert len(whole) == len(shapes) > 5 and {shape[0] for shape in shapes} == {1}
 
 
 # Copies, checksums, costs

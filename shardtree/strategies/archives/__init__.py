@@ -4,3 +4,4 @@ from ._contents import Contents, Piece, Tensors, contents_of, piece_columns, pie
 from ._files import ArchiveFile, ValueAt, filled, hyperparameters, read_archives
 from ._parts import RankPart, check_rank, local_part, place_parts
 from ._rows import ACTIONS, rows_from_contents, rows_of_archives
+from ._scattered import check_record

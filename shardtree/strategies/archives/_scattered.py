@@ -18,7 +18,7 @@ from ...errors import CorruptCheckpoint, error_text
 from ...layouts import shard_boxes, shard_columns
 from ...mapping import ShardedTensor
 from ...plans import LoadPlan, ReadCost
-from ...storage import ReadReport, read_crc32
+from ...storage import Reader, ReadReport, Verify, read_crc32
 from .._values import Checkpoint
 from ._files import opened_at
 
@@ -82,10 +82,11 @@ def read_scattered(checkpoint: Checkpoint, scattered: ByKey, shards: Sequence[Sh
     for shard in shards:
         for (shape, stride, element), tensor in _parts(scattered.get(shard.key, ()), shard):
             memory = shard.data.view(-1)[element:].as_strided(shape, stride)
-            record = (tensor.file, tensor.record.begin)
-            is_checked = checked[record] = checked.get(record, False) or _check(checkpoint, tensor)
+            record, where = (tensor.file, tensor.record.begin), checkpoint.storage.where(tensor.file)
             with opened_at(checkpoint, tensor) as reader:
-                fill_tensor(reader.read, tensor, memory, f"load: {checkpoint.storage.where(tensor.file)!r}")
+                known = checked.get(record, False)
+                is_checked = checked[record] = known or check_record(reader, tensor, checkpoint.options.verify, where)
+                fill_tensor(reader.read, tensor, memory, f"load: {where!r}")
             checkpoint.options.progress(memory.nbytes)
             report += ReadReport(memory.nbytes, int(is_checked), int(not is_checked), 1)
     return report
@@ -125,16 +126,25 @@ def _parts(scattered: Sequence[Scattered], shard: ShardedTensor) -> Iterator[tup
             yield (lengths, stride, element), box_of(part.tensor, (inside, lengths))
 
 
-def _check(checkpoint: Checkpoint, tensor: StoredTensor) -> bool:
-    """Return whether the record of a tensor was compared with its checksum, after doing so if it is to be."""
-    record, verify = tensor.record, checkpoint.options.verify
+def check_record(reader: Reader, tensor: StoredTensor, verify: Verify, where: str) -> bool:
+    """Return whether the record of a tensor was compared with its checksum, after doing so if it is to be.
+
+    Args:
+        reader: The tensor's file.
+        tensor: The tensor, or the box of it that is read.
+        verify: The option of the load: "whole" compares records that are read whole.
+        where: The file, for messages.
+
+    Raises:
+        CorruptCheckpoint: The checksum differs.
+    """
+    record = tensor.record
     is_whole = (tensor.begin, reach(tensor)) == (record.begin, record.nbytes)
     if not record.crc32 or not (verify == "all" or (verify == "whole" and is_whole)):
         return False
     end = record.begin + record.nbytes
-    with opened_at(checkpoint, tensor) as reader:
-        if read_crc32(reader, record.begin, end) != record.crc32:
-            what = f"load: {checkpoint.storage.where(tensor.file)!r} isn't what was saved: a tensor's checksum differs"
-            fix = "The medium or a later program damaged it; load another checkpoint."
-            raise CorruptCheckpoint(error_text(what, offenders=[f"bytes {record.begin} to {end}"], fix=fix))
+    if read_crc32(reader, record.begin, end) != record.crc32:
+        what = f"load: {where!r} isn't what was saved: a tensor's checksum differs"
+        fix = "The medium or a later program damaged it; load another checkpoint."
+        raise CorruptCheckpoint(error_text(what, offenders=[f"bytes {record.begin} to {end}"], fix=fix))
     return True
