@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ def state_key(state: str, parameter: str | int) -> str:
     return f"{_STATE}.{state}.{parameter}"
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """Bytes of a tensor in a file: a box of it, or a flat range of all of it.
 
     Attributes:
@@ -197,7 +198,7 @@ def contents_of(
     for piece in own_pieces:
         places.setdefault(piece.key, []).append(piece)
     # What a derived tensor or a number is shown as is never read: the rows only make the index whole.
-    shown = [piece._replace(key=key) for key, master in derived.items() for piece in places.get(master, ())]
+    shown = [replace(piece, key=key) for key, master in derived.items() for piece in places.get(master, ())]
     shown += [Piece(key, 0, 0, (), ()) for key in numbers]
     listed = [StoredFile(file.name, file.length) for file in files]
     rows = [(f"{name}", 0, 0, 0) for name in objects or {}]
@@ -225,7 +226,7 @@ def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[
         if piece.scattered is None:
             placed.append(piece)
         else:
-            placed.append(piece._replace(byte=ends[piece.file]))
+            placed.append(replace(piece, byte=ends[piece.file]))
             ends[piece.file] += prod(piece.shape) * piece.scattered.dtype.itemsize
     return placed
 
