@@ -18,7 +18,7 @@ from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, ReadCost, runs_plan
-from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
+from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, Verify, fetch, fetch_cost
 from .._actions import Copies, Resolution
 from .._checks import check_objects_known, check_taken, is_object
 from .._findings import Damage
@@ -154,7 +154,7 @@ def _read_scattered(
         else:
             first, rows = _rows_of(plan, int(start), place)
             # Also of a part, as where an archive is decoded whole: its other bytes tell whether it was changed.
-            verify = None if checkpoint.options.verify is None else "all"
+            verify: Verify = None if checkpoint.options.verify is None else "all"
             is_checked = check_record(reader, rows, verify, checkpoint.storage.where(place.file))
             tensor, start = filled_tensor(reader.read, rows, what), start + first
     memory = MemoryStorage()
