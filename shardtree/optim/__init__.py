@@ -5,7 +5,7 @@ parameters' keys, so that the order of parameters doesn't matter.
 """
 
 from ._abstract import abstract_optim_state, abstract_optim_state_from_metadata
-from ._axes import adafactor_rules, along, reduced_axis
+from ._axes import adafactor_rules, along, came_rules, one_per_shard, reduced_axis
 from ._convert import (
     optim_state_by_id,
     optim_state_by_name,
@@ -15,7 +15,7 @@ from ._convert import (
 )
 from ._leaf import OptimizerRule, OptimizerState, make_sharded_optimizer_tensor
 from ._per_parameter import per_parameter
-from ._rules import block_scales, on_mesh, one_per_parameter, one_per_shard, square_preconditioners
+from ._rules import block_scales, on_mesh, one_per_parameter, square_preconditioners
 from ._state_dict import get_param_id_to_name_map, get_param_id_to_sharded_param_map, sharded_params_by_name
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "adafactor_rules",
     "along",
     "block_scales",
+    "came_rules",
     "get_param_id_to_name_map",
     "get_param_id_to_sharded_param_map",
     "make_sharded_optimizer_tensor",

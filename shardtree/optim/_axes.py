@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..errors import ShapeError, TreeError, error_text
 from ..geometry import as_int
-from ..mapping import ReplicaId, ShardedBase, ShardedTensor
+from ..mapping import ReplicaId, ShardedBase, ShardedObject, ShardedTensor
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._state_dict import ShardedParam, check_param
 
@@ -140,6 +140,43 @@ def copies(shard: ShardedTensor, apart: Sequence[Cut]) -> ReplicaId:
     return (*(cut.offset if cut.size else cut.whole for cut in apart), *replica) if apart else shard.replica_id
 
 
+# States of which each shard has its own.
+
+
+def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
+    """Return a leaf for a state that each shard has of its own. It can't be loaded in another layout.
+
+    It is stored as an array with a place for each piece of the grid; another layout asks for another array, which is
+    an error.
+
+    Args:
+        param: the parameter's shard: one box of a regular grid.
+        state_key: the state's name.
+        state: a tensor, of one shape on all shards, or any value.
+
+    Raises:
+        TreeError: the parameter is a factory, a flat range, or on an irregular grid.
+
+    Examples:
+        >>> import torch
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
+        >>> own = one_per_shard(param, "seed", torch.zeros(5))
+        >>> own.global_shape, own.global_offset
+        ((4, 1, 5), (1, 0, 0))
+    """
+    shard = one_box("one_per_shard", param, state_key)
+    if shard.axis_fragmentations is None:
+        raise unfit("one_per_shard", shard, state_key, "an irregular grid", "a regular grid")
+    count, place = shard.axis_fragmentations, shard.local_chunk_offset_in_global()
+    key = f"{PREFIX}.{state_key}.{shard.key}"
+    own = OptimizerState.of(state)
+    if own.dtype is None:
+        return ShardedObject(key, own.data, count or (1,), place or (0,), shard.replica_id)
+    shape = own.own_sizes(len(count))
+    offset, whole = (*place, *(0,) * len(shape)), (*count, *shape)
+    return ShardedTensor(key, own.data, own.dtype, shape, whole, offset, None, shard.replica_id, len(count))
+
+
 # States reduced along an axis: factored second moments.
 
 
@@ -151,9 +188,9 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     Args:
         axis: of the parameter's own shape; negative ones count from its end.
         where_cut: what to assume where several shards share the axis. "equal": ranks reduced together, so that all of
-            them have the same, and it is stored once. "own": each reduced its own piece; the axis, which must have
-            size 1, gets an element for each piece, and another number of pieces is an error on load. "refuse": an
-            error.
+            them have the same, and it is stored once. "own": each reduced its own piece; another number of pieces is an
+            error on load. An axis of size 1 gets an element for each piece; where it is missing, the state is stored
+            as by `one_per_shard`. "refuse": an error.
 
     Examples:
         >>> import torch
@@ -171,7 +208,7 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
     # overwrites the other.
     check_where_cut("reduced_axis", where_cut)
 
-    def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor:
+    def rule(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
         shard, own = one_box("reduced_axis", param, state_key), OptimizerState.of(state)
         axes = len(shard.local_shape)
         if not -axes <= axis < axes:
@@ -179,14 +216,47 @@ def reduced_axis(axis: int, *, where_cut: WhereCut = "refuse") -> OptimizerRule:
         local = axis % axes
         place = _place(shard, local, state_key, where_cut)
         keeps_axis = own.axes(shard.prepend_axis_num) == axes
-        if place.pieces > 1 and not keeps_axis:
-            expected = "a state that keeps the reduced axis, with size 1"
-            raise unfit("reduced_axis", shard, state_key, f"{place.pieces} pieces", expected)
         cuts = cuts_of(shard)
         cuts[local : local + 1] = [Cut(1, place.index, place.pieces)] if keeps_axis else []
+        if place.pieces > 1 and not keeps_axis:
+            return _one_per_piece(shard, state_key, own, cuts, place.pieces)
         return placed("reduced_axis", shard, state_key, own, cuts, place.replica_id)
 
     return rule
+
+
+def _one_per_piece(
+    shard: ShardedTensor, state_key: str, own: OptimizerState, cuts: Sequence[Cut], pieces: int
+) -> ShardedTensor | ShardedObject:
+    """Return the shard of a state without the axis that each piece of a parameter has reduced by itself."""
+    # A stored one has an axis for each of the grid's in front; of one with one axis in all it couldn't be told which.
+    expected = len(cuts) + len(shard.local_shape) if own.is_stored else len(cuts)
+    if not cuts or own.axes(shard.prepend_axis_num) != expected:
+        text = "a state that keeps the reduced axis, with size 1, or one of each piece, of a parameter of several axes"
+        raise unfit("reduced_axis", shard, state_key, f"{pieces} pieces", text)
+    if not own.is_stored:
+        placed("reduced_axis", shard, state_key, own, cuts, shard.replica_id)  # for what it checks: the shape
+    return one_per_shard(shard, state_key, own)
+
+
+def came_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
+    """Return rules for the factored states of CAME: second moments, and the instability of updates.
+
+    Args:
+        where_cut: as `reduced_axis` takes it. Where each rank runs CAME on its own piece, it is "own".
+
+    Examples:
+        >>> import torch
+        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(16, 256), (0, 1, 4))
+        >>> row = came_rules()["exp_avg_res_row"](param, "exp_avg_res_row", torch.zeros(16))
+        >>> row.global_shape, row.global_offset
+        ((64,), (16,))
+
+    References:
+        Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", 2023.
+    """
+    row, column = reduced_axis(-1, where_cut=where_cut), reduced_axis(-2, where_cut=where_cut)
+    return {f"exp_avg_{kind}_{name}": rule for kind in ("sq", "res") for name, rule in (("row", row), ("col", column))}
 
 
 def adafactor_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:

@@ -133,9 +133,10 @@ OptimizerRules: TypeAlias = Mapping[str, OptimizerRule]
 
 RULES_FIX = (
     "Say how such a state is sharded: rules={'<state key>': rule}, with `along` (axes cut as the parameter's), "
-    "`reduced_axis` (factored second moments), `square_preconditioners`, `block_scales` (8-bit states), `on_mesh`, "
-    "`one_per_parameter`, `one_per_shard` or a function of your own; or leave it out with exclude_keys. "
-    "States that aren't of one parameter, such as those of LBFGS, can't be sharded by parameter."
+    "`reduced_axis` (factored second moments: `adafactor_rules`, `came_rules`), `square_preconditioners`, "
+    "`block_scales` (8-bit states), `on_mesh`, `one_per_parameter`, `one_per_shard` or a function of your own; or "
+    "leave it out with exclude_keys. States that aren't of one parameter, such as those of LBFGS, can't be sharded by "
+    "parameter."
 )
 
 

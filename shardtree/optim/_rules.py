@@ -12,8 +12,8 @@ import torch
 from ..errors import ShapeError, TreeError, error_text
 from ..geometry import as_int
 from ..layouts import Mesh, PartitionSpec, abstract_at, from_local
-from ..mapping import ShardedObject, ShardedTensor
-from ._axes import Cut, WhereCut, check_where_cut, cuts_of, one_box, placed, unfit
+from ..mapping import ShardedTensor
+from ._axes import Cut, WhereCut, check_where_cut, cuts_of, one_per_shard, placed, unfit
 from ._leaf import PREFIX, OptimizerRule, OptimizerState
 from ._per_parameter import built_shards, first_element, per_parameter
 from ._state_dict import ShardedParam, check_param
@@ -45,39 +45,6 @@ def one_per_parameter(param: ShardedParam, state_key: str, state: Any) -> Any:
         (256,)
     """
     return per_parameter(param, f"{PREFIX}.{state_key}", value_of(param, OptimizerState.of(state)))
-
-
-def one_per_shard(param: ShardedParam, state_key: str, state: Any) -> ShardedTensor | ShardedObject:
-    """Return a leaf for a state that each shard has of its own. It can't be loaded in another layout.
-
-    It is stored as an array with a place for each piece of the grid; another layout asks for another array, which is
-    an error.
-
-    Args:
-        param: the parameter's shard: one box of a regular grid.
-        state_key: the state's name.
-        state: a tensor, of one shape on all shards, or any value.
-
-    Raises:
-        TreeError: the parameter is a factory, a flat range, or on an irregular grid.
-
-    Examples:
-        >>> param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 4))
-        >>> own = one_per_shard(param, "seed", torch.zeros(5))
-        >>> own.global_shape, own.global_offset
-        ((4, 1, 5), (1, 0, 0))
-    """
-    shard = one_box("one_per_shard", param, state_key)
-    if shard.axis_fragmentations is None:
-        raise unfit("one_per_shard", shard, state_key, "an irregular grid", "a regular grid")
-    count, place = shard.axis_fragmentations, shard.local_chunk_offset_in_global()
-    key = f"{PREFIX}.{state_key}.{shard.key}"
-    own = OptimizerState.of(state)
-    if own.dtype is None:
-        return ShardedObject(key, own.data, count or (1,), place or (0,), shard.replica_id)
-    shape = own.own_sizes(len(count))
-    offset, whole = (*place, *(0,) * len(shape)), (*count, *shape)
-    return ShardedTensor(key, own.data, own.dtype, shape, whole, offset, None, shard.replica_id, len(count))
 
 
 def square_preconditioners(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:

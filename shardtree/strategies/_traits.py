@@ -26,6 +26,8 @@ class FormatTraits:
             own are tried first.
         shares_files: whether several ranks write to one file, each its own bytes. Where a storage takes files whole,
             all of a tensor has to come from one rank then.
+        writes_common: whether SAVE_SHARDED writes some of the common state into the files of tensors, so that these are
+            other files with another common state: a conversion is resumed only with the same one.
         has_manifest: whether Megatron-Core may have written its `integrity.json` beside such a checkpoint.
 
     Examples:
@@ -40,6 +42,7 @@ class FormatTraits:
     is_guess: bool = False
     has_manifest: bool = False
     shares_files: bool = False
+    writes_common: bool = False
 
 
 Stamp = tuple[tuple[str, int, float], ...]

@@ -215,6 +215,8 @@ class PendingSave:
         layout: all ranks' shards, None if the ranks didn't exchange them.
         replaced: the checkpoint whose place the folder takes in the end; None if the folder has its place already.
         overwrite: whether the caller lets a checkpoint be replaced.
+        common: the common state with holes where shards were, for SAVE_SHARDED of a format whose files of tensors have
+            room for some of it (`FormatTraits.writes_common`); None where a caller hasn't given it.
         state: of the request that SAVE_SHARDED returned, for the format's COMMIT row, and for SAVE_COMMON. For
             SAVE_SHARDED itself None, or where one process plays several ranks, the state of the one before.
     """
@@ -227,6 +229,7 @@ class PendingSave:
     layout: ShardColumns | None = None
     replaced: Replaced | None = None
     overwrite: bool = True
+    common: Any = field(default=None, repr=False)
     state: Any = None
 
 

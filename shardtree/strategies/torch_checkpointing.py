@@ -6,10 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
-from ..codec.archives import StoredDTensor, StoredTensor
+from ..codec.archives import StoredDTensor, StoredTensor, box_of
 from ..codec.pickles import contents, read_pickle
 from ..errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text, missing_numbers, rank_text
 from ..mapping import ShardedObject
@@ -19,12 +18,12 @@ from ._values import Checkpoint, Fields, fields_of_backend
 from .archives import (
     ArchiveFile,
     Contents,
-    Piece,
     Tensors,
     ValueAt,
     check_rank,
     contents_of,
     local_part,
+    piece_of,
     place_parts,
     read_archives,
     rows_of_archives,
@@ -322,23 +321,17 @@ def _place_boxes(
             tensors.refused[key] = f"what metadata.pkl says of {files[number].where!r} contradicts itself"
             return
         for offset, inner, size in zip(*rows, strict=True):
-            if not _is_rows(tensor, inner, size) or not _is_inside(offset, size, whole):
-                tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't rows of the rank's tensor"
+            if not _is_inside(inner, size, tensor.shape) or not _is_inside(offset, size, whole):
+                tensors.refused[key] = f"{files[number].where!r} has boxes of it that aren't inside the rank's tensor"
                 return
             first, other = places.setdefault((offset, size), (number, tensor))
             if first == number:
-                begin = tensor.begin + (inner[0] * prod(size[1:]) if inner else 0) * dtype.itemsize
-                tensors.pieces.append(Piece(key, number, begin, offset, size))
+                tensors.pieces.append(piece_of(key, number, box_of(tensor, (inner, size)), offset))
             elif tensor.shape != size or other.shape != size:  # checksums are of whole tensors
                 tensors.refused[key] = f"{files[number].where!r} has a copy of a part of {files[first].where!r}"
                 return
             else:
                 tensors.add_copy([key], other, tensor, (files[first].where, files[number].where), offset)
-
-
-def _is_rows(tensor: StoredTensor, inner: Sequence[int], size: Sequence[int]) -> bool:
-    fits = len(inner) == len(size) == len(tensor.shape) and tuple(size[1:]) == tensor.shape[1:]
-    return fits and tensor.is_row_major and not any(inner[1:]) and _is_inside(inner, size, tensor.shape)
 
 
 def _is_inside(offset: Sequence[int], size: Sequence[int], whole: Sequence[int]) -> bool:

@@ -164,8 +164,16 @@ def universal() -> list[Files]:
 
 
 def dtensor_files() -> list[Files]:
-    """Return a checkpoint of verl's: a file of DTensors for each rank."""
-    return [folder_files(_FIXTURES / "dtensor_fsdp2_w4")]
+    """Return checkpoints of verl's: a file of DTensors for each rank, and one of tensors in every other order."""
+    pairs = torch.tensor([[1 + 2j, 3 - 4j, 5j], [0j, -1j, 2 + 0j]])
+    tensors = {
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "expanded": torch.arange(4.0).expand(3, 4),
+        "overlapping": torch.arange(10.0).as_strided((4, 3), (2, 1)),
+        "conjugated": pairs.conj(),
+        "negated": pairs.clone().conj().imag,
+    }
+    return [folder_files(_FIXTURES / "dtensor_fsdp2_w4"), {"model_world_size_1_rank_0.pt": _archive(tensors)}]
 
 
 def torch_checkpointing() -> list[Files]:

@@ -253,7 +253,8 @@ def plain(backend: str) -> dict[str, Any]:
             return False
         return True
 
-    return {name: value for name, value in INSTANCES.items() if name not in NOT_VALUES | DESCRIPTIONS and is_plain(value)}
+    left_out = NOT_VALUES | DESCRIPTIONS
+    return {name: value for name, value in INSTANCES.items() if name not in left_out and is_plain(value)}
 
 
 FEW = ("shardtree.Mesh", "shardtree.StrategyAction", "shardtree.layouts.Problem", "shardtree.traces.Box")

@@ -128,6 +128,16 @@ def test_the_page_s_rule_of_ones_own_loads_on_other_ranks() -> None:
 BY_FUNCTION: dict[str, tuple[OptimizerRule, Local, int]] = {
     "rows": (reduced_axis(-1), lambda shard: torch.arange(12.0)[shard.global_slice()[0], None], 3),
     "columns": (reduced_axis(0, where_cut="equal"), lambda shard: torch.arange(6.0)[None], 3),
+    "columns of each": (
+        reduced_axis(-2, where_cut="own"),
+        lambda shard: torch.arange(6.0) + shard.global_offset[0],
+        2,
+    ),
+    "columns of each, kept": (
+        reduced_axis(-2, where_cut="own"),
+        lambda shard: torch.arange(6.0)[None] + shard.global_offset[0],
+        2,
+    ),
     "blocks": (block_scales(3), lambda shard: torch.arange(12.0)[shard.global_slice()[0]].repeat_interleave(2), 3),
     "codes": (one_per_parameter, lambda shard: torch.arange(5.0), 3),
     "seeds": (one_per_shard, lambda shard: torch.tensor([float(shard.global_offset[0])]), 2),

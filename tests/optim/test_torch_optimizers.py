@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import shardtree as st
 from shardtree.errors import CheckpointingException
 from shardtree.testing import bits
+from tests.optim.came import CAME
 
 SHAPES = {"bias": (12,), "weight": (12, 6), "other": (12, 6)}
 ROW = {"other": 0.5, "weight": 1.0, "bias": 2.0}
@@ -29,6 +30,7 @@ class Case(NamedTuple):
 
 
 FACTORED = st.optim.adafactor_rules(where_cut="equal")
+KINDS = vars(torch.optim) | {"CAME": CAME}
 CASES = [
     Case("Adam"),
     Case("Adam", {"amsgrad": True}),
@@ -47,8 +49,9 @@ CASES = [
     Case("SparseAdam", sparse=True),
     Case("Adafactor", {"lr": 0.1}, elementwise=False, rules=FACTORED),
     Case("Muon", {"lr": 0.1}, names=("weight", "other"), elementwise=False),
+    Case("CAME", {"lr": 0.1}, elementwise=False, rules=st.optim.came_rules(where_cut="equal")),
 ]
-CASES = [case for case in CASES if hasattr(torch.optim, case.kind)]
+CASES = [case for case in CASES if case.kind in KINDS]
 
 
 def test_no_optimizer_is_forgotten() -> None:
@@ -87,7 +90,7 @@ def gradient(name: str, number: int) -> torch.Tensor:
 def make_rank(case: Case, weights: Mapping[str, torch.Tensor], rank: int, ranks: int) -> Rank:
     params = {name: torch.nn.Parameter(rows(weights[name], rank, ranks)) for name in case.names}
     groups = [{"params": [params[name]], "lr": 0.01 * ROW[name], "note": name} for name in case.names]
-    return Rank(params, getattr(torch.optim, case.kind)(groups, **case.options), rank, ranks)
+    return Rank(params, KINDS[case.kind](groups, **case.options), rank, ranks)
 
 
 def start() -> dict[str, torch.Tensor]:
@@ -208,15 +211,35 @@ def test_lbfgs_gets_a_clear_answer() -> None:
         assert words in str(caught.value)
 
 
-def test_adafactor_on_pieces_of_its_own_comes_back_on_as_many_ranks() -> None:
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [("Adafactor", st.optim.adafactor_rules), ("CAME", st.optim.came_rules)],
+    ids=["Adafactor", "CAME"],
+)
+def test_an_optimizer_of_factors_on_pieces_of_its_own_comes_back_on_as_many_ranks(kind: str, rules: Any) -> None:
     """Each rank reduces its own rows: 4 ranks have 4 column factors, which no other number of ranks can use."""
-    case = Case("Adafactor", {"lr": 0.1}, elementwise=False, rules=st.optim.adafactor_rules(where_cut="own"))
+    case = Case(kind, {"lr": 0.1}, elementwise=False, rules=rules(where_cut="own"))
     every, again = trained(case, 4), trained(case, 4, steps=0)
     states = [rank.optimizer.state_dict() for rank in every]
     for found, state in zip(saved_and_loaded(case, states, every, again), states, strict=True):
         assert not st.diff(found, state)
-    with pytest.raises(CheckpointingException, match=r"checkpoint has \(4, 6\)|\(4, 6\)"):
+    with pytest.raises(CheckpointingException, match=r"\(4, 6\)|\(4, 1, 6\)"):
         saved_and_loaded(case, states, every, trained(case, 3, steps=0))
+
+
+def test_the_factors_of_came_are_refused_without_a_rule_and_the_error_names_what_fits() -> None:
+    param = torch.nn.Parameter(torch.ones(64, 256))
+    param.grad = torch.ones(64, 256)
+    optimizer = CAME([param])
+    optimizer.step()
+    params = {0: st.ShardedTensor.from_rank_offsets("w", param)}
+    with pytest.raises(CheckpointingException, match="`came_rules`") as caught:
+        st.optim.optim_state_to_sharding_state(optimizer.state_dict(), params)
+    assert "'exp_avg_res_col' of state[0] ('w'): (256,), the parameter has (64, 256)" in str(caught.value)
+    state = st.optim.optim_state_to_sharding_state(optimizer.state_dict(), params, rules=st.optim.came_rules())
+    factors = {key: leaf.global_shape for key, leaf in state["state"][0].items() if key[-3:] in ("row", "col")}
+    rows, columns = ("exp_avg_sq_row", "exp_avg_res_row"), ("exp_avg_sq_col", "exp_avg_res_col")
+    assert factors == dict.fromkeys(rows, (64,)) | dict.fromkeys(columns, (256,))
 
 
 def test_torchs_own_state_dicts_are_those_by_name() -> None:

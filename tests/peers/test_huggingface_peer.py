@@ -125,6 +125,19 @@ def test_transformers_loads_what_ranks_save(model, lie, max_file_bytes, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["20KB", "1GB"])
+def test_transformers_loads_a_converted_model_with_strings_beside_its_tensors(model, size, tmp_path):
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    add = {"transform_common": lambda common: {**common, "__metadata__": {"lora_alpha": "16"}}}
+    model.config.save_pretrained(tmp_path / "ours")
+    st.convert(tmp_path / "theirs", tmp_path / "ours", backend="huggingface", **add)
+    with safetensors.safe_open(tmp_path / "ours" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "lora_alpha": "16"}
+    loaded = transformers.AutoModel.from_pretrained(tmp_path / "ours", dtype=model.dtype, local_files_only=True)
+    assert_same(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["20KB", "1GB"])
 @pytest.mark.parametrize("lie", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_transformers_saves_loads_in_any_layout(model, lie, size, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size=size)

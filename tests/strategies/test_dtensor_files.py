@@ -151,12 +151,6 @@ def test_terms_of_a_sum_are_refused_by_name() -> None:
         st.load_plain_tensors(folder_of([{"w": tensor} for tensor in tensors]))
 
 
-def test_a_tensor_that_is_stored_by_columns_is_refused_by_name() -> None:
-    folder = folder_of([{"w": numbered((2, 3)).t()}])
-    with pytest.raises(UnsupportedValue, match=r"'w': .*save tensor.contiguous\(\)"):
-        st.load_plain_tensors(folder)
-
-
 # Files that don't belong together
 
 

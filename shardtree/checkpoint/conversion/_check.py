@@ -14,7 +14,7 @@ from ...layouts import TensorKind
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import grouped
-from ...strategies import stored_fingerprints
+from ...strategies import huggingface, stored_fingerprints
 from ...trees import HOLE, Difference, values_only
 from ...world import World, agree, gather, on_rank_zero
 from .._comparison import BoxReader, group_bytes, plain_difference, value_differences
@@ -143,7 +143,8 @@ def _other_problems(destination: OpenCheckpoint, plan: Plan) -> list[str]:
     problems = [f"object {key!r} differs{_where(differs)}" for key, differs in pairs if differs]
     if plan.common is not HOLE:
         # Formats keep values: what shards leave of containers may be there in another form, or not at all.
-        differs = plain_difference(values_only(plan.common), values_only(destination.common()))
+        there, expected = destination.common(), huggingface.without_framework(plan.common)
+        differs = plain_difference(values_only(expected), values_only(huggingface.without_framework(there)))
         problems += [f"the common state differs{_where(differs)}"] if differs else []
     return problems
 

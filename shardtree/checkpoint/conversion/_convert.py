@@ -166,7 +166,7 @@ def convert(
         )
         pickles = target.options.allow_pickle
         where = (target.storage, checkpoint, target.backends, plan.batches, strategies)
-        common = HOLE if world.size == 1 else plan.common
+        common = plan.common if world.size > 1 or traits_of(*target.backends[0], strategies).writes_common else HOLE
         return plan, journal_of(*where, common=common, nonce=nonces[0], allow_pickle=pickles)
 
     (plan, journal), outcomes = share(world, "convert: plan", prepare, lambda own: (own[1].folder, own[1].common))
@@ -295,7 +295,7 @@ def _begin_or_resume(
         is_ours = read_fields(storage, target.strategies).get("save_id") == save_id
         return save_id, _OURS if is_ours else _OF_OTHERS
     # What the format can't hold should fail now, not after hours of writing.
-    rehearse_tensors(target, tensors)
+    rehearse_tensors(target, tensors, common)
     rehearse_common(target, common)
     if start is None and save_is_alive(storage, save_id):
         what = f"convert: the same conversion to {storage.where()!r} is in progress"

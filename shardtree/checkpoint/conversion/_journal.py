@@ -34,7 +34,7 @@ from ...storage import (
     threads_of,
     write_behind,
 )
-from ...strategies import Checkpoint, Strategies, save_is_alive, table_of
+from ...strategies import Checkpoint, Strategies, save_is_alive, table_of, traits_of
 from ...trees import HOLE, Record
 from .._dispatch import Backends
 from ._identity import common_hash, contents_of, source_of
@@ -87,16 +87,19 @@ def journal_of(
         backends: of the destination.
         batches: what is written.
         strategies: the dispatch table; None for the process's.
-        common: the common state, which ranks compare; it isn't what journals are told apart by.
+        common: the common state, which ranks compare. Journals are told apart by it only where the files of tensors
+            have some of it.
         nonce: another one in each call, and the same on all its ranks: the hash of what can't be hashed.
         allow_pickle: whether values are pickled.
     """
     contents = contents_of(batches, nonce=nonce, allow_pickle=allow_pickle)
-    name = digest(canonical_json([_VERSION, source_of(source), backends, allow_pickle, contents]))
+    own_hash = common_hash(common)
+    in_files = [own_hash] if traits_of(*backends[0], strategies).writes_common else []
+    name = digest(canonical_json([_VERSION, source_of(source), backends, allow_pickle, contents, *in_files]))
     table = table_of(strategies)
     # Only those rows: looking up another format's would import it.
     packages = {table[row].__module__.partition(".")[0] for row in table if row[1:] in backends}
-    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), common_hash(common))
+    return Journal(storage, _PREFIX + name, frozenset({"shardtree", *packages}), own_hash)
 
 
 # The journal

@@ -117,8 +117,13 @@ def rehearse_common(destination: Destination, common: Any) -> None:
         raise
 
 
-def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor]) -> None:
+def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor], common: Any) -> None:
     """Raise if the destination's format can't hold one of the tensors; their save is prepared and not run.
+
+    Args:
+        destination: The place and the format.
+        tensors: All shards of the destination.
+        common: The common state, some of which may go to the files of tensors.
 
     Raises:
         StrategyError: the format can't be written at all.
@@ -126,7 +131,7 @@ def rehearse_tensors(destination: Destination, tensors: Sequence[ShardedTensor])
     """
     save = PendingSave(MemoryStorage(), "save-rehearsal", Turn(0, 1), None, destination.options, shard_columns(tensors))
     writes, formats = (tuple(tensors), ()), (destination.choices, destination.backends, destination.strategies)
-    save_request(save, RunningSave(), writes, {}, *formats)
+    save_request(save, RunningSave(), writes, common, *formats)
 
 
 _BatchRequest = tuple[AsyncRequest[Any], set[str], ReadTurn]

@@ -78,7 +78,7 @@ def save_request(
     """
     sharded_backend, common_backend = backends
     save_common = strategy_of(StrategyAction.SAVE_COMMON, choices[1], common_backend, strategies)
-    requests = requests_of_formats(pending, writes, choices[0], backends, strategies)
+    requests = requests_of_formats(replace(pending, common=common), writes, choices[0], backends, strategies)
     fields = {
         "sharded_backend": sharded_backend[0],
         "sharded_backend_version": sharded_backend[1],

@@ -1,8 +1,9 @@
 """torch.save's zip archives: encoding and decoding values, and reading or writing one tensor's payload in place."""
 
 from ._decode import decode_archive
-from ._describe import DTensorParts, Placement, StoredDTensor, describe_archive, filled_tensor
+from ._describe import DTensorParts, Placement, StoredDTensor, describe_archive
 from ._encode import StreamedTensor, encode_archive, streamed_archive
+from ._fill import Box, box_of, fill_tensor, filled_tensor, reach, strips
 from ._payload import (
     StoredTensor,
     archive_ends,

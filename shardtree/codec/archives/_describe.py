@@ -13,14 +13,24 @@ from typing import Any, Literal
 
 import torch
 
-from ...errors import CorruptCheckpoint, UnsupportedValue, error_text
+from ...errors import UnsupportedValue, error_text
 from .._header import element_count
 from .._nodes import exactly
 from ..pickles import Constructor, Stub, inert, read_pickle
 from ._classes import NAMED, constructors
 from ._decode import VALUES
-from ._payload import StoredTensor, describe_tensor, not_lazy, stored_tensor
-from ._tensors import DTYPES, NUMPY, STORAGE_KINDS, StorageKind, StorageReference, rebuilders, storage_reference
+from ._fill import filled_tensor
+from ._payload import StoredTensor, describe_tensor, stored_tensor
+from ._tensors import (
+    DTYPES,
+    NUMPY,
+    STORAGE_KINDS,
+    StorageKind,
+    StorageReference,
+    lazy_bits,
+    rebuilders,
+    storage_reference,
+)
 from ._zip import Archive, Read, Record, open_archive
 
 
@@ -273,7 +283,7 @@ def describe_archive(
         **NUMPY,
         **STORAGE_KINDS,
         **DTYPES,
-        **rebuilders(places.tensor, not_lazy, StoredTensor, StoredDTensor),
+        **rebuilders(places.tensor, _with_lazy_bits, StoredTensor, StoredDTensor),
         **_DTENSOR_CLASSES,
         ("torch", "Tensor"): _TENSOR,
         ("torch._tensor", "_rebuild_from_type_v2"): Constructor(places.subclass),
@@ -284,6 +294,11 @@ def describe_archive(
     helpers = frozenset({StorageKind, StorageReference, TensorSubclass})
     value = read_pickle(content, names, what=what, persistent_load=storage_reference, fix=_FIX, helpers=helpers)
     return Description(value, tuple(archive.records.values()))
+
+
+def _with_lazy_bits(tensor: StoredTensor, extra: Any) -> StoredTensor:
+    conj, neg = lazy_bits(tensor.dtype, extra)
+    return replace(tensor, conj=conj, neg=neg) if conj or neg else tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,26 +337,3 @@ class _Places:
         return int(
             filled_tensor(self.archive.read, replace(tensor, begin=begin, shape=(), stride=()), self.archive.what)
         )
-
-
-def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
-    """Return a stored tensor with its elements, in new memory.
-
-    Args:
-        read: returns the bytes from one byte of the archive up to another.
-        tensor: as `describe_archive` returned it.
-        what: the archive, for messages.
-
-    Raises:
-        CorruptCheckpoint: its bytes aren't there.
-    """
-    reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
-    count = 0 if 0 in tensor.shape else reach + 1
-    data = bytearray(read(tensor.begin, tensor.begin + count * tensor.dtype.itemsize))
-    if len(data) != count * tensor.dtype.itemsize:
-        raise CorruptCheckpoint(error_text(f"{what}: a tensor's bytes aren't there"))
-    if not count:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    view = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride)
-    # An expanded tensor stays one, as it was saved: a file of a few bytes may have many that would fill the memory.
-    return view if prod(tensor.shape) > view.untyped_storage().nbytes() // tensor.dtype.itemsize else view.clone()

@@ -56,6 +56,8 @@ class StoredTensor:
         stride: elements from one to the next, by axis.
         begin: the byte of the file where its first element is.
         record: the record that it lies in.
+        conj: whether elements are the conjugates of what is stored.
+        neg: whether elements are what is stored, negated.
     """
 
     file: str
@@ -64,10 +66,14 @@ class StoredTensor:
     stride: tuple[int, ...]
     begin: int
     record: ZipRecord
+    conj: bool = False
+    neg: bool = False
 
     @property
     def is_row_major(self) -> bool:
-        """Whether its elements are adjacent, in row-major order."""
+        """Whether the stored bytes are its elements, adjacent and in row-major order."""
+        if self.conj or self.neg:
+            return False
         size = 1
         for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if length not in (0, 1) and step != size:

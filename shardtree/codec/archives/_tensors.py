@@ -20,7 +20,7 @@ from ..pickles import Constructor
 # Tensors: a storage, an offset, a shape and strides.
 
 # Guard: strides of 0 make a tensor of any size from a few bytes, and whatever copies it later needs memory for all.
-_MOST_EXPANDED_BYTES = 1 << 30
+MOST_EXPANDED_BYTES = 1 << 30
 """The most bytes that a tensor larger than its storage, such as an expanded one, may have."""
 
 
@@ -115,7 +115,7 @@ def tensor_layout(storage_dtype: torch.dtype | None, nbytes: int, arguments: tup
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if count else -1
     if (last + 1) * dtype.itemsize > nbytes:
         raise ValueError(f"a tensor of {(last + 1) * dtype.itemsize} bytes in a storage of {nbytes}")
-    if count * dtype.itemsize > max(nbytes, _MOST_EXPANDED_BYTES) or max(shape + stride, default=0) >= 2**62:
+    if count * dtype.itemsize > max(nbytes, MOST_EXPANDED_BYTES) or max(shape + stride, default=0) >= 2**62:
         raise ValueError("a tensor that is much larger than its storage")
     return TensorLayout(dtype, offset, shape, stride)
 
@@ -135,13 +135,33 @@ def _tensor(storage: Any, *arguments: Any) -> torch.Tensor:
     return whole.view(place.dtype).as_strided(place.shape, place.stride, place.offset)
 
 
-def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
-    """Return the tensor with torch's bits for lazy conjugation and negation set as they were."""
+def lazy_bits(dtype: torch.dtype, extra: Any) -> tuple[bool, bool]:
+    """Return torch's bits for lazy conjugation and negation.
+
+    Args:
+        dtype: of the tensor.
+        extra: the pickle's mapping of them, None for none.
+
+    Raises:
+        ValueError: the mapping has something else, or a bit that tensors of this dtype don't have.
+    """
     flags = {} if extra is None else exactly(dict, extra)
     if flags.keys() - {"conj", "neg"} or any(type(flag) is not bool for flag in flags.values()):
         raise ValueError("a tensor with unknown metadata")
-    tensor = tensor.conj() if flags.get("conj") else tensor
-    return torch._neg_view(tensor) if flags.get("neg") else tensor
+    conj, neg = flags.get("conj", False), flags.get("neg", False)
+    if (conj and not dtype.is_complex) or (neg and not (dtype.is_complex or dtype in _NEGATED)):
+        raise ValueError(f"a tensor of {dtype} that is conjugated or negated lazily")
+    return conj, neg
+
+
+_NEGATED = (torch.float16, torch.float32, torch.float64)  # parts of complex numbers
+
+
+def _with_lazy_bits(tensor: torch.Tensor, extra: Any) -> torch.Tensor:
+    """Return the tensor with torch's bits for lazy conjugation and negation set as they were."""
+    conj, neg = lazy_bits(tensor.dtype, extra)
+    tensor = tensor.conj() if conj else tensor
+    return torch._neg_view(tensor) if neg else tensor
 
 
 T = TypeVar("T")

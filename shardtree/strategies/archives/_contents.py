@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from .._values import Checkpoint
 from ..index import Index, build_index, int64, stored_columns
 from ._copies import Copy, Stored, same_by_checksum
 from ._files import ArchiveFile
+from ._scattered import ByKey, Scattered, too_large
 
 _STATE = "optimizer.state"
 
@@ -34,8 +35,9 @@ def state_key(state: str, parameter: str | int) -> str:
     return f"{_STATE}.{state}.{parameter}"
 
 
-class Piece(NamedTuple):
-    """Row-major bytes of a tensor in a file: a box of it, or a flat range of all of it.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a tensor in a file: a box of it, or a flat range of all of it.
 
     Attributes:
         key: the tensor's.
@@ -45,6 +47,7 @@ class Piece(NamedTuple):
         shape: of the box; of a flat range the tensor's.
         start: first element of the flat range, -1 for a whole box.
         stop: one past its last element, -1 for a whole box.
+        scattered: The stored tensor whose bytes in another order are the box; None where they are in this one.
     """
 
     key: str
@@ -54,6 +57,13 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     start: int = -1
     stop: int = -1
+    scattered: StoredTensor | None = None
+
+
+def piece_of(key: str, file: int, tensor: StoredTensor, offset: tuple[int, ...] | None = None) -> Piece:
+    """Return the piece that a stored tensor is: a box at an offset, or all of the tensor of a key."""
+    start = (0,) * len(tensor.shape) if offset is None else offset
+    return Piece(key, file, tensor.begin, start, tensor.shape, scattered=None if tensor.is_row_major else tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +82,8 @@ class Contents:
         copies: of a tensor, by its key, that are compared when it is read; all of it, where any may differ.
         objects: sharded objects by unique key, their tensors not filled.
         common: the common state, its tensors not filled.
+        scattered: the boxes whose bytes are in another order, by the key of their tensor; the index has them behind
+            the end of their file.
         check: reads a little, once, before any tensor is read, and raises if a file isn't its rank's own; None where
             other comparisons show that.
     """
@@ -87,6 +99,7 @@ class Contents:
     copies: Mapping[str, Sequence[Copy]]
     objects: Mapping[str, Any]
     common: Any
+    scattered: ByKey
     check: Callable[[Checkpoint], None] | None = None
 
 
@@ -174,16 +187,18 @@ def contents_of(
         CorruptCheckpoint: elements of a tensor are in no file, or in two.
     """
     kinds, pieces = tensors.kinds, tensors.pieces
+    scattered = [(piece.key, piece.scattered) for piece in pieces if piece.scattered is not None]
+    tensors.refused.update(too_large(scattered, sum(file.length for file in files)))
     derived, numbers, refused = tensors.derived, tensors.numbers, tensors.refused
     own = {key: kind for key, kind in kinds.items() if key not in derived and key not in numbers}
-    own_pieces = [piece for piece in pieces if piece.key in own]
+    own_pieces = _behind_ends(files, [piece for piece in pieces if piece.key in own])
     readable = {key: kind for key, kind in own.items() if key not in refused}
     _check_tiled(files, readable, [piece for piece in own_pieces if piece.key in readable], where)
     places: dict[str, list[Piece]] = {}
     for piece in own_pieces:
         places.setdefault(piece.key, []).append(piece)
     # What a derived tensor or a number is shown as is never read: the rows only make the index whole.
-    shown = [piece._replace(key=key) for key, master in derived.items() for piece in places.get(master, ())]
+    shown = [replace(piece, key=key) for key, master in derived.items() for piece in places.get(master, ())]
     shown += [Piece(key, 0, 0, (), ()) for key in numbers]
     listed = [StoredFile(file.name, file.length) for file in files]
     rows = [(f"{name}", 0, 0, 0) for name in objects or {}]
@@ -199,8 +214,29 @@ def contents_of(
         copies={key: each for key, each in tensors.copies.items() if not all(copy.same for copy in each)},
         objects=objects or {},
         common=common,
+        scattered=_scattered(own_pieces),
         check=check,
     )
+
+
+def _behind_ends(files: Sequence[ArchiveFile], pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces of which those that are scattered begin behind the end of their file, one after the other."""
+    ends, placed = [file.length for file in files], list[Piece]()
+    for piece in pieces:
+        if piece.scattered is None:
+            placed.append(piece)
+        else:
+            placed.append(replace(piece, byte=ends[piece.file]))
+            ends[piece.file] += prod(piece.shape) * piece.scattered.dtype.itemsize
+    return placed
+
+
+def _scattered(pieces: Sequence[Piece]) -> dict[str, list[Scattered]]:
+    by_key: dict[str, list[Scattered]] = {}
+    for piece in pieces:
+        if piece.scattered is not None:
+            by_key.setdefault(piece.key, []).append(Scattered(piece.offset, piece.scattered))
+    return by_key
 
 
 def _with_checksums(file: ArchiveFile) -> StoredFile:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...codec.archives import StoredTensor
+from ...codec import row_major_bits
+from ...codec.archives import Box, StoredTensor, box_of, strips
 from ...storage import Buffer, Reader
 from .._actions import Copies, Resolution
 from .._values import Checkpoint
@@ -73,27 +74,35 @@ def same_by_checksum(one: Stored, other: Stored | None) -> bool | None:
     """
     if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
         return one == other or (one != one and other != other)  # NaNs of all ranks
-    # Strides along axes of one element say nothing, and ranks may have written others.
-    kinds = [(tensor.dtype, tensor.shape, tensor.is_row_major or tensor.stride) for tensor in (one, other)]
-    if kinds[0] != kinds[1]:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    # Strides along axes of one element say nothing, and ranks may have written others.
+    orders = [tensor.is_row_major or (tensor.stride, tensor.conj, tensor.neg) for tensor in (one, other)]
+    if orders[0] != orders[1]:
+        return None
     places = [
         (tensor.record.crc32, tensor.record.nbytes, tensor.begin - tensor.record.begin) for tensor in (one, other)
     ]
     if places[0] == places[1] and places[0][0]:
         return True
-    # A record that the tensor fills: another CRC32 means other elements.
-    return False if all(crc32 and size == _nbytes(one) for crc32, size, _ in places) else None
+    # A record that the tensor fills: another CRC32 means other elements. Of overlapping ones it has others besides.
+    fills = one.is_row_major and all(crc32 and size == _nbytes(one) for crc32, size, _ in places)
+    return False if fills else None
 
 
 def same_elements(checkpoint: Checkpoint, one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two stored tensors of one kind have the same elements, bit for bit, by reading them."""
-    if not one.is_row_major:
-        return bool((filled(checkpoint, one) == filled(checkpoint, other)).all())
+    if not (one.is_row_major and other.is_row_major):
+        boxes = strips(one, f"load: {checkpoint.storage.where(one.file)!r}")
+        return all(torch.equal(*(_box_bits(checkpoint, tensor, box) for tensor in (one, other))) for box in boxes)
     nbytes = _nbytes(one)
     with opened_at(checkpoint, one) as first, opened_at(checkpoint, other) as second:
         steps = zip(_steps(first, one.begin, nbytes), _steps(second, other.begin, nbytes), strict=True)
         return all(mine == theirs for mine, theirs in steps)
+
+
+def _box_bits(checkpoint: Checkpoint, tensor: StoredTensor, box: Box) -> torch.Tensor:
+    return row_major_bits(filled(checkpoint, box_of(tensor, box)))
 
 
 def _steps(reader: Reader, begin: int, nbytes: int) -> Iterator[Buffer]:

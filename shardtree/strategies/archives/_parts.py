@@ -8,7 +8,7 @@ from math import prod
 from ...codec.archives import DTensorParts, StoredDTensor, StoredTensor
 from ...errors import CorruptCheckpoint, error_text
 from .._values import Checkpoint
-from ._contents import Piece, Tensors
+from ._contents import Tensors, piece_of
 from ._files import ArchiveFile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -128,19 +128,17 @@ def _place(
         places = checkpoint.storage.where(files[part[0]].name), where
         tensors.add_copy([key], local_part(part[1]), local_part(tensor), places, box[0])
     rows = [(box, part) for box, part in boxes.items() if 0 not in box[1]]
-    tensors.pieces.extend(Piece(key, number, local_part(tensor).begin, *box) for box, (number, tensor) in rows)
+    tensors.pieces.extend(piece_of(key, number, local_part(tensor), offset) for (offset, _), (number, tensor) in rows)
     return reason
 
 
 def _box(tensor: StoredTensor | StoredDTensor) -> Box:
-    """Return the box that a rank holds; raises ValueError where that can't be told, or isn't row-major bytes."""
+    """Return the box that a rank holds; raises ValueError where that can't be told."""
     local = local_part(tensor)
     whole = (0,) * len(tensor.shape), tensor.shape
     box = placed_box(tensor.shape, tensor.parts) if isinstance(tensor, StoredDTensor) else whole
     if local.shape != box[1]:
         raise ValueError(f"a part of shape {local.shape}, where its place on the mesh has {box[1]}")
-    if not local.is_row_major:
-        raise ValueError("elements that aren't in row-major order: save tensor.contiguous()")
     return box
 
 

@@ -40,6 +40,7 @@ from ..torch import HEADERS
 from ._contents import Contents
 from ._copies import Seen, differing_among, resolution
 from ._files import ArchiveFile, filled
+from ._scattered import in_order, read_scattered, scattered_cost
 
 
 def load_sharded(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
@@ -112,11 +113,13 @@ def _refused_among(checkpoint: Checkpoint, contents: Contents, keys: Iterable[st
 
 def _read(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTensor]) -> ReadReport:
     plan = plan_shards(contents.stored, shards, shard_columns(shards, checkpoint.world.rank))
+    plan = in_order(plan, [file.length for file in contents.files]) if contents.scattered else plan
     files = {number: contents.checked[number] for number in plan.files}
     check_lengths(checkpoint, files.values())
     options = checkpoint.options
     memories = [shard.data for shard in shards]
-    return fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    report = fetch(checkpoint.storage, files, plan, memories, verify=options.verify, progress=options.progress)
+    return report + read_scattered(checkpoint, contents.scattered, shards) if contents.scattered else report
 
 
 def _compute(checkpoint: Checkpoint, contents: Contents, shard: ShardedTensor) -> ReadReport:
@@ -211,9 +214,11 @@ def _cost(checkpoint: Checkpoint, contents: Contents, shards: Sequence[ShardedTe
     columns = shard_columns(sources)
     numbers = find_texts(contents.stored.key_text, contents.stored.key_start, columns.keys)
     plan = plan_load(columns, chunks_of(contents.stored, np.array(numbers, dtype=np.int64)))
+    plan = in_order(plan, [file.length for file in contents.files])
     files = {number: contents.checked[number] for number in plan.files}
     check_lengths(checkpoint, files.values())
-    return fetch_cost(files, plan, verify=checkpoint.options.verify)
+    cost = fetch_cost(files, plan, verify=checkpoint.options.verify)
+    return cost + scattered_cost(contents.scattered, sources)
 
 
 def _as_read(contents: Contents, shard: ShardedTensor) -> ShardedTensor:
@@ -316,5 +321,6 @@ def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:
 def _damage(contents: Contents, number: int, record: Record, what: str) -> Damage:
     begin, end = record.begin, record.begin + record.nbytes
     regions = regions_between(contents.stored, file_contents(contents.stored, number), begin, end)
-    keys = tuple(sorted({region.key for region in regions}))
+    behind = {key for key, boxes in contents.scattered.items() if any(box.tensor.record is record for box in boxes)}
+    keys = tuple(sorted({region.key for region in regions} | behind))
     return Damage(contents.files[number].name, what, begin, end, keys, regions)

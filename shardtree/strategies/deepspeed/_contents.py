@@ -17,11 +17,11 @@ from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
     Contents,
-    Piece,
     Tensors,
     contents_of,
     filled,
     hyperparameters,
+    piece_of,
     read_archives,
     rows_from_contents,
     state_key,
@@ -213,7 +213,7 @@ def _add_for_each(
     keys = [state_key(state, parameter.name) for parameter in parameters]
     if isinstance(value, StoredTensor) and not value.shape:
         for key in keys:
-            tensors.add(key, value.dtype, (), [Piece(key, masters[0].file, value.begin, (), ())])
+            tensors.add(key, value.dtype, (), [piece_of(key, masters[0].file, value)])
     elif isinstance(value, (int, float)):
         for key in keys:
             tensors.add_number(key, value, first)

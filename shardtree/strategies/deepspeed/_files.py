@@ -12,7 +12,7 @@ from ...codec.pickles import Constructor, Stub, inert
 from ...errors import CorruptCheckpoint, error_text
 from ...trees import map_shards
 from .._values import Checkpoint
-from ..archives import ArchiveFile, Piece, Tensors, ValueAt, state_key
+from ..archives import ArchiveFile, Piece, Tensors, ValueAt, piece_of, state_key
 from ._flat import Parameter, Vector, split_pieces
 
 # What pickles of DeepSpeed name, beside tensors and plain data. None of it is imported.
@@ -104,7 +104,7 @@ def read_model(
             _add_frozen(checkpoint, files, name, Parameter(owner, frozen_shapes[owner]), tensors)
         else:
             tensors.add(name, tensor.dtype, tensor.shape, _whole(name, 0, tensor))
-            _compare_replicas(checkpoint, files, modules, name, tensor, tensors)
+            _compare_replicas(files, modules, name, tensor, tensors)
     others = {name: value for name, value in module.items() if name not in own}
     common = {key: value for key, value in first.value.items() if key not in _NOT_COMMON}
     return Model(files[0].where, groups, own, common | ({"module": others} if others else {}))
@@ -127,20 +127,13 @@ def _group(
 
 
 def _whole(key: str, number: int, tensor: StoredTensor) -> list[Piece]:
-    return [Piece(key, number, tensor.begin, (0,) * len(tensor.shape), tensor.shape)] if prod(tensor.shape) else []
+    return [piece_of(key, number, tensor)] if prod(tensor.shape) else []
 
 
 def _compare_replicas(
-    checkpoint: Checkpoint,
-    files: Sequence[ArchiveFile],
-    modules: Sequence[ValueAt],
-    name: str,
-    tensor: StoredTensor,
-    tensors: Tensors,
+    files: Sequence[ArchiveFile], modules: Sequence[ValueAt], name: str, tensor: StoredTensor, tensors: Tensors
 ) -> None:
-    """Refuse a tensor of which each rank of ZeRO-3 has a copy of its own, unless all are alike."""
-    if not tensor.is_row_major:
-        tensors.refused[name] = f"{checkpoint.storage.where(tensor.file)!r} has elements that aren't in row-major order"
+    """Add the copies that ranks of ZeRO-3 have of a tensor, which must be alike."""
     for file, module in zip(files[1:], modules[1:], strict=True):
         other = module.member(name).value
         if not prod(tensor.shape):

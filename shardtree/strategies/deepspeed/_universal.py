@@ -15,11 +15,11 @@ from .._values import Checkpoint
 from ..archives import (
     ArchiveFile,
     Contents,
-    Piece,
     Tensors,
     ValueAt,
     contents_of,
     hyperparameters,
+    piece_of,
     read_archives,
     rows_from_contents,
     state_key,
@@ -97,15 +97,15 @@ def _add_state(
     if isinstance(value, StoredTensor) and isinstance(file.value, Mapping) and "vocab_tensor" in file.value:
         shape = value.shape[:1] + shape[1:]  # without the rows that pad the vocabulary
     # From ZeRO-3, tensors are flat.
-    if not isinstance(value, StoredTensor) or not _fits(value.shape, shape) or not value.is_row_major:
+    if not isinstance(value, StoredTensor) or not _fits(value.shape, shape):
         description = f"a {type(value).__name__}"
         if isinstance(value, StoredTensor):
-            description = f"{value.shape} at strides {value.stride}"
+            description = f"{value.shape}"
         what = f"open: {file.where!r} isn't a state of its parameter"
-        expected = f"a row-major tensor {shape}, by param_shapes in {model.where!r}"
+        expected = f"a tensor {shape}, by param_shapes in {model.where!r}"
         fix = "It was converted from another model, or damaged; convert it again."
         raise CorruptCheckpoint(error_text(what, found=description, expected=expected, fix=fix))
-    pieces = [Piece(key, number, value.begin, (0,) * len(shape), shape)] if 0 not in shape else []
+    pieces = [piece_of(key, number, _shaped(value, shape))] if 0 not in shape else []
     tensors.add(key, value.dtype, shape, pieces)
     weight = model.module.get(parameter.name)
     if weight is not None and weight.shape == shape and 0 not in shape and parameter.name not in tensors.derived:
@@ -114,6 +114,14 @@ def _add_state(
 
 def _fits(stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return stored_shape in (shape, (prod(shape),))
+
+
+def _shaped(value: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """Return a tensor that fits a shape in it: a flat one's rows follow each other at its own stride."""
+    if value.shape == shape:
+        return value
+    (step,) = value.stride
+    return replace(value, shape=shape, stride=tuple(step * prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
 def _groups(optimizer: ValueAt) -> list[Mapping[str, Any]]:
@@ -135,7 +143,7 @@ def _add_steps(tensors: Tensors, model: Model, optimizer: ValueAt, groups: list[
         if isinstance(step, (int, float)):
             tensors.add_number(key, step, optimizer.file)
         elif isinstance(step, StoredTensor) and not step.shape:
-            tensors.add(key, step.dtype, (), [Piece(key, file, step.begin, (), ())])
+            tensors.add(key, step.dtype, (), [piece_of(key, file, step)])
 
 
 def _steps(model: Model, optimizer: ValueAt, groups: list[Mapping[str, Any]]) -> Iterator[tuple[Parameter, Any]]:

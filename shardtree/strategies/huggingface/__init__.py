@@ -23,13 +23,17 @@ ROWS: StoredRows = {
         fills_devices=True,
         is_guess=True,
         shares_files=True,
+        writes_common=True,
     ),
 }
 
 if typing.TYPE_CHECKING:
     from ._save import MAX_FILE_BYTES as MAX_FILE_BYTES
     from ._save import save_sharded_up_to as save_sharded_up_to
+    from ._texts import without_framework as without_framework
 else:
     from ..._deferred import later
 
-    __getattr__ = later(__name__, {"MAX_FILE_BYTES": "._save", "save_sharded_up_to": "._save"})
+    __getattr__ = later(
+        __name__, {"MAX_FILE_BYTES": "._save", "save_sharded_up_to": "._save", "without_framework": "._texts"}
+    )

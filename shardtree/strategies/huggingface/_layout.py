@@ -9,12 +9,13 @@ from math import prod
 import numpy as np
 
 from ...codec import Entry, encode_header, kind_in_file
-from ...errors import UnsupportedValue, error_text
+from ...errors import MetadataError, UnsupportedValue, error_text
 from ...geometry import Column, box_column, flat_boxes, row_major_strides, volumes
 from ...layouts import TensorKind
 from ...mapping import ShardedTensor
 from ...storage import Buffer, tensor_buffers
 from .._checks import checked_data
+from ._texts import TEXTS, header_texts
 
 HEADER_BYTES = 64 * 1024 * 1024
 """A new file begins before a header passes this; readers of safetensors refuse headers of over 100 MB."""
@@ -27,6 +28,8 @@ _TAGS = (
 _ORDER = {tag: position for position, tag in enumerate(_TAGS)}
 
 Kinds = Mapping[str, TensorKind]
+
+_TORCH = header_texts(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,12 @@ class ModelFile:
 
 
 def model_files(
-    kinds: Kinds, *, max_file_bytes: int, header_bytes: int = HEADER_BYTES, writers: Mapping[str, int] | None = None
+    kinds: Kinds,
+    *,
+    max_file_bytes: int,
+    header_bytes: int = HEADER_BYTES,
+    writers: Mapping[str, int] | None = None,
+    texts: Mapping[str, str] = _TORCH,
 ) -> tuple[ModelFile, ...]:
     """Return the files of a model; a single one without tensors if it has none.
 
@@ -54,9 +62,11 @@ def model_files(
         max_file_bytes: a file has no more bytes of tensors than that, unless it's one tensor.
         header_bytes: the most that a header may take.
         writers: who writes each tensor; a file has tensors of one writer then. None where several write to a file.
+        texts: The strings beside the tensors, the same in every file: a program may open any of them alone.
 
     Raises:
         UnsupportedValue: safetensors files can't hold a dtype, a pair of values that has no axis, or a name.
+        MetadataError: The strings leave no room for tensors in a header.
 
     Examples:
         >>> import torch
@@ -67,7 +77,15 @@ def model_files(
         2
     """
     _check_storable(kinds)
-    return tuple(_file(names, kinds) for names in _groups(kinds, max_file_bytes, header_bytes, writers or {}))
+    room = header_bytes - sum(_text_bytes(name) + _text_bytes(text) for name, text in texts.items())
+    if room < 0:
+        what, expected = f"save: strings of {TEXTS!r}", f"at most {header_bytes} bytes, the room that a header has"
+        raise MetadataError(error_text(what, found=f"{header_bytes - room} bytes", expected=expected))
+    return tuple(_file(names, kinds, texts) for names in _groups(kinds, max_file_bytes, room, writers or {}))
+
+
+def _text_bytes(text: str) -> int:
+    return 6 * len(text)  # of a character in JSON, at most
 
 
 def tensor_bytes(kind: TensorKind) -> int:
@@ -81,16 +99,16 @@ def _check_storable(kinds: Kinds) -> None:
         what = "save: dtypes that safetensors files don't have, or not in that shape"
         fix = "Cast or reshape them, or save in the native format."
         raise UnsupportedValue(error_text(what, offenders=wrong, fix=fix))
-    if "__metadata__" in kinds:
-        what = "save: a tensor in a safetensors file can't be named '__metadata__'"
+    if TEXTS in kinds:
+        what = f"save: a tensor in a safetensors file can't be named {TEXTS!r}"
         raise UnsupportedValue(error_text(what, fix="Rename the tensor."))
 
 
 def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mapping[str, int]) -> Iterator[list[str]]:
     group, size, header = list[str](), 0, 0
     for name, kind in kinds.items():
-        # A character takes at most six bytes in JSON; 200 leaves room for the numbers of a shape and the offsets.
-        nbytes, more = tensor_bytes(kind), 6 * len(name) + 24 * len(kind.global_shape) + 200
+        # 200 leaves room for the numbers of a shape and the offsets.
+        nbytes, more = tensor_bytes(kind), _text_bytes(name) + 24 * len(kind.global_shape) + 200
         is_full = size + nbytes > max_file_bytes or header + more > header_bytes
         if group and (is_full or writers.get(name) != writers.get(group[0])):
             yield group
@@ -101,14 +119,14 @@ def _groups(kinds: Kinds, max_file_bytes: int, header_bytes: int, writers: Mappi
         yield group
 
 
-def _file(names: Sequence[str], kinds: Kinds) -> ModelFile:
+def _file(names: Sequence[str], kinds: Kinds, texts: Mapping[str, str]) -> ModelFile:
     entries, end = list[Entry](), 0
     in_file = {name: kind_in_file(kinds[name].dtype, kinds[name].global_shape) for name in names}
     tagged = [(name, *kind) for name, kind in in_file.items() if kind is not None]
     for name, tag, shape in sorted(tagged, key=lambda row: (_ORDER[row[1]], row[0])):
         start, end = end, end + tensor_bytes(kinds[name])
         entries.append(Entry(name, tag, shape, start, end))
-    header = encode_header(entries, {"format": "pt"}, alignment=8)
+    header = encode_header(entries, texts, alignment=8)
     return ModelFile(header, len(header) + end, {entry.name: len(header) + entry.start for entry in entries})
 
 

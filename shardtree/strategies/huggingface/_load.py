@@ -22,6 +22,7 @@ from .._traits import METADATA_FILE
 from .._values import Checkpoint
 from ..index import Index, IndexMetadata, build_index, load_from_index, stored_columns
 from ._listing import INDEX_FILE, Listing, are_tied, find_weights, read_index_json, read_listing
+from ._texts import TEXTS, joined_texts
 
 # Reading the header of a safetensors file of any writer
 
@@ -119,12 +120,12 @@ class Contents:
     Attributes:
         index: its tensors, each as one chunk.
         refusals: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
-        texts: the strings that the files keep beside their tensors, without the framework's name.
+        texts: the strings that the files keep beside their tensors, joined.
     """
 
     index: Index
     refusals: Mapping[str, str]
-    texts: Mapping[str, str]
+    texts: Mapping[str, str | dict[str, str]]
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -167,7 +168,7 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
         np.array(byte, dtype=np.int64),
         files=[StoredFile(file.name, file.length) for file in files],
     )
-    return Contents(index, refusals, _texts(files))
+    return Contents(index, refusals, joined_texts((file.name, file.texts) for file in files))
 
 
 def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
@@ -225,15 +226,6 @@ def _columns(entries: Sequence[Entry]) -> ShardColumns:
     return stored_columns(kinds, np.arange(len(entries)), np.zeros_like(shape), shape)
 
 
-def _texts(files: Sequence[WeightFile]) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for file in files:
-        for name, text in file.texts.items():
-            if name != "format":
-                texts.setdefault(name, text)
-    return texts
-
-
 def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> ReadReport:
     """Fill each shard's data, a contiguous CPU tensor, in place, and return what was read.
 
@@ -257,7 +249,7 @@ def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | Sharde
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the strings that the files keep beside their tensors, as ``__metadata__``; {} if there are none."""
     texts = read_contents(checkpoint).texts
-    return {"__metadata__": dict(texts)} if texts else {}
+    return {TEXTS: dict(texts)} if texts else {}
 
 
 # Checking a Hugging Face model as far as its format allows: lengths, headers and the index

@@ -14,13 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import AlreadyACheckpoint, MetadataError, StrategyError, UnsupportedValue, error_text, render_path
+from ...codec import canonical_json
+from ...errors import (
+    AlreadyACheckpoint,
+    IntegrityError,
+    MetadataError,
+    StrategyError,
+    UnsupportedValue,
+    error_text,
+    render_path,
+)
 from ...geometry import as_int
 from ...layouts import ShardColumns, check_access
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import level_writes
-from ...storage import Buffer, can, make_folder, move, remove_folder, reported_parts, sync_folder, write_parts
-from ...trees import HOLE, leaves_with_paths
+from ...storage import Buffer, can, digest, make_folder, move, remove_folder, reported_parts, sync_folder, write_parts
 from .._actions import SaveSharded
 from .._checks import check_seen
 from .._metadata import replace_metadata
@@ -29,6 +37,7 @@ from .._traits import METADATA_FILE
 from .._values import AsyncRequest, Fields, PendingSave
 from ._layout import ModelFile, model_files, shard_pieces
 from ._listing import BACKEND, INDEX_FILE, SINGLE_FILE, VERSION, draft_name, file_name
+from ._texts import TEXTS, header_texts, paths_without_room
 
 # The commit: files get the names by which a model is recognised, the one that makes it a model last
 
@@ -156,30 +165,31 @@ def save_sharded_up_to(max_file_bytes: int) -> SaveSharded:
     return partial(_prepare, most_bytes)
 
 
-def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[None]:
+def save_sharded(pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]) -> AsyncRequest[str]:
     """Prepare a rank's parts of the model's files, and return the request that writes them.
 
     Raises:
         UnsupportedValue: there are objects, or dtypes that safetensors files don't have.
         StrategyError: ranks didn't exchange what they hold.
         IntegrityError: shards don't tile their tensors.
+        MetadataError: Strings beside the tensors are too long for a header.
     """
     return _prepare(MAX_FILE_BYTES, pending, shards)
 
 
 def save_common(pending: PendingSave, common: Any) -> Fields:
-    """Refuse a common state, which a model's files can't hold; an empty one is fine.
+    """Refuse what a model's files can't hold of a common state: all but strings of ``__metadata__``.
+
+    Those were written with the tensors, in each file's header.
 
     Raises:
         UnsupportedValue: names every value by its path.
         StrategyError: another format has the shards, so that there is no model to load this from.
     """
-    paths = [render_path(path) for path, leaf in leaves_with_paths(common) if leaf is not HOLE]
-    if paths:
-        what = "save: a Hugging Face model holds tensors only, not these values"
-        raise UnsupportedValue(
-            error_text(what, offenders=paths, fix=f"Leave them out of the tree, or {_NATIVE_COMMON}.")
-        )
+    if paths := paths_without_room(common):
+        what = f"save: a Hugging Face model holds tensors and the strings of {TEXTS!r} only, not these values"
+        fix = f"Leave them out of the tree, or {_NATIVE_COMMON}."
+        raise UnsupportedValue(error_text(what, offenders=map(render_path, paths), fix=fix))
     if not isinstance(pending.state, Saving):
         fix = f"Save the shards as ({BACKEND!r}, {VERSION}) too, or {_NATIVE_COMMON}."
         raise StrategyError(error_text(f"save: no shards were written in the format {BACKEND!r}", fix=fix))
@@ -188,7 +198,7 @@ def save_common(pending: PendingSave, common: Any) -> Fields:
 
 def _prepare(
     max_file_bytes: int, pending: PendingSave, shards: Sequence[ShardedTensor | ShardedObject]
-) -> AsyncRequest[None]:
+) -> AsyncRequest[str]:
     objects = [repr(shard.unique_key) for shard in shards if isinstance(shard, ShardedObject)]
     if objects:
         what = "save: a Hugging Face model holds tensors only, not these objects"
@@ -199,31 +209,33 @@ def _prepare(
         model = pending.state.model
     else:
         is_whole = can(pending.storage).write_parts is None and pending.world.size > 1
-        model = _model(_layout(pending), max_file_bytes, pending.world.size if is_whole else None)
+        ranks = pending.world.size if is_whole else None
+        model = _model(_layout(pending), max_file_bytes, ranks, header_texts(pending.common))
     saving = Saving(model)
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     return AsyncRequest(
         world=pending.world,
         async_fn=partial(_write, pending, model, tensors),
-        commit=partial(_check_lengths, pending, model.files),
+        commit=partial(_check_written, pending, model.files),
         abandon=partial(abandon, pending, saving),
         state=saving,
     )
 
 
-def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None) -> Model:
+def _model(columns: ShardColumns, max_file_bytes: int, ranks: int | None, texts: Mapping[str, str]) -> Model:
     """Return a model's files.
 
     Args:
         columns: all ranks' shards.
         max_file_bytes: the most bytes of tensors in a file.
         ranks: how many there are where each file has to be of one of them; None where they may share files.
+        texts: Strings of each file's header.
     """
     kinds, writers = dict(zip(columns.keys, columns.kinds, strict=True)), None
     if ranks is not None:
         writers = _writers(columns, ranks)
         kinds = {key: kinds[key] for key in sorted(kinds, key=writers.__getitem__)}
-    files = model_files(kinds, max_file_bytes=max_file_bytes, writers=writers)
+    files = model_files(kinds, max_file_bytes=max_file_bytes, writers=writers, texts=texts)
     file_of = {key: number for number, file in enumerate(files) for key in file.bytes_before}
     heads = tuple(max((writers[key] for key in file.bytes_before), default=0) if writers else 0 for file in files)
     return Model(files, file_of, heads)
@@ -247,7 +259,8 @@ def _layout(pending: PendingSave) -> ShardColumns:
     return pending.layout
 
 
-def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> None:
+def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) -> str:
+    """Write this rank's parts, and return the hash of the strings by whose length it placed them."""
     files, rank = model.files, pending.world.rank
     if rank == 0:
         check_free(pending, files)
@@ -263,6 +276,7 @@ def _write(pending: PendingSave, model: Model, shards: Sequence[ShardedTensor]) 
             parts = reported_parts(_parts(file, own.get(number, []), has_head=has_head), pending.options.progress)
             name = draft_name(pending.save_id, number, len(files))
             write_parts(pending.storage, name, file.length, parts, durable=pending.options.durable)
+    return digest(canonical_json(header_texts(pending.common)))
 
 
 def _place(shard: ShardedTensor, file: ModelFile) -> tuple[Any, ...]:
@@ -278,8 +292,12 @@ def _parts(file: ModelFile, shards: Sequence[ShardedTensor], *, has_head: bool) 
         yield from shard_pieces(shard, file.bytes_before[shard.key])
 
 
-def _check_lengths(pending: PendingSave, files: Sequence[ModelFile], results: Sequence[None]) -> Fields:
-    """Raise unless rank 0 sees the files that all ranks wrote."""
+def _check_written(pending: PendingSave, files: Sequence[ModelFile], hashes: Sequence[str]) -> Fields:
+    """Raise unless all ranks have placed their parts after the same strings, and rank 0 sees the files."""
+    others = [f"rank {rank}" for rank, own in enumerate(hashes) if own != hashes[0]]
+    if others:  # of what save's `preprocess_common_before_consistancy_check` leaves out, ranks may hold their own
+        what = f"save: ranks disagree with rank 0 about the strings of {TEXTS!r}, which every file's header has"
+        raise IntegrityError(error_text(what, offenders=others, fix="Give all ranks the same strings."))
     names = (draft_name(pending.save_id, number, len(files)) for number in range(len(files)))
     check_seen(pending.storage, zip(names, (file.length for file in files), strict=True), "the ranks")
     return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import CorruptCheckpoint, TreeError, TreePath, error_text, render_path
@@ -10,6 +11,7 @@ from ...trees import HOLE, is_hollow, is_subclass, leaves_with_paths, path_key, 
 from .._checks import is_object
 from .._values import Checkpoint
 from ..torch import load_archive
+from ._dict_kinds import at_paths, decode_value
 from ._listing import COMMON_OBJECT, META_FILE, has_meta, read_listing
 from ._load import unboxed
 from ._metadata_file import INDEX_FILE, unsound
@@ -44,12 +46,15 @@ def load_dcp_common(checkpoint: Checkpoint) -> Any:
     """
     listing = read_listing(checkpoint)
     numbers = {name: number for name, number in listing.values.items() if not is_object(name)}
-    values = dict(decoded(checkpoint, listing, list(numbers.values())))
+    values = dict(decoded(checkpoint, listing, list(numbers.values()), decode_value))
     # Tensors stay holes, which the target's shards fill: loading the common state must not read them.
-    leaves = dict.fromkeys(listing.contents.tensors, HOLE) | {name: values[number] for name, number in numbers.items()}
+    leaves = dict.fromkeys(listing.contents.tensors, HOLE) | {
+        name: values[number][0] for name, number in numbers.items()
+    }
     paths = listing.contents.paths or {}
     try:
-        state = nested({paths.get(name, (name,)): value for name, value in leaves.items()})
+        kinds = at_paths((paths.get(name, (name,)), values[number][1]) for name, number in numbers.items())
+        state = nested({paths.get(name, (name,)): value for name, value in leaves.items()}, kinds)
         return _with_meta(state, load_archive(checkpoint, META_FILE)) if has_meta(checkpoint) else state
     except ValueError as error:
         raise unsound(checkpoint.storage.where(INDEX_FILE), error) from error
@@ -62,11 +67,15 @@ def _with_meta(state: dict[str, Any], meta: Any) -> dict[str, Any]:
     return {**state, **meta}
 
 
-def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
+def nested(leaves: Mapping[TreePath, Any], kinds: Mapping[TreePath, dict[Any, Any]] = MappingProxyType({})) -> Any:
     """Return leaves as nested dicts and lists: a number in a path is a position in a list.
 
     A container of nothing but holes becomes a hole itself, except for the outermost dict. Positions of a list without a
     stored value are None, as in torch.distributed.checkpoint.
+
+    Args:
+        leaves: Values by their paths.
+        kinds: Empty dicts of other kinds, by the paths of those that are such.
 
     Raises:
         ValueError: paths contradict each other.
@@ -76,12 +85,14 @@ def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
         {'model': HOLE, 'steps': [3, {'lr': 0.1}]}
     """
     root = _Node()
+    root.kind = kinds.get((), {})
     for path, value in leaves.items():
         node = root
-        for entry in path[:-1]:
+        for depth, entry in enumerate(path[:-1], 1):
             child = node.setdefault(entry, _Node())
             if not isinstance(child, _Node):
                 raise ValueError(f"{render_path(path)} lies inside of another value")
+            child.kind = kinds.get(path[:depth], {}) if kinds else {}
             node = child
         if path[-1] in node:
             raise ValueError(f"{render_path(path)} is there twice")
@@ -91,7 +102,13 @@ def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
 
 
 class _Node(dict[str | int, Any]):
-    """A container that is being filled, by name or by position."""
+    """A container that is being filled, by name or by position.
+
+    Attributes:
+        kind: An empty dict of the kind that it is, where it has names.
+    """
+
+    kind: dict[Any, Any] = {}  # noqa: RUF012 (never changed)
 
 
 def _check_lists(root: _Node) -> None:
@@ -104,6 +121,8 @@ def _check_lists(root: _Node) -> None:
         positions = [entry for entry in node if isinstance(entry, int)]
         if positions and (len(positions) != len(node) or min(positions) < 0):
             raise ValueError("a container has both names and positions as entries")
+        if positions and type(node.kind) is not dict:
+            raise ValueError("a list has a record of a dict")
         gaps += max(positions, default=-1) + 1 - len(positions)
     if gaps > _MOST_GAPS:
         raise ValueError(f"lists with {gaps} positions without a stored value")
@@ -114,7 +133,9 @@ def _container(node: _Node) -> dict[Any, Any] | list[Any]:
     children = {entry: _close(child) if isinstance(child, _Node) else child for entry, child in node.items()}
     if any(isinstance(entry, int) for entry in children):
         return [children.get(position) for position in range(int(max(children)) + 1)]
-    return children
+    container = node.kind.copy()
+    container.update(children)
+    return container
 
 
 def _close(node: _Node) -> Any:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...codec import bit_view
+from ...codec.archives import StoredTensor, box_of, filled_tensor
 from ...errors import UnsupportedValue, error_text
 from ...geometry import Column
 from ...layouts import shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, ReadCost, runs_plan
-from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, fetch, fetch_cost
+from ...storage import ByteRanges, MemoryStorage, ReadReport, StoredFile, Verify, fetch, fetch_cost
 from .._actions import Copies, Resolution
 from .._checks import check_objects_known, check_taken, is_object
 from .._findings import Damage
 from .._values import Checkpoint
+from ..archives import check_record
 from ..index import DeferredMetadata, Index, IndexMetadata, plan_shards
 from ._buckets import is_bucket, is_groups
 from ._listing import Listing, index_on_files, read_listing
@@ -64,7 +67,8 @@ def read_archives(
     options = checkpoint.options
     report = fetch(checkpoint.storage, files, file_plan, memories, verify=options.verify, progress=options.progress)
     for number in numbers[~in_order].tolist():
-        report += _read_decoded(checkpoint, listing, number, plan.select(run == number, piece == number), memories)
+        own = plan.select(run == number, piece == number)
+        report += _read_scattered(checkpoint, listing, payloads.places.get(number), number, own, memories)
     return report
 
 
@@ -123,26 +127,68 @@ def _files(listing: Listing, payloads: Payloads, numbers: Column) -> dict[int, S
     return files
 
 
-def _read_decoded(
-    checkpoint: Checkpoint, listing: Listing, number: int, plan: LoadPlan, memories: Sequence[torch.Tensor]
+def _read_scattered(
+    checkpoint: Checkpoint,
+    listing: Listing,
+    place: StoredTensor | None,
+    number: int,
+    plan: LoadPlan,
+    memories: Sequence[torch.Tensor],
 ) -> ReadReport:
-    """Read from an archive whose tensor has to be decoded whole, since its bytes aren't in row-major order."""
+    """Read from an archive whose bytes aren't its tensor in row-major order.
+
+    Args:
+        checkpoint: where it is, and how it is read.
+        listing: on which the plan was made.
+        place: The tensor as its file has it; None for an archive that is decoded whole.
+        number: The archive.
+        plan: The rows that read from it.
+        memories: as in `read_archives`.
+    """
     archives = listing.archives
+    start, what = archives.start[number], archive_name(checkpoint, listing, number)
     with open_data_file(checkpoint, listing, int(archives.file[number]), [number]) as reader:
-        value = decoded_at(checkpoint, listing, reader, number)
-    tensor = check_tensor(listing, number, value, archive_name(checkpoint, listing, number))
+        if place is None:
+            tensor = check_tensor(listing, number, decoded_at(checkpoint, listing, reader, number), what)
+            is_checked = True
+        else:
+            first, rows = _rows_of(plan, int(start), place)
+            # Also of a part, as where an archive is decoded whole: its other bytes tell whether it was changed.
+            verify: Verify = None if checkpoint.options.verify is None else "all"
+            is_checked = check_record(reader, rows, verify, checkpoint.storage.where(place.file))
+            tensor, start = filled_tensor(reader.read, rows, what), start + first
     memory = MemoryStorage()
     # From here on like a file of row-major bytes, so that the plan's rows apply unchanged.
     bits = bit_view(tensor.detach().resolve_conj().resolve_neg().contiguous())
     memory.write("tensor", [memoryview(bits.numpy())], durable=False)
-    start, one = archives.start[number], np.zeros_like
+    one = np.zeros_like
     runs = replace(plan.runs, file=one(plan.runs.file), byte=plan.runs.byte - start)
     strided = replace(plan.strided, file=one(plan.strided.file), byte=plan.strided.byte - start)
     inner = replace(plan, runs=runs, strided=strided)
     report = fetch(
         memory, {0: StoredFile("tensor", bits.numel())}, inner, memories, progress=checkpoint.options.progress
     )
-    return replace(report, blocks_checked=1, blocks_unchecked=0)
+    return replace(report, blocks_checked=int(is_checked), blocks_unchecked=int(not is_checked))
+
+
+def _rows_of(plan: LoadPlan, start: int, tensor: StoredTensor) -> tuple[int, StoredTensor]:
+    """Return the rows of a tensor that a plan reads, and where they begin among its row-major bytes.
+
+    Args:
+        plan: Rows that read from the tensor alone.
+        start: The byte of the plan at which the tensor begins.
+        tensor: The tensor as its file has it.
+    """
+    row = prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    if not tensor.shape or not row:
+        return 0, tensor
+    runs, strided = plan.runs, plan.strided
+    spans = ((strided.shape - 1) * strided.stride).sum(axis=1) + 1
+    begin = np.concatenate([runs.byte, strided.byte])
+    end = np.concatenate([runs.byte + runs.length, strided.byte + spans * strided.item_size])
+    first, last = int(begin.min() - start) // row, -(-int(end.max() - start) // row)
+    offset = (first, *(0,) * (len(tensor.shape) - 1))
+    return first * row, box_of(tensor, (offset, (last - first, *tensor.shape[1:])))
 
 
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from ...codec import dtype_name
-from ...codec.archives import archive_ends, tensor_place
+from ...codec.archives import StoredTensor, archive_ends, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
 from ...storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
 from .._manifest import check_listed
-from .._values import Checkpoint
+from .._values import Checkpoint, LoadOptions
 from ..torch import decode_with_holes
 from ._listing import Listing, read_listing
 
@@ -33,11 +33,13 @@ class Payloads:
         begin: where each begins in its file, `SCATTERED` if it has to be decoded, int64 (archives,).
         crc32: of its bytes, 0 if none is recorded, int64 (archives,).
         lengths: of the files that archives were looked up in, in bytes.
+        places: The tensors whose bytes are in another order than row-major, as their files have them, by archive.
     """
 
     begin: Column
     crc32: Column
     lengths: dict[int, int]
+    places: dict[int, StoredTensor]
 
 
 def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Payloads:
@@ -60,7 +62,13 @@ def payloads_of(checkpoint: Checkpoint, listing: Listing, numbers: Column) -> Pa
             for at, number in enumerate(inside):
                 if at % _LOOKED_UP == 0:
                     fetch_ahead(reader, ends_of(listing, inside[at : at + _LOOKED_UP]))
-                payloads.begin[number], payloads.crc32[number] = _look_up(checkpoint, listing, reader, number)
+                place = _look_up(checkpoint, listing, reader, number)
+                if place is not None and place.fills_record:
+                    payloads.begin[number], payloads.crc32[number] = place.begin, place.record.crc32
+                    continue
+                payloads.begin[number] = SCATTERED
+                if place is not None:
+                    payloads.places[number] = place
 
     # Several files at a time only where each waits for its requests: elsewhere Python's lock is what they would share.
     in_threads(look_up, np.unique(archives.file[new_numbers]).tolist(), threads_of(storage, None) or 1)
@@ -174,11 +182,11 @@ def part_of(reader: Reader, byte: int, begin: int, end: int) -> Buffer:
 
 def _none_yet(checkpoint: Checkpoint) -> Payloads:
     count = len(read_listing(checkpoint).archives.names)
-    return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64), {})
+    return Payloads(np.full(count, _UNKNOWN, dtype=np.int64), np.zeros(count, dtype=np.int64), {}, {})
 
 
-def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> tuple[int, int]:
-    """Return where the payload of an archive begins in its file, and its CRC32."""
+def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> StoredTensor | None:
+    """Return an archive's tensor as its file has it; None where the archive has to be decoded whole."""
     archives = listing.archives
     byte, length = int(archives.byte[number]), int(archives.length[number])
     what = archive_name(checkpoint, listing, number)
@@ -186,9 +194,10 @@ def _look_up(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: i
         place = tensor_place(partial(part_of, reader, byte), length, what=what)
     except (CorruptCheckpoint, UnsafeFile):
         # Not in the usual form: decoding it whole handles more kinds of tensors, or raises the error that fits.
-        return SCATTERED, 0
+        return None
     check_kind(listing, number, dtype_name(place.dtype), tuple(place.shape), what)
-    return (byte + place.begin, place.record.crc32) if place.fills_record else (SCATTERED, 0)
+    record = replace(place.record, begin=byte + place.record.begin)
+    return replace(place, file=archives.files[archives.file[number]], begin=byte + place.begin, record=record)
 
 
 def check_tensor(listing: Listing, number: int, value: Any, what: str) -> torch.Tensor:
@@ -227,7 +236,13 @@ def check_kind(listing: Listing, number: int, dtype: str, shape: tuple[int, ...]
 # Archives that are decoded whole: objects, plain values, and tensors whose payload isn't in row-major order
 
 
-def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int) -> Any:
+Decode = Callable[[Buffer, str, LoadOptions], Any]
+"""From an archive's bytes, its name in messages, and how it is read, to what it holds."""
+
+
+def decoded_at(
+    checkpoint: Checkpoint, listing: Listing, reader: Reader, number: int, decode: Decode = decode_with_holes
+) -> Any:
     """Return what an archive of an open file holds.
 
     Raises:
@@ -237,11 +252,19 @@ def decoded_at(checkpoint: Checkpoint, listing: Listing, reader: Reader, number:
     archives = listing.archives
     data = part_of(reader, int(archives.byte[number]), 0, int(archives.length[number]))
     what = archive_name(checkpoint, listing, number)
-    return decode_with_holes(data, what, checkpoint.options)
+    return decode(data, what, checkpoint.options)
 
 
-def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def decoded(
+    checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int], decode: Decode = decode_with_holes
+) -> Iterator[tuple[int, Any]]:
     """Yield the number of each archive and what it holds, file by file.
+
+    Args:
+        checkpoint: The open checkpoint.
+        listing: The places of its archives.
+        numbers: Numbers of archives.
+        decode: The function that decodes each.
 
     Raises:
         CorruptCheckpoint: an archive isn't what was saved.
@@ -256,4 +279,4 @@ def decoded(checkpoint: Checkpoint, listing: Listing, numbers: Sequence[int]) ->
             for batch in batches(listing, inside):
                 fetch_ahead(reader, wholes_of(listing, batch))
                 for number in batch:
-                    yield number, decoded_at(checkpoint, listing, reader, number)
+                    yield number, decoded_at(checkpoint, listing, reader, number, decode)

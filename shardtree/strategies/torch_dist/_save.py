@@ -23,6 +23,7 @@ from ..torch import COMMON_FILE, encode_with_holes
 from ..torch import save_common as save_torch_common
 from . import recognize
 from ._common import check_names, named_values, without_hollow
+from ._dict_kinds import KindsAt, kinds_of, with_kinds
 from ._listing import DCP, META_FILE, TORCH_DIST
 from ._metadata_file import INDEX_FILE
 from ._metadata_write import Archive, Contents, encode_index_file
@@ -221,7 +222,8 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
     shard_keys = {*contents.columns.keys, *contents.objects}
     plain_values = without_hollow(named_values(common), shard_keys)
     check_names(plain_values, shard_keys)
-    data_of = {name: _encode(path, value, pending) for name, (path, value) in plain_values.items()}
+    kinds = kinds_of(common, {name: path for name, (path, _) in plain_values.items()})
+    data_of = {name: _encode(path, value, kinds.get(name, ()), pending) for name, (path, value) in plain_values.items()}
     # A second file of rank 0: its first one was written before the common state was.
     file, byte, values = data_file(0, 1), 0, []
     for name, data in data_of.items():
@@ -234,9 +236,10 @@ def save_dcp_common(pending: PendingSave, common: Any) -> Fields:
     return {"common_backend": DCP[0], "common_backend_version": DCP[1]}
 
 
-def _encode(path: TreePath, value: Any, pending: PendingSave) -> bytes:
+def _encode(path: TreePath, value: Any, kinds: KindsAt, pending: PendingSave) -> bytes:
+    allow_pickle = pending.options.allow_pickle
     try:
-        return encode_with_holes(value, allow_pickle=pending.options.allow_pickle)
+        return with_kinds(encode_with_holes(value, allow_pickle=allow_pickle), kinds, allow_pickle=allow_pickle)
     except CheckpointingException as error:
         error.add_note(f"tree is the value at {render_path(path, 'common')}")
         raise

@@ -1,0 +1,140 @@
+"""A stored tensor's elements, read by its strides in strips, so that a part takes little more than its own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from operator import mul
+
+import torch
+
+from ...errors import CorruptCheckpoint, error_text
+from ...trees import as_integers
+from ._payload import StoredTensor
+from ._tensors import MOST_EXPANDED_BYTES
+from ._zip import Read
+
+_SHORT_BYTES, _STRIP_BYTES = 64 * 1024, 4 * 1024 * 1024
+_DENSE = 8  # bytes that are read for each one that is wanted, at most, in a strip longer than the short one
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+def reach(tensor: StoredTensor) -> int:
+    """Return the number of bytes from a stored tensor's first element to the end of its last one."""
+    if 0 in tensor.shape:
+        return 0
+    steps = ((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
+    return (sum(steps) + 1) * tensor.dtype.itemsize
+
+
+def box_of(tensor: StoredTensor, box: Box) -> StoredTensor:
+    """Return a box of a stored tensor as a stored tensor.
+
+    Args:
+        tensor: The tensor.
+        box: A box inside of it.
+    """
+    offset, shape = box
+    begin = tensor.begin + sum(map(mul, offset, tensor.stride)) * tensor.dtype.itemsize
+    return replace(tensor, begin=begin, shape=shape)
+
+
+def strips(tensor: StoredTensor, what: str) -> Iterator[Box]:
+    """Yield the boxes in which a stored tensor is read, each by one read of the bytes that it spans.
+
+    They cut the axes of the largest strides: boxes of a transposed tensor are columns.
+
+    Args:
+        tensor: The tensor.
+        what: The archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: Elements overlap, so that boxes share bytes, and span more than is read at once.
+    """
+    if _overlaps(tensor):
+        if (span := reach(tensor)) > MOST_EXPANDED_BYTES:
+            found, expected = f"{span} bytes of overlapping elements", f"at most {MOST_EXPANDED_BYTES}"
+            raise CorruptCheckpoint(error_text(f"{what}: a tensor too large", found=found, expected=expected))
+        yield (0,) * len(tensor.shape), tensor.shape
+    elif 0 not in tensor.shape:
+        yield from _strips(tensor, (0,) * len(tensor.shape))
+
+
+def _strips(tensor: StoredTensor, offset: tuple[int, ...]) -> Iterator[Box]:
+    span, wanted = reach(tensor), prod(tensor.shape) * tensor.dtype.itemsize
+    most = _STRIP_BYTES if wanted * _DENSE >= span else _SHORT_BYTES
+    if span <= most:
+        yield offset, tensor.shape
+        return
+    # Of all axes that are longer than 1, one has a stride, since the span is more than one element.
+    axis = max(range(len(tensor.shape)), key=lambda axis: (tensor.shape[axis] > 1, tensor.stride[axis]))
+    inner = reach(replace(tensor, shape=_with(tensor.shape, axis, 1)))
+    count = 1 + max(0, most - inner) // (tensor.stride[axis] * tensor.dtype.itemsize)
+    for at in range(0, tensor.shape[axis], count):
+        shape = _with(tensor.shape, axis, min(count, tensor.shape[axis] - at))
+        yield from _strips(replace(tensor, shape=shape), _with(offset, axis, offset[axis] + at))
+
+
+def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:axis], number, *numbers[axis + 1 :])
+
+
+def _overlaps(tensor: StoredTensor) -> bool:
+    """Return whether strides, other than those of 0, don't nest, so that two elements may share a byte."""
+    axes = zip(tensor.stride, tensor.shape, strict=True)
+    span = 1
+    for step, length in sorted((step, length) for step, length in axes if step and length > 1):
+        if step < span:
+            return True
+        span += (length - 1) * step
+    return False
+
+
+def fill_tensor(read: Read, tensor: StoredTensor, out: torch.Tensor, what: str) -> None:
+    """Put a stored tensor's elements into memory, of which no more than a strip is held besides.
+
+    Args:
+        read: returns the bytes from one byte of the archive up to another.
+        tensor: The tensor, or a box of one.
+        out: A tensor of its dtype and shape on the CPU, with any strides.
+        what: The archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: Its bytes aren't there, or it is too large.
+    """
+    for offset, shape in strips(tensor, what):
+        target = out[tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))]
+        # As integers, bit for bit, and of dtypes that torch can't copy.
+        as_integers(target).copy_(as_integers(_view(read, box_of(tensor, (offset, shape)), what)))
+
+
+def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
+    """Return a stored tensor with its elements, in new memory.
+
+    Args:
+        read: returns the bytes from one byte of the archive up to another.
+        tensor: as `describe_archive` returned it.
+        what: the archive, for messages.
+
+    Raises:
+        CorruptCheckpoint: its bytes aren't there, or it is too large.
+    """
+    if prod(tensor.shape) * tensor.dtype.itemsize > reach(tensor):
+        # An expanded tensor stays one, as it was saved: a file of a few bytes may have many that would fill the memory.
+        next(strips(tensor, what))
+        return _view(read, tensor, what)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fill_tensor(read, tensor, out, what)
+    return out
+
+
+def _view(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
+    data = bytearray(read(tensor.begin, tensor.begin + reach(tensor)))
+    if len(data) != reach(tensor):
+        raise CorruptCheckpoint(error_text(f"{what}: a tensor's bytes aren't there"))
+    view = torch.frombuffer(data, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride)
+    view = view.conj() if tensor.conj else view
+    return torch._neg_view(view) if tensor.neg else view

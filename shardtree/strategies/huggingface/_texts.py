@@ -1,0 +1,92 @@
+"""Strings beside the tensors of safetensors files, which the common state holds under ``__metadata__``.
+
+Programs keep in them what the tensors can't be used without, such as the scale of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import TreePath
+from ...trees import HOLE, leaves_with_paths
+
+TEXTS = "__metadata__"
+"""The key of the strings, in a file's header and in the common state."""
+
+_FRAMEWORK, _TORCH = "format", "pt"  # of every file of torch's; transformers refuses files without
+
+
+def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str | dict[str, str]]:
+    """Return a model's strings by name: those of all of its files, without torch's own name.
+
+    Where files have different strings of one name, these stand in a dict by file: which one is meant isn't known.
+
+    Args:
+        texts: (name, strings) of each file.
+
+    Examples:
+        >>> joined_texts([("a", {"format": "pt", "alpha": "16"}), ("b", {"format": "pt"})])
+        {'alpha': '16'}
+        >>> joined_texts([("a", {"hash": "1"}), ("b", {"hash": "2"})])
+        {'hash': {'a': '1', 'b': '2'}}
+    """
+    by_name: dict[str, dict[str, str]] = {}
+    for file, strings in texts:
+        for name, text in strings.items():
+            by_name.setdefault(name, {})[file] = text
+    joined = {
+        name: next(iter(values)) if len(values := {*by_file.values()}) == 1 else by_file
+        for name, by_file in by_name.items()
+    }
+    return {name: text for name, text in joined.items() if (name, text) != (_FRAMEWORK, _TORCH)}
+
+
+def header_texts(common: Any) -> dict[str, str]:
+    """Return the strings of each file's header: those of a common state, and the framework where it names none.
+
+    Args:
+        common: A tree with holes, or None.
+
+    Examples:
+        >>> header_texts({"__metadata__": {"alpha": "16"}, "step": 7})
+        {'format': 'pt', 'alpha': '16'}
+    """
+    texts = common.get(TEXTS) if isinstance(common, dict) else None
+    strings = {name: text for name, text in texts.items() if _is_text(name, text)} if isinstance(texts, dict) else {}
+    # The library writes them in no order; in one, equal saves are equal files.
+    return {_FRAMEWORK: strings.pop(_FRAMEWORK, _TORCH), **dict(sorted(strings.items()))}
+
+
+def paths_without_room(common: Any) -> list[TreePath]:
+    """Return the paths of a common state's values that no header has room for.
+
+    Examples:
+        >>> paths_without_room({"__metadata__": {"alpha": "16", "rank": 8}, "step": 7})
+        [('__metadata__', 'rank'), ('step',)]
+    """
+    pairs = [(path, leaf) for path, leaf in leaves_with_paths(common) if leaf is not HOLE]
+    texts = common.get(TEXTS) if isinstance(common, dict) else None
+    is_dict = isinstance(texts, dict)
+    return [path for path, leaf in pairs if not (is_dict and _has_room(path, leaf))]
+
+
+def without_framework(common: Any) -> Any:
+    """Return a common state without torch's name among its strings: every file has it, and a load leaves it out.
+
+    Examples:
+        >>> without_framework({"__metadata__": {"format": "pt", "alpha": "16"}})
+        {'__metadata__': {'alpha': '16'}}
+    """
+    texts = common.get(TEXTS) if isinstance(common, dict) else None
+    if not isinstance(texts, dict) or texts.get(_FRAMEWORK) != _TORCH:
+        return common
+    return {**common, TEXTS: {name: text for name, text in texts.items() if name != _FRAMEWORK}}
+
+
+def _has_room(path: TreePath, leaf: Any) -> bool:
+    return len(path) == 2 and path[0] == TEXTS and _is_text(path[1], leaf)
+
+
+def _is_text(name: Any, text: Any) -> bool:
+    return type(name) is str and type(text) is str
