@@ -19,6 +19,15 @@ GONE = {
 """Public addresses that can't be imported any more, each with the reason, which CHANGELOG.md has too."""
 
 NOT_UNPICKLED = {
+    **{
+        f"shardtree.checkpoint._open.{name}": "moved to checkpoint._contents; nothing stores a function that reads"
+        for name in (
+            "load_common_state_dict",
+            "load_content_metadata",
+            "load_sharded_metadata",
+            "load_tensors_metadata",
+        )
+    },
     "shardtree.traces._recording.trace": "moved to traces._tracing before this list was kept; nothing stores `trace`",
 }
 """Addresses in pickles that can't be imported any more, each with the reason."""

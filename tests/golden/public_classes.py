@@ -232,12 +232,32 @@ NOT_VALUES = {
 
 
 DESCRIPTIONS = {
+    "shardtree.LoadOptions",
     "shardtree.SaveOptions",
+    "shardtree.checkpoint.CheckpointDifference",
+    "shardtree.checkpoint.ConversionReport",
+    "shardtree.checkpoint.KindDifference",
+    "shardtree.checkpoint.OpenCheckpoint",
+    "shardtree.checkpoint.ReplicaDifference",
+    "shardtree.checkpoint.ValueDifference",
     "shardtree.plans.Explanation",
+    "shardtree.plans.FailedCheck",
     "shardtree.plans.Gap",
+    "shardtree.plans.Mismatch",
+    "shardtree.plans.RankReads",
+    "shardtree.plans.ReadCost",
+    "shardtree.plans.Refusal",
+    "shardtree.plans.Undecided",
+    "shardtree.plans.Unexpected",
     "shardtree.storage.ReadReport",
+    "shardtree.strategies.Checkpoint",
+    "shardtree.strategies.Damage",
+    "shardtree.strategies.FormatTraits",
+    "shardtree.strategies.Outcome",
     "shardtree.strategies.PendingSave",
+    "shardtree.strategies.Region",
     "shardtree.strategies.Replaced",
+    "shardtree.strategies.Unchecked",
     "shardtree.strategies.VerifyReport",
 }
 """Classes that describe a call: nobody's state, and they gain fields, so that checkpoints have none."""
