@@ -9,5 +9,6 @@ from tests.part_of_suite import QUICK
 
 if __name__ == "__main__":
     print("Collecting the quick tests, which takes about 15 seconds", flush=True)  # noqa: T201
+    workers = min(len(os.sched_getaffinity(0)), 16)
     # A process of its own, in which nothing is imported yet.
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", "-q", "-n", str(os.cpu_count()), *QUICK, *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *QUICK, *sys.argv[1:]])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from re import findall
+from re import findall, search
 
 import pytest
 
@@ -39,7 +40,6 @@ _ABSENT: dict[str, str] = {}
 _CATEGORY = "without a peer"
 _REASON = "isn't installed: "
 _REFUSED = "{} isn't installed, and SHARDTREE_PEERS=required"
-Report = pytest.CollectReport
 
 
 def missing_peer(text: str) -> str | None:
@@ -55,6 +55,19 @@ def missing_peer(text: str) -> str | None:
     return next((package for package in absent if package), None)
 
 
+def _last_error(report: pytest.CollectReport) -> str:
+    """Return the reason of a module that is skipped, or the error of one that can't be imported; else nothing.
+
+    Of the error only: what it was raised from, and source lines, may name a peer and have nothing to do with it.
+    """
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])
+    last = ([""] + [line for line in str(report.longrepr).splitlines() if line.startswith("E  ")])[-1]
+    return (
+        last if search(r"^E +(ImportError|ModuleNotFoundError|importlib.metadata.PackageNotFoundError): ", last) else ""
+    )
+
+
 def _absent_package(root: str) -> str | None:
     return PEERS[root] if root in PEERS and find_spec(root) is None else None
 
@@ -67,10 +80,12 @@ class _Absent(pytest.Item):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Report, Report]:
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Make one skipped test of a module that imports a missing peer, or an error where peers are required."""
     report = yield
-    package = None if report.passed else missing_peer(str(report.longrepr))
+    package = None if report.passed else missing_peer(_last_error(report))
     if package is not None and REQUIRED:
         report.outcome, report.longrepr = "failed", _REFUSED.format(package)
     elif package is not None:
@@ -83,10 +98,23 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, R
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    """Skip a test whose fixture or mark misses a peer; fail it where peers are required."""
+    with _without_a_peer():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
     """Skip a test that imports a missing peer while it runs; fail it where peers are required."""
-    try:
+    with _without_a_peer():
         return (yield)
+
+
+@contextmanager
+def _without_a_peer() -> Iterator[None]:
+    try:
+        yield
     except (ImportError, pytest.skip.Exception) as error:
         if (package := missing_peer(str(error))) is None:
             raise

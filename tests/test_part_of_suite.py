@@ -28,12 +28,22 @@ TESTS = {
 
 def run(folder: Path, *options: str, **environment: str) -> str:
     """Return what pytest prints for the tests of a folder, with our plugins and no conftest of ours."""
+    done = started(folder, *options, **environment)
+    return done.stdout + done.stderr
+
+
+def status(folder: Path, *options: str) -> int:
+    """Return the exit status of pytest for the tests of a folder."""
+    return started(folder, *options).returncode
+
+
+def started(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Return what pytest did with the tests of a folder."""
     plugins = ["-p", "tests.missing_peers", "-p", "the_plugin", "-p", "tests.part_of_suite"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "-p", "no:cacheprovider", "-ra", *options, str(folder)]
     path = os.pathsep.join(map(str, (ROOT, folder)))
     environment = {**os.environ, "SHARDTREE_PEERS": "", "PYTHONPATH": path} | environment
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -58,9 +68,30 @@ def test_where_peers_are_required_it_is_an_error(folder: Path) -> None:
     assert "the-peer isn't installed, and SHARDTREE_PEERS=required" in told
 
 
-def test_another_module_that_is_missing_is_an_error(folder: Path) -> None:
-    (folder / "test_wrong.py").write_text("import no_peer_of_anybody\n")
-    assert "ERROR test_wrong.py" in run(folder)
+OTHERS = {
+    "another module": "import no_peer_of_anybody\n",
+    "another error": "try:\n    import a_peer_that_is_not_here\nexcept ImportError:\n    undefined_name\n",
+    "another name": (
+        "try:\n    import a_peer_that_is_not_here\nexcept ImportError:\n    from json import a_name_that_is_not_there\n"
+    ),
+    "a text": "TEXT = \"No module named 'a_peer_that_is_not_here'\"\nassert TEXT == 3, TEXT\n",
+}
+
+
+def test_a_module_that_fails_for_another_reason_is_an_error(folder: Path) -> None:
+    for number, code in enumerate(OTHERS.values()):
+        (folder / f"test_wrong_{number}.py").write_text(code)
+    told = run(folder, "--continue-on-collection-errors", "--doctest-modules")
+    assert [number for number in range(len(OTHERS)) if f"ERROR test_wrong_{number}.py" not in told] == [], told
+
+
+def test_a_fixture_that_misses_its_peer_is_as_a_test_that_does(folder: Path) -> None:
+    fixture = "import pytest\n@pytest.fixture\ndef x(): pytest.importorskip('a_peer_that_is_not_here')\n"
+    for path in folder.glob("test_*.py"):
+        path.unlink()
+    (folder / "test_fixture.py").write_text(fixture + "def test_a(x): pass\n")
+    assert "1 without a peer" in run(folder)
+    assert "1 error" in run(folder, SHARDTREE_PEERS="required")
 
 
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]])
@@ -71,3 +102,5 @@ def test_what_has_passed_is_left_out_of_the_rest(folder: Path, workers: list[str
     assert "7 quick tests, which take about" in told and told.count("quick tests") == 1, told
     assert passed.read_text() == "test_inside.py::test_e\n"
     assert "1 deselected" in run(folder, "--leave-out", str(passed))
+    assert status(folder, "--leave-out", str(passed), "-k", "test_e") == 0
+    assert status(folder, "-k", "no_such_test") == pytest.ExitCode.NO_TESTS_COLLECTED
