@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 
 import shardtree as st
+from shardtree.checkpoint.saving import _start
 from shardtree.layouts import ShardColumns
-from shardtree.strategies import Exchange
+from shardtree.strategies import Exchange, new_save_id
 
 from ._many import (
     DTYPE,
@@ -130,6 +132,7 @@ class Measured:
 
 
 COMPUTE = "the layout is computed"
+SAVE_ID = new_save_id()
 SAVE, LOAD, TOGETHER, COMMIT = "a save is agreed", "a load is agreed", "and who reads for whom", "rank 0 commits"
 
 
@@ -188,7 +191,9 @@ def _agreed(
     if columns is None:
         storage.others.update(lengths_of(kept["save: write"]))
     world = OneOfMany(case.ranks, others, kept)
-    st.save(tree, storage, world=world, layout=known, options=st.SaveOptions(checksums=False))
+    # What the others said before is of one save.
+    with patch.object(_start, "new_save_id", lambda: SAVE_ID):
+        st.save(tree, storage, world=world, layout=known, options=st.SaveOptions(checksums=False))
     loaded = []
     exchanges: dict[Exchange, str] = {"never": "load: check", "always": "load: choose reads"}
     for exchange, last in exchanges.items():

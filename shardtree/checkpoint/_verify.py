@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -127,11 +127,24 @@ def _findings(directory: Directory, options: LoadOptions, strategies: Strategies
     with unless_replaced(checkpoint):
         by_manifest, whole = manifest_findings(checkpoint)
         findings = (*by_manifest, *_metadata(checkpoint), *(finding for row in rows for finding in row()))
+        findings += _passed_over(checkpoint, findings, strategies)
         if not is_damaged(findings):  # damaged bytes can't be loaded in any case
             findings += tuple(_common_findings(checkpoint, strategies))
     if is_damaged(findings):
         refuse_replaced(checkpoint)
     return tuple(one for one in findings if not (isinstance(one, Unchecked) and one.file in whole))
+
+
+def _passed_over(
+    checkpoint: Checkpoint, findings: Sequence[Finding], strategies: Strategies | None
+) -> tuple[Unchecked, ...]:
+    """Return the files of shards that no finding is about: a format's row that says nothing hasn't checked them."""
+    backend = sharded_backend(checkpoint.fields)
+    list_files = find_strategy(StrategyAction.LIST_FILES, *backend, strategies=strategies)
+    names = {*list_files(checkpoint)} if list_files and not is_damaged(findings) else set()
+    lengths = {name: checkpoint.storage.length(name) for name in names - {one.file for one in findings}}
+    why = f"the format {backend[0]} {backend[1]} says nothing of it"
+    return tuple(Unchecked(name, why, length) for name, length in sorted(lengths.items()) if length)
 
 
 def _common_findings(checkpoint: Checkpoint, strategies: Strategies | None) -> Iterator[Finding]:

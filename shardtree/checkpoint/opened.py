@@ -91,6 +91,10 @@ class OpenCheckpoint(PairsMapping[ShardedTensor | ShardedObject]):
         """Return whether a tensor or object of that name is stored and can be read."""
         return key in self.metadata
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the tensor or object of a key, lazily, or the default if none can be read."""
+        return self[key] if key in self.metadata else default
+
     def __iter__(self) -> Iterator[str]:
         """Return the keys, tensors' first, each kind sorted."""
         return iter(self.metadata)

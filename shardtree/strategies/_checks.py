@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -39,30 +38,6 @@ from ..plans import (
 )
 from ..storage import ReadReport, Storage
 from ..trees import BY_SCALES
-
-
-@contextmanager
-def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
-    """Name a sharded object in errors about its data: of an optimizer's state, its key says the parameter.
-
-    Args:
-        unique_key: The object's.
-        place: The path that stands for its data in such errors.
-
-    Raises:
-        UnsupportedValue: What was raised, with the object's name.
-
-    Examples:
-        >>> with naming_data_of("f/shard_0_1"):
-        ...     raise UnsupportedValue("tree can't be stored")
-        Traceback (most recent call last):
-        shardtree.errors.UnsupportedValue: save: ShardedObject 'f/shard_0_1', whose data is tree: tree can't be stored
-    """
-    try:
-        yield
-    except UnsupportedValue as error:
-        # In the text itself: of another rank's error only that arrives.
-        raise UnsupportedValue(f"save: ShardedObject {unique_key!r}, whose data is {place}: {error}") from error
 
 
 def check_taken(untaken: Mapping[str, str], keys: Collection[str], doing: str = "load") -> None:

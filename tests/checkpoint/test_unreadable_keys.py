@@ -33,7 +33,6 @@ ASKED = {"q": st.ShardedTensor.from_rank_offsets("q", torch.zeros(4))}
     "ask",
     [
         lambda folder: st.open_checkpoint(folder)["q"],
-        lambda folder: st.open_checkpoint(folder).get("q"),
         lambda folder: st.open_checkpoint(folder).stored_layout("w", "q"),
         lambda folder: st.load(ASKED, folder),
     ],
@@ -46,6 +45,7 @@ def test_it_is_said_to_be_unreadable(ask: Callable[[Any], Any], folder: MemorySt
 def test_it_is_no_key_of_the_mapping_and_other_names_are_unknown(folder: MemoryStorage) -> None:
     tree = st.open_checkpoint(folder)
     assert list(tree) == ["w"] and "q" not in tree and "w" in tree and tree.get("zz") is None
+    assert tree.get("q", 5) == 5  # as of any mapping without the key
     with pytest.raises(KeyMismatch, match="no such key in the checkpoint\n  found 'zz'"):
         tree["zz"]
 

@@ -110,10 +110,13 @@ def test_torchs_own_name_is_added_once_and_is_nobodys(tmp_path: Path, given_text
     assert st.load_common_state_dict(tmp_path / "model") == ({"__metadata__": rest} if rest else {})
 
 
-def test_another_frameworks_name_is_kept(tmp_path: Path) -> None:
-    save_file(WEIGHTS, tmp_path / "x.safetensors", {"format": "mlx"})
+@pytest.mark.parametrize("framework", ["pt", "mlx", "np"])
+def test_the_framework_is_no_value_and_the_new_file_has_torchs(framework: str, tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "x.safetensors", {"format": framework})
+    target = {"a": st.ShardedTensor.from_rank_offsets("a", torch.empty_like(WEIGHTS["a"]))}
+    assert st.load(target, tmp_path / "x.safetensors").keys() == {"a"}
     st.convert(tmp_path / "x.safetensors", tmp_path / "new.safetensors", backend="huggingface")
-    assert texts_of(tmp_path / "new.safetensors") == {"format": "mlx"}
+    assert texts_of(tmp_path / "new.safetensors") == {"format": "pt"}
 
 
 # What isn't a string, and files that differ

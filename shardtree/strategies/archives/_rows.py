@@ -87,7 +87,7 @@ def _check_loadable(checkpoint: Checkpoint, contents: Contents, shards: Sequence
     refused = _refused_among(checkpoint, contents, {shard.key for shard in shards}, reads=True)
     wrong = [f"{key!r}: {reason}" for key, reason in sorted(refused.items())]
     if wrong:
-        fix = "Leave them out of the target; LoadOptions(verify=None) reads the first rank's where copies differ."
+        fix = "Leave them out of the target. Where copies differ, LoadOptions(verify=None) reads the first rank's."
         raise UnsupportedValue(error_text("load: tensors that can't be told", offenders=wrong, fix=fix))
 
 

@@ -14,11 +14,12 @@ from ...trees import HOLE, leaves_with_paths
 TEXTS = "__metadata__"
 """The key of the strings, in a file's header and in the common state."""
 
-_FRAMEWORK, _TORCH = "format", "pt"  # of every file of torch's; transformers refuses files without
+# The framework that wrote a file. It says nothing of the tensors, and transformers wants torch's in every file.
+_FRAMEWORK, _TORCH = "format", "pt"
 
 
 def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str | dict[str, str]]:
-    """Return a model's strings by name: those of all of its files, without torch's own name.
+    """Return a model's strings by name: those of all of its files, without the framework's name.
 
     Where files have different strings of one name, these stand in a dict by file: which one is meant isn't known.
 
@@ -35,11 +36,11 @@ def joined_texts(texts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, st
     for file, strings in texts:
         for name, text in strings.items():
             by_name.setdefault(name, {})[file] = text
-    joined = {
+    by_name.pop(_FRAMEWORK, None)
+    return {
         name: next(iter(values)) if len(values := {*by_file.values()}) == 1 else by_file
         for name, by_file in by_name.items()
     }
-    return {name: text for name, text in joined.items() if (name, text) != (_FRAMEWORK, _TORCH)}
 
 
 def header_texts(common: Any) -> dict[str, str]:
@@ -72,14 +73,14 @@ def paths_without_room(common: Any) -> list[TreePath]:
 
 
 def without_framework(common: Any) -> Any:
-    """Return a common state without torch's name among its strings: every file has it, and a load leaves it out.
+    """Return a common state without the framework's name among its strings, which a load leaves out.
 
     Examples:
         >>> without_framework({"__metadata__": {"format": "pt", "alpha": "16"}})
         {'__metadata__': {'alpha': '16'}}
     """
     texts = common.get(TEXTS) if isinstance(common, dict) else None
-    if not isinstance(texts, dict) or texts.get(_FRAMEWORK) != _TORCH:
+    if not isinstance(texts, dict) or _FRAMEWORK not in texts:
         return common
     return {**common, TEXTS: {name: text for name, text in texts.items() if name != _FRAMEWORK}}
 

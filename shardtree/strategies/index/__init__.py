@@ -54,6 +54,7 @@ from ._save import (
     collect_index,
     encoded_object,
     item_buffers,
+    naming_data_of,
     rank_file,
     rank_files,
     save_with_index,

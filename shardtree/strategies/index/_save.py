@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...codec import check_storable, encode_tree
-from ...errors import StorageError, StrategyError, error_text
+from ...errors import CheckpointingException, StorageError, StrategyError, UnsupportedValue, error_text
 from ...fingerprints import add_fingerprints, column_parts
 from ...geometry import Column, as_int64, narrowed
 from ...layouts import ShardColumns, check_stored_shards, join_columns, shard_columns
@@ -34,7 +35,7 @@ from ...storage import (
     sync_folder,
     tensor_buffers,
 )
-from .._checks import check_objects_written, check_seen, checked_data, naming_data_of
+from .._checks import check_objects_written, check_seen, checked_data
 from .._save_folders import RANK_FILE, abandoning, remove_orphaned, remove_unless_committed
 from .._values import AsyncRequest, Fields, PendingSave
 from ._columns import Index
@@ -197,6 +198,33 @@ def item_buffers(pending: PendingSave, item: ShardedTensor | ShardedObject) -> I
         yield from tensor_buffers(checked_data(item))
     else:
         yield memoryview(encoded_object(item, allow_pickle=pending.options.allow_pickle))
+
+
+@contextmanager
+def naming_data_of(unique_key: str, place: str = "tree") -> Iterator[None]:
+    """Name a sharded object in errors about its data: of an optimizer's state, its key says the parameter.
+
+    Args:
+        unique_key: The object's.
+        place: The path that stands for its data in such errors.
+
+    Raises:
+        CheckpointingException: What was raised, with the object's name.
+
+    Examples:
+        >>> with naming_data_of("f/shard_0_1"):
+        ...     raise UnsupportedValue("tree can't be stored")
+        Traceback (most recent call last):
+        shardtree.errors.UnsupportedValue: save: ShardedObject 'f/shard_0_1', whose data is tree: tree can't be stored
+    """
+    try:
+        yield
+    except UnsupportedValue as error:
+        # In the text itself: of another rank's error only that arrives.
+        raise UnsupportedValue(f"save: ShardedObject {unique_key!r}, whose data is {place}: {error}") from error
+    except CheckpointingException as error:
+        error.add_note(f"save: ShardedObject {unique_key!r}, whose data is {place}")
+        raise
 
 
 def encoded_object(item: ShardedObject, *, allow_pickle: bool) -> bytes:

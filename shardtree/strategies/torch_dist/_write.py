@@ -18,8 +18,9 @@ from ...layouts import ShardColumns, select_rows, shard_boxes, shard_columns
 from ...lazy import LazyTensor
 from ...mapping import ShardedObject, ShardedTensor
 from ...storage import Buffer, SizedBuffers, Task, make_folder, reported, sync_folder, tensor_buffers
-from .._checks import checked_data, naming_data_of
+from .._checks import checked_data
 from .._values import PendingSave
+from ..index import naming_data_of
 
 # The layout of one rank's data file, known before a byte is written
 

@@ -230,7 +230,7 @@ def _join(parts: Sequence[Rows], axes: int) -> Rows:
 
 _DEEPEST = 32  # levels of groups
 _LOCKS = ".sync"
-_METADATA_FILES = frozenset({ARRAY_FILE, NODE_FILE, ".zattrs", ".zgroup", ".zmetadata"})
+_METADATA_FILES = (NODE_FILE, ARRAY_FILE, ".zattrs", ".zgroup", ".zmetadata")
 _OBJECT_SUFFIX = ".pt"
 
 
@@ -270,7 +270,7 @@ Node = dict[str, Any]
 def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, tuple[str, ...], Node | None]]:
     """Yield every folder that isn't a part of an array, with the names in it and the content of its zarr.json."""
     names = storage.names(folder)
-    node = read_node(storage, folder) if NODE_FILE in names else None
+    node = read_node(storage, folder) if NODE_FILE in names and (folder or _is_v3(storage, names)) else None
     node = node if folder else None  # the whole is a group, however it is marked
     yield folder, names, node
     if depth == _DEEPEST or (folder and ARRAY_FILE in names) or (node is not None and node["node_type"] == "array"):
@@ -279,6 +279,11 @@ def _folders(storage: Storage, folder: str, depth: int) -> Iterator[tuple[str, t
         inner = f"{folder}/{name}" if folder else name
         if is_unicode(name) and is_folder(storage, inner):
             yield from _folders(storage, inner, depth + 1)
+
+
+def _is_v3(storage: Storage, names: Sequence[str]) -> bool:
+    """Return whether a whole folder's zarr.json marks it as a group: it may be a tensor of that name, or stray."""
+    return ".zgroup" not in names and not is_folder(storage, NODE_FILE)
 
 
 def read_node(storage: Storage, folder: str) -> Node:
@@ -375,7 +380,6 @@ def needed_files(storage: Storage, group: Group) -> dict[str, int]:
     return needed
 
 
-_NODES = (NODE_FILE, ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 _CHUNK_PART = re.compile(r"c|(c\.)?\d+(\.\d+)*")
 
 
@@ -389,6 +393,6 @@ def list_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     arrays, objects, untaken = find_arrays(storage)
     folders = {array.name for array in arrays} | set(filter(partial(is_folder, storage), untaken))
     groups = {str(above) for name in folders for above in PurePosixPath(name).parents} - {"."}
-    nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _NODES]
+    nodes = [f"{folder}/{node}" for folder in sorted(folders | groups) for node in _METADATA_FILES]
     chunks = [name for folder in sorted(folders) for name in files_in(storage, folder, _CHUNK_PART.fullmatch)]
-    return (*_NODES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))
+    return (*_METADATA_FILES, MANIFEST_FILE, *nodes, *chunks, *(name for _, name, _ in objects))
