@@ -34,6 +34,7 @@ from ._nodes import (
 )
 
 _LENIENT = "A load's strict modes that leave out what isn't stored, as 'log_unexpected',"
+_WITH_DATA = "Give the shard data, which is then kept."
 _SIMPLE = (str, int, bool, float, type(None))
 
 
@@ -239,15 +240,12 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed
 def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
     if _entries_that_differ(common, target) is None and is_sequence(common) and is_sequence(target):
         return (
-            "Give it the stored length, or take it out of the target. Save entries that come and go in a dict, by name:\n"
-            "  a shard is found by its key, but a plain value only by its place, which may be another one since."
+            "Give it the stored length, or take it out of the target. Save entries that come and go in a dict, by\n"
+            "  name: a shard is found by its key, but a plain value only by its place, which may have changed."
         )
     fix = "Give the target the structure that was saved, or take this entry out of it."
-    return (
-        fix
-        if own is not None or _entries_that_differ(common, target) is None
-        else f"{fix}\n  {_LENIENT} join what both have."
-    )
+    is_joined_there = own is None and _entries_that_differ(common, target) is not None
+    return f"{fix}\n  {_LENIENT} join what both have." if is_joined_there else fix
 
 
 def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
@@ -302,12 +300,8 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     if holes:
         what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
         fix = "Put shards for these places in the target, or take the whole container out of it."
-        hint = (
-            f"{_LENIENT} keep the target's own value there."
-            if own is None
-            else "Give the shard data, which is then kept."
-        )
-        fix += f"\n  {hint}"
+        of_mode = f"{_LENIENT} keep the target's own value there." if own is None else _WITH_DATA
+        fix += f"\n  {of_mode}"
         places = [(*path, entry, *rest) for entry in holes for rest in _holes_in(node, entry)]
         places = [place for place in places if place not in (own or {})]
         raise TreeError(error_text(what, fix=fix, offenders=map(render_path, places)))
