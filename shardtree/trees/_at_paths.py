@@ -20,6 +20,7 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
         path: of a target's leaf. Stored records have fields where the target's namedtuples have positions.
 
     Examples:
+        >>> from shardtree.trees import HOLE
         >>> deepest({"model": HOLE}, ("model", "w")), deepest({"step": [3]}, ("step", 0))
         ((HOLE, 1), (3, 2))
     """

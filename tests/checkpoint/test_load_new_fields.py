@@ -250,8 +250,13 @@ def test_a_dict_of_which_something_is_stored_lacks_the_rest() -> None:
 
 def test_naming_what_is_kept_looks_into_each_container_once(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
-    count = _at_paths.stored_entries
-    monkeypatch.setattr(_at_paths, "stored_entries", lambda node: entered.append(node) or count(node))
+    stored_entries = _at_paths.stored_entries
+
+    def counted(node: Any) -> Any:
+        entered.append(node)
+        return stored_entries(node)
+
+    monkeypatch.setattr(_at_paths, "stored_entries", counted)
     target = {"w": shard("w", 0), "list": [*range(50)], "new": (shard("x", 9), *range(50))}
     load(target, saved({"w": shard("w", 1), "list": [*range(50)]}))
     assert 0 < len(entered) < 20
