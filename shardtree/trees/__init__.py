@@ -4,6 +4,7 @@ A tree is any nesting of dicts, lists, tuples, namedtuples, deques and classes t
 changes its argument; results have new containers where something changed, and share tensors.
 """
 
+from ._at_paths import deepest, nodes_at, unfilled
 from ._checks import (
     check_is_tree,
     holds_tensors,
@@ -40,7 +41,7 @@ from ._factories import (
     merge_anew,
     merge_into_held,
 )
-from ._join import Record, deepest, is_hollow, join, left_out, misfits, unfilled
+from ._join import Record, is_hollow, join, left_out, misfits
 from ._key_forms import KeyForm, Piece, one_of, text_piece
 from ._key_patterns import (
     check_patterns_fit,

@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from ..errors import TreePath
 from ..lazy import flat_bytes
 from ..mapping import LocalNonpersistentObject, ShardedBase, has_elements, same_value
+from ._at_paths import deepest
 from ._edit import as_integers
-from ._join import Record, deepest, stored_entries
+from ._join import Record, stored_entries
 from ._nodes import Tree, refusing_depth, same_kind
 
 _Finding: TypeAlias = tuple[Literal["left", "right", "both"], TreePath]

@@ -7,7 +7,7 @@ class to import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from ._nodes import (
 )
 
 _LENIENT = "A load's strict modes that leave out what isn't stored, as 'log_unexpected',"
+_WITH_DATA = "Give the shard data, which is then kept."
 _SIMPLE = (str, int, bool, float, type(None))
 
 
@@ -84,27 +85,6 @@ def stored_entries(node: Tree) -> Mapping[Any, Tree] | None:
     return node.fields if isinstance(node, Record) else entries(node)
 
 
-def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
-    """Return the last node on a path that a tree has, and how many of the path's entries lead to it.
-
-    Args:
-        tree: a stored common tree, or what `join` made of one.
-        path: of a target's leaf. Stored records have fields where the target's namedtuples have positions.
-
-    Examples:
-        >>> deepest({"model": HOLE}, ("model", "w")), deepest({"step": [3]}, ("step", 0))
-        ((HOLE, 1), (3, 2))
-    """
-    for depth, entry in enumerate(path):
-        children = stored_entries(tree)
-        if isinstance(tree, Record) and isinstance(entry, int) and entry < len(tree.fields):
-            entry = [*tree.fields][entry]
-        if children is None or entry not in children:
-            return tree, depth
-        tree = children[entry]
-    return tree, len(path)
-
-
 # The join
 
 
@@ -114,7 +94,7 @@ Own = Mapping[TreePath, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
-    """A container of nothing but the target's own values: it is taken where the one around it can't be without."""
+    """A container of nothing but the target's own values: it is taken where the one around it needs one."""
 
     value: Tree
 
@@ -136,9 +116,9 @@ def join(common: Tree, target: Tree, own: Own | None = None) -> Tree:
         target: the target's tree with each shard replaced by what was loaded and each plain value by a hole.
             `LocalNonpersistentObject` is unwrapped here, and what it holds isn't entered: wrap loaded
             objects in one too, since they may be containers.
-        own: the target's values that stay where there is nothing else in a list, tuple or instance of a class. With it,
-            sequences of other lengths are joined by position, and stored fields that the target's class lacks are left
-            out; None for neither.
+        own: the target's values that stay where there is nothing else in a list, tuple or instance of a class, or in
+            a dict of which nothing is stored and that stands in one of these. With it, a class or named tuple may have
+            other fields than were stored: stored ones that it lacks are left out. None for neither.
 
     Returns:
         A tree without holes; subtrees of the target that hold none are shared.
@@ -177,25 +157,6 @@ def left_out(common: Tree, tree: Tree) -> tuple[TreePath, ...]:
         (('ema', 1),)
     """
     return tuple(_missing_paths(common, tree, ()))
-
-
-def unfilled(tree: Tree, plain: Iterable[tuple[TreePath, Any]]) -> list[TreePath]:
-    """Return the paths of a target's plain tensors for which a joined tree has nothing, or a container for a tensor.
-
-    Args:
-        tree: what `join` made of a stored tree and the target.
-        plain: path and leaf of each.
-
-    Examples:
-        >>> unfilled({"state": {}, "step": 3}, [(("state",), torch.zeros(2)), (("step",), torch.zeros(()))])
-        [('state',)]
-    """
-    return [
-        path
-        for path, leaf in plain
-        for node, depth in [deepest(tree, path)]
-        if depth < len(path) or (isinstance(leaf, torch.Tensor) and stored_entries(node) is not None)
-    ]
 
 
 def misfits(common: Tree, target: Tree) -> tuple[TreePath, ...]:
@@ -237,11 +198,19 @@ def _missing_paths(common: Tree, tree: Tree, path: TreePath) -> Iterator[TreePat
         yield from _missing_paths(child, HOLE if pair is None else pair[1].get(key, HOLE), (*path, entry))
 
 
-def _join(common: Tree, target: Tree, path: TreePath, own: Own | None) -> Tree:
-    """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed."""
+def _join(common: Tree, target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
+    """Return the join at one path: a hole where neither tree has anything, or what they have can't be completed.
+
+    Args:
+        common: what is stored there.
+        target: what was loaded there.
+        path: where that is.
+        own: the target's values.
+        needed: whether the container around it needs an entry there, as all but dicts do.
+    """
     if common is HOLE:
         # Most places of a target are leaves, and optree's own lookup of types takes longer.
-        return target if is_known_leaf(target) else _finish_target(target, path, own)
+        return target if is_known_leaf(target) else _finish_target(target, path, own, needed=needed)
     # The target's own Counter was read as a dict.
     if target is HOLE or (is_subclass(common) and not _holds_any(target)):
         return _keep_whole(common)
@@ -250,31 +219,50 @@ def _join(common: Tree, target: Tree, path: TreePath, own: Own | None) -> Tree:
         pair = _entries_that_differ(common, target)
     if pair is not None:
         mine, theirs = pair
-        order = dict.fromkeys([*mine, *theirs]) if is_dict(target) else theirs
-        new = {entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry), own) for entry in order}
+        as_dict = is_dict(target)
+        new = {
+            entry: _join(mine.get(entry, HOLE), theirs.get(entry, HOLE), (*path, entry), own, needed=not as_dict)
+            for entry in (dict.fromkeys([*mine, *theirs]) if as_dict else theirs)
+        }
         return _rebuild(target, new, path, own, named=_holds_any(target))
     # Whether rank 0's tree has a hole or an empty container here says nothing about the other ranks.
     if is_hollow(common):
         return _finish_target(target, path, own)
     if _holds_any(target):
         what = f"join: {render_path(path, 'target')} doesn't fit {render_path(path, 'common')}"
-        fix = "Give the target the structure that was saved, or take this entry out of it."
-        if own is None and _entries_that_differ(common, target) is not None:
-            fix += f"\n  {_LENIENT} join what both have."
+        fix = _fix_of_misfit(common, target, own)
         raise TreeError(error_text(what, found=describe(target), expected=_description(common), fix=fix))
     # Plain values of a target are ignored, as in Megatron-Core: a tuple of other defaults in it isn't an error.
     whole = _keep_whole(common)
-    return _finish_target(target, path, own) if whole is HOLE else whole
+    return _finish_target(target, path, own, needed=needed) if whole is HOLE else whole
 
 
-def _finish_target(target: Tree, path: TreePath, own: Own | None) -> Tree:
-    """Return a subtree of the target with local objects unwrapped and unfilled holes left out."""
+def _fix_of_misfit(common: Tree, target: Tree, own: Own | None) -> str:
+    if _entries_that_differ(common, target) is None and is_sequence(common) and is_sequence(target):
+        return (
+            "Give it the stored length, or take it out of the target. Save entries that come and go in a dict, by\n"
+            "  name: a shard is found by its key, but a plain value only by its place, which may have changed."
+        )
+    fix = "Give the target the structure that was saved, or take this entry out of it."
+    is_joined_there = own is None and _entries_that_differ(common, target) is not None
+    return f"{fix}\n  {_LENIENT} join what both have." if is_joined_there else fix
+
+
+def _finish_target(target: Tree, path: TreePath, own: Own | None, *, needed: bool = False) -> Tree:
+    """Return a subtree of the target with local objects unwrapped and unfilled holes filled by `own` or left out."""
     children = entries(target)
     if children is None:
         return target.unwrap() if isinstance(target, LocalNonpersistentObject) else target
-    new = {entry: _finish_target(child, (*path, entry), own) for entry, child in children.items()}
+    as_dict = is_dict(target)
+    spared = needed and own is not None and as_dict and not _holds_any(target)
+    new = {
+        entry: _finish_target(child, (*path, entry), own, needed=spared or not as_dict)
+        for entry, child in children.items()
+    }
     if all(new[entry] is child is not HOLE for entry, child in children.items()):
         return target
+    if spared:
+        return _Spare(like(target, drop_holes(new | _spares(new, path, own))))
     return _rebuild(target, new, path, own, named=_holds_any(target))
 
 
@@ -305,18 +293,15 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     # A dict with holes counts as complete, since they are simply absent: formats that keep none in dicts give the same.
     if is_dict(node):
         return like(node, {entry: child for entry, child in drop_holes(new).items() if not isinstance(child, _Spare)})
-    spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
-    holes = [entry for entry, child in new.items() if child is HOLE]
-    if own:
-        spares |= {entry: own[*path, entry] for entry in holes if (*path, entry) in own}
-    holes = [entry for entry in holes if entry not in spares]
+    spares = _spares(new, path, own)
+    holes = [entry for entry, child in new.items() if child is HOLE and entry not in spares]
     if holes and not named:
         return HOLE
     if holes:
         what = f"join: a {type(node).__name__} can't be completed: the target doesn't fill all its places"
         fix = "Put shards for these places in the target, or take the whole container out of it."
-        hint = f"{_LENIENT} keep the target's own value there." if own is None else "A shard with a tensor keeps that."
-        fix += f"\n  {hint}"
+        of_mode = f"{_LENIENT} keep the target's own value there." if own is None else _WITH_DATA
+        fix += f"\n  {of_mode}"
         places = [(*path, entry, *rest) for entry in holes for rest in _holes_in(node, entry)]
         places = [place for place in places if place not in (own or {})]
         raise TreeError(error_text(what, fix=fix, offenders=map(render_path, places)))
@@ -325,6 +310,13 @@ def _rebuild(node: Tree, new: Mapping[Any, Tree], path: TreePath, own: Own | Non
     if named or not spares or any(entry not in spares and not is_hollow(child) for entry, child in new.items()):
         return tree
     return _Spare(tree)
+
+
+def _spares(new: Mapping[Any, Tree], path: TreePath, own: Own | None) -> dict[Any, Tree]:
+    """Return the target's own entries of a container, by entry, where there is nothing else."""
+    spares = {entry: child.value for entry, child in new.items() if isinstance(child, _Spare)}
+    holes = (entry for entry, child in new.items() if child is HOLE)
+    return spares | {entry: own[*path, entry] for entry in holes if own and (*path, entry) in own}
 
 
 def _holes_in(target: Tree, entry: Any) -> list[TreePath]:
@@ -354,13 +346,17 @@ def _entries_by_target(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], 
 
 
 def _entries_that_differ(common: Tree, target: Tree) -> tuple[Mapping[Any, Tree], Mapping[Any, Tree]] | None:
-    """Return the entries of sequences of two lengths, or of a class that has got or lost fields; None of others."""
+    """Return the entries of a class or named tuple that has got or lost fields, by the target's; None of others.
+
+    Sequences of two lengths are none of them: shards have keys, and plain values beside them only positions, which may
+    have shifted, so that a join would pair one entry's tensors with another's values.
+    """
     mine, theirs = stored_entries(common), stored_entries(target)
-    if mine is None or theirs is None or is_dict(target):
+    if mine is None or theirs is None or is_dict(target) or (is_sequence(target) and not optree.is_namedtuple(target)):
         return None
-    if is_sequence(target) and is_sequence(common):
-        return (mine, theirs) if _holds_any(target) else None  # one of plain values alone gives way to what is stored
-    if not isinstance(common, (Record, dict)) or (is_sequence(target) and not optree.is_namedtuple(target)):
+    if optree.is_namedtuple(common):
+        mine = dict(zip(common._fields, mine.values(), strict=True))
+    elif not isinstance(common, (Record, dict)):
         return None
     names = {str(entry): entry for entry in theirs}
     return {names.get(name, name): child for name, child in mine.items()}, theirs

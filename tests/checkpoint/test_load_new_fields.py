@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 import shardtree as st
 from shardtree.errors import KeyMismatch, TreeError
 from shardtree.storage import MemoryStorage
-from shardtree.trees import register_dataclass
+from shardtree.trees import _at_paths, register_dataclass
 from tests.checkpoint.parts import FORMATS
 from tests.trees.samples import assert_caught
 
@@ -55,7 +55,7 @@ def test_a_new_field_stays_as_the_target_has_it(strict: str, caplog: pytest.LogC
         state, report = load(target, folder, strict)
     assert state.w.tolist() == [1, 1] and state.lr == 0.5 and state.new is new.data and state.decay == 7
     assert report.kept == st.explain(target, folder, strict=strict).kept == ("tree['new']", "tree['decay']")
-    assert ("the target's own stay" in caplog.text) == (strict != "ignore_all")
+    assert ("the target's own is kept" in caplog.text) == (strict != "ignore_all")
     assert new.data.tolist() == [9, 9] and "2 kept" in str(report)
 
 
@@ -116,20 +116,32 @@ CHANGES: dict[str, tuple[Any, Any, Any]] = {
         State(shard("w", 0), 0),
         lambda tree: tree.w.tolist() == [1, 1] and tree.lr == 0.5,
     ),
-    "a list that grew": (
-        [State(shard("a", 1), 1.5), State(shard("b", 2), 2.5)],
-        [State(shard(name, 9), 9) for name in "abc"],
-        lambda tree: [state.w[0].item() for state in tree] == [1, 2, 9] and [x.lr for x in tree] == [1.5, 2.5, 9],
+    "a list of shards that grew": (
+        [shard("a", 1), shard("b", 2)],
+        [shard(name, 9) for name in "cba"],
+        lambda tree: [tensor[0].item() for tensor in tree] == [9, 2, 1],
     ),
-    "a list that shrank": (
-        [State(shard("a", 1), 1.5), State(shard("b", 2), 2.5)],
-        [State(shard("a", 9), 9)],
-        lambda tree: len(tree) == 1 and tree[0].lr == 1.5,
+    "a list of shards that shrank": (
+        [shard("a", 1), shard("b", 2)],
+        [shard("b", 9)],
+        lambda tree: [tensor[0].item() for tensor in tree] == [2],
     ),
-    "a tuple of shards that grew": (
-        (shard("a", 1), 7),
-        (shard("a", 0), 0, shard("b", 9)),
-        lambda tree: tree[1] == 7 and tree[2].tolist() == [9, 9],
+    "a list of states of shards that grew, and got a field": (
+        [kind("w")(shard("a", 1)), kind("w")(shard("b", 2))],
+        [State(shard(name, 9), 9) for name in "bca"],
+        lambda tree: [state.w[0].item() for state in tree] == [2, 9, 1] and [state.lr for state in tree] == [9, 9, 9],
+    ),
+    "a list of plain values gives way to the stored one": (
+        {"w": shard("w", 1), "list": [1, 2]},
+        {"w": shard("w", 0), "list": [3]},
+        lambda tree: tree["list"] == [1, 2],
+    ),
+    "a dict in a new field": (
+        kind("w")(shard("w", 1)),
+        kind("w", "new", "layers")(shard("w", 0), {"x": {"y": [1], "z": {}}, "w": shard("x", 9)}, (1, {"x": 2})),
+        lambda tree: (
+            tree.new["x"] == {"y": [1], "z": {}} and tree.new["w"].tolist() == [9, 9] and tree.layers == (1, {"x": 2})
+        ),
     ),
     "a named tuple's new field": (
         {"o": Two(shard("w", 1), 0.5)},
@@ -176,8 +188,78 @@ def test_what_has_changed_is_joined_with_what_is_stored(name: str) -> None:
 
 
 def test_stored_values_without_a_place_are_named() -> None:
-    folder = saved([kind("w", "lr", "old")(shard("a", 1), 0.5, {"x": 3}), State(shard("b", 2), 2.5)])
-    assert load([State(shard("a", 0), 0)], folder)[1].left_out == ("tree[0]['old']['x']", "tree[1]['lr']")
+    folder = saved([kind("w", "lr", "old")(shard("a", 1), 0.5, {"x": 3})])
+    assert load([State(shard("a", 0), 0)], folder)[1].left_out == ("tree[0]['old']['x']",)
+
+
+GROUPS = [{"w": shard("a", 1), "lr": 1}, {"w": shard("b", 2), "lr": 2}]
+
+
+@pytest.mark.parametrize("strict", [*LENIENT, "assume_ok_unexpected"])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (GROUPS, [{"w": shard("b", 0), "lr": 9}]),
+        (GROUPS, [{"w": shard(name, 0), "lr": 9} for name in ("b", "a", "a")]),
+        (tuple(GROUPS), ({"w": shard("b", 0)},)),
+        ([State(shard("a", 1), 1), State(shard("b", 2), 2)], [State(shard("b", 0), 9)]),
+        ((shard("a", 1), 7), (shard("a", 0), 0, 9)),
+        ([1, 2], [shard("a", 0)]),
+    ],
+)
+def test_a_sequence_of_another_length_with_shards_beside_values_is_an_error(before: Any, now: Any, strict: str) -> None:
+    folder = saved({"g": before} if before != [1, 2] else {"g": before, "w": shard("a", 1)})
+    whole = (
+        rf"target\['g'\] (.|\n)*length {len(now)}, expected \w+ of length {len(before)}\n  Give it the stored length"
+    )
+    with pytest.raises(TreeError, match=whole):
+        load({"g": now}, folder, strict, validate_access_integrity=False)
+
+
+@pytest.mark.parametrize("strict", LENIENT)
+def test_an_entry_in_front_does_not_get_anothers_values(strict: str) -> None:
+    with pytest.raises(TreeError, match="length 3, expected list of length 2"):
+        load([{"w": shard(name, 9), "lr": 9} for name in ("new", "a", "b")], saved(GROUPS), strict)
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ({"x": 1}, ("['x']",)),
+        ((1, {"x": 1}), ("[0]", "[1]['x']")),
+        ({"x": {"y": [1, 2]}, "z": {}}, ("['x']['y'][0]", "['x']['y'][1]")),
+        ({"x": shard("x", 9), "y": shard("y", 9, has_data=False)}, ("['x']",)),
+        ([1, 2], ("[0]", "[1]")),
+        (5, ("",)),
+        ({}, ()),
+    ],
+)
+def test_all_of_a_new_field_is_kept_and_named(value: Any, paths: tuple[str, ...]) -> None:
+    target = kind("w", "new")(shard("w", 0), value)
+    state, report = load(target, saved(kind("w")(shard("w", 1))))
+    expected = {"x": value["x"].data} if paths == ("['x']",) and "y" in value else value
+    assert state.w.tolist() == [1, 1] and state.new == expected
+    assert report.kept == tuple(f"tree['new']{path}" for path in paths)
+
+
+def test_a_dict_of_which_something_is_stored_lacks_the_rest() -> None:
+    folder = saved(kind("w", "new")(shard("w", 1), {"x": 1, "list": []}))
+    state, report = load(kind("w", "new")(shard("w", 0), {"x": 0, "y": 0, "list": []}), folder)
+    assert state.new == {"x": 1, "list": []} and report.kept == ()
+
+
+def test_naming_what_is_kept_looks_into_each_container_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+    stored_entries = _at_paths.stored_entries
+
+    def counted(node: Any) -> Any:
+        entered.append(node)
+        return stored_entries(node)
+
+    monkeypatch.setattr(_at_paths, "stored_entries", counted)
+    target = {"w": shard("w", 0), "list": [*range(50)], "new": (shard("x", 9), *range(50))}
+    load(target, saved({"w": shard("w", 1), "list": [*range(50)]}))
+    assert 0 < len(entered) < 20
 
 
 def test_ranks_that_lack_a_value_agree_and_rank_0_logs_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +272,7 @@ def test_ranks_that_lack_a_value_agree_and_rank_0_logs_once(caplog: pytest.LogCa
 
     with caplog.at_level(logging.WARNING):
         assert st.simulate(2, one) == [5, 6]
-    assert caplog.text.count("the target's own stay") == 1
+    assert caplog.text.count("the target's own is kept") == 1
 
 
 # The law: of each field of the target, what is stored, or else the target's own, which the report names.

@@ -1,7 +1,8 @@
-"""Values of a target that stay: where nothing is stored for them, and the container around can't be without.
+"""Values of a target that stay: where nothing is stored for them, and the container around needs one.
 
-A dict of the result lacks what isn't stored. A list, tuple or instance of a class can't: in modes that leave out what
-isn't stored, the target's own value is in its place.
+A dict of the result lacks what isn't stored. A list, tuple or instance of a class needs a value in each place: in modes
+that leave out what isn't stored, that is the target's own. So it is in dicts within such a place, if nothing is loaded
+there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from ...errors import TreePath
 from ...lazy import LazyTensor
 from ...mapping import LocalNonpersistentObject, ShardedBase, has_elements, lacks_memory
-from ...trees import HOLE, deepest, leaves_with_paths
+from ...trees import HOLE, leaves_with_paths, nodes_at
 
 
 def own_values(tree: Any, unexpected: Set[str], keys_of: Callable[[Any], set[str]]) -> dict[TreePath, Any]:
@@ -58,9 +59,7 @@ def kept_paths(common: Any, tree: Any, own: Mapping[TreePath, Any]) -> list[Tree
         >>> kept_paths([HOLE, 0.5], ["w", 0.5, 0.9], {(1,): 0.5, (2,): 0.9})
         [(2,)]
     """
-    found = ((path, value, deepest(tree, path), deepest(common, path)) for path, value in own.items())
+    nodes, stored = nodes_at(tree, own), nodes_at(common, own)
     return [
-        path
-        for path, value, (node, depth), (stored, stored_depth) in found
-        if node is value and depth == len(path) and (stored is HOLE or stored_depth < len(path))
+        path for path, value in own.items() if path in nodes and nodes[path] is value and stored.get(path, HOLE) is HOLE
     ]

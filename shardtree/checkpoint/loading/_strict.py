@@ -26,9 +26,11 @@ class StrictHandling(Enum):
         ASSUME_OK_UNEXPECTED: keys aren't compared; an unexpected key is an error of the load's check, before a tensor
             is read, or of the read where a format can't list its keys.
         LOG_UNEXPECTED: warn of unexpected keys, all by name, and leave them out of dicts. A list, tuple or instance of
-            a class keeps the target's own value there, and that of a plain value or plain tensor that isn't stored; a
-            shard without data is an error. Lists that have got longer or shorter are joined by position, and stored
-            fields that a class has no more are left out. So it is in all modes that leave something out.
+            a class keeps the target's own value there, and that of a plain value or plain tensor that isn't stored, as
+            do dicts within such a place; a shard without data is an error. Stored fields that a class has no more are
+            left out. A list or tuple may have got longer or shorter if plain values are stored in it, or shards are
+            asked for, but not both: that is an error, since values have no keys that tell to which shards they belong.
+            So it is in all modes that leave something out.
         LOG_ALL: warn of unexpected and missing keys, all by name, and leave out the unexpected.
         RAISE_UNEXPECTED: unexpected keys are an error before anything is read: a `KeyMismatch`, which has all of them
             as its attribute `unexpected`.
@@ -56,7 +58,7 @@ RAISING = {_S.RAISE_UNEXPECTED, _S.RAISE_ALL}
 LOGGING = {_S.LOG_UNEXPECTED, _S.LOG_ALL}
 RETURNING = {_S.RETURN_UNEXPECTED, _S.RETURN_ALL}
 LEAVING_OUT = {*StrictHandling} - RAISING - {_S.ASSUME_OK_UNEXPECTED}
-"""Modes that leave out what isn't stored, or keep the target's own value where a container can't be without."""
+"""Modes that leave out what isn't stored, or keep the target's own value where a container needs one."""
 WITH_MISSING = {_S.LOG_ALL, _S.RAISE_ALL, _S.RETURN_ALL, _S.IGNORE_ALL}
 """Modes that need the keys that all ranks ask for."""
 
@@ -207,12 +209,14 @@ class Omissions:
 
 
 STORED_VALUES = (
-    "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for, or it has other "
-    "places in the target"
+    "load: stored values are left out: shards beside them in a list, tuple or record aren't asked for, or the target's "
+    "class hasn't these fields"
 )
 TARGET_TENSORS = "load: tensors of the target, or values that hold some, that aren't stored: they aren't in the result"
 RANK_VALUES = "load: stored values that only some ranks had are left out: no rank's target has their keys"
-KEPT_VALUES = "load: values that aren't stored: the target's own stay, since a list, tuple or class can't be without"
+KEPT_VALUES = (
+    "load: no value is stored for these places; the target's own is kept, since a list, tuple or class needs one"
+)
 _FIXES = {
     STORED_VALUES: (
         "Put these shards in the target, or pass a strict mode that logs, returns or ignores what isn't loaded."
