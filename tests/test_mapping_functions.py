@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,67 @@ def held(value: Any) -> Any:
     return lambda: value
 
 
+@dataclass(eq=False)
+class Rotate(torch.nn.Module):
+    """A module that permutes: two have the same fields and other permutations."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.randperm(self.size))
+
+    def forward(self, tensor: Any) -> Any:
+        return tensor[self.order]
+
+
+class Shifted(Scaled):
+    def __init__(self, shift: Any) -> None:
+        super().__init__(2)
+        object.__setattr__(self, "shift", shift)
+
+
+class Slotted(Scaled):
+    __slots__ = ("shift",)
+
+    def __init__(self, shift: Any) -> None:
+        super().__init__(2)
+        object.__setattr__(self, "shift", shift)
+
+
+@dataclass
+class Initialised:
+    """One that can be called, with the equality that dataclasses have."""
+
+    name: str
+    factor: InitVar[Any]
+
+    def __post_init__(self, factor: Any) -> None:
+        self.scale = factor
+
+    def __call__(self, tensor: Any) -> Any:
+        return tensor * self.scale
+
+
+@dataclass(eq=False)
+class NotCompared:
+    name: str
+    factor: Any = field(compare=False)
+
+    def method(self, tensor: Any) -> Any:
+        return tensor * self.factor
+
+
+class Numbers(list[int]):
+    scale = 1
+
+
+def scaled_numbers(scale: int) -> Numbers:
+    numbers = Numbers([1, 2])
+    numbers.scale = scale
+    return numbers
+
+
 MADE: dict[str, Make] = {
     "a closure": held,
     "a default": reading,
@@ -66,6 +128,12 @@ MADE: dict[str, Make] = {
     "an object that can be called": Scaled,
     "an array": lambda number: held(np.arange(number)),
     "runs along an axis": lambda number: held(lenses.grouped_runs(4 * number, 2, (number, number))),
+    "an attribute that a subclass adds": Shifted,
+    "an attribute that a subclass adds in a slot": Slotted,
+    "an argument of __init__ that is no field": lambda number: Initialised("a", number),
+    "a field that isn't compared": lambda number: NotCompared("a", number).method,
+    "a numpy scalar": lambda number: held(np.float32(number)),
+    "an attribute of a list": lambda number: held(scaled_numbers(number)),
     "functions in containers": lambda number: [(held(number), {"f": held(held(number))})],
 }
 LENSES: dict[str, Make] = {
@@ -99,6 +167,12 @@ OTHERS = {
     "tensors of equal elements": (held(torch.ones(2)), held(torch.ones(2))),
     "patterns in another order": (held({"a": 1, "b": 2}), held({"b": 2, "a": 1})),
     "a shorter list": (held([1]), held([1, 2])),
+    "modules with other buffers": (Rotate(64).forward, Rotate(64).forward),
+    "attributes that a subclass adds": (Shifted(1), Shifted(2)),
+    "arguments of __init__ that are no fields": (Initialised("a", 1), Initialised("a", 2)),
+    "fields that aren't compared": (NotCompared("a", 1).method, NotCompared("a", 2).method),
+    "numpy's 0.0 and -0.0": (held(np.float32(0.0)), held(np.float32(-0.0))),
+    "dicts with other defaults": (held(defaultdict(int)), held(defaultdict(list))),
     "arrays of other bits": (held(np.array([0.0])), held(np.array([-0.0]))),
     "arrays of objects": (held(np.array([[]], dtype=object)), held(np.array([[]], dtype=object))),
     "what can't be compared": (held({1: torch.ones(2)}), held({1: torch.ones(2)})),
@@ -109,6 +183,31 @@ OTHERS = {
 @pytest.mark.parametrize("pair", OTHERS.values(), ids=list(OTHERS))
 def test_other_functions_differ(pair: tuple[Any, Any]) -> None:
     assert not same_value(*pair)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_functions_captured_often_or_deeply_are_compared(other: int) -> None:
+    often, deep = [], []
+    for number in (0, other):
+        shared = chain = held(number)
+        for _ in range(64):  # 2**64 paths
+            shared = held((shared, shared))
+        for _ in range(3000):
+            chain = held(chain)
+        often.append(shared)
+        deep.append(chain)
+    assert same_value(*often) == same_value(*deep) == (other == 0)
+
+
+def test_a_factory_of_one_module_is_equal_to_itself_alone() -> None:
+    one, other = Rotate(64), Rotate(64)
+
+    def factory(module: Rotate) -> ShardedTensorFactory:
+        return ShardedTensorFactory("w", SHARD.data, module.forward, module.forward)
+
+    assert factory(one) == factory(one)
+    assert factory(one) != factory(other)
+    assert st.diff({"m": one.forward}, {"m": other.forward}).mismatch == (("m",),)
 
 
 def test_nan_and_variables_without_a_value_are_equal() -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import permutations
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import CheckpointingException, render_path
+from ..errors import CheckpointingException, TreePath, render_path
 from ..layouts import Mesh, PartitionSpec, shard
 from ..mapping import LocalNonpersistentObject, ShardedTensor
 from ..plans import reshard
-from ..trees import apply_factories, entries, leaves_with_paths, map_shards
-from ._bits import CallableOutline, outline
-from ._tolerances import Deviation, Tolerances, deviation
+from ..trees import apply_factories, entries, leaves_with_paths, map_shards, node_data
+from ._bits import CallableOutline, outline, shards_of
+from ._tolerances import Deviation, Tolerances, deviation, largest_element
 
 T = TypeVar("T")
 
@@ -101,9 +101,9 @@ def check_commutes(
     """Raise unless a transform commutes with resharding, between any two of the layouts.
 
     This catches a transform that looks only at its own shard (one that subtracts the local mean, or takes the first
-    half of a shard for the first half of the tensor). Metadata and plain values must be equal, and elements within the
-    tolerances, since sums of other shapes are added up in another order. No argument may change. Everything is moved
-    from each layout to each other one, so keep tensors small.
+    half of a shard for the first half of the tensor). Metadata, plain values and the static fields of registered
+    classes must be equal, and elements within the tolerances, since sums of other shapes are added up in another order.
+    No argument may change. Everything is moved from each layout to each other one, so keep tensors small.
 
     Args:
         transform: from a rank's tree to its new tree.
@@ -112,8 +112,9 @@ def check_commutes(
             and by both. If the transform refuses some of them, pass those that it supports.
         rtol: Relative tolerance for floating-point and complex elements. By default that of the dtype, as
             `torch.testing.assert_close` has it, such as 1.3e-6 for float32. Integers and bools must be equal.
-        atol: Absolute tolerance; likewise. With ``rtol=0, atol=0`` elements must be equal bit for bit, as they are
-            where a transform only moves or converts them.
+        atol: Absolute tolerance; likewise, such as 1e-5 for float32, but by default at most the dtype's relative
+            tolerance of the tensor's largest element, so that small tensors are checked too. With ``rtol=0, atol=0``
+            elements must be equal bit for bit, as they are where a transform only moves or converts them.
 
     Raises:
         AssertionError: names the two layouts, the rank and the key, and the difference: of the worst tensor, where
@@ -161,14 +162,19 @@ def _check_pair(
 ) -> None:
     expected = {rank: check_pure(transform, tree) for rank, tree in reshard(before, after).items()}
     results = {rank: transform(tree) for rank, tree in before.items()}
+    _check_nodes(where, results.values(), expected.values())
     try:
         found = reshard(results, expected)
     except CheckpointingException as error:
         raise AssertionError(f"{where}: what was transformed can't be resharded: {error}") from error
+    largest: dict[str, float] = {}  # of whole tensors, by key: a shard's own would depend on the layout
+    for tree in expected.values():
+        for leaf in shards_of(apply_factories(tree)).values():
+            largest[leaf.key] = max(largest.get(leaf.key, 0.0), largest_element(leaf.data))
     wrong = [
         each
         for rank, tree in expected.items()
-        for each in _deviations(f"{where}: rank {rank}", found[rank], tree, tolerances)
+        for each in _deviations(f"{where}: rank {rank}", found[rank], tree, tolerances, largest)
     ]
     if wrong:
         # The worst one tells which tolerance would do, if any.
@@ -176,7 +182,33 @@ def _check_pair(
         raise AssertionError(worst.text + f" ({len(wrong)} shards differ, this one most)" * (len(wrong) > 1))
 
 
-def _deviations(where: str, found: Any, expected: Any, tolerances: Tolerances) -> Iterator[Deviation]:
+def _check_nodes(where: str, results: Iterable[Any], expected: Iterable[Any]) -> None:
+    """Raise unless all ranks' containers of one path and entries are of one type, and equal beside their children."""
+    # Resharding takes the containers of its target, so they are compared before.
+    seen: dict[Any, Any] = {}
+    for tree in [*results, *expected]:
+        for path, node, children in _nodes(tree):
+            kind = type(node).__name__, {} if isinstance(node, (dict, list, tuple, deque)) else node_data(node)
+            # Pipeline ranks have other entries, which a class may have in its data.
+            first = seen.setdefault((path, children), (type(node), outline(kind), kind))
+            same = first[:2] == (type(node), outline(kind))
+            assert same, (
+                f"{where}: {render_path(path)}: found {first[2]}, expected {kind}: the ranks' containers differ"
+            )
+
+
+def _nodes(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any, tuple[Any, ...]]]:
+    """Yield each container with its path and its entries."""
+    children = entries(tree)
+    if children is not None:
+        yield path, tree, tuple(children)
+        for entry, child in children.items():
+            yield from _nodes(child, (*path, entry))
+
+
+def _deviations(
+    where: str, found: Any, expected: Any, tolerances: Tolerances, largest: Mapping[str, float]
+) -> Iterator[Deviation]:
     """Yield what is wrong with the elements of each shard; raise for anything else that differs."""
     leaves, targets = (dict(leaves_with_paths(apply_factories(tree))) for tree in (found, expected))
     assert leaves.keys() == targets.keys(), f"{where}: found {list(leaves)}, expected {list(targets)}"
@@ -184,7 +216,7 @@ def _deviations(where: str, found: Any, expected: Any, tolerances: Tolerances) -
         if isinstance(leaf, ShardedTensor):
             place = f"{where}: {leaf.key!r} at {render_path(path)}"
             assert leaves[path].without_data() == leaf.without_data(), f"{place}: found {leaves[path]}, expected {leaf}"
-            wrong = deviation(leaves[path].data, leaf.data, tolerances)
+            wrong = deviation(leaves[path].data, leaf.data, tolerances, largest[leaf.key])
             if wrong is not None:
                 yield replace(wrong, text=f"{place}: {wrong.text}")
         elif not isinstance(leaf, LocalNonpersistentObject):  # local values belong to a rank, and aren't resharded

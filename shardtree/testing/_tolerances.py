@@ -23,7 +23,10 @@ DEFAULTS: Final = {
     torch.complex64: (1.3e-6, 1e-5),
     torch.complex128: (1e-7, 1e-7),
 }
-"""Relative and absolute tolerance by dtype, as `torch.testing.assert_close` has them; any other dtype is exact."""
+"""Relative and absolute tolerance by dtype, as `torch.testing.assert_close` has them; any other dtype is exact.
+
+The absolute one is an upper bound: see `Tolerances`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Tolerances:
 
     Attributes:
         rtol: Relative tolerance; None for the default of each dtype.
-        atol: Absolute tolerance; likewise.
+        atol: Absolute tolerance; None for the default of each dtype, but at most the dtype's relative tolerance of the
+            tensor's largest element: else all of a small tensor, such as an optimizer's second moments, could be wrong.
 
     Raises:
         MetadataError: a tolerance isn't a finite number of at least 0.
@@ -40,6 +44,8 @@ class Tolerances:
     Examples:
         >>> Tolerances().of(torch.bfloat16), Tolerances(0, 0).of(torch.bfloat16), Tolerances(rtol=0.1).of(torch.int64)
         ((0.016, 1e-05), (0.0, 0.0), (0.0, 0.0))
+        >>> Tolerances().of(torch.bfloat16, largest=1e-6)
+        (0.016, 1.6e-08)
     """
 
     rtol: float | None = None
@@ -53,17 +59,37 @@ class Tolerances:
                 found, fix = repr(value)[:100], "Pass 0 for equal bits, or leave it out for the dtype's own tolerance."
                 refuse("tolerances", name, found, "a finite number of at least 0", fix, error=MetadataError)
 
-    def of(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return the tolerances of a dtype, relative and absolute: both 0 where bits must be equal."""
+    def of(self, dtype: torch.dtype, largest: float | None = None) -> tuple[float, float]:
+        """Return the tolerances of a dtype, relative and absolute: both 0 where bits must be equal.
+
+        Args:
+            dtype: The dtype of the elements.
+            largest: The largest absolute value in the whole tensor; None if it is large.
+        """
         if not (dtype.is_floating_point or dtype.is_complex) or not torch_converts(dtype, _wide(dtype)):
             return 0.0, 0.0
         rtol, atol = DEFAULTS.get(dtype, (0.0, 0.0))
+        if largest is not None:
+            atol = min(atol, rtol * largest)
         return float(rtol if self.rtol is None else self.rtol), float(atol if self.atol is None else self.atol)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which elements are subtracted."""
     return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def largest_element(tensor: torch.Tensor) -> float:
+    """Return the largest finite absolute value of a tensor; 0 if it has none, or is compared bit for bit.
+
+    Examples:
+        >>> largest_element(torch.tensor([1.5, -2, float("inf"), float("nan")])), largest_element(torch.tensor([3]))
+        (2.0, 0.0)
+    """
+    if tensor.dtype not in DEFAULTS:
+        return 0.0
+    values = tensor.detach().cpu().to(_wide(tensor.dtype)).abs()
+    return float(values.where(values.isfinite(), 0.0).max()) if values.numel() else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +105,9 @@ class Deviation:
     text: str
 
 
-def deviation(found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerances) -> Deviation | None:
+def deviation(
+    found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerances, largest: float | None = None
+) -> Deviation | None:
     """Return how far a tensor is from the expected one, None if all elements are within the tolerances.
 
     Where both tolerances are 0, bits must be equal. Elsewhere NaN equals NaN, infinities equal themselves alone, and
@@ -89,6 +117,8 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerance
         found: The tensor under test.
         expected: The reference, of the same dtype and shape.
         tolerances: What elements may differ by.
+        largest: The `largest_element` of the whole tensor, where the expected one is a shard; None for the expected
+            tensor's own.
 
     Examples:
         >>> one = torch.tensor([1.0, 2.0])
@@ -100,6 +130,7 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerance
     if not (rtol or atol) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
         difference = first_difference(found, expected)
         return None if difference is None else Deviation(float("inf"), difference)
+    _, atol = tolerances.of(expected.dtype, largest_element(expected) if largest is None else largest)
     left, right = (tensor.detach().cpu().to(_wide(tensor.dtype)).reshape(-1) for tensor in (found, expected))
     errors, allowed = (left - right).abs(), atol + rtol * right.abs()
     # An infinite error isn't within an infinite tolerance: infinities and NaN are equal to themselves, or wrong.
@@ -107,7 +138,7 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerance
     wrong = ~(equal | (errors.isfinite() & (errors <= allowed)))
     if not bool(wrong.any()):
         return None
-    excess = torch.where(wrong, (errors / allowed).nan_to_num(nan=float("inf")), 0.0)
+    excess = torch.where(wrong, (errors / allowed).nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
     worst = int(excess.argmax())
     place = tuple(int(index) for index in np.unravel_index(worst, expected.shape or (1,)))[: expected.ndim]
     count = f"{int(wrong.sum())} of {prod(expected.shape)} elements differ by more than rtol={rtol:g}, atol={atol:g}"

@@ -118,6 +118,32 @@ def test_the_worst_tensor_is_named_with_its_error_and_the_tolerance() -> None:
     )
 
 
+SMALL: dict[str, Callable[[Any], Any]] = {
+    "a local mean": lambda data: data - data.mean(),
+    "zeros in all but the whole": lambda data: data * (data.numel() >= 24),
+}
+
+
+@pytest.mark.parametrize("fault", SMALL.values(), ids=list(SMALL))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_faults_in_small_tensors_are_caught(fault: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    """Such as second moments of Adam, all of which are smaller than torch's absolute tolerance."""
+    state = {"v": (torch.arange(24.0).view(6, 4) * 4e-7).to(dtype), "large": torch.ones(24)}
+    wrong = partial(st.map_data, fault)
+    with pytest.raises(AssertionError, match=r"'v' at .*elements differ by more than rtol="):
+        check_commutes(wrong, {"v": state["v"]})
+    check_commutes(wrong, {"v": state["v"]}, atol=1e-4)
+    check_commutes(partial(st.map_data, lambda data: data * 2), state)
+
+
+def test_a_shard_of_small_elements_has_the_tolerance_of_the_whole_tensor() -> None:
+    rounding = partial(st.map_data, lambda data: data + 1e-8 * data.numel())
+    rows = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    check_commutes(rounding, {"w": rows}, layouts=HALVES)
+    with pytest.raises(AssertionError, match="elements differ"):
+        check_commutes(rounding, {"w": 1e-3 * rows}, layouts=HALVES)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
 def test_integers_and_bools_are_exact_whatever_the_tolerances(dtype: torch.dtype) -> None:
     def flipping(tree: Any) -> Any:
@@ -166,6 +192,29 @@ def test_states_of_any_class_are_checked(make: Callable[..., Any]) -> None:
     check_commutes(st.bind(st.prefix, "model."), state, rtol=0, atol=0)
     with pytest.raises(AssertionError, match="elements differ"):
         check_commutes(WRONG["a local mean"][0], state)
+
+
+@dataclass(frozen=True)
+class Counted:
+    w: Any
+    rows: int = 0
+
+
+st.trees.register_dataclass(Counted, static=["rows"])
+
+HIDDEN: dict[str, Callable[[Any], Any]] = {
+    "a static field": lambda tree: {**tree, "p": replace(tree["p"], rows=tree["p"].w.local_shape[0])},
+    "a registered class's data": lambda tree: {**tree, "p": Plain(tree["p"].w, 3, str(tree["p"].w.local_shape))},
+    "the kind of a container": lambda tree: {"p": ([], ())[tree["p"].w.local_shape[0] > 4], "w": tree["p"].w},
+}
+
+
+@pytest.mark.parametrize("fault", HIDDEN.values(), ids=list(HIDDEN))
+def test_what_containers_have_beside_their_entries_is_compared(fault: Callable[[Any], Any]) -> None:
+    state = {"p": Counted(STATE["w"])}
+    check_commutes(lambda tree: {"p": replace(tree["p"], rows=8)}, state, rtol=0, atol=0)
+    with pytest.raises(AssertionError, match=r"from one rank to 2 ranks by rows: tree\['p'\]: found .*, expected "):
+        check_commutes(fault, state)
 
 
 def emptying(node: Plain) -> Plain:

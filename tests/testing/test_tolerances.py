@@ -1,8 +1,9 @@
-"""Tolerances are those of torch.testing.assert_close, by dtype; what is exact is compared bit for bit."""
+"""Tolerances are those of torch.testing.assert_close, by dtype and size; what is exact is compared bit for bit."""
 
 from __future__ import annotations
 
 import re
+from math import inf, isfinite
 from typing import Any
 
 import pytest
@@ -40,6 +41,23 @@ def test_other_dtypes_are_exact(dtype: torch.dtype) -> None:
     assert (Tolerances(0.1, 0.1).of(dtype) == (0, 0)) == (not dtype.is_floating_point)
 
 
+@pytest.mark.parametrize("dtype", DEFAULTS)
+def test_all_of_a_small_tensor_is_never_within_the_defaults(dtype: torch.dtype) -> None:
+    small = torch.tensor([3e-6, 1e-6, 0.0], dtype=dtype)
+    assert deviation(torch.zeros_like(small), small, Tolerances()) is not None
+    assert deviation(torch.zeros_like(small), small, Tolerances(atol=1e-5)) is None
+    assert deviation(small, small.clone(), Tolerances()) is None
+
+
+def test_a_shard_has_the_tolerance_of_its_whole_tensor() -> None:
+    noise, zeros = torch.tensor([1e-9, 0.0]), torch.zeros(2)
+    assert deviation(noise, zeros, Tolerances(), 1.0) is None
+    alone = deviation(noise, zeros, Tolerances())
+    assert alone is not None
+    assert alone.excess == inf
+    assert deviation(-zeros, zeros, Tolerances()) is None
+
+
 NUMBERS = draws.sampled_from(
     [0.0, -0.0, 1.0, 1.0000011, 1.00002, -3.5, 1e-5, 1.1e-5, 1e30, float("inf"), -float("inf"), float("nan")]
 )
@@ -52,12 +70,17 @@ ARGUMENTS = draws.sampled_from(
 def agrees_with_torch(dtype: torch.dtype, pairs: list[tuple[float, float]], options: dict[str, Any]) -> None:
     """Raise unless torch.testing finds two tensors close where nothing deviates."""
     found, expected = (torch.tensor(column, dtype=dtype) for column in zip(*pairs, strict=True))
+    given = options
+    if not given:  # no more than the relative tolerance of the largest element
+        rtol, atol = torch_tolerances(dtype)
+        numbers = [abs(number) for number in expected.tolist()]
+        options = {"rtol": rtol, "atol": min(atol, rtol * max(filter(isfinite, numbers), default=0.0))}
     try:
         torch.testing.assert_close(found, expected, equal_nan=True, **options)
         close = True
     except AssertionError:
         close = False
-    assert (deviation(found, expected, Tolerances(**options)) is None) == close
+    assert (deviation(found, expected, Tolerances(**given)) is None) == close
 
 
 @settings(max_examples=150)
