@@ -75,7 +75,7 @@ class NamedParameters:
             if self.changed.keys().isdisjoint(owners):
                 flat[Entry(f"\0{number}", (number,))] = name
             elif len(owners) > 1:
-                raise TreeError(f"{name!r} is of {' or '.join(map(repr, owners))}")
+                raise TreeError(f"{name!r} is of {' or '.join(map(repr, sorted(owners)))}")
             else:
                 flat[Entry(owners[0], (number,))] = self.changed[owners[0]].without_data()
                 roots[number] = owners[0].removesuffix(name)

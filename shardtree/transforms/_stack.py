@@ -343,4 +343,5 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     found, wrong = renamed_in_groups(NamedParameters(changed, key_ends(keys - of_states.keys()), change), renamed_tree)
     if wrong:
         raise stuck("partial_rename", wrong)
-    return found
+    result: SameTree = found
+    return result

@@ -96,7 +96,9 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
     states, unclear = state_keys({leaf.key for leaf in shards.values()} - plain, plain)
     groups: dict[tuple[str, str, str], list[str]] = {}
     named = {leaf.key for leaf in shards.values()} - plain - states.keys() - unclear.keys()
-    known = NamedParameters(parameters if change.renames else {}, key_ends(named), change.change)
+    known = NamedParameters(
+        parameters if change.renames else {}, key_ends(named if change.renames else ()), change.change
+    )
     replaced, wrong = _in_groups(known, shards, own)
     for entry, leaf in shards.items():
         owners = unclear.get(leaf.key)
