@@ -1,9 +1,10 @@
 """Pure functions on trees: stacking and keeping layers, splitting, merging and padding tensors, renaming keys.
 
 Any tree will do: flat ones, such as an open checkpoint, nested dicts, lists, tuples and registered classes, of shards
-or of plain tensors, whose keys are their paths. The result has containers like the tree's. What is gone isn't in its
-dict; in a list, tuple or class a hole is in its place, but a list that gets shorter has none at its end. Layers that
-are new are in a dict with the keys "0", "1". Lazy tensors aren't read: operations on them are recorded.
+or of plain tensors, whose keys are their paths; beside shards, plain tensors are values that only go with their layer.
+The result has new containers like the tree's. What is gone isn't in its dict; in a list, tuple or class a hole is in
+its place, but a list or tuple has none at its end, and is shorter. Layers that are new are in a dict with the keys
+"0", "1". Lazy tensors aren't read: operations on them are recorded.
 """
 
 from ._pad import pad_tensors, transpose_tensors, unpad_tensors

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +13,8 @@ from ..errors import TreeError, TreePath, error_text
 from ..lazy import LazyTensor
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor
 from ..trees import Place, Places, kept_place, moved_place, named_paths, places, planted
+
+_TENSORS: Final = (ShardedBase, torch.Tensor, LazyTensor)
 
 Flat = Mapping[str, Any]
 """A dict of shards; other values in it stay as they are. The shards' own keys count, not those of the dict."""
@@ -104,6 +107,7 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
     """Return any tree after a change of its flat form, with containers like those that it had.
 
     In the flat form a plain tensor is a shard of itself, and another plain value an object; their keys are their paths.
+    In a tree with shards plain tensors are objects too, so that no change reaches what is in them.
 
     Args:
         doing: The transform, for errors.
@@ -124,24 +128,58 @@ def on_tree(doing: str, tree: Any, change: Callable[[Flat], Flat]) -> Any:
         found, expected = type(tree).__name__, "a dict, list or tuple of tensors or shards"
         raise TreeError(error_text(f"{doing}: not a tree", found=found, expected=expected))
     flat: dict[str, Any] = {}
-    for name, path in named_paths(doing, old).items():
-        leaf = old.leaves[path]
-        box = leaf if isinstance(leaf, ShardedBase) else _boxed(name, leaf)
+    has_shards = any(isinstance(leaf, ShardedBase) for leaf in old.leaves.values())
+    for name, path in _named(doing, old).items():
+        leaf = old.leaves[path] if path in old.leaves else old.containers[path]
+        box = leaf if isinstance(leaf, ShardedBase) else _boxed(name, leaf, has_shards)
         flat[Entry(name, path, is_plain=box is not None and box is not leaf)] = leaf if box is None else box
     return planted(doing, tree, [_placed(old, entry_of(name), leaf) for name, leaf in change(flat).items()])
 
 
-def _boxed(key: str, leaf: Any) -> ShardedBase | None:
-    """Return a plain value in a box with a key; None where it can't have that one, or isn't a dense tensor."""
+def _named(doing: str, old: Places) -> dict[str, TreePath]:
+    """Return paths of what a transform sees, by name: the leaves, but plain values in containers together.
+
+    In a flat tree each value in it is one, and otherwise a container of plain values in which two would have one name.
+    """
+    tensors = [path for path, leaf in old.leaves.items() if isinstance(leaf, _TENSORS)]
+    above = {path[:depth] for path in tensors for depth in range(len(path) + 1)}
+    whole = {path: _outermost(path, above) for path in old.leaves}
+    counts = Counter(map(_name, old.leaves))
+    together = {whole[path] for path in old.leaves if old.is_flat or counts[_name(path)] > 1}
+    paths = dict.fromkeys(whole[path] if whole[path] in together else path for path in old.leaves)
+    counts = Counter(map(_name, paths))
+    # Plain values of the tree itself whose keys look alike, as 0 and "0", aren't seen at all.
+    unseen = {path for path in paths if counts[_name(path)] > 1 and len(path) == 1 and path not in above}
+    seen = named_paths(doing, replace(old, leaves={path: None for path in paths if path not in unseen}))
+    names = {path: name for name, path in seen.items()}
+    return {names.get(path, f"{_name(path)}\0{number}"): path for number, path in enumerate(paths)}
+
+
+def _name(path: TreePath) -> str:
+    return ".".join(map(str, path))
+
+
+def _outermost(path: TreePath, above: Collection[TreePath]) -> TreePath:
+    """Return the path of the outermost container around a leaf in which no tensor lies, or the leaf's own."""
+    return next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in above), path)
+
+
+def _boxed(key: str, leaf: Any, has_shards: bool) -> ShardedBase | None:
+    """Return a plain value in a box with a key; None where it can't have that one."""
     try:
         key.encode()
     except UnicodeEncodeError:
         return None
-    if not key or (isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided):
+    if not key or "\0" in key:
         return None
-    if isinstance(leaf, (torch.Tensor, LazyTensor)):
+    if not has_shards and (isinstance(leaf, LazyTensor) or (isinstance(leaf, torch.Tensor) and _is_dense(leaf))):
         return ShardedTensor.from_rank_offsets(key, leaf)
     return ShardedObject(key, leaf, (), ())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    is_lazy: bool = torch.nn.parameter.is_lazy(tensor)
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_lazy
 
 
 def _placed(old: Places, entry: Entry, leaf: Any) -> tuple[Place, Any]:

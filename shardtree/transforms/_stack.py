@@ -25,11 +25,13 @@ from ..trees import (
     match_keys,
     one_of,
     rename,
+    shard_leaves,
     text_piece,
 )
 from ._flat import check_plain, check_same, flat_tensors, replace_entries, replace_named
-from ._places import Flat, on_tree, renamed
-from ._states import StateChange, by_number, carry_states, renamed_states
+from ._groups import NamedParameters, key_ends, renamed_in_groups
+from ._places import Flat, entry_of, on_tree, renamed
+from ._states import StateChange, by_number, carry_states, is_plain_value, renamed_states, stuck
 
 _ALIKE = (
     *("dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"),
@@ -43,7 +45,8 @@ def stack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with the tensors ``<prefix>.<number>.<name>`` stacked to one ``<prefix>.<name>`` for each name.
 
     The layers' number becomes the first axis. Tensors in memory are copied; lazy ones aren't read. Moments and numbers
-    of an optimizer are stacked likewise, as by `keep_layers`. Undone by `unstack_layers`.
+    of an optimizer are stacked likewise, as by `keep_layers`. Undone by `unstack_layers`, but for layers in a list or
+    tuple, or with integers as keys: they come back as a dict with the keys "0", "1".
 
     Args:
         tree: any tree; a plain tensor's key is its path. Each layer has the same box, of one shape and dtype.
@@ -135,7 +138,8 @@ def unstack_layers(tree: Any, prefix: str) -> Any:
     """Return the tree with each ``<prefix>.<name>`` unstacked along its first axis: ``<prefix>.<number>.<name>``.
 
     The new tensors are views. A box of some layers gives those, by their own numbers. Moments of an optimizer are
-    unstacked likewise, and each layer gets what there is once, as a number of steps. Undone by `stack_layers`.
+    unstacked likewise, and each layer gets what there is once, as a number of steps. New layers are a dict with the
+    keys "0", "1". Undone by `stack_layers`.
 
     Args:
         tree: any tree; a plain tensor's key is its path. Keys that have a number after the prefix already stay.
@@ -204,8 +208,9 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
     Of ``<prefix>.<number>`` and ``<prefix>.<number>.<name>``, tensors, objects and factories alike, sharded in any way.
     An optimizer's states and groups go with their parameters, wherever they stand: their keys have the parameter's key
     in them (``optimizer.state.exp_avg.<key>``, ``optim.state.<key>.exp_avg``), or all but its first parts, which name
-    the model in the tree (``opt.0.mu.layers.2.w`` of ``model.layers.2.w``). Layers may be listed in another order, or
-    several times, to make a deeper model of them; data are shared.
+    the model in the tree (``opt.0.mu.layers.2.w`` of ``model.layers.2.w``). Names in the ``params`` of ``param_groups``
+    are renamed too. A plain value goes with its layer; directly in a flat dict only if the layer has tensors.
+    Layers may be listed in another order, or several times, to make a deeper model of them; data are shared.
 
     Args:
         tree: any tree; the key of a plain tensor or value is its path. A leaf's place changes where its key does.
@@ -238,8 +243,9 @@ def keep_layers(tree: Any, prefix: str, layers: Sequence[int], *, absent: Iterab
 
     def kept_with_states(flat: Flat) -> dict[str, Any]:
         matches = _layers_in(flat, form, prefix, layers, absent)
+        new = _renumbered({entry: flat[entry] for entry in matches}, form, layers)
         in_states = StateChange(kept, lambda *_: True, is_lost=is_lost)
-        return carry_states("keep_layers", flat, kept(flat), matches, in_states)
+        return carry_states("keep_layers", flat, replace_named("keep_layers", flat, new), matches, in_states)
 
     return on_tree("keep_layers", tree, kept_with_states)
 
@@ -250,15 +256,22 @@ def _layers_in(
     """Return the matches of a tree's entries that belong to layers, after a check that those that are wanted exist."""
     doing, shards = "keep_layers", {entry: leaf for entry, leaf in flat.items() if isinstance(leaf, ShardedBase)}
     matches = {entry: match for entry, leaf in shards.items() if (match := form.match(leaf.key)) is not None}
+    # A plain value in a flat dict is of a layer if a tensor of that layer is there.
+    loose = {entry for entry in matches if is_plain_value(entry, shards[entry]) and len(entry_of(entry).place) == 1}
+    numbers = {_number(doing, match[-2]) for entry, match in matches.items() if entry not in loose}
+    matches = {entry: match for entry, match in matches.items() if entry not in loose or _is_one(match[-2], numbers)}
     if not matches and not absent:
         raise _no_match(doing, f"{prefix}.<number>.<name>", flat)
-    numbers = {_number(doing, match[-2]) for match in matches.values()}
     missing = [str(number) for number in dict.fromkeys(layers) if number not in numbers and number not in absent]
     if missing:
         fix = "Correct them, or pass absent=[...] for layers that other ranks hold."
         found = f"layers {', '.join(map(str, sorted(numbers)[:20]))}"
         raise TreeError(error_text(f"{doing}: no such layers of {prefix!r}", found=found, offenders=missing, fix=fix))
     return matches
+
+
+def _is_one(text: str, numbers: Collection[int]) -> bool:
+    return len(text) <= _MOST_DIGITS and int(text) in numbers
 
 
 def _renumbered(tree: Flat, form: KeyForm, layers: Sequence[int]) -> dict[str, list[tuple[str, Any]]]:
@@ -292,7 +305,8 @@ SameTree = TypeVar("SameTree")
 def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     """Return the tree with other shard keys, by patterns; other keys stay, and so does the tree's structure.
 
-    States whose parameters get other keys get them too, as by `keep_layers`, unless a pattern fits their own.
+    States and groups whose parameters get other keys get them too, as by `keep_layers`, unless a pattern fits a
+    state's own.
 
     Args:
         tree: any tree.
@@ -317,4 +331,17 @@ def partial_rename(tree: SameTree, names: Mapping[str, str]) -> SameTree:
     keys = {leaf.key for _, leaf in leaves_with_paths(tree) if isinstance(leaf, ShardedBase)}
     matches = match_keys("partial_rename", names, keys)
     new_keys = {key: fill_key(names[pattern], parts) for key, (pattern, parts) in matches.items()}
-    return rename(tree, new_keys | renamed_states("partial_rename", keys, new_keys))
+    of_states = renamed_states("partial_rename", keys, new_keys)
+    renamed_tree = rename(tree, new_keys | of_states)
+    changed = {leaf.key: leaf for leaf in shard_leaves(tree) if new_keys.get(leaf.key, leaf.key) != leaf.key}
+
+    def change(flat: Flat) -> dict[str, Any]:
+        return {
+            entry: replace(leaf, key=new_keys[leaf.key]) if entry in changed else leaf for entry, leaf in flat.items()
+        }
+
+    found, wrong = renamed_in_groups(NamedParameters(changed, key_ends(keys - of_states.keys()), change), renamed_tree)
+    if wrong:
+        raise stuck("partial_rename", wrong)
+    result: SameTree = found
+    return result

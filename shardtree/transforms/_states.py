@@ -11,6 +11,7 @@ from ..errors import CheckpointingException, TreeError, error_text
 from ..mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..trees import StateKey, checked_keys, match_keys, state_keys
 from ._flat import flat_tensors, replace_named
+from ._groups import NamedParameters, key_ends, renamed_in_groups
 from ._places import Flat, entry_of, name_of, on_tree, renamed
 
 _BY_NUMBER = re.compile(r"(?:.+\.)?state\.[0-9]+\.[^.]+", re.DOTALL)
@@ -53,6 +54,7 @@ class StateChange:
         others: Fate of numbers and objects that don't fit: they stay, are copied to each new parameter, or are refused.
         is_lost: Whether a state's key that can't be related to any parameter is refused.
         change_copies: The transform of states that hold values of the parameter itself; None for the same.
+        renames: Whether parameters get other keys, so that an optimizer's groups must name them anew.
     """
 
     change: Callable[[Flat], Mapping[str, Any]]
@@ -60,6 +62,7 @@ class StateChange:
     others: Literal["stay", "copy", "refuse"] = "stay"
     is_lost: Callable[[str], bool] = by_number
     change_copies: Callable[[Flat], Mapping[str, Any]] | None = None
+    renames: bool = True
 
 
 def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change: StateChange) -> dict[str, Any]:
@@ -89,22 +92,23 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
     """
     shards = {entry: leaf for entry, leaf in tree.items() if isinstance(leaf, ShardedBase)}
     parameters = {shards[entry].key: shards[entry] for entry in own}
-    plain = {leaf.key for entry, leaf in shards.items() if _is_plain_value(entry, leaf)}
+    plain = {leaf.key for entry, leaf in shards.items() if is_plain_value(entry, leaf)}
     states, unclear = state_keys({leaf.key for leaf in shards.values()} - plain, plain)
     groups: dict[tuple[str, str, str], list[str]] = {}
-    wrong: list[str] = []
+    named = {leaf.key for leaf in shards.values()} - plain - states.keys() - unclear.keys()
+    known = NamedParameters(
+        parameters if change.renames else {}, key_ends(named if change.renames else ()), change.change
+    )
+    replaced, wrong = _in_groups(known, shards, own)
     for entry, leaf in shards.items():
-        if entry in own:
-            continue
         owners = unclear.get(leaf.key)
         state = states.get(leaf.key)
+        if entry in own:
+            continue
         if state is not None and state.parameter in parameters:
             groups.setdefault((state.before, state.root, state.after), []).append(entry)
-        elif owners and not parameters.keys().isdisjoint(owners):
-            wrong.append(f"{leaf.key!r}: of {' or '.join(map(repr, owners))}")
-        elif owners == () and change.is_lost(leaf.key) and _has_axes(leaf):
-            wrong.append(f"{leaf.key!r}: of no parameter in the tree")
-    replaced: dict[str, Sequence[tuple[str, Any]]] = {}
+        elif (problem := _unrelated(leaf, owners, parameters, change)) is not None:
+            wrong.append(problem)
     for entries in groups.values():
         group = {entry: (shards[entry], states[shards[entry].key]) for entry in entries}
         wrong += _misfits(group, parameters, change)
@@ -112,8 +116,32 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
             replaced |= {entry: [] for entry in entries}
             replaced[entries[0]] = list(_changed(group, parameters, change))
     if wrong:
-        raise _stuck(doing, wrong)
+        raise stuck(doing, wrong)
     return replace_named(doing, new, replaced)
+
+
+def _unrelated(leaf: ShardedBase, owners: Sequence[str] | None, parameters: Flat, change: StateChange) -> str | None:
+    """Return what is wrong with a state that may be of the parameters that are changed; None if it surely isn't."""
+    if owners and not parameters.keys().isdisjoint(owners):
+        return f"{leaf.key!r}: of {' or '.join(map(repr, owners))}"
+    is_lost = owners == () and change.is_lost(leaf.key) and _has_axes(leaf)
+    return f"{leaf.key!r}: of no parameter in the tree" if is_lost else None
+
+
+_Replaced = dict[str, Sequence[tuple[str, Any]]]
+
+
+def _in_groups(known: NamedParameters, shards: Flat, own: Collection[str]) -> tuple[_Replaced, list[str]]:
+    """Return what replaces the objects that have lists of renamed parameters, and what is wrong with such lists."""
+    replaced: _Replaced = {}
+    wrong: list[str] = []
+    for entry, leaf in shards.items() if known.changed else ():
+        if isinstance(leaf, ShardedObject) and entry not in own:
+            new, problems = renamed_in_groups(known, leaf)
+            wrong += problems
+            if new is not leaf:
+                replaced[entry] = [(entry, new)]
+    return replaced, wrong
 
 
 def map_tensors(
@@ -152,12 +180,14 @@ def map_tensors(
     states = StateChange(
         lambda states: {entry: inner(leaf) for entry, leaf in states.items()},
         is_lost=lambda _: False,
+        renames=False,
         change_copies=lambda states: {entry: change(leaf) for entry, leaf in states.items()},
     )
     return on_tree(doing, tree, changed)
 
 
-def _stuck(doing: str, lines: Sequence[str]) -> TreeError:
+def stuck(doing: str, lines: Sequence[str]) -> TreeError:
+    """Return the error for states that can't follow their parameters."""
     fix = "Take them out before, by `select`, say; states by number get names by LoadOptions(parameter_names=[...])."
     return TreeError(error_text(f"{doing}: states that can't follow their parameters", offenders=lines, fix=fix))
 
@@ -193,7 +223,7 @@ def renamed_states(doing: str, keys: Collection[str], names: Mapping[str, str]) 
         else:
             new[key] = name
     if wrong:
-        raise _stuck(doing, wrong)
+        raise stuck(doing, wrong)
     return new
 
 
@@ -204,7 +234,7 @@ def _has_axes(leaf: ShardedBase) -> bool:
     return isinstance(leaf, ShardedTensorFactory) or bool(getattr(leaf, "global_shape", ()))
 
 
-def _is_plain_value(entry: str, leaf: ShardedBase) -> bool:
+def is_plain_value(entry: str, leaf: ShardedBase) -> bool:
     """Return whether a leaf was no tensor before it was put into a box: it may be a state, but is no parameter."""
     return isinstance(leaf, ShardedObject) and entry_of(entry).is_plain
 

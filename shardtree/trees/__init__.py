@@ -70,6 +70,7 @@ from ._nodes import (
     flatten_with_paths,
     is_subclass,
     leaves_with_paths,
+    like,
     namedtuple_types,
     path_key,
     shard_leaves,

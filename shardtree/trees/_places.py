@@ -181,7 +181,7 @@ def planted(doing: str, tree: Tree, leaves: Iterable[tuple[Place, Any]]) -> Tree
     """Return the tree that leaves at places make; containers whose leaves are all gone aren't in it.
 
     A list or tuple is as long as its last entry says. Its gaps are holes, and so are the fields of a class or named
-    tuple for which nothing is left, as in `select`. Containers that hold what they held are shared.
+    tuple for which nothing is left, as in `select`. Every container is new, as those of `map_shards` are.
 
     Args:
         doing: The transform, for errors.
@@ -229,7 +229,8 @@ def _built(doing: str, node: _Node, path: TreePath) -> Tree:
         return children
     old = entries(kind) or {}
     if len(old) == len(children) and all(entry in old and old[entry] is child for entry, child in children.items()):
-        return kind
+        new = like(kind, {entry: children[entry] for entry in old})
+        return new if type(new) is type(kind) else kind  # a Counter, say, is a value to other tree maps
     if is_dict(kind):
         return like(kind, children)
     wanted: Iterable[Any] = old

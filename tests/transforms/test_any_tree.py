@@ -157,13 +157,13 @@ def test_of_dicts_it_is_the_nested_transform_of_the_flat_one(tree: dict[str, Any
         assert shown(change(tree)) == shown(nested(change(flat(tree))))
 
 
-def test_containers_stay_what_they_are_and_unchanged_ones_are_shared() -> None:
+def test_containers_stay_what_they_are_and_values_are_shared() -> None:
     tree = state(plain, BLOCKS["class"], tuple)
     kept = transforms.keep_layers(tree, "model.h", [2, 0])
     blocks = kept["model"]["h"]
     assert type(blocks) is tuple and [type(block) for block in blocks] == [Block, Block]
     assert blocks[0].up is tree["model"]["h"][2].up and kept["opt"]["mu"]["h"][0].up is tree["opt"]["mu"]["h"][2].up
-    assert kept["betas"] is tree["betas"] and transforms.keep_layers(tree, "model.h", range(3))["opt"] is tree["opt"]
+    assert kept["betas"] is tree["betas"]
     stacked = transforms.stack_layers(tree, "model.h")
     assert isinstance(stacked["model"]["h"], Block) and stacked["model"]["h"].up.shape == (3, 4, 2)
 
@@ -256,3 +256,131 @@ def test_flat_takes_lists_tuples_classes_and_numbers() -> None:
     others = {"t.0": [0.0], "t.1": 1, "state.0.exp_avg": [0.0], "o.model": [0.0], "o.opt": 5, "betas": (1, 2)}
     assert shown(flat(tree)) == of_layers | others
     assert flat([1, {"a": 2}], separator="/") == {"0": 1, "1/a": 2}
+
+
+def vector(value: float) -> torch.Tensor:
+    return torch.full((2,), float(value))
+
+
+def with_groups(*names: list[str], where: str = "params") -> dict[str, Any]:
+    """Return two layers with moments, and groups with the learning rates 1, 2 and so on."""
+    moments = {f"h.{n}.w": {"exp_avg": vector(10 + n)} for n in range(2)}
+    groups = [{"lr": number, where: those} for number, those in enumerate(names, 1)]
+    return {"model": {f"h.{n}.w": vector(n) for n in range(2)}, "optim": {"state": moments, "param_groups": groups}}
+
+
+def named_in(tree: Any, where: str = "params") -> list[Any]:
+    return [group[where] for group in tree["optim"]["param_groups"]]
+
+
+@pytest.mark.parametrize("where", ["params", "param_names"])
+def test_names_in_groups_follow_their_parameters(where: str) -> None:
+    apart = with_groups(["h.0.w"], ["h.1.w", "other"], where=where)
+    together = with_groups(["x"], ["model.h.1.w", "model.h.0.w"], where=where)
+    for tree, numbers, expected in [
+        (apart, [1], [[], ["h.0.w", "other"]]),
+        (apart, [1, 0, 0], [["h.1.w", "h.2.w"], ["h.0.w", "other"]]),
+        (apart, [0, 1], [["h.0.w"], ["h.1.w", "other"]]),
+        (together, [1], [["x"], ["model.h.0.w"]]),
+    ]:
+        kept = check_pure(lambda tree, numbers=numbers: transforms.keep_layers(tree, "model.h", numbers), tree)
+        assert named_in(kept, where) == expected
+    assert [group["lr"] for group in kept["optim"]["param_groups"]] == [1, 2]
+    stacked = transforms.stack_layers(together, "model.h")
+    assert named_in(stacked, where) == [["x"], ["model.h.w"]]
+    assert named_in(transforms.unstack_layers(stacked, "model.h"), where) == [["x"], ["model.h.0.w", "model.h.1.w"]]
+    halves = transforms.split_tensor(apart, "model.h.*.w", ["model.h.*.a", "model.h.*.b"])
+    assert named_in(halves, where) == [["h.0.a", "h.0.b"], ["h.1.a", "h.1.b", "other"]]
+    assert named_in(transforms.merge_tensors(together, ["model.h.0.w", "model.h.1.w"], "model.w"), where)[1] == [
+        "model.w"
+    ]
+    assert named_in(transforms.pad_tensors(apart, ["model.**"], 3), where) == [["h.0.w"], ["h.1.w", "other"]]
+
+
+def test_names_in_groups_that_are_in_boxes_or_beside_tensors() -> None:
+    boxed = {f"h.{n}.w": shard(f"h.{n}.w", vector(n)) for n in range(2)}
+    boxed["groups"] = st.ShardedObject("optim.param_groups", [{"params": ["h.0.w"]}, {"params": ["h.1.w"]}], (1,), (0,))
+    assert transforms.keep_layers(boxed, "h", [1])["groups"].data == [{"params": []}, {"params": ["h.0.w"]}]
+    renamed = transforms.partial_rename(boxed, {"h.*.w": "h.*.v"})
+    assert renamed["groups"].data == [{"params": ["h.0.v"]}, {"params": ["h.1.v"]}]
+    tree = with_groups(["h.0.w"], ["h.1.w"])
+    tree["optim"]["param_groups"][0]["lr"] = torch.tensor(1.0)
+    assert named_in(transforms.keep_layers(tree, "model.h", [1])) == [[], ["h.0.w"]]
+
+
+def test_names_in_groups_that_cannot_follow_are_refused() -> None:
+    with pytest.raises(TreeError, match=r"'optim.param_groups.1.params': stack_layers: 'model.h.w' lacks layers"):
+        transforms.stack_layers(with_groups(["h.0.w"], ["h.1.w"]), "model.h")
+    two = {"a": {"h.0.w": vector(0)}, "b": {"h.0.w": vector(1)}, "param_groups": [{"params": ["h.0.w"]}]}
+    with pytest.raises(TreeError, match=r"'param_groups.0.params': 'h.0.w' is of 'a.h.0.w' or 'b.h.0.w'"):
+        transforms.keep_layers(two, "a.h", [0])
+    state = {"m": shard("model.a", vector(1)), "o": {"param_groups": [{"params": ["a"]}]}}
+    with pytest.raises(TreeError, match=r"'c' isn't under 'model\.'"):
+        transforms.partial_rename(state, {"model.a": "c"})
+
+
+def test_beside_shards_plain_tensors_are_values() -> None:
+    padded = transforms.pad_tensors({"w": shard("w", vector(0)), "rng": vector(1)}, ["*"], 4)
+    assert padded["w"].global_shape == (4,) and padded["rng"].shape == (2,)
+    padded = transforms.pad_tensors({"m": {"a": shard("a", vector(0))}, "a": vector(3)}, ["a"], 4)
+    assert padded["m"]["a"].global_shape == (4,) and padded["a"].shape == (2,)
+    layers = [{"w": shard(f"h.{n}.w", vector(n)), "mask": vector(n)} for n in range(2)]
+    assert transforms.keep_layers({"h": layers}, "h", [1])["h"][0]["mask"] is layers[1]["mask"]
+
+
+@pytest.mark.parametrize("make", [shard, plain])
+def test_plain_values_of_layers_that_a_flat_dict_has_not(make: Make) -> None:
+    tree = {f"h.{n}.w": make(f"h.{n}.w", vector(n)) for n in range(2)}
+    kept = transforms.keep_layers(tree | {"h.5.note": "text", "h.0.note": "a", "h.1.note": "b"}, "h", [1])
+    assert {name: kept[name] for name in kept if "note" in name} == {"h.5.note": "text", "h.0.note": "b"}
+    with pytest.raises(TreeError, match="no such layers of 'h'\n  5"):
+        transforms.keep_layers(tree | {"h.5.note": "text"}, "h", [5])
+
+
+ALIKE: list[dict[Any, Any]] = [{"x.y": 1, "x": {"y": 2}}, {0: 1, "0": 2}]
+
+
+@pytest.mark.parametrize("values", ALIKE)
+def test_plain_values_may_have_one_name(values: dict[Any, Any]) -> None:
+    for tree in (
+        {"a": shard("a", vector(0)), "cfg": values},
+        {"a": vector(0), **values},
+        {"a": vector(0), "b": [values]},
+    ):
+        padded = transforms.pad_tensors(tree, ["a"], 3)
+        assert list(padded) == list(tree) and all(padded[key] == tree[key] for key in tree if key != "a")
+    layers = [{"w": vector(n), "cfg": values | {"n": n}} for n in range(2)]
+    assert transforms.keep_layers({"h": layers}, "h", [1])["h"][0]["cfg"] == values | {"n": 1}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_sparse_and_lazy_tensors_only_go_with_their_layer() -> None:
+    rows = [torch.ones(2), torch.ones(3)]
+    others = [torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.jagged, torch.strided)]
+    for other in (*others, torch.nn.UninitializedParameter(), torch.ones(2).to_sparse()):
+        tree = {"h.0.w": vector(0), "h.1.w": vector(1), "h.1.x": other, "x": other}
+        kept = transforms.keep_layers(tree, "h", [1])
+        assert kept["h.0.x"] is other and kept["x"] is other
+        assert transforms.pad_tensors(tree, ["h.0.w"], 3)["x"] is other
+
+
+@pytest.mark.parametrize("make", [shard, plain])
+def test_the_result_has_containers_of_its_own(make: Make) -> None:
+    tree = {"w": make("w", vector(0)), "m": [{"v": make("v", vector(1))}]}
+    padded = transforms.pad_tensors(tree, ["w"], 2)
+    assert shown(padded) == shown(tree)
+    padded["new"], padded["m"][0]["new"] = 1, 1
+    assert "new" not in tree and "new" not in tree["m"][0]
+
+
+@pytest.mark.parametrize("layers", [list, tuple, lambda items: dict(enumerate(items))])
+def test_stacked_layers_come_back_as_a_dict(layers: Callable[[list[Any]], Any]) -> None:
+    tree = {"h": layers([{"w": vector(n)} for n in range(2)])}
+    back = transforms.unstack_layers(transforms.stack_layers(tree, "h"), "h")
+    assert shown(back) == {"h": {str(n): {"w": [n, n]} for n in range(2)}}
+
+
+def test_a_tuple_that_gets_shorter_has_no_hole_at_its_end() -> None:
+    tensors = tuple(map(vector, range(3)))
+    assert len(transforms.merge_tensors(tensors, ["0", "2"], "0")) == 2
+    assert transforms.merge_tensors(tensors, ["0", "1"], "0")[1] is HOLE
