@@ -14,7 +14,7 @@ import pytest
 
 import shardtree as st
 from shardtree.errors import MetadataError, StorageError
-from shardtree.storage import LocalStorage, Refusal, SaveReport, with_own_refusals, wrapped
+from shardtree.storage import LocalStorage, Refusal, SaveReport, can, with_own_refusals, wrapped
 from shardtree.storage._refusals import elsewhere
 from tests.strategies.test_overwrite_formats import FOREIGN, FORMATS, NEW, OLD, tree, value_in
 
@@ -253,8 +253,9 @@ def test_a_subclass_with_a_constructor_of_its_own_saves_and_replaces(form: str, 
 
 def test_a_folder_of_a_saves_storage_has_its_refusals() -> None:
     storage = with_own_refusals(LocalStorage("/runs"))
+    assert isinstance(storage, LocalStorage)
     assert storage.folder("step").refusals is storage.refusals is not elsewhere
-    assert storage.sibling("save").storage.refusals is storage.refusals
+    assert can(storage.sibling("save").storage).refusals is storage.refusals
 
 
 # What is given to be called.
@@ -262,8 +263,9 @@ def test_a_folder_of_a_saves_storage_has_its_refusals() -> None:
 
 @pytest.mark.parametrize("name", ["report", "progress"])
 def test_options_that_cant_be_called_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {name: 3}
     with pytest.raises(MetadataError, match=rf"save: options.{name} doesn't fit\n  found 3, expected a function"):
-        st.save(tree(OLD, "native"), tmp_path / "step", options=st.SaveOptions(**{name: 3}))
+        st.save(tree(OLD, "native"), tmp_path / "step", options=st.SaveOptions(**wrong))
     assert not (tmp_path / "step").exists()
 
 
