@@ -139,7 +139,7 @@ def clue(names: Iterable[str]) -> Clue | None:
 
 
 def others_clue(names: Iterable[str]) -> Clue | None:
-    """Return likewise whose checkpoint a folder seems to be as a whole, None if no name in it says so.
+    """Return the clue to another program's checkpoint that a folder as a whole is, None if no name in it says so.
 
     Examples:
         >>> others_clue(["d", "manifest.ocdbt"])[0], others_clue(["losses.npy"])

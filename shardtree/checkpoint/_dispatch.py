@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ..errors import StrategyError, error_text
+from ..errors import MetadataError, StrategyError, error_text
 from ..geometry import as_int, check_type
 from ..strategies import (
     LoadOptions,
@@ -145,13 +145,19 @@ def common_backend(fields: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def check_options(doing: str, options: object, kind: type) -> None:
-    """Raise unless options are None, for the usual ones, or of their class.
+    """Raise unless options are None, for the usual ones, or of their class, with functions where it has functions.
 
     Raises:
         MetadataError: they aren't.
     """
-    if options is not None:
-        check_type(doing, "options", options, kind, f"Pass st.{kind.__name__}(...).")
+    if options is None:
+        return
+    check_type(doing, "options", options, kind, f"Pass st.{kind.__name__}(...).")
+    for name in ("progress", "report"):
+        call = getattr(options, name)
+        if not (callable(call) or (call is None and name == "report")):
+            what, fix = f"{doing}: options.{name} doesn't fit", "Pass a function, or leave it out."
+            raise MetadataError(error_text(what, found=repr(call), expected="a function", fix=fix))
 
 
 def given_options(doing: str, options: Options | None, kind: type[Options]) -> Options:

@@ -6,7 +6,7 @@ Only an error is made of it: a guess from names on disk and a file's first bytes
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 
@@ -30,9 +30,12 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
     what = f"open: {storage.where()!r} is not a checkpoint"
     fix = "Name the folder that a save was given; an unfinished save leaves no metadata.json."
     if is_folder(storage):
-        if not any(map(is_conversion, storage.names())) and (inside := list(checkpoints_in(storage, fields_at))):
+        names = storage.names()
+        # Listed once: whether a name is a folder's takes a request.
+        folders = [] if any(map(is_conversion, names)) else list(islice(_folders(storage, names), _MOST_FOLDERS))
+        if inside := list(_checkpoints_in(storage, folders, fields_at)):
             return _of_several(storage, what, inside)
-        state, fix = _of_folder(storage, fix)
+        state, fix = _of_folder(storage, names, folders, fix)
     elif storage.length("") is not None:
         state, fix = _of_file(storage, fix)
     else:
@@ -41,12 +44,12 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
     return NotACheckpoint(error_text(what, found=state, fix=fix))
 
 
-def _of_folder(storage: Storage, fix: str) -> tuple[str, str]:
-    """Return what a folder without a checkpoint is, and what to do about it."""
-    if (hint := clue(storage.names())) is not None:
+def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], fix: str) -> tuple[str, str]:
+    """Return what a folder without a checkpoint is, by what lies in it, and what to do about it."""
+    if (hint := clue(names)) is not None:
         return f"a folder without metadata.json: {hint[0]}", hint[1]
-    steps = [name for name in _folders(storage) if step_prefix(name) is not None]
-    if (below := _others_below(storage)) is not None:
+    steps = [name for name in folders if step_prefix(name) is not None]
+    if (below := _others_below(storage, folders)) is not None:
         name, (state, what_reads_it) = below
         return f"{'a run' if steps else 'a folder'} of another program's; {name!r} in it is {state}", what_reads_it
     if steps:
@@ -66,21 +69,22 @@ def _of_file(storage: Storage, fix: str) -> tuple[str, str]:
 _MOST_LOOKS = 3  # into folders of one folder: a run's steps are alike, and a step of Orbax's has few items
 
 
-def _others_below(storage: Storage, depth: int = 2) -> tuple[str, tuple[str, str]] | None:
-    """Return the first folder in a folder that seems to be another program's, and its clue; None if there is none."""
+def _others_below(storage: Storage, folders: Iterable[str], depth: int = 2) -> tuple[str, tuple[str, str]] | None:
+    """Return the first of a folder's folders that seems to be another program's, and its clue; None if none does."""
     with suppress(CheckpointingException):
-        for name in islice(_folders(storage), _MOST_LOOKS):
+        for name in islice(folders, _MOST_LOOKS):
             folder = folder_in(storage, name)
-            if (hint := others_clue(folder.names())) is not None:
+            names = folder.names()
+            if (hint := others_clue(names)) is not None:
                 return name, hint
-            if depth > 1 and (below := _others_below(folder, depth - 1)) is not None:
+            if depth > 1 and (below := _others_below(folder, _folders(folder, names), depth - 1)) is not None:
                 return f"{name}/{below[0]}", below[1]
     return None
 
 
-def _folders(storage: Storage) -> Iterator[str]:
-    """Yield the names of a folder's folders, of steps the newest first; not those of saves, nor hidden ones."""
-    names = [name for name in storage.names() if not name.startswith(".") and not is_save_folder(name)]
+def _folders(storage: Storage, names: Iterable[str]) -> Iterator[str]:
+    """Yield those of a folder's names that are folders, of steps the newest first; not those of saves, nor hidden."""
+    names = [name for name in names if not name.startswith(".") and not is_save_folder(name)]
     # Sorted before it is asked what is a folder: a dataset may lie there, of very many files.
     return (name for name in sorted(names, key=_newest_first) if is_folder(storage, name))
 
@@ -105,16 +109,19 @@ def step_prefix(folder: str) -> str | None:
     return None if match is None or _PART.fullmatch(folder) else match[1]
 
 
-def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Iterator[tuple[str, Fields]]:
+def _checkpoints_in(
+    storage: Storage, folders: Iterable[str], fields_at: FieldsAt, depth: int = 2
+) -> Iterator[tuple[str, Fields]]:
     """Yield the names and fields of the checkpoints in a folder's folders; of steps, of the newest that has any.
 
     Args:
         storage: the folder.
+        folders: Names of the folders in it.
         fields_at: finds a checkpoint.
         depth: how many folders deep they may lie: a step of verl's has one for each model.
     """
     prefixes: set[str] = set()
-    for name in islice(_folders(storage), _MOST_FOLDERS):
+    for name in islice(folders, _MOST_FOLDERS):
         prefix = step_prefix(name)
         if prefix is not None and prefix in prefixes:
             continue
@@ -125,7 +132,7 @@ def checkpoints_in(storage: Storage, fields_at: FieldsAt, depth: int = 2) -> Ite
             if fields is not None:
                 inside = [("", fields)]
             elif depth > 1:
-                inside = list(checkpoints_in(folder, fields_at, depth - 1))
+                inside = list(_checkpoints_in(folder, _folders(folder, folder.names()), fields_at, depth - 1))
         if inside and prefix is not None:
             prefixes.add(prefix)
         yield from ((f"{name}/{inner}".rstrip("/"), fields) for inner, fields in inside)

@@ -34,15 +34,17 @@ class Files:
 
     @property
     def is_complete(self) -> bool | None:
-        """Whether all were counted, and none is missing; None where this wasn't looked for.
+        """Whether none is missing; None where this wasn't looked for, or not all were counted.
 
         Examples:
-            >>> Files(1, 9, True).is_complete, Files(1, 9, True, ()).is_complete, Files(1, 9, True, ("b",)).is_complete
-            (None, True, False)
+            >>> Files(1, 9, True, ()).is_complete, Files(1, 9, True, ("b",)).is_complete
+            (True, False)
+            >>> Files(1, 9, True).is_complete, Files(1, 9, False, ()).is_complete
+            (None, None)
         """
-        if self.missing or not (self.is_all and self.is_readable):
+        if self.missing or not self.is_readable:
             return False
-        return None if self.missing is None else True
+        return None if self.missing is None or not self.is_all else True
 
 
 def files_in(storage: Storage) -> Files:
@@ -59,10 +61,15 @@ def files_in(storage: Storage) -> Files:
 
 
 def files_of(tree: OpenCheckpoint) -> Files:
-    """Return likewise the files of a checkpoint's folder, and which that it needs aren't there."""
+    """Return the number and length of the files in a checkpoint's folder, and those that it needs and that are missing.
+
+    Where there are more files than are counted, only those counted are compared with what the checkpoint needs.
+    """
     storage = tree.checkpoint.storage
     lengths, most = _lengths(storage), _most(storage)
-    return replace(_counted(lengths, most), missing=missing_files(tree, dict(lengths), most))
+    counted = _counted(lengths, most)
+    # Files that weren't counted aren't asked for one by one either.
+    return replace(counted, missing=missing_files(tree, dict(lengths), most if counted.is_all else 0))
 
 
 def _counted(lengths: Sequence[tuple[str, int]], most: int) -> Files:

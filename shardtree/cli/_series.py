@@ -52,12 +52,9 @@ def find_steps(where: str) -> Steps | None:
         steps.sort(key=lambda step: (step.number, step.folder))
         if not steps:
             return None
-        looked_at = steps[-_MOST_OPENED:]
-        rows = tuple((step, _files(folder_in(storage, step.folder), is_opened=step in looked_at)) for step in steps)
+        # Each has an index to read: only the one that a run resumes from is opened.
+        rows = tuple((step, _files(folder_in(storage, step.folder), is_opened=step is steps[-1])) for step in steps)
     return Steps(where, rows, tuple(sorted(folders.keys() - {step.folder for step in steps})))
-
-
-_MOST_OPENED = 5  # of the newest steps, one of which a run resumes from: each has an index to read
 
 
 def _files(folder: Storage, *, is_opened: bool) -> Files:
@@ -89,7 +86,7 @@ def run_series(steps: Steps, *, limit: int | None, as_json: bool) -> int:
     cells = []
     for step, files in steps.rows:
         marks = ["newest"] * (step is steps.rows[-1][0]) + ["pinned"] * step.pinned
-        marks += ["incomplete"] * (files.is_all and files.is_complete is False)
+        marks += ["incomplete"] * (files.is_complete is False)
         length = ("" if files.is_all else "more than ") + size(files.length)
         values = (f"{step.metrics[name]:g}" if name in step.metrics else "" for name in metrics)
         cells.append((step.folder, moment_text(step.time) or "?", length, *values, ", ".join(marks)))

@@ -59,6 +59,7 @@ from ._folders import (
     is_same_place,
     new_folder,
     storage_at,
+    take_refusals,
     with_own_refusals,
 )
 from ._fsspec import FsspecStorage

@@ -18,7 +18,7 @@ from ._local_files import parents_of_missing
 from ._memory import MemoryStorage
 from ._object_errors import without_secrets
 from ._object_url import SCHEMES, object_storage
-from ._refusals import Refusals, sync_above
+from ._refusals import Refusal, Refusals, elsewhere, sync_above
 from ._storage import Storage, inside
 from ._wrapped import Wrapped, around
 
@@ -150,6 +150,25 @@ def with_own_refusals(storage: Storage) -> Storage:
         SavingStorage(root='/runs/step_10')
     """
     return SavingStorage(storage.root) if type(storage) is LocalStorage else storage
+
+
+def take_refusals(storage: Storage, *others: Storage) -> tuple[Refusal, ...]:
+    """Return what a file system has refused to a save, and forget it.
+
+    Args:
+        storage: Folder that the save writes.
+        others: Other folders of the save, such as the one that is replaced.
+
+    Examples:
+        >>> storage = with_own_refusals(storage_at("/runs/step_10"))
+        >>> storage.refusals.note("sync", "/runs", "Invalid argument")
+        >>> [refusal.kind for refusal in take_refusals(storage)], take_refusals(storage)
+        (['sync'], ())
+    """
+    if (refusals := can(storage).refusals) is None:
+        return ()
+    # Where all calls of the process share them, those of others are neither this save's nor lost to it.
+    return refusals.take_of(one.where() for one in (storage, *others)) if refusals is elsewhere else refusals.take()
 
 
 # Making a checkpoint's folder, which is synced later and removed again if the save fails.

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..errors import StorageError, error_text
@@ -204,7 +204,8 @@ class LocalStorage:
         return self._at(os.path.join(self.root, name))
 
     def _at(self, root: str) -> LocalStorage:
-        return replace(self, root=root)
+        # Not a subclass, whose constructor may take something else.
+        return LocalStorage(root)
 
     def sibling(self, name: str) -> LocalSibling:
         """Return the folder beside this one that a save of that name takes."""
@@ -253,6 +254,9 @@ class SavingStorage(LocalStorage):
     """
 
     refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
+
+    def _at(self, root: str) -> LocalStorage:
+        return SavingStorage(root, self.refusals)
 
 
 @lru_cache(maxsize=256)  # making them takes a tenth of a small read's time

@@ -37,12 +37,12 @@ class Refusal:
 
     Attributes:
         kind: "sync" of a folder, or the "permissions", "owner" or extended "attributes" of a replaced one.
-        path: First folder that it was refused for.
+        path: Folder that it was refused for: the first one, where a save keeps its refusals apart.
         reason: The system's words, or the difference that remains.
 
     Examples:
         >>> print(Refusal("permissions", "/mnt/run/step_10", "Operation not permitted"))
-        save: a folder doesn't have the permissions of the one that it replaces: '/mnt/run/step_10'
+        storage: a folder doesn't have the permissions of the one that it replaces: '/mnt/run/step_10'
           found Operation not permitted
     """
 
@@ -51,7 +51,7 @@ class Refusal:
     reason: str
 
     def __str__(self) -> str:
-        return error_text(f"save: {_TEXTS[self.kind]}: {self.path!r}", found=self.reason)
+        return error_text(f"storage: {_TEXTS[self.kind]}: {self.path!r}", found=self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,13 @@ class Refusals:
     """
 
     _first: dict[RefusalKind, Refusal] = field(default_factory=dict)
+    _last: dict[RefusalKind, Refusal] = field(default_factory=dict)
 
     def note(self, kind: RefusalKind, path: str, reason: object) -> None:
         """Keep a refusal, and log it, if it is the first of its kind."""
         reason = (reason.strerror or reason) if isinstance(reason, OSError) else reason
         refusal = Refusal(kind, path, str(reason))
+        self._last[kind] = refusal
         # One step, since several threads write: a lock would keep storages from being pickled.
         if self._first.setdefault(kind, refusal) is refusal:
             logger.warning("%s", refusal)
@@ -95,11 +97,28 @@ class Refusals:
         """Return the refusals and forget them, so that the next save with this storage tells its own."""
         taken = tuple(self._first.values())
         self._first.clear()
+        self._last.clear()
+        return taken
+
+    def take_of(self, folders: Iterable[str]) -> tuple[Refusal, ...]:
+        """Return the last refusal of each kind for these folders, what is in them, or their parents, and forget those.
+
+        What was logged stays so: it isn't logged again.
+        """
+        places = [os.path.realpath(folder) for folder in folders]
+        taken = tuple(one for one in tuple(self._last.values()) if _is_of(os.path.realpath(one.path), places))
+        for refusal in taken:
+            self._last.pop(refusal.kind, None)
         return taken
 
 
+def _is_of(path: str, places: Iterable[str]) -> bool:
+    return any(path in (place, os.path.dirname(place)) or path.startswith(f"{place}/") for place in places)
+
+
 elsewhere = Refusals()
-"""What file systems refused to other calls than saves, such as pins and removals: the log says it once a process."""
+"""What file systems refused to other calls than saves, such as pins and removals, and to saves through subclasses of a
+local storage or storages around one: the log says it once a process."""
 
 
 # Syncing to the medium.
@@ -117,8 +136,8 @@ def sync_file(descriptor: int, where: str) -> None:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        # No refusal to do without, unlike a folder's: only here does a write that the system has put off say that it
-        # failed. Who can't have that says so.
+        # A save can do without syncing a folder, not without this: only here does the system report that a write which
+        # it had put off has failed. A caller who accepts that risk passes durable=False.
         fix = "Save to another file system, or with SaveOptions(durable=False), which syncs nothing."
         raise StorageError(error_text(f"cannot sync {where!r}", found=error.strerror, fix=fix)) from error
 
@@ -177,7 +196,7 @@ def copy_ownership(folder: str, other: str, refusals: Refusals) -> None:
         try:
             os.setxattr(folder, name, os.getxattr(other, name))
         except OSError as error:
-            # The system's own can't be set by users, and are there without.
+            # Users may not set those of the system, which sets them itself.
             if not name.startswith(("security.", "trusted.")):
                 refusals.note("attributes", other, f"{name}: {error.strerror}")
     # Looked at afterwards: some file systems accept a change and don't make it.

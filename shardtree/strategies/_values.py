@@ -168,6 +168,7 @@ class SaveOptions:
             bits. Only where ranks differ are common states sent, one of each kind.
         report: Function that each rank calls once, after the commit, with its `SaveReport`: what the file system
             refused, such as to sync folders. `convert` calls it on rank 0 alone. The log says the same.
+            What it raises is logged: the checkpoint is there by then.
 
     Examples:
         >>> SaveOptions(durable=False).checksums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import NotACheckpoint
+from shardtree.storage import folder_in
 from tests.cli.checkpoints import run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -157,3 +159,19 @@ def test_damage_in_a_folder_of_a_root_is_left_to_its_own_error(tmp_path: Path) -
     (tmp_path / "runs" / "step_20" / "metadata.json").write_text("{")
     with pytest.raises(NotACheckpoint, match="step_10' \\(torch_dist 1\\)"):
         st.open_checkpoint(tmp_path / "runs")
+
+
+def test_a_folder_of_many_files_is_looked_through_once() -> None:
+    inner, asked = st.storage.MemoryStorage(), list[str]()
+    for number in range(50):
+        inner.replace(f"data/x{number}.txt", b"", durable=False)
+
+    def names(name: str = "") -> tuple[str, ...]:
+        asked.append(name)
+        return inner.names(name)
+
+    # Without `is_folder`, a name is a folder's if there are names in it.
+    storage = st.storage.wrapped(inner, names=names, is_folder=None, entries=None)
+    with pytest.raises(NotACheckpoint, match="in no format that is recognised"):
+        st.open_checkpoint(folder_in(storage, "data"))
+    assert max(Counter(name for name in asked if name != "data").values()) == 1

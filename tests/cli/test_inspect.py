@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardtree as st
+from shardtree.checkpoint import needed_files
+from shardtree.cli import _files
 from shardtree.trees import match_key
 from tests.cli.checkpoints import ROOT, document, process, run, training_state
 
@@ -249,13 +252,56 @@ def test_links_as_in_a_cache_are_files_and_manifests_name_some(tmp_path: Path) -
 
 def test_an_incomplete_step_of_a_run_is_marked(tmp_path: Path) -> None:
     series = st.CheckpointSeries(tmp_path)
-    for step in range(1, 8):
+
+    def found() -> list[tuple[bool | None, int]]:
+        return [(step["complete"], len(step["missing"])) for step in document("inspect", tmp_path)["steps"]]
+
+    for step in range(1, 4):
         series.save({"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2))}, step)
-    next((tmp_path / "step_00000006").glob("*/00000-of-*")).unlink()
-    next((tmp_path / "step_00000007").glob("*/index-0*")).unlink()
-    steps = document("inspect", tmp_path)["steps"]
+    next((tmp_path / "step_00000002").glob("*/00000-of-*")).unlink()
     # Older ones aren't opened.
-    assert [step["complete"] for step in steps] == [None, None, True, True, True, False, False]
-    assert [len(step["missing"]) for step in steps] == [0] * 5 + [1, 0]
+    assert found() == [(None, 0), (None, 0), (True, 0)]
+    next((tmp_path / "step_00000003").glob("*/00000-of-*")).unlink()
+    assert found() == [(None, 0), (None, 0), (False, 1)]
+    next((tmp_path / "step_00000003").glob("*/index-0*")).unlink()
+    assert found() == [(None, 0), (None, 0), (False, 0)]
     shown = run("inspect", tmp_path).stdout
-    assert re.search(r"step_00000006 .* incomplete\n", shown) and re.search(r"00007 .* newest, incomplete\n", shown)
+    assert re.search(r"00003 .* newest, incomplete\n", shown) and shown.count("incomplete\n") == 1
+
+
+def model(folder: Path) -> Path:
+    """Write a Hugging Face model of two files with an index, and return the path of the second."""
+    folder.mkdir()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for key, name in zip("ab", files, strict=True):
+        save_file({key: torch.arange(600.0)}, folder / name)
+    listing = {"metadata": {}, "weight_map": dict(zip("ab", files, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
+    return folder / files[1]
+
+
+def test_a_file_that_a_models_index_names_and_that_is_gone_is_missing(tmp_path: Path) -> None:
+    path = model(tmp_path / "checkpoint-10")
+    assert document("inspect", path.parent)["files"]["complete"] is True
+    path.unlink()
+    files = document("inspect", path.parent, status=1)["files"]
+    assert (files["complete"], files["missing"]) == (False, [path.name])
+    [step] = document("inspect", tmp_path)["steps"]
+    assert (step["complete"], step["missing"]) == (False, [path.name])
+
+
+def test_a_folder_of_too_many_files_to_count_is_neither_complete_nor_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model(tmp_path / "checkpoint-10")
+    monkeypatch.setattr(_files, "_MOST", 1)
+    # Files that weren't counted aren't asked for one by one.
+    monkeypatch.setattr(needed_files, "_length", lambda storage, name: pytest.fail(name))
+    assert document("inspect", path.parent)["files"] | {"bytes": 0} == {
+        "count": 1,
+        "bytes": 0,
+        "complete": None,
+        "missing": [],
+    }
+    [step] = document("inspect", tmp_path)["steps"]
+    assert step["complete"] is None and "incomplete" not in run("inspect", tmp_path).stdout

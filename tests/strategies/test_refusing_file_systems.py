@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import shardtree as st
-from shardtree.errors import StorageError
-from shardtree.storage import LocalStorage, Refusal, SaveReport, wrapped
+from shardtree.errors import MetadataError, StorageError
+from shardtree.storage import LocalStorage, Refusal, SaveReport, can, with_own_refusals, wrapped
 from shardtree.storage._refusals import elsewhere
 from tests.strategies.test_overwrite_formats import FOREIGN, FORMATS, NEW, OLD, tree, value_in
 
@@ -204,3 +204,85 @@ def test_steps_conversions_and_removals_do_without_too(
     elsewhere.take()
     st.remove_sharded_tensors(tmp_path / "run" / "step_00000001", "norm")
     assert len(told(caplog)) == 1 and "can't be synced" in told(caplog)[0]
+
+
+class Named(LocalStorage):
+    """A subclass with a constructor of its own."""
+
+    def __init__(self, root: str, name: str) -> None:
+        object.__setattr__(self, "root", root)
+        object.__setattr__(self, "name", name)
+
+
+SHARED = {"around": lambda root: wrapped(LocalStorage(root)), "subclass": lambda root: Named(root, "mine")}
+
+
+@pytest.mark.parametrize("wrap", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("form", ["native", "dcp"])
+def test_a_report_has_no_refusals_of_other_calls(wrap: Any, form: str, tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "good").mkdir()
+    storage = wrap(str(tmp_path / "good" / "step"))
+    refused = [True]
+    refuse("fsync", errno.EINVAL, lambda descriptor: refused[0] and is_folder(descriptor))
+    series = st.CheckpointSeries(tmp_path / "bad")
+    series.save(tree(OLD, "native"), 1)
+    series.pin(1)
+    refused[0] = False
+    assert kinds(save(storage, OLD, form)) == [[]]
+    assert [refusal.kind for refusal in elsewhere.take()] == ["sync"]  # still the pin's
+    refused[0] = True
+    series.unpin(1)
+    [report] = save(wrap(str(tmp_path / "good" / "second")), NEW, form)
+    assert [refusal.kind for refusal in report.refusals] == ["sync"]
+    assert report.refusals[0].path.startswith(str(tmp_path / "good"))
+    refused[0] = False
+    assert kinds(save(wrap(str(tmp_path / "good" / "third")), NEW, form)) == [[]]
+
+
+@pytest.mark.parametrize("form", ["native", "dcp"])
+def test_a_subclass_with_a_constructor_of_its_own_saves_and_replaces(form: str, tmp_path: Path, refuse: Refuse) -> None:
+    storage = Named(str(tmp_path / "step"), "mine")
+    save(storage, OLD, form)
+    refuse("fsync", errno.EINVAL, is_folder)
+    assert kinds(save(storage, NEW, form, overwrite=True)) == [["sync"]]
+    assert value_in(tmp_path / "step") == NEW
+    series = st.CheckpointSeries(Named(str(tmp_path / "run"), "mine"))
+    series.save(tree(OLD, "native"), 1)
+    assert [step.number for step in series.steps()] == [1]
+
+
+def test_a_folder_of_a_saves_storage_has_its_refusals() -> None:
+    storage = with_own_refusals(LocalStorage("/runs"))
+    assert isinstance(storage, LocalStorage)
+    assert storage.folder("step").refusals is storage.refusals is not elsewhere
+    assert can(storage.sibling("save").storage).refusals is storage.refusals
+
+
+# What is given to be called.
+
+
+@pytest.mark.parametrize("name", ["report", "progress"])
+def test_options_that_cant_be_called_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {name: 3}
+    with pytest.raises(MetadataError, match=rf"save: options.{name} doesn't fit\n  found 3, expected a function"):
+        st.save(tree(OLD, "native"), tmp_path / "step", options=st.SaveOptions(**wrong))
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_report_that_raises_is_logged_and_no_rank_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told_to = []
+
+    def run(world: Any) -> None:
+        def report(result: SaveReport) -> None:
+            told_to.append(world.rank)
+            if world.rank == 1:
+                raise RuntimeError("mine")
+
+        options = st.SaveOptions(report=report)
+        st.save(tree(OLD, "native", world.rank, 2), tmp_path / "step", world=world, options=options)
+
+    st.simulate(2, run)
+    assert sorted(told_to) == [0, 1] and value_in(tmp_path / "step") == OLD
+    [record] = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert "is saved, but SaveOptions(report=...) raised" in record.getMessage()
+    assert record.exc_info is not None and str(record.exc_info[1]) == "mine"

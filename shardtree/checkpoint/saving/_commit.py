@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from ...storage import (
     release,
     remove_folder,
     sync_folder,
+    take_refusals,
 )
 from ...strategies import (
     METADATA_FILE,
@@ -52,6 +54,8 @@ from ._clean_up import clean_up
 from ._formats import Fields, Writes, checked_fields, requests_of_formats, united_fields
 from ._replace import check_same, swap_folders
 from ._start import RunningSave, beside, end, in_save_folder, is_recognized
+
+logger = logging.getLogger("shardtree")
 
 
 def save_request(
@@ -116,10 +120,15 @@ def save_request(
 
 def _report(pending: PendingSave) -> None:
     """Tell the caller what this rank's file system refused to a committed save; the log has it already."""
-    refusals = can(pending.storage).refusals
-    report = SaveReport(() if refusals is None else refusals.take())
-    if pending.options.report is not None:
+    replaced = () if pending.replaced is None else (pending.replaced.storage,)
+    report = SaveReport(take_refusals(pending.storage, *replaced))
+    if pending.options.report is None:
+        return
+    try:
         pending.options.report(report)
+    except Exception:
+        # An error would say that this rank's save failed, and the checkpoint is there.
+        logger.exception("save: %r is saved, but SaveOptions(report=...) raised", pending.storage.where())
 
 
 def _write_common(save_common: Callable[[], Fields], unions: United) -> Fields:

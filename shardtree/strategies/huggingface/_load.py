@@ -121,11 +121,13 @@ class Contents:
         index: its tensors, each as one chunk.
         refusals: why a tensor can't be loaded, for those that can't be, and those that the index lists and no file has.
         texts: the strings that the files keep beside their tensors, joined.
+        needed: Least length of each file that must be there, by name; 0 for one that the index names and that isn't.
     """
 
     index: Index
     refusals: Mapping[str, str]
     texts: Mapping[str, str | dict[str, str]]
+    needed: Mapping[str, int]
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -168,7 +170,8 @@ def contents(listing: Listing, files: Sequence[WeightFile]) -> Contents:
         np.array(byte, dtype=np.int64),
         files=[StoredFile(file.name, file.length) for file in files],
     )
-    return Contents(index, refusals, joined_texts((file.name, file.texts) for file in files))
+    needed = dict.fromkeys(listing.files, 0) | {file.name: file.length for file in files}
+    return Contents(index, refusals, joined_texts((file.name, file.texts) for file in files), needed)
 
 
 def _rows(listing: Listing, files: Sequence[WeightFile]) -> list[tuple[int, Entry]]:
@@ -243,7 +246,12 @@ def load_sharded(checkpoint: Checkpoint, shards: Sequence[ShardedTensor]) -> Rea
 def load_metadata(checkpoint: Checkpoint) -> Mapping[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor by its name, whole and without data; not those that can't be loaded."""
     model_contents = read_contents(checkpoint)
-    return IndexMetadata(model_contents.index, untaken=model_contents.refusals)
+    files = partial(_needed_files, model_contents)
+    return IndexMetadata(model_contents.index, untaken=model_contents.refusals, files=files)
+
+
+def _needed_files(model_contents: Contents) -> Mapping[str, int]:
+    return model_contents.needed
 
 
 def load_common(checkpoint: Checkpoint) -> dict[str, Any]:
