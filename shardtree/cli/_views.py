@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,9 +212,10 @@ def _entry(part: str, text: str) -> int | slice:
 
 
 def _tensor(tree: OpenCheckpoint, key: str) -> ShardedTensor:
-    shard = tree.get(key)
-    if isinstance(shard, ShardedTensor):
-        return shard
+    with suppress(KeyMismatch):  # not of one that can't be read, whose error says why
+        shard = tree[key]
+        if isinstance(shard, ShardedTensor):
+            return shard
     near = near_names([key], list(tree)).get(key)
     fix = f"Did you mean {near!r}?" if near is not None else "`shardtree inspect` without options lists all keys."
     raise KeyMismatch(error_text(f"inspect: no tensor {key!r}", fix=fix))

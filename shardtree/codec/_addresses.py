@@ -6,8 +6,6 @@ root's where the root has the class, as users write `st.Mesh`, and its room's ot
 
 from __future__ import annotations
 
-from functools import cache
-
 _HOMES = {
     "shardtree": {
         "checkpoint.loading._strict": "StrictHandling",
@@ -117,7 +115,6 @@ def stored_name(address: str) -> str:
     return STORED_NAMES.get(address, address)
 
 
-@cache
 def addresses_of(name: str) -> tuple[str, ...]:
     """Return the addresses of a stored class: its stored name, and those in the modules that hold or held it.
 
