@@ -16,6 +16,7 @@ from shardtree.mapping import ShardedObject, ShardedTensor, is_main_replica
 from shardtree.storage import ReadReport
 from shardtree.strategies import (
     AsyncRequest,
+    Checked,
     Checkpoint,
     PendingSave,
     Strategy,
@@ -287,9 +288,9 @@ FAULTS: dict[str, tuple[StrategyAction, Fault, str, str]] = {
         "removal takes what has the prefix, and no more",
         "removing 'exp_avg.' leaves",
     ),
-    "verifies nothing": (
+    "claims to have verified all": (
         StrategyAction.VERIFY,
-        lambda checkpoint: (),
+        lambda checkpoint: tuple(Checked(name, 1) for name in native(StrategyAction.LIST_FILES)(checkpoint)),
         "verify sees flipped bits, or says that it can't",
         "doesn't see byte",
     ),
