@@ -119,10 +119,10 @@ def is_conversion(name: str) -> bool:
 
 
 def clue(names: Iterable[str]) -> Clue | None:
-    """Return what a folder seems to be and what to do about it, None if no name in it is known.
+    """Return the likely kind of a folder and the remedy, or None if no name in it is known.
 
     Args:
-        names: in the folder; of a file, its own.
+        names: Names in the folder, or the name of the file.
 
     Examples:
         >>> clue(["config.json", "pytorch_model.bin"])[0]
@@ -172,7 +172,7 @@ _HEADS = (
 
 
 def clue_of_bytes(head: bytes) -> Clue | None:
-    """Return what a file seems to be by its first bytes and what to do about it, None if they aren't known.
+    """Return the likely kind of a file, by its first bytes, and the remedy, or None if the bytes aren't known.
 
     Examples:
         >>> clue_of_bytes(b"GGUF and more")[0], clue_of_bytes(b"notes")

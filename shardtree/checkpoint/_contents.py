@@ -24,7 +24,7 @@ def load_common_state_dict(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
-    """Return what is stored outside the shards.
+    """Return the common state: the plain values stored outside the shards.
 
     Where shards were, dicts lack the entry, and lists and tuples have `HOLE`.
 
@@ -32,7 +32,7 @@ def load_common_state_dict(
         checkpoint_dir: where the checkpoint is.
         world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
         strategies: the dispatch table; None for the process's.
-        options: how it is read: `allow_pickle` and `types` count here.
+        options: Options of the read; `allow_pickle` and `types` matter here.
 
     Raises:
         NotACheckpoint: there is none.
@@ -69,7 +69,7 @@ def load_tensors_metadata(
         sharded_strategy: replaces the function that its format's row has for listing shards.
         world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
         strategies: the dispatch table; None for the process's.
-        options: how it is read.
+        options: Options of the read.
 
     Raises:
         NotACheckpoint: there is none.
@@ -107,7 +107,7 @@ def load_sharded_metadata(
         common_strategy: replaces the one for objects beside the common state.
         world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
         strategies: the dispatch table; None for the process's.
-        options: how it is read.
+        options: Options of the read.
 
     Raises:
         NotACheckpoint: there is none.
@@ -137,14 +137,14 @@ def load_content_metadata(
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
-    """Return what a save was given as `content_metadata`, None if nothing.
+    """Return the `content_metadata` that a save was given, or None.
 
     Args:
         checkpoint_dir: where the checkpoint is.
         preloaded_state_dict: the loaded or common state, where the caller has it already.
         world: the ranks that get one result, which rank 0 reads: then it is collective. None: this process alone.
         strategies: the dispatch table; None for the process's.
-        options: how it is read: `allow_pickle` and `types` count here.
+        options: Options of the read; `allow_pickle` and `types` matter here.
 
     Raises:
         TreeError: neither is given.

@@ -45,7 +45,7 @@ def not_a_checkpoint(storage: Storage, fields_at: FieldsAt) -> NotACheckpoint:
 
 
 def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], fix: str) -> tuple[str, str]:
-    """Return what a folder without a checkpoint is, by what lies in it, and what to do about it."""
+    """Return the likely kind of a folder without a checkpoint, by its contents, and the remedy."""
     if (hint := clue(names)) is not None:
         return f"a folder without metadata.json: {hint[0]}", hint[1]
     steps = [name for name in folders if step_prefix(name) is not None]
@@ -58,7 +58,7 @@ def _of_folder(storage: Storage, names: Iterable[str], folders: Iterable[str], f
 
 
 def _of_file(storage: Storage, fix: str) -> tuple[str, str]:
-    """Return what a file without a checkpoint is, and what to do about it."""
+    """Return the likely kind of a file without a checkpoint, and the remedy."""
     hint = clue([storage.where().rpartition("/")[2]])
     if hint is None:
         with suppress(CheckpointingException), storage.open("") as reader:

@@ -164,7 +164,7 @@ def is_checkpoint(checkpoint_dir: Directory, *, world: Any = None, strategies: S
 
 
 def by_rank_zero(world: Any, read: Callable[[], Read]) -> Read:
-    """Return what rank 0 of a world reads, on every rank; without a world, what this process reads by itself.
+    """Return rank 0's result on every rank of a world; without a world, this process's own result.
 
     On network storage, ranks may see the latest change at different times: where all act on it, one has to look.
     """

@@ -46,7 +46,8 @@ def needed_files(tree: OpenCheckpoint) -> dict[str, int]:
 
 def _described_files(fields: Fields) -> dict[str, int]:
     """Return the files that metadata.json describes as wholes: the index, and a common state in a file of ours."""
-    entries = [(entry.get("name"), entry.get("length")) for entry in fields.values() if isinstance(entry, dict)]
+    described = [entry for entry in map(fields.get, ("index", "common")) if isinstance(entry, dict)]
+    entries = [(entry.get("name"), entry.get("length")) for entry in described]
     return {name: length for name, length in entries if isinstance(name, str) and type(length) is int}
 
 

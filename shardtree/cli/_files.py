@@ -18,7 +18,7 @@ class Files:
     """How many files a folder holds.
 
     Attributes:
-        count: how many files were counted.
+        count: Number of counted files.
         length: bytes in them.
         is_all: whether there are no more.
         missing: names of the checkpoint's files that aren't there, or are shorter than what lies in them; None where
@@ -48,7 +48,7 @@ class Files:
 
 
 def files_in(storage: Storage) -> Files:
-    """Return how many files a folder holds, and how long they are together; it stops counting at a limit.
+    """Return the number of files in a folder and their total length; counting stops at a limit.
 
     Examples:
         >>> storage = MemoryStorage()

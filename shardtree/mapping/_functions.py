@@ -69,7 +69,7 @@ def _same_plain(left: Any, right: Any) -> bool:
 
 
 def _parts(value: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Return what must be equal of a container or function, and the values in it; None for any other value."""
+    """Return the parts of a container or function that must be equal, and its values; None for any other value."""
     further = getattr(value, "__dict__", None) or None  # what was set on a function, or on a subclass's instance
     if isinstance(value, FunctionType):
         captured = [_captured(cell) for cell in value.__closure__ or ()]

@@ -243,7 +243,7 @@ def came_rules(*, where_cut: WhereCut = "refuse") -> dict[str, OptimizerRule]:
     """Return rules for the factored states of CAME: second moments, and the instability of updates.
 
     Args:
-        where_cut: as `reduced_axis` takes it. Where each rank runs CAME on its own piece, it is "own".
+        where_cut: Argument of the same name of `reduced_axis`; "own" where each rank runs CAME on its own piece.
 
     Examples:
         >>> import torch

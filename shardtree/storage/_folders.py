@@ -153,7 +153,7 @@ def with_own_refusals(storage: Storage) -> Storage:
 
 
 def take_refusals(storage: Storage, *others: Storage) -> tuple[Refusal, ...]:
-    """Return what a file system has refused to a save, and forget it.
+    """Return the refusals of a file system to one save, and forget them.
 
     Args:
         storage: Folder that the save writes.

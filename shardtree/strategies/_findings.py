@@ -100,7 +100,7 @@ class Unchecked:
     Attributes:
         file: the file's name in the checkpoint.
         why: the reason, and what is checked instead, as text.
-        nbytes: how many there are.
+        nbytes: Number of bytes.
         spans: which they are, as pairs of the first byte and one past the last; () for the whole file.
     """
 
@@ -125,7 +125,7 @@ class Checked:
 
     Attributes:
         file: the file's name in the checkpoint.
-        nbytes: how many there are.
+        nbytes: Number of bytes.
     """
 
     file: str
@@ -162,12 +162,12 @@ def gaps(length: int, spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int]
 
 
 def span_findings(file: str, why: str, length: int, spans: Iterable[tuple[int, int]]) -> tuple[Finding, ...]:
-    """Return how many bytes of a file lie in spans that were checked, and those that don't as an `Unchecked`.
+    """Return the number of checked bytes of a file as a `Checked`, and of the others as an `Unchecked`.
 
     Args:
         file: the file's name.
         why: the reason that other bytes have no checksum.
-        length: of the file.
+        length: Length of the file, in bytes.
         spans: ranges of bytes that were compared with a checksum.
 
     Examples:
@@ -255,7 +255,7 @@ class VerifyReport:
         return None if self.unchecked_nbytes else True
 
     def __str__(self) -> str:
-        """Return how much was read and checked, and by the reason, how much couldn't be.
+        """Return the amounts of bytes read, checked and, by reason, unchecked.
 
         Examples:
             >>> print(VerifyReport(100, (Unchecked("f", "no checksum", 7),), 93))

@@ -204,11 +204,11 @@ HEADERS = "headers, names and padding of zip archives: compared where they say a
 
 
 def archive_findings(name: str, data: Buffer) -> tuple[Finding, ...]:
-    """Return how many bytes of a sound archive have a CRC32, and those that have none.
+    """Return findings for the bytes of a sound archive that have a CRC32, and for those that have none.
 
     Args:
-        name: of the file that the archive is.
-        data: its bytes.
+        name: Name of the archive's file.
+        data: Content of the file.
     """
     try:
         records = archive_records(lambda begin, end: data[begin:end], data.nbytes, what=name)

@@ -128,7 +128,7 @@ def listed(storage: Storage) -> Listing:
 
 
 def _metadata(storage: Storage) -> ValueAt:
-    """Return what metadata.pkl holds."""
+    """Return the contents of metadata.pkl."""
     place = storage.where(METADATA)
     metadata = ValueAt(read_pickle(storage.read(METADATA), {}, what=f"open: {place!r}"), place)
     if metadata.member("version", "1.0").of(str) != "2.0":

@@ -108,7 +108,7 @@ class Deviation:
 def deviation(
     found: torch.Tensor, expected: torch.Tensor, tolerances: Tolerances, largest: float | None = None
 ) -> Deviation | None:
-    """Return how far a tensor is from the expected one, None if all elements are within the tolerances.
+    """Return the largest deviation of a tensor from the expected one, or None if all elements are within tolerance.
 
     Where both tolerances are 0, bits must be equal. Elsewhere NaN equals NaN, infinities equal themselves alone, and
     0.0 equals -0.0.

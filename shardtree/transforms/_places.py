@@ -59,7 +59,7 @@ def entry_of(name: str) -> Entry:
 
 
 def name_of(entry: str, leaf: ShardedBase) -> str:
-    """Return what a leaf's entry ends with: its key, that of an object with its place in the grid.
+    """Return the end of a leaf's entry: its key, with the cell of the grid for an object.
 
     Examples:
         >>> name_of("rng", ShardedObject("rng", 3, (1,), (0,)))
@@ -92,7 +92,7 @@ def renamed(entry: str, leaf: ShardedBase, new: ShardedBase) -> Entry:
 
 
 def _fronts(key: str, entry: str) -> tuple[str, str | None]:
-    """Return what precedes the common end of a key and an entry in either; None for the entry if they have none."""
+    """Return the prefixes of a key and an entry before their common end; None for the entry if they share none."""
     if entry.endswith(key):
         return "", entry.removesuffix(key)
     keys, names = key.split("."), entry.split(".")

@@ -121,7 +121,7 @@ def carry_states(doing: str, tree: Flat, new: Flat, own: Collection[str], change
 
 
 def _unrelated(leaf: ShardedBase, owners: Sequence[str] | None, parameters: Flat, change: StateChange) -> str | None:
-    """Return what is wrong with a state that may be of the parameters that are changed; None if it surely isn't."""
+    """Return the problem of a state that may belong to a changed parameter; None if it surely doesn't."""
     if owners and not parameters.keys().isdisjoint(owners):
         return f"{leaf.key!r}: of {' or '.join(map(repr, owners))}"
     is_lost = owners == () and change.is_lost(leaf.key) and _has_axes(leaf)
@@ -132,7 +132,7 @@ _Replaced = dict[str, Sequence[tuple[str, Any]]]
 
 
 def _in_groups(known: NamedParameters, shards: Flat, own: Collection[str]) -> tuple[_Replaced, list[str]]:
-    """Return what replaces the objects that have lists of renamed parameters, and what is wrong with such lists."""
+    """Return replacements for objects that list renamed parameters, and the problems of such lists."""
     replaced: _Replaced = {}
     wrong: list[str] = []
     for entry, leaf in shards.items() if known.changed else ():

@@ -17,7 +17,7 @@ def deepest(tree: Tree, path: TreePath) -> tuple[Tree, int]:
 
     Args:
         tree: a stored common tree, or what `join` made of one.
-        path: of a target's leaf. Stored records have fields where the target's namedtuples have positions.
+        path: Path of a target's leaf. Stored records have fields where the target's namedtuples have positions.
 
     Examples:
         >>> from shardtree.trees import HOLE
@@ -38,8 +38,8 @@ def nodes_at(tree: Tree, paths: Iterable[TreePath]) -> dict[TreePath, Tree]:
     """Return the nodes that a tree has on some paths, by path, in time linear in the containers and paths.
 
     Args:
-        tree: as for `deepest`.
-        paths: of a target's leaves.
+        tree: Stored tree, as for `deepest`.
+        paths: Paths of a target's leaves.
 
     Examples:
         >>> nodes_at({"step": [3, 4]}, [("step", 1), ("lr",)])

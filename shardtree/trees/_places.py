@@ -145,7 +145,7 @@ def moved_place(tree: Places, path: TreePath, name: str) -> Place:
 
 
 def _differing(path: TreePath, name: str) -> tuple[int, int, TreePath]:
-    """Return how many entries of a path stay in front and behind under a new name, and the new ones between them."""
+    """Return the numbers of leading and trailing entries of a path that stay, and the new entries between them."""
     rest, front, behind = f".{name}", 0, 0
     # From the end first: behind a layer's number there may be another one, which stays.
     while behind < len(path) and rest.endswith(end := f".{path[-1 - behind]}"):

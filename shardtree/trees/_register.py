@@ -77,7 +77,7 @@ def register_dataclass(cls: _Class, *, static: Collection[str] = ()) -> _Class:
 
 
 def node_data(node: Any) -> Any:
-    """Return what an instance of a registered class has beside its children, which are `entries`.
+    """Return the static data of a registered class's instance: all beside its children, which are `entries`.
 
     Examples:
         >>> @dataclass

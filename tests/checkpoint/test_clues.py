@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import shardtree as st
 from shardtree.errors import NotACheckpoint
+from tests.checkpoint.test_no_checkpoint import entry_points
 from tests.cli.checkpoints import run
 
 ORBAX = "a checkpoint of Orbax (JAX), or a part of one"
@@ -113,14 +114,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 def test_what_another_program_wrote_is_called_its_own(name: str, tmp_path: Path) -> None:
     make, state, fix = PLACES[name]
     place = make(tmp_path / "there")
-    calls: list[Callable[[], object]] = [
-        lambda: st.load({}, place),
-        lambda: st.open_checkpoint(place),
-        lambda: st.verify(place),
-        lambda: st.explain({}, place),
-        lambda: st.convert(place, tmp_path / "new", backend="safetensors"),
-    ]
-    for call in calls:
+    for call in entry_points(place, tmp_path / "new"):
         with pytest.raises(NotACheckpoint) as caught:
             call()
         assert state in str(caught.value) and fix in str(caught.value), str(caught.value)

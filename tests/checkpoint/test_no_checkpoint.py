@@ -101,19 +101,23 @@ def own_unfinished(root: Path) -> tuple[Path, Sequence[str]]:
 ROOTS = [accelerate, trainer, verl, megatron, unfinished, without_steps, own_run, own_unfinished]
 
 
+def entry_points(place: Path, new: Path) -> list[Callable[[], object]]:
+    """Return calls of all that opens a checkpoint, at a place; what is converted from it goes to a new one."""
+    return [
+        lambda: st.load({}, place),
+        lambda: st.open_checkpoint(place),
+        lambda: st.verify(place),
+        lambda: st.explain({}, place),
+        lambda: st.convert(place, new, backend="safetensors"),
+    ]
+
+
 @pytest.mark.parametrize("lay_out", ROOTS)
 def test_a_root_names_what_can_be_opened_in_it(
     lay_out: Callable[[Path], tuple[Path, Sequence[str]]], tmp_path: Path
 ) -> None:
     root, named = lay_out(tmp_path / "root")
-    calls: list[Callable[[], object]] = [
-        lambda: st.load({}, root),
-        lambda: st.open_checkpoint(root),
-        lambda: st.verify(root),
-        lambda: st.explain({}, root),
-        lambda: st.convert(root, tmp_path / "new", backend="safetensors"),
-    ]
-    for call in calls:
+    for call in entry_points(root, tmp_path / "new"):
         with pytest.raises(NotACheckpoint) as caught:
             call()
         text = str(caught.value)

@@ -230,8 +230,8 @@ class Target:
         types: the namedtuple classes that it is made of.
         plain: the paths of the plain tensors among the leaves, and of values that hold some, by number of the leaf.
         donate: whether its tensors are given away.
-        own: its values by path that stay where nothing is stored and the container needs one; None in modes that leave
-            nothing out.
+        own: the target's values, by path, that stay where nothing is stored and their container needs an entry; None
+            in modes that leave nothing out.
     """
 
     leaves: tuple[Any, ...]

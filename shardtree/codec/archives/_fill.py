@@ -116,7 +116,7 @@ def filled_tensor(read: Read, tensor: StoredTensor, what: str) -> torch.Tensor:
 
     Args:
         read: returns the bytes from one byte of the archive up to another.
-        tensor: as `describe_archive` returned it.
+        tensor: Description of the tensor, from `describe_archive`.
         what: the archive, for messages.
 
     Raises:

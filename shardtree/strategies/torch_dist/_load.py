@@ -143,7 +143,7 @@ def _read_scattered(
         place: The tensor as its file has it; None for an archive that is decoded whole.
         number: The archive.
         plan: The rows that read from it.
-        memories: as in `read_archives`.
+        memories: Destinations, in the form of `read_archives`.
     """
     archives = listing.archives
     start, what = archives.start[number], archive_name(checkpoint, listing, number)
