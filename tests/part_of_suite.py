@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 QUICK = ["-m", "not slow", "--quick"]
-USUAL = "about 4 to 5 minutes on two idle cores"
+USUAL = "about 3 to 4 minutes on two idle cores"
 _PASSED = pytest.StashKey[set[str]]()
 
 
@@ -65,7 +65,7 @@ class _Names:
         reporter.ensure_newline()
         reporter.write_line(
             f"{count:,} quick tests, which take {USUAL}. Left out: slow laws, saves that are killed, whatever else "
-            "takes over a second, and peers that aren't installed. CONTRIBUTING.md shows how to run one folder's "
+            "takes over a second, doctests, and peers that aren't installed. CONTRIBUTING.md shows how to run one folder's "
             "tests; .ci/run runs all."
         )
 

@@ -58,6 +58,7 @@ def changed(tree: dict[str, st.ShardedTensor]) -> None:
             shard.data.view(torch.uint8).zero_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["safetensors", "torch_dist", "dcp"])
 def test_a_save_and_a_load_are_right(device: torch.device, backend: str) -> None:
     tree, folder = tree_on(device), MemoryStorage()
@@ -82,6 +83,7 @@ def test_a_tensor_may_change_once_an_asynchronous_save_has_begun(device: torch.d
     queue.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "copies",
     [

@@ -60,6 +60,7 @@ def assert_holds(result: Any, expected: Any) -> None:
         assert same(result, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", first.HOLDERS)
 def test_it_loads_in_its_own_layout_whichever_rank_holds_what(folder: Path, holder: int) -> None:
     trees = [first.tree(rank, holder, backend_of(folder)) for rank in range(first.RANKS)]

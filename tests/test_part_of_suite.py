@@ -61,6 +61,7 @@ def test_a_missing_peer_is_one_line(folder: Path) -> None:
     assert "SKIPPED" not in told
 
 
+@pytest.mark.slow
 def test_where_peers_are_required_it_is_an_error(folder: Path) -> None:
     told = run(folder, "--continue-on-collection-errors", SHARDTREE_PEERS="required")
     assert "1 passed" in told and "2 failed" in told and "without a peer" not in told, told
@@ -78,6 +79,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_module_that_fails_for_another_reason_is_an_error(folder: Path) -> None:
     for number, code in enumerate(OTHERS.values()):
         (folder / f"test_wrong_{number}.py").write_text(code)
@@ -85,6 +87,7 @@ def test_a_module_that_fails_for_another_reason_is_an_error(folder: Path) -> Non
     assert [number for number in range(len(OTHERS)) if f"ERROR test_wrong_{number}.py" not in told] == [], told
 
 
+@pytest.mark.slow
 def test_a_fixture_that_misses_its_peer_is_as_a_test_that_does(folder: Path) -> None:
     fixture = "import pytest\n@pytest.fixture\ndef x(): pytest.importorskip('a_peer_that_is_not_here')\n"
     for path in folder.glob("test_*.py"):
@@ -94,6 +97,7 @@ def test_a_fixture_that_misses_its_peer_is_as_a_test_that_does(folder: Path) -> 
     assert "1 error" in run(folder, SHARDTREE_PEERS="required")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]])
 def test_what_has_passed_is_left_out_of_the_rest(folder: Path, workers: list[str]) -> None:
     (folder / "test_fails.py").write_text("def test_fails(): assert 0\n")

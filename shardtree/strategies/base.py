@@ -116,7 +116,7 @@ def _checked_rows(table: StoredRows) -> StoredRows:
         row for row, strategy in table.items() if not (_is_row(row) and (callable(strategy) or _is_ours(strategy)))
     ]
     if wrong:
-        what = "a dispatch table with what isn't a row, or no function"
+        what = "a dispatch table with invalid entries"
         lines = [f"{row!r}: {type(table[row]).__name__}" for row in wrong]
         expected = "(StrategyAction, backend name, version) and a function"
         raise StrategyError(error_text(what, offenders=lines, expected=expected, fix=fix))

@@ -32,6 +32,7 @@ def test_a_rank_does_not_hear_of_more_tensors_from_every_rank(known: bool, monke
         assert grown == 0 if known else 0 < grown < 1_600 * 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", planning.CASES, ids=lambda case: case.name)
 def test_memory_of_a_plan_grows_with_the_chunks_and_no_faster(case: planning.Case) -> None:
     """Four times as many chunks take four times the memory, with room for what is taken once."""

@@ -110,6 +110,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_what_another_program_wrote_is_called_its_own(name: str, tmp_path: Path) -> None:
     make, state, fix = PLACES[name]

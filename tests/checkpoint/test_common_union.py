@@ -112,6 +112,7 @@ def nothing_united_vanishes(load: Load, keys: tuple[set[str], set[str], list[set
     st.simulate(len(asked), raises)
 
 
+@pytest.mark.slow
 @given(TWO_LOADS)
 def test_what_no_rank_names_of_a_union_is_listed(keys: Any) -> None:
     nothing_united_vanishes(st.load, keys)

@@ -228,6 +228,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["huggingface", native, "torch_dist", "zarr"])
 def test_tensors_of_a_common_state_that_is_left_out_are_written(backend: str) -> None:
     folder, report = converted(saved(BUFFERS), backend=backend, leave_out=["common"], max_bytes_in_flight=8)

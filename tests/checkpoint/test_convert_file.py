@@ -57,6 +57,7 @@ def test_other_files_of_the_folder_stay(source: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["write_parts", "move", "remove", "remove_folder"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_the_same_call_resumes(

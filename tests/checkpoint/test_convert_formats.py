@@ -89,6 +89,7 @@ ROOTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
 def test_what_shards_leave_of_any_root_is_no_difference(root: Any, backend: tuple[str, int]) -> None:

@@ -64,6 +64,7 @@ def sizes(server: Server) -> dict[str, int]:
     return {name: len(one.data) for name, one in server.store.objects.items() if "/there/" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [("safetensors", 1), ("huggingface", 1), ("torch_dist", 1), ("zarr", 3)], ids=str)
 def test_two_ranks_put_each_object_of_a_bucket_once(server: Server, backend: tuple[str, int]) -> None:
     saved(at())

@@ -129,6 +129,7 @@ DTYPES = some.lists(some.sampled_from([torch.int16, torch.int32]), min_size=1, m
 CHOSEN = cases(), DTYPES, some.integers(1, 30), some.integers(1, 3)
 
 
+@pytest.mark.slow
 @given(*CHOSEN, some.sampled_from([BytesWorld, ByAllToAll]))
 def test_each_wanted_element_is_read_by_one_rank_and_comes_to_all_as_foretold(
     case: Case, dtypes: Sequence[torch.dtype], stripe_bytes: int, replicas: int, kind: type[SimulatedWorld]

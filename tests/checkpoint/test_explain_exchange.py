@@ -92,10 +92,12 @@ def check_replicas_take_no_memory(explain: Callable[..., Any]) -> None:
     assert many <= 1.5 * few
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_replicas() -> None:
     check_replicas_take_no_memory(st.explain_ranks)
 
 
+@pytest.mark.slow
 def test_the_check_sees_columns_of_every_rank() -> None:
     def described(columns: Any, ranks: int, **options: Any) -> Any:
         parts = [replace(columns, rank=np.full_like(columns.rank, rank)) for rank in range(ranks)]

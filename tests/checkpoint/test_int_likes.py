@@ -99,6 +99,7 @@ def convert(**keywords: Any) -> Any:
     return report.tensors, report.batches, st.load_plain_tensors(new)["w"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_int_likes_do_what_ints_do(name: str) -> None:
     expected = str(CALLS[name](2))
@@ -107,6 +108,7 @@ def test_int_likes_do_what_ints_do(name: str) -> None:
         assert not hashable or str(CALLS[name](make(2))) == expected, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
 def test_nothing_else_is_taken_for_one(name: str) -> None:
     for other in OTHERS:

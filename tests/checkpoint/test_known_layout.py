@@ -84,6 +84,7 @@ def save_main_replicas(tree: Any, folder: Any, *, layout: Any, **options: Any) -
     st.save(tree, folder, validate_access_integrity=False, **save_keywords(**options))
 
 
+@pytest.mark.slow
 def test_the_law_of_files_catches_replicas_that_are_not_shared_out() -> None:
     assert_caught(lambda save, placed: check_same_files(save, *placed), save_main_replicas, placed_states())
 

@@ -110,6 +110,7 @@ def test_what_a_pair_takes_comes_back_and_is_sound(pair: Pair) -> None:
         assert verified(files, strategies=TABLE)[0] == ()
 
 
+@pytest.mark.slow
 def test_each_format_of_shards_takes_values_in_ours_and_in_its_own() -> None:
     """So that the laws here don't hold by refusing everything."""
     taken = {pair for pair in PAIRS if saved(pair, objects=False) is not None}

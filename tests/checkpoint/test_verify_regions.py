@@ -109,6 +109,7 @@ def check_named(damage: tuple[st.strategies.Damage, ...], differs: torch.Tensor)
     assert differs.any() and not (differs & ~named).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_elements_that_changed_lie_in_the_regions(layout: str) -> None:
     files = files_of(*LAYOUTS[layout])

@@ -13,6 +13,7 @@ from shardtree.checkpoint import convert
 from tests.cli.checkpoints import document, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["safetensors", "safetensors:1", "zarr:3"])
 def test_a_converted_checkpoint_equals_its_source(folder: Path, tmp_path: Path, backend: str) -> None:
     done = run("convert", folder, tmp_path / "b", "--to", backend)

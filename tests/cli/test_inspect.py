@@ -199,6 +199,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FORMATS, ids=str)
 @pytest.mark.parametrize("is_cut", [False, True], ids=["gone", "cut"])
 def test_a_data_file_that_is_gone_or_cut_is_missing(backend: tuple[str, int], is_cut: bool, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_a_closed_pipe_is_the_systems_error() -> None:
     assert caught.value.errno == errno.EPIPE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["40", "60", "80", "200"])
 def test_help_cuts_no_name_of_an_option_and_no_command(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", width)

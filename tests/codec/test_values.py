@@ -169,6 +169,7 @@ def _namespace(fields: dict[str, Any]) -> Namespace:
 VALUES = st.recursive(LEAVES, _containers, max_leaves=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(VALUES)
 def test_decode_undoes_encode(value: Any) -> None:

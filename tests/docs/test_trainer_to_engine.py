@@ -91,6 +91,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_catches(fault: str) -> None:
     assert any(st.simulate(4, partial(updates_an_engine, right=FAULTS[fault][0], wrong=FAULTS[fault][1])))

@@ -105,6 +105,7 @@ def test_whatever_stands_in_a_files_place_is_neither_waited_for_nor_read_without
         outcomes(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_of_terabytes_with_holes_is_an_error_of_ours(
     name: str, originals: dict[str, Path], tmp_path: Path

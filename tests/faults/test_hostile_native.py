@@ -433,6 +433,7 @@ def test_changed_columns_are_refused_or_leave_the_rest_as_it_was(
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in COLUMNS if not name.endswith("_text") and name != "block_hash"])
 def test_each_column_wrong_in_turn_is_refused_or_leaves_the_rest_as_it_was(name: str, tmp_path: Path) -> None:
     for value in (-1, 2**40, HUGE, -HUGE - 1):

@@ -32,6 +32,7 @@ def check_slab(total: SlabTotal, tensor: torch.Tensor, first: int) -> None:
     assert total(order, weights[::-1]) == _slab_total(words, weights)
 
 
+@pytest.mark.slow
 @given(BOXES, OFFSETS)
 def test_it_makes_no_difference_who_sums(tensor: torch.Tensor, first: int) -> None:
     check_slab(compiled_total, tensor, first)

@@ -42,6 +42,7 @@ def saved(tree: Mapping[str, Any]) -> MemoryStorage:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_a_real_checkpoint_is_the_same_when_it_is_read_back(name: str) -> None:
     folder = written(FIXTURES / name)
@@ -56,6 +57,7 @@ def test_for_zero3_the_model_file_has_the_name_that_it_looks_for() -> None:
     assert wrong_tensors(REAL, folder) == []
 
 
+@pytest.mark.slow
 @given(saves())
 def test_whatever_was_saved_is_the_same_when_it_is_read_back(save: Save) -> None:
     source = folder_of(save)

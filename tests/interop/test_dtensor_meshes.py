@@ -93,6 +93,7 @@ def flattened(world: DeviceMesh) -> tuple[Tree, DeviceMesh | None]:
     return tree | cut("far", dense["dp", "tp"]._flatten("both"), Shard(0)), None
 
 
+@pytest.mark.slow
 @unflattens
 @pytest.mark.peers
 @pytest.mark.parametrize("make", [one_axis, dense_and_sparse, stage, hsdp_beside_tp, flattened])

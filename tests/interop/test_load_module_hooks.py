@@ -170,6 +170,7 @@ def check_is_load_state_dict(spec: Spec, names: set[str]) -> None:
         load_module(make(spec), folder)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(specs, entries)
 def test_a_module_with_hooks_is_as_load_state_dict_leaves_it(spec: Spec, names: set[str]) -> None:

@@ -127,6 +127,7 @@ def test_a_save_that_dies_leaves_the_old_checkpoint_or_the_new(ranks: int, for_g
     assert calls > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_good", [True, False], ids=["killed", "one call fails"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_first_save_that_dies_leaves_none_or_all_of_it(ranks: int, for_good: bool) -> None:
@@ -258,6 +259,7 @@ def check_every_moment(storage: Storage, ranks: int, saving: Callable[[Storage],
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", ["memory", "files"])
 def test_overwriting_leaves_no_moment_without_a_checkpoint(kind: str, ranks: int, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ ARCHIVES = [("torch_dist", 1), ("dcp", 1)]
 """Formats that keep values in torch.save's archives, in pickles of protocol 2; the others have no pickles."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ARCHIVES, ids=str)
 def test_each_kind_of_value_is_opened_or_refused_by_the_writer(backend: tuple[str, int]) -> None:
     for number, make in enumerate(LEAVES):

@@ -241,6 +241,7 @@ def check_every_phase_is_met(sources: list[str]) -> None:
     assert sorted(set().union(*map(seen_phases, SCENARIOS))) == written
 
 
+@pytest.mark.slow
 def test_every_phase_of_the_source_is_met() -> None:
     check_every_phase_is_met(SOURCES)
 

@@ -114,11 +114,13 @@ COLUMN = (torch.arange(4, dtype=torch.int16).view(2, 2), (2, 2), (0, 1))
 EMPTY = (torch.empty(2, 0), (1, 3), (0, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [ONE, COLUMN, EMPTY], ids=["one element", "one column", "no elements"])
 def test_strides_do_not_matter_in_our_format(case: Case) -> None:
     check_strides(case, FORMATS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FORMATS[1:], ids=str)
 def test_nor_in_any_other(backend: tuple[str, int]) -> None:
     check_strides(COLUMN, backend)

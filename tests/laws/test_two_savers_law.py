@@ -255,6 +255,7 @@ def check_overwrites(old: str, one: str, other: str, pick: Callable[[list[int]],
         assert value_in(result.inner) in (saved or {OLD}), number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "one", "other"), usually(TWO, 5))
 def test_of_two_that_change_a_checkpoint_none_is_lost(old: str, one: str, other: str) -> None:
     check_overwrites(old, one, other, mostly_late)

@@ -65,6 +65,7 @@ def test_every_way_gives_the_same_bits_of_rows_and_columns(ends: Ends) -> None:
     check_ways(*ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "version"), FORMATS)
 def test_so_it_is_through_files_of_any_format(backend: str, version: int) -> None:
     check_ways(*CAST_ENDS, backend=backend, version=version)
@@ -88,6 +89,7 @@ def sending_twice(way: Way, trees: Sequence[Any], targets: Sequence[Any]) -> tup
     return got, [went, went], planned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fault", [losing_a_plain_value, exchanging_ranks, by_way_of_bfloat16, sending_twice])
 def test_the_law_catches(way: str, fault: Callable[..., Any]) -> None:

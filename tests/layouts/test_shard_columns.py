@@ -143,6 +143,7 @@ def are_made_shard_by_shard(describe: Callable[..., ShardColumns], shards: list[
     assert shown(describe(shards, rank)) == slowly(shards, rank)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(SHARDS, st.integers(0, 5))
 def test_columns_are_what_is_made_shard_by_shard(shards: list[ShardedTensor], rank: int) -> None:

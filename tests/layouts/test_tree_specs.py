@@ -110,6 +110,7 @@ def place_specs(tree: Any, specs: Any) -> None:
     assert set(layout_of(tree, MESH, specs).offset[:, -1].tolist()) == {0, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tree", "specs"), PAIRS)
 def test_specs_stand_at_the_places_of_any_container(tree: str, specs: str) -> None:
     place_specs(MAKE[tree](W, B), MAKE[specs](COLUMNS, ROWS))

@@ -54,6 +54,7 @@ def moves(lens: Lens, held: torch.Tensor) -> Callable[[], Any]:
     return lambda: st.redistribute(source, {"w": factory(lens, held)}, donate=True)["w"].data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [loads, moves])
 @pytest.mark.parametrize("name", LENSES)
 def test_parts_that_are_views_are_filled_without_memory_for_the_weight(name: str, way: Any) -> None:

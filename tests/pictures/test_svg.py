@@ -12,6 +12,7 @@ from tests.pictures.kinds import HOSTILE, KINDS, LONG, picture
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_svg_is_xml_and_small(kind: str) -> None:
     svg = svg_of(picture(kind))

@@ -91,6 +91,7 @@ def copied_too(plan: ExchangePlan) -> ExchangePlan:
     return replace(plan, passed_on=plan_reshard(plan.shared.reads, plan.shared.targets))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [cut_off, shifted, copied_too])
 def test_the_law_catches(fault: Callable[[ExchangePlan], ExchangePlan]) -> None:
     def wrong(*arguments: Any, **options: Any) -> ExchangePlan:

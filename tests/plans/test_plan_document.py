@@ -19,6 +19,7 @@ from tests.plans.reshard_layouts import Case, mesh_layout, reshards
 PLAN = plan_reshard(mesh_layout(Mesh(dp=2), PartitionSpec("dp")), mesh_layout(Mesh(tp=3), PartitionSpec(None, "tp")))
 
 
+@pytest.mark.slow
 @given(reshards())
 def test_a_plan_that_is_written_and_read_is_the_same(case: Case) -> None:
     plan = with_relays(plan_reshard(case.source, case.target, shortest_cut=case.shortest_cut, cast=True))

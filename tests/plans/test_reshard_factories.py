@@ -50,6 +50,7 @@ def test_factories_on_both_sides_are_resharded_and_come_back(name: str) -> None:
     check_reshard(sources, [st.without_data(tree) for tree in targets])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gate_and_up", "closures"])
 def test_every_way_takes_them(name: str) -> None:
     check_ways(trees(2, FACTORIES[name]), trees(3, FACTORIES[name]))

@@ -110,6 +110,7 @@ def test_each_place_of_the_target_is_explained(drawn: Drawn) -> None:
     finds_each_place(lambda plan, name: plan.explain(name), drawn)
 
 
+@pytest.mark.slow
 def test_the_law_of_places_catches_names_of_one_rank_alone() -> None:
     def of_rank_zero(plan: st.ReshardPlan, name: str) -> Any:
         found = plan.explain(name)

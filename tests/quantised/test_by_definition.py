@@ -123,6 +123,7 @@ def test_numbers_of_no_group_are_refused(group: int) -> None:
         FORMS["gptq"].dequantise(tensors)
 
 
+@pytest.mark.slow
 def test_scales_that_are_cut_as_rows_in_any_order_are_found() -> None:
     form, tensors = FORMS["gptq"], stored("gptq", key="mlp.weight")
 
@@ -136,6 +137,7 @@ def test_scales_that_are_cut_as_rows_in_any_order_are_found() -> None:
         check_quantised(form, tensors, held=fault)
 
 
+@pytest.mark.slow
 def test_zeros_of_the_other_version_are_found() -> None:
     first, second = FORMS["gptq"], FORMS["gptq_v2"]
     tensors = stored("gptq", key="weight")

@@ -56,6 +56,7 @@ def test_1664_of_32768_codes_of_mxfp8_dont_come_back_from_bfloat16() -> None:
         check_quantised(fault, made, same_codes=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("scale", [1.0, 0.02, 1e-37, 2e37])
 def test_what_is_quantised_by_powers_comes_back_byte_for_byte(name: str, scale: float) -> None:

@@ -101,6 +101,7 @@ def check_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert first_difference(found[key], tensor.contiguous()) is None, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("budget", [2**30, 2**13])
 def test_a_conversion_dequantises_box_by_box(name: str, budget: int) -> None:
@@ -120,6 +121,7 @@ def test_a_conversion_quantises_block_by_block(name: str, budget: int) -> None:
     check_tensors(st.load_plain_tensors(to), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMS if FORMS[name].encode is not None])
 @QUICK
 @given(seed=hy.integers(0, 100), axis=hy.integers(0, 1))

@@ -82,6 +82,7 @@ def test_archives_are_looked_up_side_by_side(server: Server, backend: tuple[str,
     assert len(server.log) <= TENSORS + 16, server.actions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [*FORMATS, ("safetensors", 1), ("zarr", 3)], ids=str)
 def test_a_verification_fetches_each_byte_once(server: Server, backend: tuple[str, int]) -> None:
     saved(backend)

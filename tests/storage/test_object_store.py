@@ -136,6 +136,7 @@ def test_a_conversion_reads_each_side_once_by_large_requests(server: Server) -> 
     assert sum(sizes) < 2 * 2**25 + 2**20
 
 
+@pytest.mark.slow
 @given(data=some.data())
 def test_what_is_fetched_is_what_a_local_load_reads(data: some.DataObject) -> None:
     """The law of planned reads: any boxes of any layout, with any sizes of requests and gaps."""

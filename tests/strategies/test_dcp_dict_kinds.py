@@ -77,6 +77,7 @@ def reloaded(tree: Any, backend: Any = DCP) -> Any:
 BACKENDS = [each for each in sorted(formats_with(StrategyAction.SAVE_SHARDED)) if each[0] != "huggingface"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_container_comes_back_in_every_format(name: str, backend: Any) -> None:
@@ -116,6 +117,7 @@ def check_kinds(tree: dict[str, Any], load: Any = reloaded) -> None:
     assert kinds_in(load({"w w": shard(), **tree})) == kinds_in(tree)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(trees())
 def test_kinds_of_dicts_come_back_whatever_they_lie_in(tree: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ def test_whatever_was_saved_how_loads_whole(save: Save) -> None:
     assert wrong_tensors(save) == []
 
 
+@pytest.mark.slow
 @given(saves(), some.sampled_from(LAYOUTS))
 def test_whatever_was_saved_loads_in_any_layout(save: Save, layout: str) -> None:
     known = {key: tensor for key, tensor in save.expected().items() if tensor.ndim}

@@ -181,6 +181,7 @@ def test_the_law_catches_values_that_come_before_chunks_and_names(monkeypatch):
         check_alike(job, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [2, 4, 8])
 @pytest.mark.parametrize("hidden", [8, 16, 32])
 def test_unique_weights_in_an_unknown_order_are_read_where_a_slice_ends_between_a_pairs_halves(hidden, dp):

@@ -154,6 +154,7 @@ def test_terms_of_a_sum_are_refused_by_name() -> None:
 # Files that don't belong together
 
 
+@pytest.mark.slow
 @given(some.permutations(range(4)))
 def test_a_permuted_rank_file_is_refused(order: list[int]) -> None:
     assume(order != [0, 1, 2, 3])

@@ -66,6 +66,7 @@ WRONG: dict[str, tuple[bytes, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", WRONG)
 def test_an_unsound_one_is_damage(row: str, tmp_path: Path) -> None:
     content, file, words = WRONG[row]

@@ -43,6 +43,7 @@ def test_weights_and_states_load_in_other_layouts(release: Path, kind: str, layo
     assert wrong_in_layout(release / kind, held(release), layout) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_damaged_and_the_common_state_is_read(release: Path, kind: str) -> None:
     assert st.verify(release / kind, report=lambda _: None) == ()

@@ -122,6 +122,7 @@ def regular(tensors: int = 40, chunks: int = 9) -> tuple[Contents, dict[str, Arc
     return stored, {}, {name: (name,) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "broken"),
     [

@@ -176,6 +176,7 @@ def check_one_wrong_element(shape: tuple[int, ...], ranks: int, element: int) ->
     assert refused(stored_in_parts(tree, ranks))
 
 
+@pytest.mark.slow
 @given(cuts())
 def test_one_wrong_element_of_a_master_is_refused_wherever_it_is(cut: tuple[tuple[int, ...], int, int]) -> None:
     check_one_wrong_element(*cut)

@@ -66,6 +66,7 @@ def bits_of(kind):
 CHECKED = [*product(KINDS, ["all"]), *product(KINDS[:3], [None])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "verify"), CHECKED)
 def test_a_flipped_bit_in_any_file_is_detected(kind, verify):
     @given(bits_of(kind))

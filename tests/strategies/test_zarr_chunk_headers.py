@@ -124,6 +124,7 @@ COMPRESSORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 @pytest.mark.parametrize("name", RAW)
 def test_an_honest_chunk_that_is_cut_is_damage_everywhere(name: str, compressor: str) -> None:

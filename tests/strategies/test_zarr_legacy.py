@@ -127,6 +127,7 @@ def check_array(case: tuple[torch.Tensor, tuple[int, ...], str, Layout], cut: An
     assert torch.equal(load_cut(storage, "w", whole, layout, common_strategy=lambda checkpoint: {}), whole)
 
 
+@pytest.mark.slow
 @given(arrays())
 def test_any_grid_loads_in_any_layout(case: tuple[torch.Tensor, tuple[int, ...], str, Layout]) -> None:
     check_array(case)

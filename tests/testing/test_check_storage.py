@@ -232,6 +232,7 @@ def test_it_catches_a_storage_that(fault: Fault, found: str, monkeypatch: pytest
         check_storage(lambda: fault(MemoryStorage()))
 
 
+@pytest.mark.slow
 def test_another_object_for_the_place_tells_what_is_there_from_what_is_remembered() -> None:
     def remembers(inner: MemoryStorage) -> Any:
         own = MemoryStorage()

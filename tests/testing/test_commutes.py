@@ -124,6 +124,7 @@ SMALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", SMALL.values(), ids=list(SMALL))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_faults_in_small_tensors_are_caught(fault: Callable[[Any], Any], dtype: torch.dtype) -> None:
@@ -186,6 +187,7 @@ register(
 NODES: list[Any] = [Layer, Plain, lambda w, b: (w, [b])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", NODES)
 def test_states_of_any_class_are_checked(make: Callable[..., Any]) -> None:
     state = {"p": make(STATE["w"], {"deep": make(STATE["b"], 3)}), "step": 3}

@@ -35,6 +35,7 @@ def eager(loader: Loader, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return {name: each.data for name, each in parameters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_a_traced_loader_does_what_it_does(name: str, ranks: int) -> None:
     loader = LOADERS[name]

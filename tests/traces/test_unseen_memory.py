@@ -129,6 +129,7 @@ def methods_that_show_memory(names: Sequence[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_method_of_tensors_shows_memory_that_lacks_traced_values() -> None:
     assert methods_that_show_memory(METHODS) == []

@@ -212,6 +212,7 @@ def test_the_model_is_what_a_plain_one_is(tied: bool) -> None:
     assert found[-1] < found[0] - 0.5, "something is learned"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_what_a_fresh_optimizer_wants() -> None:
     trainer = started(FLOAT, joined_place(Layout(1, 1), 0))
     trainer.train(1)

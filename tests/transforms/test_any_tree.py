@@ -110,6 +110,7 @@ def fits(name: str, block: str) -> bool:
     return block != "class" or name not in {"split_tensor"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [shard, plain])
 @pytest.mark.parametrize("name", CASES)
 def test_a_transform_of_a_tree_is_that_of_the_flat_one(name: str, make: Make) -> None:

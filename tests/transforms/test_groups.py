@@ -55,6 +55,7 @@ def check_parts(split: Callable[[Tree], Tree], drawn: Grouped) -> None:
                 assert bits.tolist() == part, f"{name} of layer {layer} has other elements"
 
 
+@pytest.mark.slow
 @given(grouped())
 def test_merge_undoes_split_and_split_undoes_merge(drawn: Grouped) -> None:
     tree, sizes, axis, groups = drawn

@@ -175,6 +175,7 @@ def shares_what_stays(f: Of, tree: Any) -> None:
     assert outline(result) != outline(tree) or result is tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 @given(tree=trees())
 def test_an_unchanged_subtree_is_shared(name: str, tree: Any) -> None:

@@ -319,6 +319,7 @@ def test_what_cannot_be_rebuilt_is_an_error() -> None:
         simulate(2, lambda world: world.broadcast(Unreadable()))
 
 
+@pytest.mark.slow
 def test_ranks_see_the_callers_context() -> None:
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
     variable.set("outside")

@@ -242,7 +242,7 @@ class ReadOptions:
                 raise MetadataError(error_text(what, found=type(value).__name__, expected="a function"))
         if self.replicated is not None and self.within is None:
             what = "from_dtensors: replicated= without within="
-            fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors: they don't say it."
+            fix = "Pass within=mesh, the DeviceMesh whose ranks all hold these plain tensors."
             raise MetadataError(error_text(what, fix=fix))
 
 

@@ -74,7 +74,7 @@ def decode_value(data: Buffer, what: str, options: LoadOptions) -> tuple[Any, Ki
     kinds = decode_archive(record, what=what, allow_pickle=options.allow_pickle)
     if type(kinds) is not list or not all(map(_is_kind, kinds)):
         raise CorruptCheckpoint(
-            error_text(f"{what} isn't one", expected="empty dicts of other kinds, and their depths")
+            error_text(f"{what} is malformed", expected="empty dicts of other kinds, and their depths")
         )
     return value, tuple(kinds)
 
