@@ -6,6 +6,7 @@ import importlib
 import sys
 import types
 import typing
+from functools import cache
 
 from ._ambient import collector_paused
 
@@ -18,6 +19,17 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
     """
     with collector_paused():
         return importlib.import_module(module, package)
+
+
+@cache
+def leaf(name: str) -> typing.Any:
+    """Return what hangs from core and shell under a name of the table in `_leaves`, imported when it is first needed.
+
+    Core and shell import nothing of the kind: without a table of names, whoever loads one tensor would load all formats.
+    """
+    leaves: typing.Mapping[str, str] = import_quickly("._leaves", __package__).LEAVES
+    module, _, attribute = leaves[name].partition(":")
+    return getattr(import_quickly(f".{module}", __package__), attribute)
 
 
 def notebook_html(value: object) -> str:

@@ -1,0 +1,9 @@
+"""What core and shell find by name, once they need it: the only place from which they reach what hangs from them.
+
+A save or load of our own format needs none of these; whoever does imports it then. Each name is a module of the
+package and, after a colon, what of it is meant.
+"""
+
+from __future__ import annotations
+
+LEAVES: dict[str, str] = {}
