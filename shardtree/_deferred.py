@@ -25,7 +25,7 @@ def import_quickly(module: str, package: str) -> types.ModuleType:
 def leaf(name: str) -> typing.Any:
     """Return what hangs from core and shell under a name of the table in `_leaves`, imported when it is first needed.
 
-    Core and shell import nothing of the kind: without a table of names, whoever loads one tensor would load all formats.
+    Core and shell import nothing of the kind: else whoever loads one tensor would load all formats.
     """
     leaves: typing.Mapping[str, str] = import_quickly("._leaves", __package__).LEAVES
     module, _, attribute = leaves[name].partition(":")
