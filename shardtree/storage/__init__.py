@@ -5,7 +5,6 @@ This room isn't settled: its names may still change, those of the root alone sta
 
 import typing
 
-from .._deferred import later
 from ._blocks import (
     BLOCK_BYTES,
     BlockHasher,
@@ -114,6 +113,8 @@ if typing.TYPE_CHECKING:
     from ._object_url import in_larger_requests as in_larger_requests
     from ._object_url import object_storage
 else:
+    from .._deferred import later
+
     __getattr__ = later(
         __name__,
         {
