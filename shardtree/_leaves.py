@@ -6,4 +6,6 @@ package and, after a colon, what of it is meant.
 
 from __future__ import annotations
 
-LEAVES: dict[str, str] = {}
+LEAVES: dict[str, str] = {
+    "storage_behind": "storage._url:storage_behind",
+}

@@ -90,7 +90,7 @@ def test_every_way_to_the_names_gives_all_of_them(code: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_and_a_load_bring_no_other_format_and_no_conversion(tmp_path: Path) -> None:
+def test_a_save_and_a_load_bring_no_other_format_no_conversion_and_no_remote_store(tmp_path: Path) -> None:
     code = """
 import sys, torch, shardtree as st
 tree = {"w": st.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 1}
@@ -103,9 +103,11 @@ print(*sys.modules)
     assert [name for name in loaded if name.startswith(others)] == ["shardtree.strategies.huggingface._listing"]
     rooms_of = {name for name in loaded if name.startswith("shardtree.checkpoint.")}
     assert not {f"shardtree.checkpoint.{one}" for one in ("conversion", "_comparison", "series")} & rooms_of
+    remote = {f"shardtree.storage.{one}" for one in ("_url", "_fsspec", "_object_url", "_object_store")}
+    assert not remote & {*loaded}
 
 
-@pytest.mark.parametrize("package", [shardtree.checkpoint, shardtree.strategies.huggingface])
+@pytest.mark.parametrize("package", [shardtree.checkpoint, shardtree.storage, shardtree.strategies.huggingface])
 def test_a_type_checker_sees_the_names_that_a_package_defers(package: ModuleType) -> None:
     tree = ast.parse(Path(str(package.__file__)).read_text())
     (choice,) = (node for node in tree.body if isinstance(node, ast.If))

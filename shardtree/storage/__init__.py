@@ -3,6 +3,8 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
+import typing
+
 from ._blocks import (
     BLOCK_BYTES,
     BlockHasher,
@@ -62,16 +64,25 @@ from ._folders import (
     take_refusals,
     with_own_refusals,
 )
-from ._fsspec import FsspecStorage
 from ._local import LocalStorage
 from ._memory import BytesReader, MemoryStorage
-from ._object_store import ObjectStorage
-from ._object_streams import fetch_ahead, opened
-from ._object_url import in_larger_requests, object_storage
+from ._opened import RequestReader, fetch_ahead, opened
 from ._owner import Claim, claim, is_alive, is_claimed, made_here, maker_is_dead, owner_note, process_token, release
 from ._refusals import Refusal, Refusals, SaveReport
 from ._requests import fetch_cost
-from ._storage import AnyBuffer, Buffer, Reader, Sibling, SizedBuffers, Storage, byte_view, is_left_over, is_temporary
+from ._storage import (
+    AnyBuffer,
+    Buffer,
+    Reader,
+    Sibling,
+    SizedBuffers,
+    Storage,
+    byte_view,
+    copy_bytes,
+    inside,
+    is_left_over,
+    is_temporary,
+)
 from ._threads import Task, background_threads, in_threads, in_turn, usual_threads, write_behind
 from ._wrapped import Listed, around, listed, prefetch, settle, wrapped
 
@@ -95,3 +106,20 @@ __all__ = [
     "object_storage",
     "wrapped",
 ]
+
+# What is behind URLs is imported when it is asked for.
+if typing.TYPE_CHECKING:
+    from ._fsspec import FsspecStorage as FsspecStorage
+    from ._object_url import in_larger_requests as in_larger_requests
+    from ._object_url import object_storage
+else:
+    from .._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "FsspecStorage": "._fsspec",
+            "in_larger_requests": "._object_url",
+            "object_storage": "._object_url",
+        },
+    )

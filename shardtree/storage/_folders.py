@@ -6,18 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
-from urllib.parse import urlsplit
 
+from .._deferred import leaf
 from ..errors import StorageError, error_text
 from ._capabilities import Function, can, make_folder
-from ._fsspec import fsspec_storage
 from ._local import LocalStorage, SavingStorage
 from ._local_files import parents_of_missing
 from ._memory import MemoryStorage
-from ._object_errors import without_secrets
-from ._object_url import SCHEMES, object_storage
 from ._refusals import Refusal, Refusals, elsewhere, sync_above
 from ._storage import Storage, inside
 from ._wrapped import Wrapped, around
@@ -91,24 +87,16 @@ def storage_at(directory: Directory) -> Storage:
     if isinstance(directory, (str, os.PathLike)):
         path = os.fspath(directory)
         if isinstance(path, str) and path and "\0" not in path:
-            return _behind(path) if "://" in path else LocalStorage(_absolute(path))
+            if "://" not in path:
+                return LocalStorage(_absolute(path))
+            remote: Storage = leaf("storage_behind")(path)
+            return remote
     elif isinstance(directory, Storage):
         return directory
     kind = type(directory).__name__
     raise StorageError(
         error_text("where is the checkpoint?", found=f"{directory!r} ({kind})", expected="a path, a URL or a Storage")
     )
-
-
-def _behind(url: str) -> Storage:
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise StorageError(error_text(f"not a URL: {without_secrets(url)!r}", found=str(error))) from None
-    # A signed URL's query goes with every request, which obstore can't do.
-    if parts.scheme in SCHEMES and not parts.query and find_spec("obstore") is not None:
-        return object_storage(url)
-    return fsspec_storage(url)
 
 
 def is_same_place(one: Storage, other: Storage) -> bool:

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointingException, OutcomeUnknown, StorageError, error_text
-from ._capabilities import Capabilities
-from ._local import LocalStorage
+from ..storage import AnyBuffer, Buffer, Capabilities, LocalStorage, Storage, byte_view, inside
 from ._object_errors import plain_url, without_secrets
-from ._storage import AnyBuffer, Buffer, Storage, byte_view, inside
 
 MARKER = ".shardtree-folder"
 """An empty object that makes a folder where the store has none; no other method shows it."""

@@ -13,10 +13,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from ..errors import CheckpointingException, CorruptCheckpoint, OutcomeUnknown, StorageError, error_text
-from ._capabilities import Capabilities, Entry
+from ..storage import AnyBuffer, Buffer, Capabilities, Entry, RequestReader, byte_view, inside
 from ._object_errors import NO_RANGES, REFUSALS, check_process, request_failure
-from ._object_streams import ObjectReader, abort_uploads, noting, parts_of
-from ._storage import AnyBuffer, Buffer, byte_view, inside
+from ._object_streams import abort_uploads, noting, parts_of
 
 T = TypeVar("T")
 
@@ -151,9 +150,9 @@ class ObjectStorage:
                 return obstore.get(self.store, self._path(name))
 
     @contextmanager
-    def open(self, name: str) -> Iterator[ObjectReader]:
+    def open(self, name: str) -> Iterator[RequestReader]:
         """Open a file for reading."""
-        yield ObjectReader(partial(self.read_range, name), self.where(name), self._length_or_raise(name))
+        yield RequestReader(partial(self.read_range, name), self.where(name), self._length_or_raise(name))
 
     def _length_or_raise(self, name: str) -> int:
         if (length := self.length(name)) is None:

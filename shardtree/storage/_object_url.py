@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import StorageError, error_text
+from ..storage import Storage
 from ._object_errors import plain_url, without_secrets
 from ._object_store import ObjectStorage
-from ._storage import Storage
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "adl", "abfs", "abfss", "azure", "http", "https"})
 """Of the URLs that go to obstore where it is installed; fsspec takes all others."""

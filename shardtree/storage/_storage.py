@@ -50,6 +50,19 @@ def byte_view(buffer: AnyBuffer, where: str) -> Buffer:
         raise StorageError(error_text(what, found=kind, expected=expected, fix=fix)) from error
 
 
+def copy_bytes(memory: bytearray | Buffer, at: int, source: Buffer) -> None:
+    r"""Copy bytes; other threads go on meanwhile.
+
+    Examples:
+        >>> memory = bytearray(4)
+        >>> copy_bytes(memory, 1, memoryview(b"ab"))
+        >>> memory
+        bytearray(b'\x00ab\x00')
+    """
+    # By NumPy: a slice of a memoryview is copied under Python's global lock.
+    np.frombuffer(memory, dtype=np.uint8, count=source.nbytes, offset=at)[:] = np.frombuffer(source, dtype=np.uint8)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SizedBuffers:
     """Buffers whose total length is known beforehand, so that a storage can reserve space for them.

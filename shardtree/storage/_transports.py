@@ -22,9 +22,8 @@ from ._blocks import BLOCK_BYTES, Flags
 from ._buffers import DeviceCopies, Pair, copies_of, host_memory
 from ._capabilities import ReadRange, can
 from ._checked import StoredFile, wrong_length
-from ._object_streams import copy_bytes
 from ._requests import Cut, Request
-from ._storage import Buffer, Reader, Storage
+from ._storage import Buffer, Reader, Storage, copy_bytes
 from ._strided import piece_in, row_major_piece_in
 from ._threads import usual_threads
 
