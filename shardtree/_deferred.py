@@ -28,8 +28,27 @@ def leaf(name: str) -> typing.Any:
     Core and shell import nothing of the kind: else whoever loads one tensor would load all formats.
     """
     leaves: typing.Mapping[str, str] = import_quickly("._leaves", __package__).LEAVES
-    module, _, attribute = leaves[name].partition(":")
+    return by_name(leaves[name])
+
+
+def by_name(place: str) -> typing.Any:
+    """Return what a module of the package has, as "module:attribute"; the module is imported now.
+
+    Examples:
+        >>> by_name("errors:TreeError").__name__
+        'TreeError'
+    """
+    module, _, attribute = place.partition(":")
     return getattr(import_quickly(f".{module}", __package__), attribute)
+
+
+def when_called(place: str) -> typing.Callable[..., typing.Any]:
+    """Return the function that is at a place, as `by_name` takes it, imported once it is called."""
+
+    def call(*arguments: typing.Any) -> typing.Any:
+        return by_name(place)(*arguments)
+
+    return call
 
 
 def notebook_html(value: object) -> str:

@@ -7,5 +7,6 @@ package and, after a colon, what of it is meant.
 from __future__ import annotations
 
 LEAVES: dict[str, str] = {
+    "formats": "_formats:ROWS",
     "storage_behind": "storage._url:storage_behind",
 }

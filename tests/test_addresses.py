@@ -12,6 +12,13 @@ from tests.golden.addresses import pickled_as
 LINES = [line.split() for line in (Path(__file__).parent / "golden" / "addresses.txt").read_text().splitlines()]
 
 GONE = {
+    "shardtree.strategies.archives.ACTIONS": "the rows of formats are one table of names, `default_strategies`",
+    "shardtree.strategies.archives.rows_of_archives": "likewise",
+    "shardtree.strategies.torch_checkpointing.RankPart": "is that of the package of archives, which never was public",
+    **{
+        f"shardtree.strategies.{name}.ROWS": "the rows of formats are one table of names, `default_strategies`"
+        for name in ("deepspeed", "dtensor_files", "huggingface", "torch_checkpointing", "torch_dist", "zarr")
+    },
     "shardtree.strategies.index.files_damage": "is files_findings: it yields what was checked as well",
     "shardtree.strategies.index.whole_damage": "is whole_file_findings, likewise",
     "shardtree.strategies.torch.archive_unchecked": "is archive_findings, likewise",

@@ -23,6 +23,7 @@ from ..strategies import (
     decode_metadata,
     find_strategy,
     is_of_others,
+    is_whole,
     metadata_bytes,
     stamp,
     table_of,
@@ -89,7 +90,8 @@ def traits_together(fields: Fields, decided_by: tuple[str, ...], strategies: Str
     sharded = traits_of(*sharded_backend(fields), strategies)
     common = traits_of(*common_backend(fields), strategies)
     in_save_folder = sharded.in_save_folder and common.in_save_folder
-    return replace(sharded, decided_by=decided_by, in_save_folder=in_save_folder)
+    check = partial(is_whole, strategies)
+    return replace(sharded, decided_by=decided_by, in_save_folder=in_save_folder, is_whole=check)
 
 
 def find(directory: Directory, options: LoadOptions) -> Storage:

@@ -26,11 +26,11 @@ from ..strategies import (
     find_strategy,
     is_damaged,
     is_of_others,
-    manifest_findings,
     refuse_replaced,
     refused_findings,
     unless_replaced,
 )
+from ..strategies.manifest import manifest_findings
 from ..world import one_process
 from ._dispatch import are_objects_beside, common_backend, given_options, sharded_backend, strategy_of
 from ._open import open_at

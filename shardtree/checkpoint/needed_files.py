@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from ..errors import CheckpointingException, CorruptCheckpoint
 from ..storage import Storage
-from ..strategies import Fields, StrategyAction, find_strategy, read_manifest
+from ..strategies import Fields, StrategyAction, find_strategy
+from ..strategies.manifest import read_manifest
 from ._dispatch import common_backend, sharded_backend
 from .opened import OpenCheckpoint, index_of
 

@@ -17,7 +17,6 @@ from ._findings import (
     refused_findings,
     stored_parts,
 )
-from ._manifest import MANIFEST_FILE, manifest_findings, read_manifest
 from ._metadata import (
     check_unchanged,
     check_unreplaced,
@@ -74,6 +73,8 @@ from .base import (
     find_strategy,
     formats_with,
     get_default_strategy,
+    is_whole,
+    manifests,
     register_default_strategy,
     table_of,
     traits_of,

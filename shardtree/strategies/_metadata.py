@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,8 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
-from ..codec import decode_header, header_length, parse_json
-from ..codec.archives import archive_records
+from ..codec import parse_json
 from ..errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -20,7 +18,7 @@ from ..errors import (
     OutcomeUnknown,
     error_text,
 )
-from ..storage import Buffer, Storage, StoredFile, can, digest, in_threads, is_folder, read_if_there
+from ..storage import Buffer, Storage, StoredFile, can, digest, in_threads, read_if_there
 from ._own_hash import encode_metadata, has_misnamed_digest
 from ._traits import METADATA_FILE, Stamp
 from ._values import Checkpoint, Fields
@@ -282,7 +280,7 @@ def refuse_replaced(checkpoint: Checkpoint) -> list[str]:
     """
     # A file that was merely cut is no save's: what is wrong with it is said by who reads it.
     names = _changed_files(checkpoint)
-    if any(_is_whole(checkpoint.storage, name) for name in names):
+    if any(_is_whole(checkpoint, name) for name in names):
         what = f"open: {checkpoint.storage.where()!r} was replaced by a later save"
         raise CheckpointReplaced(error_text(what, fix="Open the checkpoint again."))
     return names
@@ -299,23 +297,10 @@ def _changed_files(checkpoint: Checkpoint) -> list[str]:
     return [entry[0] for entry in now if entry not in checkpoint.stamp]
 
 
-def _is_whole(storage: Storage, name: str) -> bool:
+def _is_whole(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether a file that decides ends as one of its kind does, which a part of one doesn't."""
     try:
-        with storage.open(name) as reader:
-            match name.rpartition(".")[2]:
-                case "latest" | "latest_universal":
-                    tag = bytes(reader.read()).decode("utf-8", "replace").strip()
-                    return bool(tag) and is_folder(storage, tag)
-                case "pt":
-                    archive_records(reader.read, reader.length, what=name)
-                case "safetensors":
-                    decode_header(reader.read(0, 8 + header_length(reader.read(0, 8), reader.length)), reader.length)
-                case "json" | "zgroup":
-                    parse_json(reader.read(), name)
-                case "metadata":
-                    return bytes(reader.read(max(0, reader.length - 1), reader.length)) == pickle.STOP
-            return reader.length > 0
+        return checkpoint.traits.is_whole(checkpoint.storage, name)
     except CheckpointingException:
         return False
 

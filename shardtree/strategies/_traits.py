@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ..codec import parse_json
+from ..storage import Storage
+
 METADATA_FILE = "metadata.json"
+
+
+def seems_whole(storage: Storage, name: str) -> bool:
+    """Return whether a file holds anything, which is JSON if its name says so.
+
+    Args:
+        storage: Folder of the file.
+        name: Name of the file.
+
+    Raises:
+        CorruptCheckpoint: It isn't JSON.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> folder = MemoryStorage()
+        >>> folder.replace("catalog.json", b"{}", durable=False)
+        >>> seems_whole(folder, "catalog.json")
+        True
+    """
+    with storage.open(name) as reader:
+        if name.endswith(".json"):
+            parse_json(reader.read(), name)
+        return reader.length > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +55,11 @@ class FormatTraits:
             all of a tensor has to come from one rank then.
         writes_common: whether SAVE_SHARDED writes some of the common state into the files of tensors, so that these are
             other files with another common state: a conversion is resumed only with the same one.
-        has_manifest: whether Megatron-Core may have written its `integrity.json` beside such a checkpoint.
+        manifest: Name of a file with the hashes of all others that another program may have written beside such a
+            checkpoint; empty if none does. It is read by `verify`, and no save goes to a folder where an old one is.
+        is_whole: Function from the folder and the name of a file that decides to whether the file ends as one of its
+            kind does, which a part of one doesn't: a checkpoint whose deciding file changed and is whole was replaced
+            by a later save. It may raise CheckpointingException for one that isn't.
 
     Examples:
         >>> FormatTraits(decided_by=("catalog.json",)).fills_devices
@@ -40,9 +71,10 @@ class FormatTraits:
     cuts_chunks: Literal["always", "unchecked", "never"] = "never"
     fills_devices: bool = False
     is_guess: bool = False
-    has_manifest: bool = False
+    manifest: str = ""
     shares_files: bool = False
     writes_common: bool = False
+    is_whole: Callable[[Storage, str], bool] = seems_whole
 
 
 Stamp = tuple[tuple[str, int, float], ...]

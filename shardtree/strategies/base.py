@@ -10,16 +10,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from .._deferred import by_name, leaf
 from ..errors import StrategyError, error_text
 from ..geometry import as_int
-from . import deepspeed, dtensor_files, huggingface, safetensors, torch_checkpointing, torch_dist, zarr
+from ..storage import Storage
+from . import safetensors
 from ._actions import Row, StoredRows, Strategies, Strategy, StrategyAction
-from ._traits import METADATA_FILE, FormatTraits
+from ._traits import METADATA_FILE, FormatTraits, seems_whole
 
 Fn = TypeVar("Fn", bound=Strategy)
 
@@ -93,8 +95,7 @@ class StrategyTable(Mapping[Row, Strategy]):
 
 @cache
 def _function_at(place: str) -> Strategy:
-    module, _, name = place.partition(":")
-    function: Strategy = getattr(import_module(f".{module}", __package__), name)
+    function: Strategy = by_name(place)
     return function
 
 
@@ -134,16 +135,7 @@ def _is_ours(strategy: object) -> bool:
     return isinstance(strategy, str) and ":" in strategy
 
 
-# The union of each format's own literal: a row is looked up here, and written there.
-_rows: dict[Row, Strategy | str] = {
-    **safetensors.ROWS,
-    **huggingface.ROWS,
-    **torch_dist.ROWS,
-    **zarr.ROWS,
-    **dtensor_files.ROWS,
-    **deepspeed.ROWS,
-    **torch_checkpointing.ROWS,
-}
+_rows: dict[Row, Strategy | str] = {**safetensors.ROWS, **leaf("formats")}
 
 default_strategies = StrategyTable(_rows)
 """Every registered row: prints as a table. Read-only; ``default_strategies | {...}`` makes a table of its own."""
@@ -273,9 +265,49 @@ def deciding_files(strategies: Strategies | None = None) -> tuple[str, ...]:
         >>> ".metadata" in deciding_files()
         True
     """
-    rows = {(name, version) for _, name, version in table_of(strategies)}
-    patterns = {pattern for row in rows for pattern in traits_of(*row, strategies).decided_by}
+    patterns = {pattern for traits in _all_traits(strategies) for pattern in traits.decided_by}
     return tuple(sorted(patterns | {METADATA_FILE}))
+
+
+def manifests(strategies: Strategies | None = None) -> tuple[str, ...]:
+    """Return the names of all formats' manifests.
+
+    Examples:
+        >>> manifests()
+        ('integrity.json',)
+    """
+    return tuple(sorted({traits.manifest for traits in _all_traits(strategies)} - {""}))
+
+
+def is_whole(strategies: Strategies | None, storage: Storage, name: str) -> bool:
+    """Return whether a file that decides ends as one of its kind does, by the first format that it decides for.
+
+    Args:
+        strategies: Dispatch table; None for the process's.
+        storage: Folder of the file.
+        name: Name of the file.
+
+    Raises:
+        CheckpointingException: It doesn't.
+
+    Examples:
+        >>> from shardtree.storage import MemoryStorage
+        >>> folder = MemoryStorage()
+        >>> folder.replace(".metadata", b"the beginning", durable=False)
+        >>> is_whole(None, folder, ".metadata")
+        False
+    """
+    fits = (traits.is_whole for traits in _all_traits(strategies) if _decides(name, traits))
+    return next(fits, seems_whole)(storage, name)
+
+
+def _decides(name: str, traits: FormatTraits) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in traits.decided_by)
+
+
+def _all_traits(strategies: Strategies | None) -> list[FormatTraits]:
+    rows = {(name, version) for _, name, version in table_of(strategies)}
+    return [traits_of(*row, strategies) for row in sorted(rows)]
 
 
 def table_of(strategies: Strategies | None) -> Strategies:

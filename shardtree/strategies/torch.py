@@ -21,9 +21,9 @@ from ..errors import (
 from ..storage import Buffer, opened
 from ..trees import HOLE, Field, leaves_with_paths, map_sharing, without_holes
 from ._findings import Damage, Finding, span_findings
-from ._manifest import check_listed
 from ._metadata import refuse_replaced
 from ._values import Checkpoint, Fields, LoadOptions, PendingSave
+from .manifest import check_listed
 
 # Holes in lists and tuples: empty dicts are stored in their place, and a record lists where they were
 

@@ -28,7 +28,6 @@ from ...storage import (
     with_own_refusals,
 )
 from ...strategies import (
-    MANIFEST_FILE,
     METADATA_FILE,
     PendingSave,
     Replaced,
@@ -43,6 +42,7 @@ from ...strategies import (
     is_of_others,
     is_save_folder,
     make_save_folder,
+    manifests,
     metadata_bytes,
     new_save_id,
     stamp,
@@ -266,8 +266,9 @@ def inspect_folder(
     # Files with fixed names can't be replaced one by one without a moment at which neither checkpoint is whole.
     if there and not (in_save_folder(backends, strategies) and _goes_with_metadata(before, strategies)):
         return SaveStart(save_id, None, stamp(storage, deciding_files(strategies)))
-    if not in_save_folder(backends, strategies) and storage.length(MANIFEST_FILE) is not None:
-        what = f"save: {storage.where(MANIFEST_FILE)!r} lists files that no longer exist, or aren't a checkpoint"
+    names = () if in_save_folder(backends, strategies) else manifests(strategies)
+    if (manifest := next((name for name in names if storage.length(name) is not None), None)) is not None:
+        what = f"save: {storage.where(manifest)!r} lists files that no longer exist, or aren't a checkpoint"
         raise StorageError(error_text(what, fix="Remove it, or save to another folder: loads would check files by it."))
     return SaveStart(save_id, before, None)
 

@@ -1,7 +1,7 @@
 """Formats that consist of torch.save's files, one for each rank: where each tensor's bytes are, and what follows."""
 
 from ._contents import Contents, Piece, Tensors, contents_of, piece_columns, piece_of, state_key
-from ._files import ArchiveFile, ValueAt, filled, hyperparameters, read_archives
+from ._files import ArchiveFile, ValueAt, filled, hyperparameters, is_whole_archive, read_archives
 from ._parts import RankPart, check_rank, local_part, place_parts
-from ._rows import ACTIONS, rows_from_contents, rows_of_archives
+from ._rows import rows_from_contents
 from ._scattered import check_record

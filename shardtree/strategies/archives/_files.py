@@ -11,9 +11,9 @@ from typing import Any
 
 from ..._ambient import collector_paused
 from ...codec import element_count
-from ...codec.archives import Record, StoredTensor, describe_archive, filled_tensor
+from ...codec.archives import Record, StoredTensor, archive_records, describe_archive, filled_tensor
 from ...errors import CorruptCheckpoint, TreePath, error_text, render_path
-from ...storage import Reader, fetch_ahead, in_threads, opened, threads_of
+from ...storage import Reader, Storage, fetch_ahead, in_threads, opened, threads_of
 from ...trees import map_sharing
 from .._values import Checkpoint
 
@@ -192,3 +192,14 @@ def filled(checkpoint: Checkpoint, value: Any) -> Any:
 def hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return an optimizer's groups without the numbers of their parameters, of which each optimizer has its own."""
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def is_whole_archive(storage: Storage, name: str) -> bool:
+    """Return whether an archive of torch.save has the table of its records, which is written last.
+
+    Raises:
+        CorruptCheckpoint: It hasn't.
+    """
+    with storage.open(name) as reader:
+        archive_records(reader.read, reader.length, what=name)
+        return reader.length > 0

@@ -19,11 +19,10 @@ from ...layouts import TensorKind, shard_columns
 from ...mapping import ShardedObject, ShardedTensor
 from ...plans import LoadPlan, ReadCost, find_unexpected, plan_load
 from ...storage import ReadReport, fetch, fetch_cost, in_threads, opened, read_crc32, threads_of
-from .._actions import Recognize, Resolution, Strategies, Strategy, StrategyAction
+from .._actions import Resolution, Strategy
 from .._checks import Comparison, check_fit, check_objects_known, first_difference, memory_of, pieces_of
 from .._findings import Damage, Finding, span_findings
 from .._metadata import check_lengths
-from .._traits import FormatTraits
 from .._values import Checkpoint
 from ..index import (
     IndexMetadata,
@@ -231,15 +230,8 @@ ReadContents = Callable[[Checkpoint], Contents]
 """Returns what is in a checkpoint; raises CorruptCheckpoint if that can't be read."""
 
 
-ACTIONS = (
-    *(StrategyAction.LOAD_COMMON, StrategyAction.LOAD_SHARDED, StrategyAction.LOAD_OBJECTS),
-    *(StrategyAction.LOAD_METADATA, StrategyAction.VERIFY, StrategyAction.RESOLVE),
-)
-"""What such a format does beside recognizing and describing itself."""
-
-
 def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
-    """Return the functions for `ACTIONS`, in this order, of a format that can say what is in its files.
+    """Return what a format does that can say what is in its files: six functions, in the order of the last line.
 
     Args:
         read_contents: called once for an open checkpoint.
@@ -279,16 +271,6 @@ def rows_from_contents(read_contents: ReadContents) -> tuple[Strategy, ...]:
         return resolution(checkpoint, contents(checkpoint).copies, keys)
 
     return load_common, load, load_objects, metadata, verify, resolve
-
-
-def rows_of_archives(
-    backend: str, version: int, recognize: Recognize, decided_by: tuple[str, ...], read_contents: ReadContents
-) -> Strategies:
-    """Return all rows of a format that is only read, and that its files' names recognise."""
-    functions: dict[StrategyAction, Strategy] = dict(zip(ACTIONS, rows_from_contents(read_contents), strict=True))
-    functions[StrategyAction.RECOGNIZE] = recognize
-    functions[StrategyAction.DESCRIBE] = lambda: FormatTraits(decided_by=decided_by)
-    return {(action, backend, version): function for action, function in functions.items()}
 
 
 def _verified(checkpoint: Checkpoint, contents: Contents) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import torch
 
 from ...codec.archives import StoredTensor
 from ...errors import CorruptCheckpoint, error_text
-from ...storage import in_threads, threads_of
+from ...storage import Storage, in_threads, is_folder, threads_of
 from .._checks import Comparison
 from .._values import Checkpoint
 from ..archives import (
@@ -21,6 +21,7 @@ from ..archives import (
     contents_of,
     filled,
     hyperparameters,
+    is_whole_archive,
     piece_of,
     read_archives,
     rows_from_contents,
@@ -28,7 +29,7 @@ from ..archives import (
 )
 from ._files import CLASSES, Model, Optimizer, check_flat, check_length, plain, read_model, read_optimizer
 from ._flat import Parameter, Vector, group_pieces, split_length, split_paddings, split_pieces
-from ._listing import check_count, tag_folder, zero_files
+from ._listing import LATEST, LATEST_UNIVERSAL, check_count, tag_folder, zero_files
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -236,3 +237,15 @@ def _compare(tensors: Tensors, model: Model, parameters: Sequence[Parameter], st
 
 
 load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)
+
+
+def is_whole(storage: Storage, name: str) -> bool:
+    """Return whether a file names a folder that is there, as `latest` does, or is an archive with all of its records.
+
+    Raises:
+        CorruptCheckpoint: It is part of an archive.
+    """
+    if name.rpartition("/")[2] not in (LATEST, LATEST_UNIVERSAL):
+        return is_whole_archive(storage, name)
+    tag = storage.read(name).decode("utf-8", "replace").strip()
+    return bool(tag) and is_folder(storage, tag)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from ...codec import parse_json
+from ...codec import decode_header, header_length, parse_json
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage, listed
 from .._values import Checkpoint, Fields, fields_of_backend
@@ -37,6 +37,21 @@ def recognize(storage: Storage) -> Fields | None:
     if find_weights(storage) is None:
         return None
     return fields_of_backend(BACKEND, VERSION)
+
+
+def is_whole(storage: Storage, name: str) -> bool:
+    """Return whether a safetensors file is as long as its header says, or an index is JSON.
+
+    Raises:
+        CorruptCheckpoint: It isn't.
+    """
+    with storage.open(name) as reader:
+        if name.endswith(INDEX_SUFFIX):
+            parse_json(reader.read(), name)
+        else:
+            length = header_length(reader.read(0, 8), reader.length)
+            decode_header(reader.read(0, 8 + length), reader.length)
+        return reader.length > 0
 
 
 def find_weights(storage: Storage) -> str | None:

@@ -17,9 +17,9 @@ from ...geometry import Column
 from ...layouts import ShardColumns, TensorKind
 from ...storage import StoredFile
 from .._checks import is_object
-from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, index_problem, int64, stored_columns, text_columns
+from ..manifest import MANIFEST_FILE
 from ._metadata_content import MetadataFile, Places, TensorEntry
 from ._metadata_file import INDEX_FILE, read_metadata_file, unsound
 from ._pickled_columns import Ints

@@ -12,9 +12,9 @@ from ...codec.pickles import Irregular, Run, Stub, read_pickle
 from ...errors import CheckpointingException, CorruptCheckpoint, error_text
 from ...geometry import Column
 from ...storage import read_if_there
-from .._manifest import check_listed
 from .._traits import METADATA_FILE
 from .._values import Checkpoint
+from ..manifest import check_listed
 from ._metadata_content import (
     MetadataFile,
     Paths,

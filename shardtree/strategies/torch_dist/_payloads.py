@@ -16,8 +16,8 @@ from ...codec.archives import StoredTensor, archive_ends, tensor_place
 from ...errors import CorruptCheckpoint, UnsafeFile, UnsupportedValue, error_text
 from ...geometry import Column
 from ...storage import Buffer, Reader, can, fetch_ahead, in_threads, opened, threads_of
-from .._manifest import check_listed
 from .._values import Checkpoint, LoadOptions
+from ..manifest import check_listed
 from ..torch import decode_with_holes
 from ._listing import Listing, read_listing
 

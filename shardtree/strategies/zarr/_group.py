@@ -20,9 +20,9 @@ from ...layouts import ShardColumns, TensorKind
 from ...mapping import ShardedObject
 from ...storage import Storage, StoredFile, files_in, is_folder
 from .._checks import is_object
-from .._manifest import MANIFEST_FILE
 from .._values import Checkpoint
 from ..index import Index, build_index, int64, stored_columns, texts
+from ..manifest import MANIFEST_FILE
 from ._array import Shape, StoredArray
 from ._cells import MOST_CELLS, count_pieces, inner_counts, missing_cells, pieces, read_shard_index, stored_cells
 from ._extensions import check_group

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..codec.archives import StoredDTensor, StoredTensor, box_of
-from ..codec.pickles import contents, read_pickle
-from ..errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text, missing_numbers, rank_text
-from ..mapping import ShardedObject
-from ..storage import Storage
-from ..trees import HOLE, diff
-from ._values import Checkpoint, Fields, fields_of_backend
-from .archives import (
+from ...codec.archives import StoredDTensor, StoredTensor, box_of
+from ...codec.pickles import contents, read_pickle
+from ...errors import CorruptCheckpoint, TreePath, UnsupportedValue, error_text, missing_numbers, rank_text
+from ...mapping import ShardedObject
+from ...storage import Storage
+from ...trees import HOLE, diff
+from .._values import Checkpoint
+from ..archives import (
     ArchiveFile,
     Contents,
     Tensors,
@@ -26,12 +25,10 @@ from .archives import (
     piece_of,
     place_parts,
     read_archives,
-    rows_of_archives,
+    rows_from_contents,
 )
+from ._listing import METADATA, by_item
 
-BACKEND, VERSION = "torch_checkpointing", 1
-METADATA, PATTERN = "metadata.pkl", "*_0.pt"
-_NAME = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt", re.DOTALL)
 _TORCH = "TorchSerialization"
 
 
@@ -53,41 +50,6 @@ class Listing:
     files: Mapping[str, Mapping[int, str]]
     boxes: Mapping[PathAt, Mapping[int, ValueAt]]
     described: Mapping[PathAt, frozenset[int]] = field(default_factory=dict)
-
-
-def recognize(storage: Storage) -> Fields | None:
-    """Return the fields of metadata.json for a folder of items' files; None for anything else.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> recognize(MemoryStorage()) is None
-        True
-    """
-    if storage.length("") is not None:
-        return None
-    names = storage.names()
-    items = by_item(names)
-    # Without metadata.pkl, which not each save writes, only names say it: each rank has a file of some item.
-    ranks = {rank for item in items.values() for rank in item}
-    has_all_ranks = bool(ranks) and ranks == set(range(len(ranks))) and all(0 in item for item in items.values())
-    if METADATA not in names and not has_all_ranks:
-        return None
-    return fields_of_backend(BACKEND, VERSION)
-
-
-def by_item(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return the files that are named as items of ranks are.
-
-    Examples:
-        >>> by_item(["model_0.pt", "model_1.pt", "lr_scheduler_0.pt", "notes.txt"])
-        {'model': {0: 'model_0.pt', 1: 'model_1.pt'}, 'lr_scheduler': {0: 'lr_scheduler_0.pt'}}
-    """
-    files: dict[str, dict[int, str]] = {}
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match is not None:
-            files.setdefault(match[1], {})[int(match[2])] = name
-    return files
 
 
 def listed(storage: Storage) -> Listing:
@@ -340,4 +302,4 @@ def _is_inside(offset: Sequence[int], size: Sequence[int], whole: Sequence[int])
     return all(low + length <= end for low, length, end in zip(offset, size, whole, strict=True))
 
 
-ROWS = rows_of_archives(BACKEND, VERSION, recognize, (METADATA, PATTERN), read_contents)
+load_common, load_sharded, load_objects, load_metadata, verify, resolve = rows_from_contents(read_contents)

@@ -31,7 +31,7 @@ def read_manifest(checkpoint: Checkpoint) -> Mapping[str, str] | None:
 
 def _read(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     # In other formats' folders a file of that name is somebody else's. Only our own metadata.json has a digest.
-    if not checkpoint.traits.has_manifest or "digest" in checkpoint.fields:
+    if not checkpoint.traits.manifest or "digest" in checkpoint.fields:
         return None
     storage = checkpoint.storage
     length = storage.length(MANIFEST_FILE)

@@ -1,0 +1,14 @@
+"""torch_checkpointing's folders, to which torchtitan moves from DCP: a file of torch.save for each item and rank."""
+
+import typing
+
+from ._listing import by_item, recognize
+
+if typing.TYPE_CHECKING:
+    from ._contents import Listing as Listing
+    from ._contents import listed as listed
+    from ._contents import read_contents as read_contents
+else:
+    from ..._deferred import later
+
+    __getattr__ = later(__name__, {"Listing": "._contents", "listed": "._contents", "read_contents": "._contents"})
