@@ -15,7 +15,7 @@ from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns
 from ..lenses import through_trace
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..plans import ReshardPlan, Schedule, with_relays
+from ..plans.resharding import ReshardPlan, Schedule, with_relays
 from ..traces import Trace
 from ..trees import checked_patterns, flatten_with_paths, is_plain_tensor, leaves_with_paths, with_data
 from ..world import agree, current_world, gather, share
