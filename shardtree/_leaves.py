@@ -6,4 +6,6 @@ package and, after a colon, what of it is meant.
 
 from __future__ import annotations
 
-LEAVES: dict[str, str] = {}
+LEAVES: dict[str, str] = {
+    "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
+}
