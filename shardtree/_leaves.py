@@ -8,4 +8,5 @@ from __future__ import annotations
 
 LEAVES: dict[str, str] = {
     "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
+    "through_trace": "lenses:through_trace",
 }

@@ -13,11 +13,10 @@ import torch
 from ... import plans
 from ..._ambient import shielded
 from ...layouts import ShardColumns, shard_columns
-from ...lenses import through_traces
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...strategies.index import stored_keys, stored_kinds, untaken_of
-from ...traces import Trace
+from ...trees import Transform, targets_through
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_columns, describe, unions_of
 from .._dispatch import Choice
@@ -250,7 +249,7 @@ def explain(
     cast: bool = False,
     plain: Sequence[str] = (),
     layout: ShardColumns | None = None,
-    transform: Trace | None = None,
+    transform: Transform | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> plans.Explanation:
@@ -331,7 +330,7 @@ def explain_ranks(
     cast: bool = False,
     plain: Sequence[str] = (),
     layout: ShardColumns | None = None,
-    transform: Trace | Sequence[Trace] | None = None,
+    transform: Transform | Sequence[Transform] | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> plans.Explanation:
@@ -369,7 +368,7 @@ def explain_ranks(
     choices = (sharded_strategy, common_strategy, strategies)
     validate = validate_access_integrity and transform is None
     if transform is not None:
-        sharded_state_dicts = through_traces(sharded_state_dicts, transform, cast=cast, plain=plain)
+        sharded_state_dicts = targets_through(sharded_state_dicts, transform, cast=cast, plain=plain)
     request = LoadRequest(
         None,
         choices,

@@ -17,7 +17,7 @@ from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
 from ...strategies import Checkpoint, LoadOptions, Strategies
 from ...strategies.index import untaken_of
-from ...trees import refuse_too_deep
+from ...trees import refuse_too_deep, target_through
 from ...world import agree, current_world, share, step, tried
 from .._dispatch import Choice
 from .._open import open_alone, open_together, sharded_metadata, tensors_of
@@ -95,6 +95,8 @@ def load(
             or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
         transform: a trace of what makes the target's tensors of those that are stored, by key: each rank reads what its
             own are made of. Their integrity isn't checked: ranks may need the same elements, and leave some out.
+            Other values do too whose method ``stored_target(target, /, *, cast, plain)`` returns the target to load
+            in place of the given one, whose factories make the given one's tensors of those that are stored.
         strategies: the dispatch table; None for the process's.
         options: how the checkpoint is read: verification, exchange between ranks, classes, rules for objects, progress.
 
@@ -146,10 +148,8 @@ def load(
         options=options,
     )
     if transform is not None:
-        from ...lenses import through_trace  # which takes as long to import as a small load does
-
         with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
-            request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast, plain=plain))
+            request = replace(request, tree=target_through(sharded_state_dict, transform, cast=cast, plain=plain))
     checkpoint_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
     local, messages = ask(ranks, checkpoint_or_error, request)  # 2: all ranks wait
     local = with_metadata(request, local)  # 2: all wait, for some formats
