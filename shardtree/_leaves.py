@@ -8,5 +8,6 @@ from __future__ import annotations
 
 LEAVES: dict[str, str] = {
     "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
+    "read_together": "checkpoint.loading._exchange:read_together",
     "through_trace": "lenses:through_trace",
 }

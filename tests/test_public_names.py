@@ -105,7 +105,7 @@ print(*sys.modules)
     assert not {f"shardtree.checkpoint.{one}" for one in ("conversion", "_comparison", "series")} & rooms_of
 
 
-@pytest.mark.parametrize("package", [shardtree.checkpoint, shardtree.strategies.huggingface])
+@pytest.mark.parametrize("package", [shardtree.checkpoint, shardtree.plans, shardtree.strategies.huggingface])
 def test_a_type_checker_sees_the_names_that_a_package_defers(package: ModuleType) -> None:
     tree = ast.parse(Path(str(package.__file__)).read_text())
     (choice,) = (node for node in tree.body if isinstance(node, ast.If))

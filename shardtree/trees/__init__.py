@@ -90,6 +90,7 @@ __all__ = [
     "HOLE",
     "Difference",
     "Record",
+    "Transform",
     "apply_factories",
     "apply_factory_merges",
     "bind",

@@ -11,7 +11,7 @@ from ..geometry import refuse
 
 
 class Transform(Protocol):
-    """What makes a target's tensors of stored ones."""
+    """What makes a target's tensors of stored ones, as a trace does: what `load`, `explain` and `redistribute` ask."""
 
     def stored_target(self, target: Any, /, *, cast: bool, plain: Sequence[str]) -> Any:
         """Return the target to load in place of the given one: it asks for stored tensors, and its factories merge.

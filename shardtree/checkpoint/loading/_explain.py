@@ -22,24 +22,39 @@ from .._consistency import Description, KnownLayout, check_columns, describe, un
 from .._dispatch import Choice
 from .._open import Metadata, open_at
 from .._packed import AlikeColumns
-from ._ask import LoadRequest, listing, matched_target, stored_common
-from ._checks import (
+from . import (
+    RAISING,
+    RANK_VALUES,
     CommonOf,
+    ExchangeChoice,
     Keys,
+    Kinds,
+    LoadRequest,
     ObjectsFit,
     Run,
+    Shards,
+    StrictHandling,
+    Target,
+    asking_whole,
     check_rank,
+    check_tensors,
     fit_objects,
+    groups_of,
     in_common_state,
+    listing,
+    matched_target,
+    mismatched_keys,
     objects_metadata,
+    parse_strict,
+    prospect,
+    refuse_omissions,
+    stored_common,
+    take_apart,
     unexpected_keys,
+    usable_device,
 )
-from ._exchange import ExchangeChoice, Shards, cuts_shards, foretold_exchange, foretold_groups, groups_of
+from ._exchange import cuts_shards, foretold_exchange, foretold_groups
 from ._findings import Findings
-from ._plain import asking_whole
-from ._prospect import prospect
-from ._strict import RAISING, RANK_VALUES, StrictHandling, mismatched_keys, parse_strict, refuse_omissions
-from ._targets import Kinds, Target, check_tensors, take_apart, usable_device
 from ._undecided import find_undecided
 
 _ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
