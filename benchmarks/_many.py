@@ -19,7 +19,7 @@ import torch
 import shardtree as st
 from shardtree.checkpoint._consistency import Description, brief
 from shardtree.checkpoint._packed import PackedColumns, pack_columns, without_long_table
-from shardtree.checkpoint.loading._exchange import Place
+from shardtree.checkpoint.loading import Place
 from shardtree.layouts import (
     Mesh,
     PartitionSpec,

@@ -12,13 +12,13 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-P = typing.ParamSpec("P")
-T = typing.TypeVar("T")
+# One type for both, not a ParamSpec: checkers then know a decorated function's type before they have read its module.
+Function = typing.TypeVar("Function", bound=Callable[..., typing.Any])
 
 # A shield against the state of torch that surrounds a call: what we compute doesn't depend on it.
 
 
-def shielded(function: Callable[P, T]) -> Callable[P, T]:
+def shielded(function: Function) -> Function:
     """Return a function that runs outside of torch's modes of the caller's thread.
 
     These are the default device (a function mode too), other function modes, dispatch modes such as `FakeTensorMode`,
@@ -35,14 +35,14 @@ def shielded(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call(*args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
         if not (modes or torch.is_inference_mode_enabled() or torch._C._is_any_autocast_enabled()):
             return function(*args, **kwargs)
         with _without_modes():
             return function(*args, **kwargs)
 
-    return call
+    return typing.cast(Function, call)
 
 
 @contextmanager

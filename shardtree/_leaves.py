@@ -8,5 +8,8 @@ from __future__ import annotations
 
 LEAVES: dict[str, str] = {
     "formats": "_formats:ROWS",
+    "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
+    "read_together": "checkpoint.loading._exchange:read_together",
     "storage_behind": "storage._url:storage_behind",
+    "through_trace": "lenses:through_trace",
 }

@@ -33,7 +33,7 @@ from .pictures import (
     trace_picture,
     tree_picture,
 )
-from .plans import ReshardPlan, Schedule
+from .plans.resharding import ReshardPlan, Schedule
 from .retention import SavedStep
 from .storage import storage_at
 from .traces import Trace

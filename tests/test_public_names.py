@@ -107,7 +107,9 @@ print(*sys.modules)
     assert not remote & {*loaded}
 
 
-@pytest.mark.parametrize("package", [shardtree.checkpoint, shardtree.storage, shardtree.strategies.huggingface])
+@pytest.mark.parametrize(
+    "package", [shardtree.checkpoint, shardtree.plans, shardtree.storage, shardtree.strategies.huggingface]
+)
 def test_a_type_checker_sees_the_names_that_a_package_defers(package: ModuleType) -> None:
     tree = ast.parse(Path(str(package.__file__)).read_text())
     (choice,) = (node for node in tree.body if isinstance(node, ast.If))

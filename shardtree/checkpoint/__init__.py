@@ -50,9 +50,10 @@ if typing.TYPE_CHECKING:
     from ._open import is_checkpoint, remove_sharded_tensors
     from ._replicas import ReplicaDifference, check_replicas
     from ._verify import verify
+    from ._whole_tensors import load_plain_tensors
     from .async_saves import AsyncCallsQueue, async_calls
     from .conversion import ConversionReport, convert
-    from .loading import StrictHandling, load, load_plain_tensors
+    from .loading import StrictHandling, load
     from .loading._explain import explain, explain_ranks
     from .opened import OpenCheckpoint, open_checkpoint
     from .saving import save
@@ -86,7 +87,7 @@ else:
             "load": ".loading",
             "load_common_state_dict": "._contents",
             "load_content_metadata": "._contents",
-            "load_plain_tensors": ".loading",
+            "load_plain_tensors": "._whole_tensors",
             "load_sharded_metadata": "._contents",
             "load_tensors_metadata": "._contents",
             "open_checkpoint": ".opened",

@@ -25,7 +25,7 @@ from ..strategies import LoadOptions, Strategies, StrategyAction, check_unreplac
 from ..trees import Difference, Record, diff, map_shards
 from ._differences import ValueDifference, value_difference
 from ._dispatch import given_options, sharded_backend, strategy_of
-from .loading._targets import new_memory
+from .loading import new_memory
 from .opened import OpenCheckpoint, open_checkpoint
 
 # Reading boxes of a checkpoint's tensors: small ones many at a time, if they were announced.

@@ -8,6 +8,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
+from .._deferred import leaf
 from ..errors import CorruptCheckpoint, KeyMismatch, StrategyError, error_text
 from ..mapping import ShardedObject, ShardedTensor
 from ..storage import Directory, Storage, listed, storage_at
@@ -41,7 +42,6 @@ from ._dispatch import (
     sharded_backend,
     strategy_of,
 )
-from ._no_checkpoint import not_a_checkpoint
 
 Metadata = Mapping[str, ShardedTensor | ShardedObject]
 Fields = Mapping[str, Any]
@@ -117,7 +117,7 @@ def read_fields(storage: Storage, strategies: Strategies | None) -> Fields:
         return fields
     if (data := metadata_bytes(storage)) is not None:
         return decode_metadata(data, storage.where(METADATA_FILE))  # raises: it is another program's
-    raise not_a_checkpoint(storage, partial(_fields_at, strategies=strategies))
+    raise leaf("not_a_checkpoint")(storage, partial(_fields_at, strategies=strategies))
 
 
 def _fields_at(storage: Storage, strategies: Strategies | None) -> Fields | None:

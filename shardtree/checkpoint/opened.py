@@ -45,7 +45,7 @@ from ..trees import near_names, nested, without_holes
 from ..world import one_process
 from ._dispatch import common_backend, given_options, sharded_backend, strategy_of
 from ._open import load_common, open_at, sharded_metadata
-from .loading._targets import new_memory
+from .loading import new_memory
 
 _SHARD_FIELDS = ("key", "dtype", "global_shape", "local_shape", "flattened_range")
 

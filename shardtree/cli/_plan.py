@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..checkpoint import OpenCheckpoint, explain_ranks, open_checkpoint
 from ..errors import plural
-from ..plans import plan_reshard
+from ..plans.resharding import plan_reshard
 from ..strategies import LoadOptions
 from ..traces import Trace, trace, transformed
 from ._contents import check_patterns, contents_at, matcher

@@ -9,7 +9,7 @@ from ._mapped import gate_and_up, mapped_axis, padded_axis
 from ._rearranged import rearranged, transposed
 from ._renamed import by_pattern, renamed, tied
 from ._stacked import expert_keys, expert_stack, layer_at, stacked_layers, unstacked_layers
-from ._traced import from_function, through_trace, through_traces
+from ._traced import from_function, through_trace
 
 __all__ = [
     "AxisRuns",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from operator import lt, mul
@@ -235,37 +235,6 @@ def through_trace(tree: Any, found: Trace, *, cast: bool = False, plain: Sequenc
 
     pairs, rebuild = flatten_with_paths(tree)
     return rebuild([on_leaf(path, leaf) for path, leaf in pairs])
-
-
-@dataclass(frozen=True, slots=True)
-class _Targets(Sequence[Any]):
-    """Ranks' targets, each seen through its trace when it is asked for: those of all may fill the memory."""
-
-    trees: Sequence[Any]
-    traces: Sequence[Trace]
-    cast: bool
-    plain: Sequence[str]
-
-    def __len__(self) -> int:
-        return len(self.trees)
-
-    def __getitem__(self, rank: Any) -> Any:
-        return through_trace(self.trees[rank], self.traces[rank], cast=self.cast, plain=self.plain)
-
-
-def through_traces(
-    trees: Sequence[Any], found: Trace | Sequence[Trace], *, cast: bool = False, plain: Sequence[str] = ()
-) -> Sequence[Any]:
-    """Return the targets of all ranks, each through its own trace, or through one for all.
-
-    Raises:
-        MetadataError: there aren't as many traces as targets.
-    """
-    traces = found if isinstance(found, Sequence) else [found] * len(trees)
-    if len(traces) != len(trees):
-        expected, fix = f"one for each of {len(trees)} targets", "Pass one trace, or each rank's."
-        refuse("transform", "traces", len(traces), expected, fix, error=MetadataError)
-    return _Targets(trees, traces, cast, plain)
 
 
 def _made_form(whole: Trace, cast: bool, plain: Sequence[str], shard: ShardedTensor) -> StoredForm:

@@ -4,7 +4,6 @@ import typing
 
 from ._memory import make_buffers
 from ._move import Route, Transport, long_pieces_apart, move
-from ._read_only import refuse_read_only
 
 if typing.TYPE_CHECKING:
     from ._redistribute import redistribute

@@ -16,7 +16,8 @@ from ..errors import WorldError, error_text
 from ..layouts import ShardColumns, join_columns, shard_columns
 from ..mapping import ShardedObject
 from ..objects import ObjectRule, reshard_objects
-from ..plans import ReshardPlan, Schedule, agreed_common, plan_reshard, with_relays
+from ..plans import agreed_common
+from ..plans.resharding import ReshardPlan, Schedule, plan_reshard, with_relays
 from ..trees import HOLE, comparable, map_shards
 from ..world import World, agree, gather, on_one_rank
 from ._memory import DOING, Ends

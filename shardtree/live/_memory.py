@@ -12,10 +12,10 @@ import torch
 from ..errors import CheckpointingException, ShapeError, error_text
 from ..geometry import Column
 from ..mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor, given_tensor
-from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, tied
-from ..plans import Schedule, SourceTree, TargetTree, complete, join_filled, take_source, take_target
+from ..mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, refuse_read_only, tied
+from ..plans import SourceTree, TargetTree, complete, join_filled, take_source, take_target
+from ..plans.resharding import Schedule
 from ..trees import HOLE, held_tensors, refuse_too_deep
-from ._read_only import refuse_read_only
 
 # A rank's source and target trees, either of which may be missing.
 

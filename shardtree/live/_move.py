@@ -16,7 +16,7 @@ import torch
 
 from ..geometry import Column, flat_boxes, row_major_strides, rows_of
 from ..lazy import flat_bytes
-from ..plans import (
+from ..plans.resharding import (
     CARRIERS,
     Boxes,
     Memories,

@@ -13,11 +13,17 @@ from .._ambient import shielded
 from ..errors import IntegrityError, MetadataError, TreePath, error_text
 from ..geometry import Column, integer, refuse, widen
 from ..layouts import ShardColumns, shard_columns
-from ..lenses import through_trace
 from ..mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..plans import ReshardPlan, Schedule, with_relays
-from ..traces import Trace
-from ..trees import checked_patterns, flatten_with_paths, is_plain_tensor, leaves_with_paths, with_data
+from ..plans.resharding import ReshardPlan, Schedule, with_relays
+from ..trees import (
+    Transform,
+    checked_patterns,
+    flatten_with_paths,
+    is_plain_tensor,
+    leaves_with_paths,
+    target_through,
+    with_data,
+)
 from ..world import agree, current_world, gather, share
 from ._describe import Options, Rules, agreed_device, agreed_plan, describe, resharded_objects, shared_common
 from ._memory import (
@@ -123,7 +129,7 @@ def redistribute(
     relay: bool = False,
     cast: bool = False,
     plain: Sequence[str] = (),
-    transform: Trace | None = None,
+    transform: Transform | None = None,
     world: Any = None,
     max_bytes_in_flight: int = BYTES_IN_FLIGHT,
     donate: bool = False,
@@ -248,7 +254,7 @@ def _prepare(
     plan: Any,
     max_bytes_in_flight: Any,
     device: Any,
-    transform: Trace | None,
+    transform: Transform | None,
     *,
     relay: bool,
     cast: bool,
@@ -262,7 +268,7 @@ def _prepare(
         refuse(DOING, "plan", type(plan).__name__, "a ReshardPlan", fix, error=MetadataError)
     # Before descriptions are exchanged, so that the hashes compared are of the plan that is executed.
     own = with_relays(plan) if relay and plan is not None else plan
-    own_target = target if transform is None else through_trace(target, transform, cast=cast, plain=plain)
+    own_target = target if transform is None else target_through(target, transform, cast=cast, plain=plain)
     ends = take_ends(tree, own_target, donate=donate)
     try:
         place = device_of_tensors(ends) if device is None else torch.device(device)

@@ -12,6 +12,7 @@ import torch
 from ..errors import ShapeError, error_text
 from ..lazy import flat_bytes
 from ._elements import INTEGERS, is_wrapper, lacks_memory
+from ._read_only import refuse_read_only as refuse_read_only
 from ._tensor import ShardedTensor
 
 # One tensor: whether it still fits its leaf, and may be written.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import plural, size_text
 from ..geometry import Column, group_sums
-from ..plans import ReshardPlan, Schedule
+from ..plans.resharding import ReshardPlan, Schedule
 from ._layouts import checked_key
 from ._picture import TONES, Bar, Bars, Cell, Entry, Picture, Plane
 from ._regions import group_count

@@ -3,21 +3,9 @@
 This room isn't settled: its names may still change, those of the root alone stay.
 """
 
-from ._copies import (
-    CARRIERS,
-    Boxes,
-    Memories,
-    Regions,
-    convert,
-    copy_boxes,
-    copy_transfers,
-    region_views,
-    select_regions,
-    shard_regions,
-    target_regions,
-    write_boxes,
-)
-from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
+import typing
+
+from ._convert import convert
 from ._explain import Explanation, FailedCheck, Prospect, RankReads, ReadCost, Undecided
 from ._fit import (
     Gap,
@@ -38,20 +26,52 @@ from ._fit import (
     stored_elements,
     wants_names,
 )
-from ._in_memory import (
-    SourceTree,
-    TargetTree,
-    agreed_common,
-    complete,
-    join_filled,
-    reshard,
-    take_source,
-    take_target,
-)
 from ._load import LoadPlan, Runs, StoredChunks, Strided, grouped, plan_load, read_rounds, runs_plan
 from ._save import held_places, level_writes, main_writes
 from ._without_scales import ScaledValues, find_scaled
-from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
+
+# A save or load plans its own reads and writes: what moves between ranks, or in memory, is imported when asked for.
+if typing.TYPE_CHECKING:
+    from ._exchange import ExchangePlan, SharedReads, plan_exchange, plan_reads
+    from ._in_memory import (
+        SourceTree,
+        TargetTree,
+        agreed_common,
+        complete,
+        join_filled,
+        reshard,
+        take_source,
+        take_target,
+    )
+    from .resharding import Origin, Provenance, ReshardPlan, Schedule, Transfers, peak_bytes, plan_reshard, with_relays
+else:
+    from .._deferred import later
+
+    __getattr__ = later(
+        __name__,
+        {
+            "ExchangePlan": "._exchange",
+            "Origin": ".resharding",
+            "Provenance": ".resharding",
+            "ReshardPlan": ".resharding",
+            "Schedule": ".resharding",
+            "SharedReads": "._exchange",
+            "SourceTree": "._in_memory",
+            "TargetTree": "._in_memory",
+            "Transfers": ".resharding",
+            "agreed_common": "._in_memory",
+            "complete": "._in_memory",
+            "join_filled": "._in_memory",
+            "peak_bytes": ".resharding",
+            "plan_exchange": "._exchange",
+            "plan_reads": "._exchange",
+            "plan_reshard": ".resharding",
+            "reshard": "._in_memory",
+            "take_source": "._in_memory",
+            "take_target": "._in_memory",
+            "with_relays": ".resharding",
+        },
+    )
 
 __all__ = [
     "Explanation",

@@ -40,8 +40,7 @@ from ..trees import (
     unwrap,
     with_data,
 )
-from ._copies import copy_transfers
-from .resharding import ReshardPlan, plan_reshard
+from .resharding import ReshardPlan, copy_transfers, plan_reshard
 
 # The trees at a reshard's two ends: flattened into shards and plain values, and rebuilt.
 

@@ -13,8 +13,9 @@ import torch
 from ..errors import TreePath, render_path
 from ..layouts import ShardColumns
 from ..mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from ..plans import ReshardPlan, convertible
+from ..plans import convertible
 from ..plans import reshard as st_reshard
+from ..plans.resharding import ReshardPlan
 from ..trees import apply_factories, leaves_with_paths
 from ._bits import assemble, check_equal, outline, shards_of
 from ._law_plans import Element, shard_elements

@@ -14,7 +14,8 @@ from ..checkpoint import load as st_load
 from ..checkpoint import save as st_save
 from ..errors import render_path, shorten
 from ..live import redistribute
-from ..plans import plan_reshard, reshard, with_relays
+from ..plans import reshard
+from ..plans.resharding import plan_reshard, with_relays
 from ..storage import Directory, MemoryStorage, ReadReport
 from ..strategies import LoadOptions, Strategies
 from ..trees import diff, unbox

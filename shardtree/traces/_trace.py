@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._deferred import leaf
 from ..errors import KeyMismatch, ShapeError, TraceError, error_text
 from ..lazy import Box, dense
 from ..trees import empty_data
@@ -120,6 +121,23 @@ class Trace:
         """
         own = (move for name, moves in self.moves.items() if name not in self.tied for move in moves)
         return dict(reads_of(self.sources, own).boxes)
+
+    def stored_target(self, target: Any, /, *, cast: bool = False, plain: Sequence[str] = ()) -> Any:
+        """Return the target that a load gets in place of the given one: `lenses.through_trace`.
+
+        Args:
+            target: Shards, and plain tensors, which are whole and have the keys of their paths.
+            cast: Whether the target's dtypes may differ from what the trace makes.
+            plain: Patterns of keys of values that need no scales, as for `load`.
+
+        Examples:
+            >>> import shardtree as st
+            >>> halves = st.trace(lambda given: dict(zip("ab", given["w"].chunk(2))), {"w": torch.empty(4, 1)})
+            >>> st.apply_factories(halves.stored_target({"b": torch.empty(2, 1)}))["b"]["0"].key
+            'w'
+        """
+        # Lenses are made of traces, and not the other way round.
+        return leaf("through_trace")(target, self, cast=cast, plain=plain)
 
     def then(self, other: Trace) -> Trace:
         """Return both, one after the other: the other's sources are this one's outputs.

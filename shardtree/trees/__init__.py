@@ -81,6 +81,7 @@ from ._plain import flat, nested, rebox, unbox
 from ._register import node_data, register_dataclass
 from ._scaled import BY_SCALES, SCALED_DTYPES, plain_matcher, refuse_scaled, scaled_line, scaled_values, those_of
 from ._states import StateKey, state_keys
+from ._transform import Transform, target_through, targets_through
 from ._wrappers import factory_of, has_factories, unwrap
 
 register_nodes()
@@ -89,6 +90,7 @@ __all__ = [
     "HOLE",
     "Difference",
     "Record",
+    "Transform",
     "apply_factories",
     "apply_factory_merges",
     "bind",

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _exchange
-from shardtree.checkpoint.loading._exchange import Place, exchange_choice
+from shardtree.checkpoint.loading import _choice
+from shardtree.checkpoint.loading._choice import Place, exchange_choice
 from shardtree.storage import LocalStorage, MemoryStorage, ReadReport, _folders, crosses_network
 from shardtree.testing import watched
 
@@ -58,7 +58,7 @@ def loaded(storage: Any, dtype: torch.dtype = torch.int64, **options: Any) -> li
 @pytest.fixture
 def several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each rank, which is a thread, be on a machine of its own."""
-    monkeypatch.setattr(_exchange.socket, "gethostname", lambda: str(threading.get_ident()))
+    monkeypatch.setattr(_choice.socket, "gethostname", lambda: str(threading.get_ident()))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
@@ -66,7 +66,7 @@ def test_each_byte_is_read_once_by_several_machines(
     several_machines: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for least, times, why in ((0, 1, "Ranks read for each other"), (128 * MIB, 2, "less than 128 MiB a rank")):
-        monkeypatch.setattr(_exchange, "_WORTH_BYTES", least)
+        monkeypatch.setattr(_choice, "_WORTH_BYTES", least)
         reports = loaded(saved(), dtype)
         assert sum(report.bytes_read for report in reports) == times * ROWS.nbytes
         assert all(why in report.exchange for report in reports)
@@ -75,7 +75,7 @@ def test_each_byte_is_read_once_by_several_machines(
 def test_explain_says_the_same(several_machines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, targets = saved(), [replica(rank) for rank in range(2)]
     for least in (0, 128 * MIB):
-        monkeypatch.setattr(_exchange, "_WORTH_BYTES", least)
+        monkeypatch.setattr(_choice, "_WORTH_BYTES", least)
         (report, _), told = loaded(storage), st.explain_ranks(targets, storage)
         assert told.exchange.startswith(report.exchange) and told.exchange in str(told)
         assert ("On one machine" in told.exchange) is (least == 0)

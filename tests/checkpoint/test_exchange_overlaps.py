@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import shardtree as st
-from shardtree.checkpoint.loading import _exchange, _read
+from shardtree.checkpoint.loading import _exchange
 from shardtree.layouts import ShardColumns, join_columns, shard_columns
 from shardtree.plans import ExchangePlan, plan_exchange, plan_reads
 from shardtree.storage import MemoryStorage
@@ -114,7 +114,7 @@ def check_load(
         return plan_exchange(columns, ranks, stripe_bytes=stripe_bytes, most_cells=10**6, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_read, "plan_exchange", striped)
+        patch.setattr(_exchange, "plan_exchange", striped)
         patch.setattr(_exchange, "plan_reads", partial(plan_reads, stripe_bytes=stripe_bytes, most_cells=10**6))
         patch.setattr(_exchange, "BYTES_IN_FLIGHT", step_bytes)
         foretold = explain(targets, folder, options=st.LoadOptions(exchange="always"), **keywords).reads

@@ -12,7 +12,7 @@ import torch
 
 import shardtree as st
 from shardtree.errors import ShapeError, StorageError
-from shardtree.live import _read_only
+from shardtree.mapping import _read_only
 from tests.strategies.test_overwrite_formats import FORMATS
 
 pytestmark = [

@@ -26,13 +26,13 @@ from shardtree.plans import (
     Transfers,
     Undecided,
     Unexpected,
-    copy_transfers,
     find_unexpected,
     plan_reshard,
     take_source,
     take_target,
     with_relays,
 )
+from shardtree.plans.resharding import copy_transfers
 from tests.layouts.test_layout_messages import FULL, part
 from tests.plans.reshard_layouts import mesh_layout
 from tests.trees.messages import read_messages, said

@@ -2,10 +2,39 @@
 
 import typing
 
-from ._load import load_plain_tensors
-from ._strict import StrictHandling
+from ._ask import LoadRequest, listing, matched_target, resolve, stored_common
+from ._checks import (
+    CommonOf,
+    Keys,
+    ObjectsFit,
+    Run,
+    check_rank,
+    fit_objects,
+    in_common_state,
+    objects_metadata,
+    unexpected_keys,
+)
+from ._choice import ExchangeChoice, Place, bytes_wanted_twice, exchange_choice, place_of
+from ._groups import Shards, by_dtype, groups_of, stored_shard, traits_of_load
+from ._plain import asking_whole
+from ._prospect import prospect
+from ._read import Destination, Reading, as_stored, convert_all, deliver, destination_of, read_into, read_shards
+from ._strict import (
+    RAISING,
+    RANK_VALUES,
+    Omissions,
+    StrictHandling,
+    log_untaken,
+    mismatched_keys,
+    parse_strict,
+    refuse_omissions,
+)
+from ._targets import CPU, Kinds, Target, check_tensors, new_memory, take_apart, usable_device
 
 if typing.TYPE_CHECKING:
     from ._typed import load
 else:
+    from ..._deferred import later
     from ._load import load
+
+    __getattr__ = later(__name__, {"load_plain_tensors": ".._whole_tensors"})

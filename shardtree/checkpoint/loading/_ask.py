@@ -37,7 +37,7 @@ from .._open import (
     with_opening,
 )
 from ._checks import Keys, ObjectsFit, check_rank, check_target, unexpected_keys
-from ._exchange import Place, bytes_wanted_twice, exchange_choice, place_of
+from ._choice import Place, bytes_wanted_twice, exchange_choice, place_of
 from ._read import Destination, Reading, destination_of
 from ._strict import (
     LOGGING,

@@ -1,145 +1,122 @@
-"""What a load reads at once, and whether ranks read for each other: which part each reads, how the others get it.
+"""Ranks that read for each other: which part each reads, how the others get it, and what `explain` foretells of that.
 
-`load` reads by what is said here, and `explain` says it. Where ranks read for each other, the groups are planned from
-what all ranks want: what one reads for several has to be in the same group of each.
+The groups of a load are planned from what all ranks want: what one reads for several has to be in the same group of
+each.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ...errors import StrategyError, error_text
 from ...geometry import Column
-from ...layouts import ShardColumns, select_rows, shard_columns
-from ...live import Route, long_pieces_apart, make_buffers
+from ...layouts import ShardColumns, join_columns, select_rows, shard_columns
+from ...live import Route, long_pieces_apart, make_buffers, move
 from ...mapping import ShardedTensor
-from ...plans import ExchangePlan, SharedReads, plan_reads, read_rounds
-from ...storage import ReadReport, Storage, crosses_network
-from ...strategies import (
-    Checkpoint,
-    Exchange,
-    FormatTraits,
-    Strategies,
-    StrategyAction,
-    default_strategies,
-    find_strategy,
-    traits_of,
+from ...plans import ExchangePlan, SharedReads, plan_exchange, plan_reads, read_rounds
+from ...storage import ReadReport, crosses_network
+from ...strategies import Checkpoint, Strategies
+from ...world import agree, share
+from .._dispatch import Choice
+from .._packed import AlikeColumns, PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
+from . import (
+    CPU,
+    ExchangeChoice,
+    Kinds,
+    Place,
+    Reading,
+    Shards,
+    as_stored,
+    by_dtype,
+    bytes_wanted_twice,
+    convert_all,
+    exchange_choice,
+    groups_of,
+    new_memory,
+    read_shards,
+    stored_shard,
+    traits_of_load,
 )
-from .._dispatch import Choice, sharded_backend, strategy_of
-from .._packed import AlikeColumns
-from ._targets import CPU, Kinds, new_memory
-
-# Whether ranks read for each other: as the caller says, or by where they and the checkpoint are.
-
-_WORTH_BYTES = 128 * 1024 * 1024
-"""An exchange takes a few more collectives: what it saves a rank has to be worth them."""
-
-
-class Place(NamedTuple):
-    """From where a rank reads.
-
-    Attributes:
-        host: the name of its machine.
-        crosses_network: whether what it reads comes through a network.
-    """
-
-    host: str
-    crosses_network: bool
-
-
-def place_of(storage: Storage, ranks: int) -> Place:
-    """Return from where this rank reads a storage; of a single rank nobody asks.
-
-    Examples:
-        >>> from shardtree.storage import MemoryStorage
-        >>> place_of(MemoryStorage(), 2).crosses_network
-        False
-    """
-    return Place(socket.gethostname(), crosses_network(storage)) if ranks > 1 else Place("", False)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExchangeChoice:
-    """Whether ranks read for each other.
-
-    Attributes:
-        together: whether they do.
-        why: what decided it, as a sentence; empty where the caller did.
-    """
-
-    together: bool
-    why: str = ""
-
-
-ALONE = ExchangeChoice(together=False)
-
-
-def exchange_choice(
-    exchange: Exchange, places: Sequence[Place], saved_bytes: Callable[[], int] | None = None
-) -> ExchangeChoice:
-    """Return whether ranks send each other what they read.
-
-    Args:
-        exchange: what the caller says.
-        places: of all ranks, by rank.
-        saved_bytes: returns how many bytes fewer all ranks together would read; None where ranks don't know what others
-            want.
-
-    Raises:
-        StrategyError: no such choice.
-
-    Examples:
-        >>> places = [Place("node-0", True), Place("node-1", True)]
-        >>> exchange_choice("auto", places, lambda: 2**30).why
-        'Ranks read for each other, since they are on several machines, and storage is remote.'
-    """
-    if exchange not in ("auto", "always", "never"):
-        expected = "'auto', 'always' or 'never'"
-        raise StrategyError(error_text("load: no such exchange", found=repr(exchange), expected=expected))
-    if len(places) == 1 or exchange != "auto":
-        return ExchangeChoice(len(places) > 1 and exchange == "always")
-    alone = "Each rank reads by itself, since"
-    if not any(place.crosses_network for place in places):
-        return ExchangeChoice(False, f"{alone} storage is local.")
-    # Of what one machine reads twice, the second read comes from its cache, or at least from its own connection.
-    if len({place.host for place in places}) == 1:
-        return ExchangeChoice(False, f"{alone} all are on one machine.")
-    if saved_bytes is not None and saved_bytes() < len(places) * _WORTH_BYTES:
-        return ExchangeChoice(False, f"{alone} an exchange would save less than {_WORTH_BYTES >> 20} MiB a rank.")
-    why = "Ranks read for each other, since they are on several machines, and storage is remote."
-    return ExchangeChoice(True, why)
-
-
-def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
-    """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
-    remote = crosses_network(checkpoint.storage)
-    places = [Place(str(rank), remote) for rank in range(ranks)]
-    saved_bytes = None if columns is None else partial(bytes_wanted_twice, columns)
-    choice = exchange_choice(checkpoint.options.exchange, places, saved_bytes)
-    others = " On one machine, each would read by itself."
-    return replace(choice, why=choice.why + others) if choice.together and choice.why else choice
-
-
-def bytes_wanted_twice(columns: Iterable[ShardColumns]) -> int:
-    """Return how many bytes are wanted by several ranks at least, all but the main replicas.
-
-    Args:
-        columns: what all ranks want, in one part or several.
-    """
-    return sum(int(one.nbytes[~one.main].sum()) for one in columns)
-
-
-# Ranks that read for each other: which part each reads, and how the others get it.
 
 BYTES_IN_FLIGHT = 64 * 1024 * 1024
 """What a rank sends and gets in one step. Long parts go from and to where they lie: large steps take little memory."""
+
+
+def read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill shards, each byte read by one rank for all, and return how much this rank read, sent and received.
+
+    Collective.
+
+    Args:
+        reading: how.
+        shards: this rank's, with memory.
+    """
+    world, kinds, layout = reading.checkpoint.world, reading.kinds, reading.layout
+    choices = (reading.sharded_strategy, None, reading.strategies)
+
+    def terms(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
+        # Whether what the caller said that all ranks ask for is what they share: none has left out or converts any.
+        is_known = layout is not None and len(by_sharing(group)[1]) == layout.order.size
+        return cuts_shards(reading.checkpoint, choices), is_known
+
+    # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
+    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], terms)
+    is_cut = all(cuts for cuts, _ in each)
+    if layout is not None and all(is_known for _, is_known in each):
+        return _read_once(reading, [alike[number] for number in layout.order.tolist()], layout.columns, is_cut)
+    groups, columns_by_group = _common_groups(reading, shards)
+    report = _read_once(reading, groups[0], columns_by_group[0], is_cut)
+    for part, columns in zip(groups[1:], columns_by_group[1:], strict=True):
+        staging = agree(world, "load: make room", partial(as_stored, part, kinds))
+        report += _read_once(reading, staging, columns, is_cut)
+        agree(world, "load: convert", partial(convert_all, part, staging, kinds))
+    return report
+
+
+def _common_groups(
+    reading: Reading, shards: Sequence[ShardedTensor]
+) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+    """Return what this rank reads at once, and what all ranks share of each such group; collective."""
+    world, kinds = reading.checkpoint.world, reading.kinds
+
+    def describe() -> list[PackedColumns]:
+        return [pack_columns(columns, world.rank) for columns in shared_columns(shards, kinds, world.rank)]
+
+    def brief(own: Sequence[PackedColumns]) -> list[PackedColumns]:
+        return [without_long_table(columns, world.size) for columns in own]
+
+    own, each = share(world, "load: describe reads", describe, brief)
+    parts = [send_tables(world, mine, theirs) for mine, theirs in zip(own, zip(*each, strict=True), strict=True)]
+
+    def plan() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
+        alike, others = (join_columns(unpack_columns(part)) for part in parts)
+        rounds, columns = common_groups(alike, others)
+        return groups_of(shards, kinds, rounds[others.rank == world.rank], len(columns) - 1), columns
+
+    return agree(world, "load: plan reads", plan)
+
+
+def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: ShardColumns, is_cut: bool) -> ReadReport:
+    """Read this rank's share of what several ranks want, and send it to the others; collective.
+
+    Args:
+        reading: how.
+        shards: this rank's, with memory.
+        columns: what all ranks want of the shards that they share.
+        is_cut: whether these may be cut between ranks.
+    """
+    world = reading.checkpoint.world
+    own, shared = by_sharing(shards)
+    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
+    parts, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, shared))
+    report = agree(world, "load: read", partial(read_shards, reading, [*own, *parts]))
+    failure = move(route, world.exchange)
+    return report + agree(world, "load: pass on", partial(bytes_moved, failure, plan, world.rank))
 
 
 def cuts_shards(checkpoint: Checkpoint, choices: tuple[Choice, Choice, Strategies | None]) -> bool:
@@ -219,53 +196,6 @@ def by_sharing(shards: Sequence[ShardedTensor]) -> tuple[list[ShardedTensor], li
     return own, [shard for shard in shards if not shard.allow_shape_mismatch]
 
 
-def traits_of_load(checkpoint: Checkpoint, choice: Choice, strategies: Strategies | None) -> FormatTraits:
-    """Return the traits of the function that loads shards, the defaults if it isn't the format's own."""
-    backend = sharded_backend(checkpoint.fields)
-    load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, choice, backend, strategies)
-    # The traits are those of the format's own function, not of one that was put into its place for this call.
-    own = find_strategy(StrategyAction.LOAD_SHARDED, *backend, strategies=strategies)
-    default = default_strategies.get((StrategyAction.LOAD_SHARDED, *backend), own)
-    return traits_of(*backend, strategies) if load_sharded is own is default else FormatTraits()
-
-
-# Groups: what is stored in its own dtype, then, round by round, what is converted.
-
-Shards = Sequence[ShardedTensor]
-
-
-def by_dtype(shards: Shards, kinds: Kinds) -> tuple[list[ShardedTensor], list[ShardedTensor]]:
-    """Return the shards that are stored in their own dtype, as far as is known, and the others."""
-    # By identity: shards of one key in a target may ask for different dtypes.
-    others = [shard for shard in shards if shard.key in kinds and kinds[shard.key].dtype != shard.dtype]
-    ids = set(map(id, others))
-    return [shard for shard in shards if id(shard) not in ids], others
-
-
-def stored_shard(shard: ShardedTensor, kinds: Kinds) -> ShardedTensor:
-    """Return a shard without data, in the dtype that it is stored in."""
-    return replace(shard, data=None, dtype=kinds[shard.key].dtype)
-
-
-def groups_of(shards: Shards, kinds: Kinds, rounds: Column | None = None, count: int = 0) -> list[list[ShardedTensor]]:
-    """Return what a rank reads at once: what is stored in its own dtype, then what is converted in each round.
-
-    Args:
-        shards: the rank's.
-        kinds: what is stored.
-        rounds: in which round each that is converted is read, int64; None where the rank reads by itself.
-        count: how many rounds there are at least.
-    """
-    alike, others = by_dtype(shards, kinds)
-    if rounds is None and others:
-        rounds = read_rounds(shard_columns([stored_shard(shard, kinds) for shard in others]))
-        count = int(rounds.max()) + 1
-    parts: list[list[ShardedTensor]] = [[] for _ in range(count)]
-    for shard, number in zip(others, [] if rounds is None else rounds.tolist(), strict=True):
-        parts[number].append(shard)
-    return [alike, *parts]
-
-
 def shared_columns(shards: Shards, kinds: Kinds, rank: int) -> tuple[ShardColumns, ShardColumns]:
     """Return what ranks that read for each other have to know of a rank's shards, in the dtypes that are stored.
 
@@ -292,6 +222,16 @@ def common_groups(alike: ShardColumns, others: ShardColumns) -> tuple[Column, li
 
 
 # The same for all ranks in one process, in the memory of few.
+
+
+def foretold_exchange(checkpoint: Checkpoint, ranks: int, columns: Iterable[ShardColumns] | None) -> ExchangeChoice:
+    """Return whether ranks that are on several machines read for each other, which one process can't know of them."""
+    remote = crosses_network(checkpoint.storage)
+    places = [Place(str(rank), remote) for rank in range(ranks)]
+    saved_bytes = None if columns is None else partial(bytes_wanted_twice, columns)
+    choice = exchange_choice(checkpoint.options.exchange, places, saved_bytes)
+    others = " On one machine, each would read by itself."
+    return replace(choice, why=choice.why + others) if choice.together and choice.why else choice
 
 
 def foretold_groups(

@@ -13,34 +13,48 @@ import torch
 from ... import plans
 from ..._ambient import shielded
 from ...layouts import ShardColumns, shard_columns
-from ...lenses import through_traces
 from ...storage import Directory
 from ...strategies import Checkpoint, LoadOptions, Strategies, unless_replaced
 from ...strategies.index import stored_keys, stored_kinds, untaken_of
-from ...traces import Trace
+from ...trees import Transform, targets_through
 from ...world import one_process
 from .._consistency import Description, KnownLayout, check_columns, describe, unions_of
 from .._dispatch import Choice
 from .._open import Metadata, open_at
 from .._packed import AlikeColumns
-from ._ask import LoadRequest, listing, matched_target, stored_common
-from ._checks import (
+from . import (
+    RAISING,
+    RANK_VALUES,
     CommonOf,
+    ExchangeChoice,
     Keys,
+    Kinds,
+    LoadRequest,
     ObjectsFit,
     Run,
+    Shards,
+    StrictHandling,
+    Target,
+    asking_whole,
     check_rank,
+    check_tensors,
     fit_objects,
+    groups_of,
     in_common_state,
+    listing,
+    matched_target,
+    mismatched_keys,
     objects_metadata,
+    parse_strict,
+    prospect,
+    refuse_omissions,
+    stored_common,
+    take_apart,
     unexpected_keys,
+    usable_device,
 )
-from ._exchange import ExchangeChoice, Shards, cuts_shards, foretold_exchange, foretold_groups, groups_of
+from ._exchange import cuts_shards, foretold_exchange, foretold_groups
 from ._findings import Findings
-from ._plain import asking_whole
-from ._prospect import prospect
-from ._strict import RAISING, RANK_VALUES, StrictHandling, mismatched_keys, parse_strict, refuse_omissions
-from ._targets import Kinds, Target, check_tensors, take_apart, usable_device
 from ._undecided import find_undecided
 
 _ONE_OF_SEVERAL = "This is one rank's target: if others load the rest, pass all of them to `explain_ranks`."
@@ -250,7 +264,7 @@ def explain(
     cast: bool = False,
     plain: Sequence[str] = (),
     layout: ShardColumns | None = None,
-    transform: Trace | None = None,
+    transform: Transform | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> plans.Explanation:
@@ -331,7 +345,7 @@ def explain_ranks(
     cast: bool = False,
     plain: Sequence[str] = (),
     layout: ShardColumns | None = None,
-    transform: Trace | Sequence[Trace] | None = None,
+    transform: Transform | Sequence[Transform] | None = None,
     strategies: Strategies | None = None,
     options: LoadOptions | None = None,
 ) -> plans.Explanation:
@@ -369,7 +383,7 @@ def explain_ranks(
     choices = (sharded_strategy, common_strategy, strategies)
     validate = validate_access_integrity and transform is None
     if transform is not None:
-        sharded_state_dicts = through_traces(sharded_state_dicts, transform, cast=cast, plain=plain)
+        sharded_state_dicts = targets_through(sharded_state_dicts, transform, cast=cast, plain=plain)
     request = LoadRequest(
         None,
         choices,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ... import plans
 from ...errors import CheckpointReplaced, CorruptCheckpoint, NotACheckpoint, StorageError
-from ._strict import Omissions
+from . import Omissions
 
 
 @dataclass(slots=True, eq=False)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..._ambient import shielded
+from ..._deferred import later
 from ...errors import TreeError
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
-from ...strategies import Checkpoint, LoadOptions, Strategies
-from ...strategies.index import untaken_of
-from ...trees import refuse_too_deep
-from ...world import agree, current_world, share, step, tried
+from ...strategies import LoadOptions, Strategies
+from ...trees import refuse_too_deep, target_through
+from ...world import agree, current_world, step, tried
 from .._dispatch import Choice
-from .._open import open_alone, open_together, sharded_metadata, tensors_of
-from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, resolve, with_metadata
+from .._open import open_alone
+from ._ask import CheckedLoad, LoadRequest, ask, check_ranks, compare_keys, with_metadata
 from ._checks import join_leaves
-from ._exchange import exchange_choice, place_of
-from ._read import Destination, Reading, deliver, destination_of, read_into
-from ._strict import RETURNING, StrictHandling, log_untaken
+from ._read import deliver, read_into
+from ._strict import RETURNING, StrictHandling
 
 
 @shielded
@@ -95,6 +93,8 @@ def load(
             or from DTensors: then no layouts are exchanged, only a hash of this one, which is checked in any case.
         transform: a trace of what makes the target's tensors of those that are stored, by key: each rank reads what its
             own are made of. Their integrity isn't checked: ranks may need the same elements, and leave some out.
+            Other values do too whose method ``stored_target(target, /, *, cast, plain)`` returns the target to load
+            in place of the given one, whose factories make the given one's tensors of those that are stored.
         strategies: the dispatch table; None for the process's.
         options: how the checkpoint is read: verification, exchange between ranks, classes, rules for objects, progress.
 
@@ -146,10 +146,8 @@ def load(
         options=options,
     )
     if transform is not None:
-        from ...lenses import through_trace  # which takes as long to import as a small load does
-
         with suppress(TreeError):  # of a target that is no tree: it is raised in step 2, on all ranks
-            request = replace(request, tree=through_trace(sharded_state_dict, transform, cast=cast, plain=plain))
+            request = replace(request, tree=target_through(sharded_state_dict, transform, cast=cast, plain=plain))
     checkpoint_or_error = tried(partial(open_alone, checkpoint_dir, ranks, options, strategies))  # 1: runs now
     local, messages = ask(ranks, checkpoint_or_error, request)  # 2: all ranks wait
     local = with_metadata(request, local)  # 2: all wait, for some formats
@@ -196,50 +194,6 @@ def _put_together(
     return tree
 
 
-@shielded
-def load_plain_tensors(
-    checkpoint_dir: Directory,
-    *,
-    world: Any = None,
-    strategies: Strategies | None = None,
-    options: LoadOptions | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return every stored tensor whole, by key, on each rank of the world.
-
-    Ranks share out among them what takes more than the metadata, such as comparing copies that several files have of a
-    tensor. Tensors they read as in `load`: from remote storage once for all.
-
-    Examples:
-        >>> import tempfile, torch, shardtree as st
-        >>> folder = tempfile.mkdtemp()
-        >>> st.save({"model": [st.ShardedTensor.from_rank_offsets("w", torch.arange(3))], "step": 7}, folder)
-        >>> st.load_plain_tensors(folder)
-        {'w': tensor([0, 1, 2])}
-    """
-    ranks = current_world(world)
-    how = LoadOptions() if options is None else options
-    checkpoint = open_together(checkpoint_dir, ranks, how, strategies)
-    resolve(checkpoint, None, strategies, partial(_all_keys, checkpoint, strategies))
-    list_tensors = partial(tensors_of, checkpoint, None, strategies)
-    target, places = share(ranks, "load: metadata", list_tensors, lambda _: place_of(checkpoint.storage, ranks.size))
-    twice = (ranks.size - 1) * sum(prod(one.data_shape) * one.dtype.itemsize for one in target.values())
-
-    def with_memory() -> tuple[Reading, Destination]:
-        exchange = exchange_choice(how.exchange, places, lambda: twice)
-        reading = Reading(checkpoint, None, strategies, exchange=exchange)
-        return reading, destination_of(reading, list(target.values()))
-
-    reading, destination = agree(ranks, "load: make memory", with_memory)
-    objects, amount = read_into(reading, destination)
-    tensors = agree(ranks, "load: deliver", partial(deliver, reading, destination, objects))
-    reasons = untaken_of(sharded_metadata(checkpoint, None, None, strategies))
-    log_untaken(reasons)
-    if how.report is not None:
-        how.report(replace(amount, left_out=tuple(reasons), exchange=destination.exchange.why))
-    return dict(zip(target, tensors, strict=True))
-
-
-def _all_keys(checkpoint: Checkpoint, strategies: Strategies | None) -> tuple[Set[str], bool]:
-    """Return the names of all that is stored, as far as the metadata has them."""
-    metadata = sharded_metadata(checkpoint, None, None, strategies)
-    return {*getattr(metadata, "stored", metadata)}, True
+if not TYPE_CHECKING:
+    # Pickles name it here, where it was.
+    __getattr__ = later(__name__, {"load_plain_tensors": "..._whole_tensors"})

@@ -1,4 +1,4 @@
-"""Reading a target's shards: into memory made for them, by every rank for itself or once for all that want the same."""
+"""Reading a target's shards into memory made for them: by every rank for itself, or as ranks read for each other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ..._ambient import collector_paused
+from ..._deferred import leaf
 from ...errors import StrategyError, error_text
-from ...layouts import ShardColumns, join_columns
-from ...live import move
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
-from ...plans import convert, overlaps, plan_exchange
+from ...plans import convert, overlaps
 from ...storage import ReadReport
 from ...strategies import (
     Checkpoint,
@@ -25,25 +24,12 @@ from ...strategies import (
     unless_replaced,
 )
 from ...trees import HOLE
-from ...world import agree, share, step
+from ...world import agree, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
-from .._packed import PackedColumns, pack_columns, send_tables, unpack_columns, without_long_table
 from ._checks import ObjectsFit, reshaped_values
-from ._exchange import (
-    ALONE,
-    ExchangeChoice,
-    by_dtype,
-    by_sharing,
-    bytes_moved,
-    common_groups,
-    cuts_shards,
-    groups_of,
-    route_of,
-    shared_columns,
-    stored_shard,
-    traits_of_load,
-)
+from ._choice import ALONE, ExchangeChoice
+from ._groups import groups_of, stored_shard, traits_of_load
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
@@ -131,7 +117,7 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
     others = (leaf for leaf in destination.leaves if type(leaf) is not ShardedTensor)
     objects = [leaf for leaf in others if isinstance(leaf, ShardedObject)]
     if destination.exchange.together:
-        together = _read_together(reading, destination.memories)
+        together: ReadReport = leaf("read_together")(reading, destination.memories)
         return agree(world, "load: read objects", partial(_read_objects, reading, objects)), together
 
     def read() -> tuple[list[Any], ReadReport]:
@@ -144,61 +130,20 @@ def read_into(reading: Reading, destination: Destination) -> tuple[list[Any], Re
 
 def _read_alone(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
     alike, *rounds = groups_of(shards, reading.kinds)
-    report = _read(reading, alike)
+    report = read_shards(reading, alike)
     for part in rounds:
         staging = as_stored(part, reading.kinds)
-        report += _read(reading, staging)
+        report += read_shards(reading, staging)
         convert_all(part, staging, reading.kinds)
     return report
 
 
-def _read_together(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
-    world, kinds, layout = reading.checkpoint.world, reading.kinds, reading.layout
-    choices = (reading.sharded_strategy, None, reading.strategies)
+def read_shards(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    """Fill shards by the format's function, or the caller's, and return how much was read; not collective.
 
-    def terms(group: Sequence[ShardedTensor]) -> tuple[bool, bool]:
-        # Whether what the caller said that all ranks ask for is what they share: none has left out or converts any.
-        is_known = layout is not None and len(by_sharing(group)[1]) == layout.order.size
-        return cuts_shards(reading.checkpoint, choices), is_known
-
-    # Ranks may check differently, or have strategies of their own; the plan has to be the same on all.
-    alike, each = share(world, "load: compare reads", lambda: by_dtype(shards, kinds)[0], terms)
-    is_cut = all(cuts for cuts, _ in each)
-    if layout is not None and all(is_known for _, is_known in each):
-        return _read_once(reading, [alike[number] for number in layout.order.tolist()], layout.columns, is_cut)
-    groups, columns_by_group = _common_groups(reading, shards)
-    report = _read_once(reading, groups[0], columns_by_group[0], is_cut)
-    for part, columns in zip(groups[1:], columns_by_group[1:], strict=True):
-        staging = agree(world, "load: make room", partial(as_stored, part, kinds))
-        report += _read_once(reading, staging, columns, is_cut)
-        agree(world, "load: convert", partial(convert_all, part, staging, kinds))
-    return report
-
-
-def _common_groups(
-    reading: Reading, shards: Sequence[ShardedTensor]
-) -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
-    """Return what this rank reads at once, and what all ranks share of each such group; collective."""
-    world, kinds = reading.checkpoint.world, reading.kinds
-
-    def describe() -> list[PackedColumns]:
-        return [pack_columns(columns, world.rank) for columns in shared_columns(shards, kinds, world.rank)]
-
-    def brief(own: Sequence[PackedColumns]) -> list[PackedColumns]:
-        return [without_long_table(columns, world.size) for columns in own]
-
-    own, each = share(world, "load: describe reads", describe, brief)
-    parts = [send_tables(world, mine, theirs) for mine, theirs in zip(own, zip(*each, strict=True), strict=True)]
-
-    def plan() -> tuple[list[list[ShardedTensor]], list[ShardColumns]]:
-        alike, others = (join_columns(unpack_columns(part)) for part in parts)
-        rounds, columns = common_groups(alike, others)
-        return groups_of(shards, kinds, rounds[others.rank == world.rank], len(columns) - 1), columns
-
-    return agree(world, "load: plan reads", plan)
-
-
-def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
+    Raises:
+        StrategyError: the function returned something else.
+    """
     backend = sharded_backend(reading.checkpoint.fields)
     load_sharded = strategy_of(StrategyAction.LOAD_SHARDED, reading.sharded_strategy, backend, reading.strategies)
     with unless_replaced(reading.checkpoint):
@@ -209,24 +154,6 @@ def _read(reading: Reading, shards: Sequence[ShardedTensor]) -> ReadReport:
         fix = "Fill the data of each shard in place, and return how much was read."
         raise StrategyError(error_text(what, found=type(report).__name__, expected="a ReadReport", fix=fix))
     return report
-
-
-def _read_once(reading: Reading, shards: Sequence[ShardedTensor], columns: ShardColumns, is_cut: bool) -> ReadReport:
-    """Read this rank's share of what several ranks want, and send it to the others; collective.
-
-    Args:
-        reading: how.
-        shards: this rank's, with memory.
-        columns: what all ranks want of the shards that they share.
-        is_cut: whether these may be cut between ranks.
-    """
-    world = reading.checkpoint.world
-    own, shared = by_sharing(shards)
-    plan = agree(world, "load: plan exchange", partial(plan_exchange, columns, world.size, is_cut=is_cut))
-    parts, route = agree(world, "load: choose reads", partial(route_of, plan, world.rank, shared))
-    report = agree(world, "load: read", partial(_read, reading, [*own, *parts]))
-    failure = move(route, world.exchange)
-    return report + agree(world, "load: pass on", partial(bytes_moved, failure, plan, world.rank))
 
 
 def _read_objects(reading: Reading, objects: Sequence[ShardedObject]) -> list[Any]:
@@ -265,14 +192,14 @@ def deliver(reading: Reading, destination: Destination, objects: Sequence[Any]) 
     check_unreplaced(reading.checkpoint)
     tensors = iter(deliver_all(destination.shards, destination.memories, donate=reading.donate, device=reading.device))
     leaves: list[Any] = []
-    for leaf in destination.leaves:
-        if isinstance(leaf, ShardedTensor):
+    for asked in destination.leaves:
+        if isinstance(asked, ShardedTensor):
             leaves.append(next(tensors))
-        elif isinstance(leaf, ShardedObject):
+        elif isinstance(asked, ShardedObject):
             # Boxed: a loaded object may be a container, which the join would enter.
             leaves.append(LocalNonpersistentObject(next(rest)))
         else:
-            leaves.append(leaf if isinstance(leaf, LocalNonpersistentObject) else HOLE)
+            leaves.append(asked if isinstance(asked, LocalNonpersistentObject) else HOLE)
     return leaves
 
 

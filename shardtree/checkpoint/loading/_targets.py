@@ -13,9 +13,16 @@ from ..._ambient import collector_paused
 from ...codec import is_plain_memory
 from ...errors import CheckpointingException, KeyMismatch, MetadataError, TreePath, error_text, render_path
 from ...layouts import TensorKind
-from ...live import refuse_read_only
 from ...mapping import ShardedObject, ShardedTensor, given_tensor, lacks_memory
-from ...mapping.memory import check_no_aliases, check_unchanged, check_writable, fill_once, overwrite, tied
+from ...mapping.memory import (
+    check_no_aliases,
+    check_unchanged,
+    check_writable,
+    fill_once,
+    overwrite,
+    refuse_read_only,
+    tied,
+)
 from ...storage import copies_of, empty_tensor
 
 CPU: Final = torch.device("cpu")

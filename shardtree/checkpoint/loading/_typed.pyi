@@ -8,7 +8,7 @@ import torch
 from ...layouts import ShardColumns
 from ...storage import Directory
 from ...strategies import LoadOptions, Strategies
-from ...traces import Trace
+from ...trees import Transform
 from .._dispatch import Choice
 from ._strict import StrictHandling
 
@@ -41,7 +41,7 @@ class _Keywords(TypedDict, total=False):
     plain: Sequence[str]
     device: str | torch.device | None
     layout: ShardColumns | None
-    transform: Trace | None
+    transform: Transform | None
     strategies: Strategies | None
     options: LoadOptions | None
 

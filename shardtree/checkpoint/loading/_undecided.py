@@ -11,9 +11,7 @@ from ...mapping import ShardedTensor, given_tensor
 from ...mapping.memory import tied
 from ...objects import drop_objects
 from ...plans import Undecided, is_integer, stored_elements
-from ._ask import LoadRequest
-from ._checks import ObjectsFit
-from ._targets import Kinds, Target
+from . import Kinds, LoadRequest, ObjectsFit, Target
 
 
 def find_undecided(

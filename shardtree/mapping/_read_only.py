@@ -1,4 +1,7 @@
-"""Donated tensors in memory that the system lets nobody write, such as a file's that is mapped for reading."""
+"""Donated tensors in memory that the system lets nobody write, such as a file's that is mapped for reading.
+
+The system is asked, and nothing changes by that: no element, no file, nothing that a process keeps.
+"""
 
 from __future__ import annotations
 
