@@ -7,6 +7,8 @@ package and, after a colon, what of it is meant.
 from __future__ import annotations
 
 LEAVES: dict[str, str] = {
+    "differing_replicas": "checkpoint._replicas:differing_replicas",
+    "drop_objects": "objects:drop_objects",
     "formats": "_formats:ROWS",
     "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
     "read_together": "checkpoint.loading._exchange:read_together",

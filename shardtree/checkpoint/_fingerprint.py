@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .._ambient import shielded
-from ..errors import IntegrityError, StrategyError, TreeError, error_text, render_path
+from ..errors import IntegrityError, TreeError, error_text, render_path
 from ..fingerprints import (
     PartialFingerprint,
     add_fingerprints,
@@ -26,7 +26,7 @@ from ..storage import Directory, Hashes, Storage, in_threads
 from ..strategies import Checkpoint, LoadOptions, Strategies, StrategyAction, stored_parts, unreplaced
 from ..trees import leaves_with_paths
 from ..world import World, agree, current_world, gather
-from ._dispatch import DEFAULT_BACKEND, sharded_backend, strategy_of
+from ._dispatch import sharded_backend, strategy_of
 from ._open import open_together, sharded_metadata
 from ._replicas import tree_shards, unlike_text
 
@@ -80,30 +80,6 @@ def fingerprint(tree: Any | Directory, *, world: Any = None, strategies: Strateg
     # A number for each shard travels, never elements: totals of disjoint shards add up to the tensor's fingerprint.
     totals = gather(ranks, "fingerprint: add up", partial(shard_totals, shards, in_usual_threads))
     return agree(ranks, "fingerprint: join", partial(_of_columns, columns, np.concatenate(totals)))
-
-
-def check_can_hold(backend: str, *, whole: bool) -> None:
-    """Raise unless a save to a format can store fingerprints.
-
-    Args:
-        backend: of the shards.
-        whole: whether the ranks check that their shards make whole tensors.
-
-    Raises:
-        StrategyError: the format has no place for them.
-        IntegrityError: a tensor with gaps has none.
-
-    Examples:
-        >>> check_can_hold("safetensors", whole=True)
-    """
-    # Only our own format has a column that readers who don't know it pass over.
-    if backend != DEFAULT_BACKEND[0]:
-        what = f"save: {backend!r} has no place for fingerprints"
-        fix = "Leave out SaveOptions(fingerprint=True), and keep what st.fingerprint(tree) returns elsewhere."
-        raise StrategyError(error_text(what, fix=fix))
-    if not whole:
-        what = "save: SaveOptions(fingerprint=True) needs validate_access_integrity=True"
-        raise IntegrityError(error_text(what, fix="A tensor with gaps has no fingerprint: leave out one of the two."))
 
 
 def in_usual_threads(pieces: Iterable[Any]) -> Sequence[int]:

@@ -61,6 +61,17 @@ def decode_metadata(data: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
+def fields_of_backend(backend: str, version: int) -> Fields:
+    """Return the fields of metadata.json of a folder that has none, in a format for all that is in it.
+
+    Examples:
+        >>> fields_of_backend("zarr", 3)["common_backend"]
+        'zarr'
+    """
+    backends = {"sharded_backend": backend, "sharded_backend_version": version}
+    return backends | {"common_backend": backend, "common_backend_version": version}
+
+
 def is_of_others(data: bytes) -> bool:
     """Return whether a metadata.json is another program's: a JSON object without any field of ours.
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from .._ambient import shielded
+from .._deferred import leaf
 from ..errors import CheckpointingException, OutcomeUnknown, WorldError, error_text
 from ..layouts import ShardColumns
 from ..objects import ObjectRule
@@ -17,17 +18,6 @@ from ._traits import FormatTraits, Stamp
 
 Fields = Mapping[str, Any]
 """JSON fields of metadata.json."""
-
-
-def fields_of_backend(backend: str, version: int) -> Fields:
-    """Return the fields of metadata.json of a folder that has none, in a format for all that is in it.
-
-    Examples:
-        >>> fields_of_backend("zarr", 3)["common_backend"]
-        'zarr'
-    """
-    backends = {"sharded_backend": backend, "sharded_backend_version": version}
-    return backends | {"common_backend": backend, "common_backend_version": version}
 
 
 COMMIT_STEPS = ("save: look for another checkpoint", "save: index", "save: common state")
@@ -186,6 +176,10 @@ class SaveOptions:
     threads: int | None = None
     common: Literal["same", "union"] = "same"
     report: Callable[[SaveReport], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.check_replicas:
+            leaf("differing_replicas")  # imported now: a save imports nothing, since it may run in a signal handler
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ..._deferred import leaf
 from ...errors import CheckpointingException, TreePath, render_path
 from ...mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from ...objects import (
     ObjectRule,
     ShapeChange,
     check_ruled,
-    drop_objects,
     held_arrays,
     objects_by_rule,
     reshaped_arrays,
@@ -80,6 +80,7 @@ class ObjectsFit:
     @property
     def cells_to_read(self) -> list[ShardedObject]:
         """The stored cells that rules look at."""
+        drop_objects = leaf("drop_objects")
         return [item for item in self.cells if self.rules[item.key] is not drop_objects]
 
 
@@ -172,7 +173,7 @@ def reshaped_values(fit: ObjectsFit, objects: Sequence[ShardedObject], values: S
         UnsupportedValue: a rule can't handle a value.
     """
     cells = [replace(item, data=data) for item, data in zip(fit.cells_to_read, values, strict=True)]
-    others = [item for item in fit.cells if fit.rules[item.key] is drop_objects]
+    others = [item for item in fit.cells if fit.rules[item.key] is leaf("drop_objects")]
     return [item.data for item in objects_by_rule(held_arrays([*cells, *others]), objects, fit.rules)]
 
 

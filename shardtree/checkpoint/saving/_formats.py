@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import StrategyError, UnsupportedValue, error_text
+from ...errors import IntegrityError, StrategyError, UnsupportedValue, error_text
 from ...mapping import ShardedObject, ShardedTensor
 from ...strategies import AsyncRequest, PendingSave, Strategies, StrategyAction
 from .._dispatch import DEFAULT_BACKEND, Backends, Choice, objects_backend, strategy_of
@@ -55,3 +55,27 @@ def united_fields(fields: Fields, others: Fields) -> dict[str, Any]:
 def _misfit(what: str, value: Any, expected: str, fix: str) -> StrategyError:
     text = error_text(f"save: not what {what} returns", found=type(value).__name__, expected=expected, fix=fix)
     return StrategyError(text)
+
+
+def check_can_fingerprint(backend: str, *, whole: bool) -> None:
+    """Raise unless a save to a format can store fingerprints.
+
+    Args:
+        backend: of the shards.
+        whole: whether the ranks check that their shards make whole tensors.
+
+    Raises:
+        StrategyError: the format has no place for them.
+        IntegrityError: a tensor with gaps has none.
+
+    Examples:
+        >>> check_can_fingerprint("safetensors", whole=True)
+    """
+    # Only our own format has a column that readers who don't know it pass over.
+    if backend != DEFAULT_BACKEND[0]:
+        what = f"save: {backend!r} has no place for fingerprints"
+        fix = "Leave out SaveOptions(fingerprint=True), and keep what st.fingerprint(tree) returns elsewhere."
+        raise StrategyError(error_text(what, fix=fix))
+    if not whole:
+        what = "save: SaveOptions(fingerprint=True) needs validate_access_integrity=True"
+        raise IntegrityError(error_text(what, fix="A tensor with gaps has no fingerprint: leave out one of the two."))

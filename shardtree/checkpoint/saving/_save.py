@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..._ambient import shielded
+from ..._deferred import leaf
 from ...codec import encode_tree
 from ...errors import IntegrityError, error_text
 from ...layouts import ShardColumns, shard_columns
@@ -29,11 +30,9 @@ from .._consistency import (
     known_layout,
 )
 from .._dispatch import Backends, Choice, backends_of, check_options
-from .._fingerprint import check_can_hold
-from .._replicas import differing_replicas
 from ..async_saves import refuse_overlap, snapshot_shards
 from ._commit import save_request, warns_unused
-from ._formats import Writes
+from ._formats import Writes, check_can_fingerprint
 from ._parts import TreeParts, common_to_store, take_apart, take_apart_for_later
 from ._start import RunningSave, SaveCall, SaveStart, begin, check_union, common_part, folder_at, pending_here, start_of
 
@@ -213,7 +212,7 @@ def meet(
             refuse_overlap(directory, call.world.rank)
             backends = backends_of(*call.choices, call.strategies)
             if call.options.fingerprint:
-                check_can_hold(backends[0][0], whole=call.validate)
+                check_can_fingerprint(backends[0][0], whole=call.validate)
         with step("save: find the folder"):
             storage = folder_at(directory)
         description = None
@@ -277,7 +276,7 @@ def check_replicas(call: SaveCall, local: LocalSave, messages: Sequence[Message]
         order = range(len(local.parts.tensors)) if local.layout is None else local.layout.order.tolist()
         return _checked_columns(call, local, messages), [local.parts.tensors[number] for number in order]
 
-    problems = differing_replicas(call.world, join)
+    problems = leaf("differing_replicas")(call.world, join)
     if problems:  # the same on every rank
         fix = "If each rank has a part of the tensor, cut it in its spec; else copy the main replica to the others."
         raise IntegrityError(error_text("save: replicas differ", offenders=map(str, problems), fix=fix))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ...errors import CheckpointingException, CorruptCheckpoint, UnsupportedValue, error_text, missing_numbers
 from ...storage import Storage, is_folder
-from .._values import Fields, fields_of_backend
+from .._metadata import fields_of_backend
+from .._values import Fields
 
 ZERO, UNIVERSAL = ("deepspeed", 1), ("universal", 1)
 

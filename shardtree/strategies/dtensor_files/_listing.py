@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from ...errors import CorruptCheckpoint, error_text, missing_numbers
 from ...storage import Storage
-from .._values import Fields, fields_of_backend
+from .._metadata import fields_of_backend
+from .._values import Fields
 
 BACKEND, VERSION = "dtensor_files", 1
 

@@ -11,7 +11,8 @@ from typing import Any
 from ...codec import decode_header, header_length, parse_json
 from ...errors import CorruptCheckpoint, error_text
 from ...storage import Storage, listed
-from .._values import Checkpoint, Fields, fields_of_backend
+from .._metadata import fields_of_backend
+from .._values import Checkpoint, Fields
 
 # The names of a Hugging Face model's files, and the choice of the one by which a folder is read
 

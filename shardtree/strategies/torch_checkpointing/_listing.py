@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 from ...storage import Storage
-from .._values import Fields, fields_of_backend
+from .._metadata import fields_of_backend
+from .._values import Fields
 
 BACKEND, VERSION = "torch_checkpointing", 1
 METADATA = "metadata.pkl"

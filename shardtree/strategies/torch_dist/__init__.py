@@ -3,7 +3,8 @@
 import pickle
 
 from ...storage import Storage
-from .._values import Fields, fields_of_backend
+from .._metadata import fields_of_backend
+from .._values import Fields
 
 
 def recognize(storage: Storage) -> Fields | None:

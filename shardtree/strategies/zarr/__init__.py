@@ -2,7 +2,8 @@
 
 from ...codec import parse_json
 from ...storage import Storage
-from .._values import Fields, fields_of_backend
+from .._metadata import fields_of_backend
+from .._values import Fields
 
 
 def recognize(storage: Storage) -> Fields | None:
