@@ -56,7 +56,7 @@ def notebook_html(value: object) -> str:
 
     Pictures are drawn in a room that imports the rooms of what they show, so that these find it by its name.
     """
-    html: str = import_quickly(".display", __package__).html_of(value)
+    html: str = leaf("html_of")(value)
     return html
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 LEAVES: dict[str, str] = {
     "differing_replicas": "checkpoint._replicas:differing_replicas",
-    "drop_objects": "objects:drop_objects",
+    "drop_objects": "objects._rules:drop_objects",
     "formats": "_formats:ROWS",
+    "html_of": "display:html_of",
     "not_a_checkpoint": "checkpoint._no_checkpoint:not_a_checkpoint",
     "read_together": "checkpoint.loading._exchange:read_together",
     "storage_behind": "storage._url:storage_behind",

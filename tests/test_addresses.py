@@ -12,6 +12,7 @@ from tests.golden.addresses import pickled_as
 LINES = [line.split() for line in (Path(__file__).parent / "golden" / "addresses.txt").read_text().splitlines()]
 
 GONE = {
+    "shardtree.checkpoint.loading.load_plain_tensors": "reads whole checkpoints: shardtree.checkpoint.load_plain_tensors",
     "shardtree.strategies.archives.ACTIONS": "the rows of formats are one table of names, `default_strategies`",
     "shardtree.strategies.archives.rows_of_archives": "likewise",
     "shardtree.strategies.torch_checkpointing.RankPart": "is that of the package of archives, which never was public",
@@ -35,6 +36,7 @@ NOT_UNPICKLED = {
             "load_tensors_metadata",
         )
     },
+    "shardtree.checkpoint.loading._load.load_plain_tensors": "moved before rooms did; nothing stores it",
     "shardtree.traces._recording.trace": "moved to traces._tracing before this list was kept; nothing stores `trace`",
 }
 """Addresses in pickles that can't be imported any more, each with the reason."""

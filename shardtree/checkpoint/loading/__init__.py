@@ -34,7 +34,4 @@ from ._targets import CPU, Kinds, Target, check_tensors, new_memory, take_apart,
 if typing.TYPE_CHECKING:
     from ._typed import load
 else:
-    from ..._deferred import later
     from ._load import load
-
-    __getattr__ = later(__name__, {"load_plain_tensors": ".._whole_tensors"})

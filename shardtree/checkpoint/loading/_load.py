@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..._ambient import shielded
-from ..._deferred import later
 from ...errors import TreeError
 from ...layouts import ShardColumns
 from ...storage import Directory, ReadReport
@@ -192,8 +191,3 @@ def _put_together(
         amount = replace(amount, left_out=omitted.left_out, unfilled=omitted.unfilled)
         report(replace(amount, kept=omitted.kept, exchange=why))
     return tree
-
-
-if not TYPE_CHECKING:
-    # Pickles name it here, where it was.
-    __getattr__ = later(__name__, {"load_plain_tensors": "..._whole_tensors"})
