@@ -12,7 +12,7 @@ from tests.golden.addresses import pickled_as
 LINES = [line.split() for line in (Path(__file__).parent / "golden" / "addresses.txt").read_text().splitlines()]
 
 GONE = {
-    "shardtree.checkpoint.loading.load_plain_tensors": "reads whole checkpoints: shardtree.checkpoint.load_plain_tensors",
+    "shardtree.checkpoint.loading.load_plain_tensors": "is shardtree.checkpoint.load_plain_tensors alone",
     "shardtree.strategies.archives.ACTIONS": "the rows of formats are one table of names, `default_strategies`",
     "shardtree.strategies.archives.rows_of_archives": "likewise",
     "shardtree.strategies.torch_checkpointing.RankPart": "is that of the package of archives, which never was public",

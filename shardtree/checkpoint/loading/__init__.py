@@ -3,19 +3,10 @@
 import typing
 
 from ._ask import LoadRequest, listing, matched_target, resolve, stored_common
-from ._checks import (
-    CommonOf,
-    Keys,
-    ObjectsFit,
-    Run,
-    check_rank,
-    fit_objects,
-    in_common_state,
-    objects_metadata,
-    unexpected_keys,
-)
+from ._checks import CommonOf, Keys, Run, check_rank, in_common_state, unexpected_keys
 from ._choice import ExchangeChoice, Place, bytes_wanted_twice, exchange_choice, place_of
 from ._groups import Shards, by_dtype, groups_of, stored_shard, traits_of_load
+from ._objects import ObjectsFit, fit_objects, objects_metadata
 from ._plain import asking_whole
 from ._prospect import prospect
 from ._read import Destination, Reading, as_stored, convert_all, deliver, destination_of, read_into, read_shards

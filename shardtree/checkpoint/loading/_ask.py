@@ -36,8 +36,9 @@ from .._open import (
     sharded_metadata,
     with_opening,
 )
-from ._checks import Keys, ObjectsFit, check_rank, check_target, unexpected_keys
+from ._checks import Keys, check_rank, check_target, unexpected_keys
 from ._choice import Place, bytes_wanted_twice, exchange_choice, place_of
+from ._objects import ObjectsFit
 from ._read import Destination, Reading, destination_of
 from ._strict import (
     LOGGING,

@@ -27,9 +27,9 @@ from ...trees import HOLE
 from ...world import agree, step
 from .._consistency import KnownLayout
 from .._dispatch import Choice, backend_of, common_backend, sharded_backend, strategy_of
-from ._checks import ObjectsFit, reshaped_values
 from ._choice import ALONE, ExchangeChoice
 from ._groups import groups_of, stored_shard, traits_of_load
+from ._objects import ObjectsFit, reshaped_values
 from ._targets import CPU, Kinds, deliver_all, new_memory, with_memories
 
 # Conversion from another dtype: read into staging memory, a bounded round at a time, and copied to the target
