@@ -99,8 +99,22 @@ st.load(tree, sys.argv[1])
 print(*sys.modules)
 """
     loaded = fresh(code, str(tmp_path))
-    others = tuple(f"shardtree.strategies.{one}." for one in ("zarr", "torch_dist", "huggingface", "torch"))
-    assert [name for name in loaded if name.startswith(others)] == ["shardtree.strategies.huggingface._listing"]
+    others = (
+        "zarr",
+        "torch_dist",
+        "huggingface",
+        "torch",
+        "deepspeed",
+        "dtensor_files",
+        "torch_checkpointing",
+        "archives",
+    )
+    formats = (
+        *(f"shardtree.strategies.{one}" for one in others),
+        "shardtree.codec.archives",
+        "shardtree.codec.pickles",
+    )
+    assert [name for name in loaded if name.startswith(formats)] == []
     rooms_of = {name for name in loaded if name.startswith("shardtree.checkpoint.")}
     assert not {f"shardtree.checkpoint.{one}" for one in ("conversion", "_comparison", "series")} & rooms_of
     remote = {f"shardtree.storage.{one}" for one in ("_url", "_fsspec", "_object_url", "_object_store")}

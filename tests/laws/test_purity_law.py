@@ -113,7 +113,7 @@ def public(package: str) -> dict[str, Any]:
             continue
         if inspect.isfunction(value):
             found[f"{package}.{name}"] = value
-        elif inspect.isclass(value):
+        elif inspect.isclass(value) and not getattr(value, "_is_protocol", False):
             members = vars(value).items()
             found |= {f"{package}.{name}.{member}": own for member, own in members if not member.startswith("_")}
     callables = (property, classmethod, staticmethod)
